@@ -29,7 +29,7 @@ Values = dict[str, Any]
 
 
 class Warehouse:
-    """Robots fetch parcels on a floor of 5 x 5 places: a reward of 1 for each, and the next one appears elsewhere.
+    """Robots fetch packages on a floor of 5 x 5 places: a reward of 1 for each, and the next one appears elsewhere.
 
     `late` joins after 10 steps. A robot's battery lasts for 40 steps; then it stops for the rest of the episode.
     """
@@ -38,7 +38,7 @@ class Warehouse:
 
     def __init__(self) -> None:
         seen = spaces.Dict(
-            to_parcel=spaces.Box(-1.0, 1.0, (2,), np.float32),
+            to_package=spaces.Box(-1.0, 1.0, (2,), np.float32),
             place=spaces.Box(0.0, 1.0, (2,), np.float32),
             action_mask=spaces.MultiBinary(len(MOVES)),
         )
@@ -50,7 +50,7 @@ class Warehouse:
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         self.time, self.battery = 0, dict.fromkeys(self.possible_agents, BATTERY)
-        self.places, self.parcels = ({a: self.rng.integers(SIZE, size=2) for a in self.battery} for _ in range(2))
+        self.places, self.packages = ({a: self.rng.integers(SIZE, size=2) for a in self.battery} for _ in range(2))
         return self.observe(self.on_the_floor()), {}
 
     def on_the_floor(self) -> list[str]:
@@ -59,7 +59,7 @@ class Warehouse:
     def observe(self, agents: list[str]) -> Values:
         return {
             agent: {
-                "to_parcel": ((self.parcels[agent] - self.places[agent]) / SIZE).astype(np.float32),
+                "to_package": ((self.packages[agent] - self.places[agent]) / SIZE).astype(np.float32),
                 "place": (self.places[agent] / SIZE).astype(np.float32),
                 "action_mask": self.allowed(agent),
             }
@@ -77,15 +77,15 @@ class Warehouse:
             assert self.allowed(agent)[action], f"{agent} drives off the floor"
             self.places[agent] = self.places[agent] + MOVES[action]
             self.battery[agent] -= 1
-            rewards[agent] = float((self.places[agent] == self.parcels[agent]).all())
+            rewards[agent] = float((self.places[agent] == self.packages[agent]).all())
             if rewards[agent]:
-                self.parcels[agent] = self.rng.integers(SIZE, size=2)
+                self.packages[agent] = self.rng.integers(SIZE, size=2)
         seen = list(dict.fromkeys([*actions, *self.on_the_floor()]))  # also those whose battery has just run out
         terminated = {agent: self.battery[agent] == 0 for agent in actions}
         return self.observe(seen), rewards, terminated, {"__all__": self.time == LENGTH}, {}
 
     def state(self) -> np.ndarray:
-        robots = [[*self.places[a] / SIZE, *(self.parcels[a] - self.places[a]) / SIZE] for a in self.possible_agents]
+        robots = [[*self.places[a] / SIZE, *(self.packages[a] - self.places[a]) / SIZE] for a in self.possible_agents]
         batteries = [self.battery[agent] / BATTERY for agent in self.possible_agents]
         return np.array([*np.ravel(robots), *batteries], np.float32)
 
@@ -133,7 +133,7 @@ class Agents(nn.Module):
 
 
 def joined(observations: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([observations["to_parcel"], observations["place"]], -1)
+    return torch.cat([observations["to_package"], observations["place"]], -1)
 
 
 def update(agents: Agents, optimizer: torch.optim.Optimizer, rollout: Rollout, args: Args) -> None:
@@ -181,7 +181,7 @@ def main(args: Args) -> None:
         means.append(np.mean([sum(episode.returns.values()) for episode in rollout.finished_episodes]))
         update(agents, optimizer, rollout, args)
     env.close()
-    print(f"parcels in an episode, first -> last update: {means[0]:.1f} -> {means[-1]:.1f}")
+    print(f"packages in an episode, first -> last update: {means[0]:.1f} -> {means[-1]:.1f}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.construction import missing_arguments
 from marl_parallel.core.replay import FOLDER
-from marl_parallel.types import RestartPolicy
+from marl_parallel.types import OnRestart, RestartPolicy
 
 _POOL_SEEDS = 2**31  # seeds of EnvPool are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
@@ -145,6 +145,23 @@ def checked_replay(steps: Any, folder: Any) -> tuple[int, Path] | None:
     return number, path
 
 
+def checked_log_dir(path: Any) -> Path:
+    """The absolute path of a folder for logs, which is made if it is missing."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"log_dir must be the path of a folder, or None; got {path!r}")
+    try:
+        folder = Path(path).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"log_dir={os.fspath(path)!r}: no folder can be made there: {error}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"log_dir={os.fspath(path)!r}: no file can be written there")
+    for log in folder.glob("worker-*.log"):
+        if not log.is_file() or not os.access(log, os.W_OK):
+            raise ValueError(f"log_dir={os.fspath(path)!r}: nothing can be appended to {log}")
+    return folder
+
+
 def restarts(on_error: Any, restart_policy: Any) -> bool:
     """Whether environments that fail are rebuilt."""
     if on_error not in ("raise", "restart"):
@@ -152,6 +169,16 @@ def restarts(on_error: Any, restart_policy: Any) -> bool:
     if not isinstance(restart_policy, RestartPolicy):
         raise TypeError(f"restart_policy must be a RestartPolicy(max_restarts=..., ...), got {restart_policy!r}")
     return bool(on_error == "restart")
+
+
+def checked_callback(on_restart: Any, restarts: bool) -> OnRestart | None:
+    """A function for `RestartEvent`s; `ValueError` if it would never be called."""
+    if on_restart is not None and not callable(on_restart):
+        raise TypeError(f"on_restart must be a function of a RestartEvent, or None, got {on_restart!r}")
+    if on_restart is not None and not restarts:
+        raise ValueError('on_restart is never called without restarts: pass on_error="restart", too')
+    callback: OnRestart | None = on_restart
+    return callback
 
 
 def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: Backend) -> int:

@@ -34,6 +34,7 @@ from marl_parallel.types import (
     ContextName,
     FacadeName,
     OnError,
+    OnRestart,
     RestartPolicy,
     Wait,
 )
@@ -68,6 +69,9 @@ class ParallelEnvArguments(TypedDict, total=False):
     trace: str | os.PathLike[str] | None
     wait: Wait
     episode_stats: bool
+    on_restart: OnRestart | None
+    warn_after: float | None
+    log_dir: str | os.PathLike[str] | None
     replay: int | None
     replay_dir: str | os.PathLike[str] | None
 

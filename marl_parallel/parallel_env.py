@@ -69,6 +69,7 @@ from marl_parallel.types import (
     FinishedEpisode,
     NoSpaceDeclared,
     OnError,
+    OnRestart,
     ParallelEnvError,
     RestartPolicy,
     Stats,
@@ -159,6 +160,14 @@ class ParallelEnv:
             about as long as the last waits took, if there is a CPU for each worker and these waits were short.
         episode_stats: True adds `infos[i][agent]["episode"]`, `{"r": return, "l": length}`, in the step that ends the
             agent's part of an episode, and `infos[i]["__common__"]["episode"]` where it ends. See `docs/learners.md`.
+        on_restart: Called with a `RestartEvent` for each environment that is rebuilt, before the step returns. What it
+            raises is logged.
+        warn_after: Seconds in one call of an environment after which a warning of the logger `marl_parallel` says which
+            environment, in which worker, is where, with its Python stack; again after twice as long, and so on. Ctrl-C
+            has the same report. None for no warnings. Not with `backend="serial"`, which does not wait.
+        log_dir: Folder for a file `worker-0.log`, ... of each worker process, to which its output, and that of the
+            processes that its simulators start, is appended; made if it is missing. None for the output of this
+            program. Errors of a worker that dies or hangs quote its last lines. See `docs/faults.md`.
         replay: How many steps of each environment's episode are kept, so that a failure can be repeated: its report
             then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. See `docs/replay.md`.
         replay_dir: The folder of these files; None for `marl_parallel-replays` in the current one.
@@ -216,6 +225,9 @@ class ParallelEnv:
         trace: str | os.PathLike[str] | None = None,
         wait: Wait = "adaptive",
         episode_stats: bool = False,
+        on_restart: OnRestart | None = None,
+        warn_after: float | None = 60.0,
+        log_dir: str | os.PathLike[str] | None = None,
         replay: int | None = None,
         replay_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -224,12 +236,15 @@ class ParallelEnv:
         timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
         restarts = arguments.restarts(on_error, restart_policy)
+        on_restart = arguments.checked_callback(on_restart, restarts)
+        warn_after = arguments.checked_timeout(warn_after, "warn_after")
         if worker_threads is not None:
             worker_threads = arguments.checked_integer(worker_threads, "worker_threads")
         if trace is not None:
             arguments.checked_trace(trace)
         kept = arguments.checked_replay(replay, replay_dir)
         adapter_function(adapter)
+        folder = None if log_dir is None else arguments.checked_log_dir(log_dir)
         base = arguments.base_seed(seed)
         seeds = [base + env_id for env_id in range(len(constructors))]
         if start_timeout == START_TIMEOUT_S:
@@ -239,7 +254,7 @@ class ParallelEnv:
         if isinstance(backend, str) and backend == "auto":
             if num_workers is not None or envs_per_worker is not None:
                 raise ValueError('backend="auto" chooses the number of workers: pass backend="process" with yours')
-            needs_processes = restarts or unenforced or context is not None or wait != "adaptive"
+            needs_processes = restarts or unenforced or folder or context is not None or wait != "adaptive"
             options: dict[str, Any] = {
                 "seed": base, "adapter": adapter, "shared_memory": shared_memory, "copy": copy, "context": context,
                 "check_actions": check_actions, "reset_timeout": reset_timeout, "start_timeout": start_timeout,
@@ -257,12 +272,21 @@ class ParallelEnv:
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
+        if opened.keeps_logs:
+            opened.log_dir = folder
+        elif folder is not None:
+            warnings.warn(
+                f"log_dir={os.fspath(folder)!r} has no effect with backend={backend!r}: only worker processes have "
+                "logs. Serial and thread workers write to the output of this program, Ray's to the logs of Ray",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if self.plan is None:
             workers = arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened)
         else:
             workers = self.plan["arguments"]["num_workers"]
         shares = share_out(len(seeds), workers)
-        pool = Pool(opened, shares, limits)
+        pool = Pool(opened, shares, limits, warn_after=warn_after)
         self._close_at_exit(pool)
         started = False
         try:
@@ -286,7 +310,8 @@ class ParallelEnv:
             )  # fmt: skip
             if restarts:
                 policy, options_last = restart_policy, schema.options_last
-                pool.restart_on_faults(Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last))
+                recovery = Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last, on_restart)
+                pool.restart_on_faults(recovery)
             if kept is not None:
                 pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules)
             seed_check = SeedCheck(built, "seed" in schema.reset_keywords)

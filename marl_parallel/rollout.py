@@ -198,7 +198,7 @@ class Rollout:
             raise ValueError(f"halves=2 needs at least two environments, got {env.num_envs}")
         self.filled = 0
         self.finished_episodes: list[FinishedEpisode] = []
-        self._begun = False
+        self._has_reset = False
         self._parts = [_Part(env, range(env.num_envs))]
         if halves == 2:
             self._parts = [_Part(copy.copy(env), env_ids) for env_ids in _halves(env)]
@@ -327,13 +327,13 @@ class Rollout:
         for part in self._parts:
             if part.env is not env:
                 part.env.acting, part.env.state = (_at(of_all, part.rows) for of_all in (env.acting, env.state))
-        self._begun = True
+        self._has_reset = True
         return self.current
 
     @property
     def current(self) -> Current:
         """What the next step's actions are for; raises `ResetNeeded` before the first `reset`."""
-        if not self._begun:
+        if not self._has_reset:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
         arrays, part = self.arrays, self._parts[self._next]
         place = part.time, part.rows
@@ -359,7 +359,7 @@ class Rollout:
         arrays = self.arrays
         if extras.keys() != arrays.extras.keys():
             raise TypeError(f"expected the extras {[*arrays.extras]}, got {[*extras]}")
-        if not self._begun:
+        if not self._has_reset:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
         self._begin_next()
         part = self._parts[self._next]
@@ -415,7 +415,7 @@ class Rollout:
             policy: Takes a `Current`; returns actions, or if extras were declared, a pair of actions and a dict of
                 extras.
         """
-        if not self._begun:
+        if not self._has_reset:
             self.reset()
         self._begin_next()
         current = self.current

@@ -5,7 +5,7 @@ Calls out of order raise errors of `gymnasium.error`, bad arguments Python's own
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from numbers import Real
@@ -134,33 +134,71 @@ class StepBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """How often one environment may be restarted; after that, `RestartLimitExceeded` is raised.
+    """Which faults restart an environment, and how often; after that, `RestartLimitExceeded` is raised.
 
     Attributes:
-        max_restarts: The most restarts in total; None for no limit.
-        rate_limit: The most restarts within any `rate_period_s` seconds; None for no limit.
+        max_restarts: The most restarts in total; None or -1 for no limit.
+        rate_limit: The most restarts within any `rate_period_s` seconds; None or -1 for no limit.
         rate_period_s: The period in seconds.
+        exceptions: The types of exceptions after which an environment is restarted; `EnvError` is raised for others, so
+            that a bug in your own code ends the run at once. None restarts after any. Deaths and timeouts of workers
+            always lead to restarts.
 
     Example:
-        >>> RestartPolicy(max_restarts=100).rate_limit
+        >>> RestartPolicy(max_restarts=100, exceptions=(ConnectionError, OSError)).rate_limit
         5
     """
 
     max_restarts: int | None = None
     rate_limit: int | None = 5
     rate_period_s: float = 60.0
+    exceptions: tuple[type[BaseException], ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_restarts", "rate_limit"):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int | np.integer | None):
                 raise TypeError(f"{name} must be an integer or None, got {number!r}")
-            if number is not None and number < 0:
-                raise ValueError(f"{name} must not be negative, got {number}; None stands for no limit")
+            if number is not None and number < -1:
+                raise ValueError(f"{name} must be at least 0, got {number}; None or -1 stands for no limit")
+            if number == -1:
+                object.__setattr__(self, name, None)
         if isinstance(self.rate_period_s, bool) or not isinstance(self.rate_period_s, Real):
             raise TypeError(f"rate_period_s must be a number of seconds, got {self.rate_period_s!r}")
         if not self.rate_period_s > 0:
             raise ValueError(f"rate_period_s must be positive, got {self.rate_period_s}")
+        if self.exceptions is None:
+            return
+        kinds: Any = self.exceptions if isinstance(self.exceptions, tuple | list) else (self.exceptions,)
+        for kind in kinds:
+            if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+                raise TypeError(f"exceptions must be a tuple of types of exceptions, got {kind!r}")
+        object.__setattr__(self, "exceptions", tuple(kinds))
+
+
+@dataclass(frozen=True)
+class RestartEvent:
+    """An environment is rebuilt: what `on_restart` is called with, in the thread that steps.
+
+    Attributes:
+        env_id: The environment.
+        worker: The number of its worker.
+        kind: `"fault"` if the environment itself failed, or it is not known which one of its worker did; `"neighbour"`
+            if another one has ended their worker.
+        error: The `EnvError`, `WorkerCrashed` or `WorkerTimeout`; its text is the report with the stack.
+        seed: The seed of the new environment.
+        restarts: How often this environment has been rebuilt, this time included.
+    """
+
+    env_id: int
+    worker: int
+    kind: Literal["fault", "neighbour"]
+    error: ParallelEnvError
+    seed: int
+    restarts: int
+
+
+OnRestart: TypeAlias = Callable[[RestartEvent], object]
 
 
 @dataclass(frozen=True)
@@ -170,7 +208,9 @@ class WorkerStats:
     Attributes:
         steps: Environment steps.
         resets: Episodes begun, automatically too.
-        restarts: Environments rebuilt after a fault.
+        restarts: Environments rebuilt after a fault, their own or of a neighbour in the same worker process.
+        faults: Exceptions, deaths and timeouts after which environments were restarted. The death of a worker counts
+            for the environment that was running; for all of the worker's, if that is unknown.
         simulator_s: Seconds inside the simulators.
         transport_s: Seconds spent on reading actions and writing transitions.
         waiting_s: Seconds without work.
@@ -179,6 +219,7 @@ class WorkerStats:
     steps: int = 0
     resets: int = 0
     restarts: int = 0
+    faults: int = 0
     simulator_s: float = 0.0
     transport_s: float = 0.0
     waiting_s: float = 0.0
@@ -203,10 +244,10 @@ class Stats(WorkerStats):
         Example:
             >>> busy = WorkerStats(steps=1200, resets=48, simulator_s=0.2614, transport_s=0.0121, waiting_s=0.0032)
             >>> print(Stats.of([busy, WorkerStats(steps=1200, resets=48, waiting_s=0.5)]))
-                      steps  resets  restarts  simulator s  transport s  waiting s
-            worker 0  1,200      48         0        0.261        0.012      0.003
-            worker 1  1,200      48         0        0.000        0.000      0.500
-            all       2,400      96         0        0.261        0.012      0.503
+                      steps  resets  restarts  faults  simulator s  transport s  waiting s
+            worker 0  1,200      48         0       0        0.261        0.012      0.003
+            worker 1  1,200      48         0       0        0.000        0.000      0.500
+            all       2,400      96         0       0        0.261        0.012      0.503
         """
         names = [field.name for field in fields(WorkerStats)]
         lines = [["", *(name.replace("_", " ") for name in names)]]

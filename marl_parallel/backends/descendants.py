@@ -160,6 +160,19 @@ def report_to(file: int | IO[Any]) -> None:
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
 
 
+def _handles_stack_signal(pid: int) -> bool:
+    """Whether a process, which is not stopped, handles `STACK_SIGNAL` and does not block it; False without `/proc`."""
+    assert STACK_SIGNAL is not None
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except OSError:
+        return False
+    bit = 1 << STACK_SIGNAL - 1
+    caught, blocked = (int(fields[name], 16) & bit for name in ("SigCgt", "SigBlk"))
+    return bool(caught and not blocked and fields["State"].split()[0] not in ("T", "t"))
+
+
 class CrashFile:
     """A file (None: a new one) that one worker appends its stacks to. A full pipe would block the dying process."""
 
@@ -172,22 +185,25 @@ class CrashFile:
         """What was written so far, without the stacks that `stack` has returned."""
         return self._read(self._start)
 
-    def stack(self, pid: int, timeout: float = 1.0) -> str:
+    def stack(self, pid: int, timeout: float = 1.0, *, harmless: bool = False) -> str:
         """Have the living process `pid` write the stacks of its threads; "" if it cannot, even by `SIGABRT`.
 
-        A stopped process is continued. One that blocks the signal is aborted, which ends it.
+        A stopped process is continued. One that blocks the signal is aborted, which ends it. With `harmless`, nothing
+        is done to either, nor to a process that has no handler for the signal any more, as far as `/proc` tells.
         """
         start = self._size()
-        if STACK_SIGNAL is None:
+        if STACK_SIGNAL is None or (harmless and not _handles_stack_signal(pid)):
             return ""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACK_SIGNAL)
-            if state_of(pid) == "T":
+            if not harmless and state_of(pid) == "T":
                 os.kill(pid, signal.SIGCONT)
             if self._wait_complete(start, timeout):
                 text = self._read(start)
                 self._start = start + len(text.encode(errors="surrogateescape"))
                 return text
+            if harmless:
+                return ""
             os.kill(pid, signal.SIGABRT)
             self._wait_complete(start, _ABORT_TIMEOUT_S)
         return self._read(start)

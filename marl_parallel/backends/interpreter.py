@@ -1,7 +1,8 @@
-"""Command line, directory, output and thread limits of the Python interpreters that run workers."""
+"""Command line, name, directory, output and thread limits of the Python interpreters that run workers."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 import multiprocessing.spawn
@@ -25,6 +26,8 @@ _THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 _SET_BY_THREADPOOLCTL = "KMP_DUPLICATE_LIB_OK"
+_PR_SET_NAME = 15
+_ARG_START, _ARG_END = 45, 46  # in /proc/self/stat, of the fields after the name
 
 
 def executable() -> str:
@@ -62,6 +65,33 @@ def program(text: str, path: Sequence[str]) -> tuple[list[str], int]:
         file.write(f"import sys\nsys.path[:] = {entries!a}\n{text}".encode("ascii"))
     os.lseek(fd, 0, os.SEEK_SET)
     return command(f"with open({fd}, encoding='ascii') as file: text = file.read()\nexec(text)"), fd
+
+
+def worker_name(worker: int, share: Sequence[int]) -> tuple[str, str]:
+    """The name of a worker process in lists of processes, and a short one."""
+    envs = f"{share[0]}-{share[-1]}" if len(share) > 1 else "".join(map(str, share))
+    return f"marl_parallel worker {worker}" + (f" (env {envs})" if envs else ""), f"marl worker {worker}"
+
+
+def show_name(name: str, short: str) -> None:
+    """Have lists of processes show a name instead of the command line, and the short one (15 characters); on Linux.
+
+    A command line that is shorter than the name becomes the short one, or as much of it as fits. `sys.argv` stays.
+    """
+    if sys.platform != "linux":
+        return
+    # The memory of the command line; zeros where the system hides it. The byte after the name must be 0, or Linux takes
+    # the variables of the environment, which lie behind it, for a part of the name.
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:  # there is no /proc, which portable workers do without
+        return
+    start, nbytes = int(fields[_ARG_START]), int(fields[_ARG_END]) - int(fields[_ARG_START])
+    if nbytes > 0:
+        shown = name if len(name) < nbytes else short
+        ctypes.memmove(start, shown.encode()[: nbytes - 1].ljust(nbytes, b"\0"), nbytes)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, short.encode(), 0, 0, 0)
 
 
 def working_directory() -> str:

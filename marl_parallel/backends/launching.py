@@ -80,8 +80,14 @@ class Launcher:
         self._closed = False
         _open_launchers.add(self)
 
-    def launch(self, index: int, fds: Sequence[int]) -> WorkerProcess:
-        """Start a worker with copies of `fds`; `RuntimeError` if the launcher is closed, or no fork server answers."""
+    def launch(
+        self, index: int, fds: Sequence[int], share: Sequence[int] = (), log: int | None = None
+    ) -> WorkerProcess:
+        """Start a worker with copies of `fds`; `RuntimeError` if the launcher is closed, or no fork server answers.
+
+        Its name in lists of processes has the environments of its share. It writes to the descriptor `log`; None for
+        the output of this program.
+        """
         if self._closed:
             raise RuntimeError("the launcher is closed")
         self.collect()
@@ -94,14 +100,15 @@ class Launcher:
             loaded_threads = None
         variables = {descendants.MARKER: self._token, **interpreter.thread_variables(self._threads)}
         path, argv, environ = [*sys.path], [*getattr(sys, "argv", [])], {**os.environ, **variables}
-        setting = Setting(index, self._entry, loaded_threads, path, argv, environ, interpreter.working_directory())
+        cwd = interpreter.working_directory()
+        setting = Setting(index, share, self._entry, loaded_threads, path, argv, environ, cwd)
         self._requests += 1
         request = self._requests
         worker = self._workers[request] = WorkerProcess(CrashFile())
         deadline = time.monotonic() + _ANSWERS_WITHIN_S
         try:
             try:
-                self._server.request(request, setting, worker.crash_file.fd, fds)
+                self._server.request(request, setting, worker.crash_file.fd, log, fds)
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
                     raise
@@ -159,9 +166,11 @@ class Launcher:
             self.collect(patience)
         return alive
 
-    def stack(self, worker: WorkerProcess, timeout: float = 1.0) -> str:
+    def stack(self, worker: WorkerProcess, timeout: float = 1.0, *, harmless: bool = False) -> str:
         """The Python stacks of all threads of a living worker (`CrashFile.stack`); "" if it has died."""
-        return worker.crash_file.stack(worker.pid, timeout) if worker in self._workers.values() else ""
+        if worker not in self._workers.values():
+            return ""
+        return worker.crash_file.stack(worker.pid, timeout, harmless=harmless)
 
     def kill(self, worker: WorkerProcess, number: int = signal.SIGKILL) -> None:
         """Send a signal to a worker and its process group; nothing happens if it has died."""
@@ -287,15 +296,16 @@ class _Server:
             self._exitcode = descendants.reap(self.pid)
         return self._exitcode is not None
 
-    def request(self, number: int, setting: Setting, crash: int, fds: Sequence[int]) -> None:
+    def request(self, number: int, setting: Setting, crash: int, log: int | None, fds: Sequence[int]) -> None:
         # The setting goes through a file, since a large environment does not fit a message.
         with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
             pickle.dump(setting, file)
             file.seek(0)  # which flushes
             with open(lifted(os.open(os.devnull, os.O_WRONLY)), "wb") as null:
-                out = interpreter.output(sys.stdout, 1, null.fileno())
-                err = interpreter.output(sys.stderr, 2, null.fileno())
-                socket.send_fds(self._socket, [REQUEST.pack(number)], [file.fileno(), crash, out, err, *fds])
+                out = interpreter.output(sys.stdout, 1, null.fileno()) if log is None else log
+                err = interpreter.output(sys.stderr, 2, null.fileno()) if log is None else log
+                message = REQUEST.pack(number, setting.worker)
+                socket.send_fds(self._socket, [message], [file.fileno(), crash, out, err, *fds])
 
     def reply(self, timeout: float) -> tuple[Reply, int, int] | None:
         """The next reply, if any; `EOFError` if server and keepers have gone, or another thread has closed this."""

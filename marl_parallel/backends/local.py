@@ -82,7 +82,7 @@ class SerialBackend(_LocalBackend):
     def interrupt(self) -> None:
         """`wait` never waits."""
 
-    def stack(self, worker: int) -> str:
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
         return ""
 
     def stop(self, timeout: float) -> list[int]:
@@ -129,7 +129,7 @@ class ThreadBackend(_LocalBackend):
     def interrupt(self) -> None:
         self._replies.put(None)
 
-    def stack(self, worker: int) -> str:
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
         frame = sys._current_frames().get(self._threads[worker].ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marl_parallel.backends.launching import Launcher, WorkerProcess
+from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, lifted, mapped, socket_pair
 from marl_parallel.core import codec, reports
 from marl_parallel.core.backend import Backend, usable_cpus
@@ -302,6 +303,7 @@ class _Handle:
     process: WorkerProcess
     channel: Channel
     queues: QueuePair
+    log: WorkerLog
     expected: int = 0
     lost: Lost | None = None
 
@@ -310,6 +312,7 @@ class ProcessBackend(Backend):
     """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     shares_memory = True
+    keeps_logs = True
 
     def __init__(self, *, context: str | None = None, threads: int | None = 1, wait: str = "adaptive") -> None:
         self._context, self._threads, self._wait = context or "forkserver", threads, wait
@@ -350,13 +353,16 @@ class ProcessBackend(Backend):
         ours, theirs = socket_pair()
         channel = Channel(ours)
         try:
-            with theirs:
-                process = launcher.launch(worker, [theirs.fileno(), self._control.fd, self._records.fd])
+            share = self._shares[worker]
+            with theirs, WorkerLog(self.log_dir, worker, share) as log:
+                fds = [theirs.fileno(), self._control.fd, self._records.fd]
+                process = launcher.launch(worker, fds, share, log.fd)
+                log.mark_start(process.pid)
             channel.put((self._wait, len(self._shares) <= usable_cpus(), self._capacity))
         except BaseException:
             channel.close()
             raise
-        return _Handle(process, channel, queues)
+        return _Handle(process, channel, queues, log)
 
     def end(self, worker: int) -> list[Reply]:
         if self._launcher is None:
@@ -425,7 +431,7 @@ class ProcessBackend(Backend):
                 for worker in self._partial:
                     poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
                 poller.poll(_REST_TICK_MS)
-            elif deadline is None and not self._spin.tries:
+            elif not self._spin.tries and (deadline is None or deadline - time.monotonic() > _TICK_S):
                 self._wake.nap(_TICK_S)
             elif (patience := _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())) > 0:
                 self._spin.take(self._wake, patience)
@@ -532,8 +538,13 @@ class ProcessBackend(Backend):
         if self._launcher is not None:
             self._wake.post()
 
-    def stack(self, worker: int) -> str:
-        return self._launcher.stack(self._handles[worker].process) if self._launcher is not None else ""
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
+        if self._launcher is None:
+            return ""
+        return self._launcher.stack(self._handles[worker].process, harmless=harmless)
+
+    def log_tail(self, worker: int) -> str:
+        return self._handles[worker].log.tail()
 
     def stop(self, timeout: float) -> list[int]:
         launcher, self._launcher = self._launcher, None

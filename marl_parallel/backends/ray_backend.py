@@ -348,9 +348,9 @@ class RayBackend(Backend):
     def ahead(self, worker: int) -> float:
         return self._actors[worker].clock_offset
 
-    def stack(self, worker: int) -> str:
-        actor = self._actors[worker]
-        return "" if actor.monitor is None else _monitor_result(actor.monitor.stack.remote(actor.key)) or ""
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
+        monitor, key = self._actors[worker].monitor, self._actors[worker].key
+        return "" if monitor is None else _monitor_result(monitor.stack.remote(key, harmless=harmless)) or ""
 
     def end(self, worker: int) -> list[Reply]:
         return self._fetch_last_state(worker, kill=True)[0]

@@ -243,8 +243,8 @@ class RayNodeMonitor:
         """Have a worker skip what it has not begun yet."""
         WorkerStatus(self._workers[key].status).discard()
 
-    def stack(self, key: int) -> str:
-        return self._workers[key].crash.stack(self._workers[key].pid)
+    def stack(self, key: int, *, harmless: bool) -> str:
+        return self._workers[key].crash.stack(self._workers[key].pid, harmless=harmless)
 
     def last_state(
         self, key: int, span: tuple[int, int], *, kill: bool

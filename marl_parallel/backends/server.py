@@ -52,14 +52,16 @@ class Reply(IntEnum):
 
 
 REPLY = struct.Struct("3q")
-REQUEST = struct.Struct("q")
-"""A request's number, sent with descriptors: the pickled `Setting`, the crash file, stdout, stderr, the worker's."""
+REQUEST = struct.Struct("2q")
+"""The numbers of a request and of its worker, sent with descriptors: the pickled `Setting`, the crash file, stdout,
+stderr, the worker's."""
 
 
 class Setting(NamedTuple):
     """What a worker takes over from its parent at the moment of the start."""
 
     worker: int
+    share: Sequence[int]  # its environments
     entry: str  # the module whose `main(worker, fds)` it runs
     loaded_threads: int | None  # for numerical libraries loaded before it starts; None leaves them alone
     path: list[str]
@@ -78,6 +80,7 @@ class Server:
         # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         fill_standard()
+        interpreter.show_name("marl_parallel fork server", "marl forkserver")
         self.collects = gc.isenabled()
         gc.disable()
         if context == "forkserver":
@@ -139,7 +142,7 @@ class Server:
         message, fds, flags, _ = socket.recv_fds(self.socket, REQUEST.size, _MOST_FDS, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return False
-        (request,) = REQUEST.unpack(message)
+        request, worker = REQUEST.unpack(message)
         try:
             if flags & socket.MSG_CTRUNC:
                 raise OSError(errno.EMFILE, "no file descriptors left in the fork server")
@@ -147,7 +150,7 @@ class Server:
             mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
             try:
                 if not (keeper := os.fork()):
-                    self.keep(request, fds)
+                    self.keep(request, worker, fds)
                 self.keepers[keeper] = request
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -174,11 +177,12 @@ class Server:
                     descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.keys())
                     self.reply(Reply.DIED, request, -signal.SIGKILL)
 
-    def keep(self, request: int, fds: Sequence[int]) -> NoReturn:
+    def keep(self, request: int, index: int, fds: Sequence[int]) -> NoReturn:
         """Be a keeper: fork a worker, wait for its death, kill what it leaves behind, report."""
         exitcode = 1
         try:
             os.setsid()  # Ctrl-C and the end of a terminal must not end this process
+            interpreter.show_name(f"marl_parallel keeper of worker {index}", f"marl keeper {index}")
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             descendants.adopt_orphans()
             guard, guard_end = pipe()
@@ -296,6 +300,7 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
             setattr(sys, f"__{name}__", stream)
         with open(file, "rb") as setting_file:
             setting: Setting = pickle.load(setting_file)
+        interpreter.show_name(*interpreter.worker_name(setting.worker, setting.share))
         os.chdir(setting.cwd)
         sys.path[:] = setting.path
         sys.argv[:] = setting.argv

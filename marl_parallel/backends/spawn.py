@@ -23,11 +23,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.descendants import CrashFile
+from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
@@ -67,6 +69,7 @@ class PortableProcessBackend(Backend):
     """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     shares_memory = True
+    keeps_logs = True
 
     def __init__(self, *, threads: int | None = 1) -> None:
         self._threads = threads
@@ -94,7 +97,8 @@ class PortableProcessBackend(Backend):
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
         fds = [self._status.fd, self._records.fd]
-        return _WorkerProcess(worker, WorkerStatus(status), fds, self._threads, self._events)
+        share, folder = self._shares[worker], self.log_dir
+        return _WorkerProcess(worker, share, WorkerStatus(status), fds, self._threads, self._events, folder)
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:
@@ -153,8 +157,11 @@ class PortableProcessBackend(Backend):
     def interrupt(self) -> None:
         self._events.put(True)
 
-    def stack(self, worker: int) -> str:
-        return self._workers[worker].stack()
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
+        return self._workers[worker].stack(harmless=harmless)
+
+    def log_tail(self, worker: int) -> str:
+        return self._workers[worker].log.tail()
 
     def stop(self, timeout: float) -> list[int]:
         self._open = False
@@ -192,7 +199,14 @@ class _WorkerProcess:
     """A worker, as the parent sees it. `events` gets an entry for each reply."""
 
     def __init__(
-        self, worker: int, status: WorkerStatus, fds: Sequence[int], threads: int | None, events: SimpleQueue[bool]
+        self,
+        worker: int,
+        share: Sequence[int],
+        status: WorkerStatus,
+        fds: Sequence[int],
+        threads: int | None,
+        events: SimpleQueue[bool],
+        log_dir: Path | None,
     ) -> None:
         fill_standard()  # else what is opened here may get the numbers of closed standard streams
         self._worker, self.status, self._events = worker, status, events
@@ -203,7 +217,7 @@ class _WorkerProcess:
         self._crash_file = CrashFile()
         self._connection, theirs = multiprocessing.Pipe()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
-        with contextlib.ExitStack() as on_error, theirs:
+        with contextlib.ExitStack() as on_error, theirs, WorkerLog(log_dir, worker, share) as self.log:
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
             handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
@@ -216,19 +230,22 @@ class _WorkerProcess:
                     os.set_handle_inheritable(inherited, True)
                 startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *files]})
                 inheriting = {"startupinfo": startup}
+            command = interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle))
+            name, log = interpreter.worker_name(worker, share), self.log.fd
             self._process = subprocess.Popen(
-                interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle)),
+                [*command, name[0]],  # the name for lists of processes, where `show_name` does nothing
                 env={**os.environ, **interpreter.thread_variables(threads)},
                 stdin=subprocess.DEVNULL,
-                stdout=interpreter.output(sys.stdout, 1),
-                stderr=interpreter.output(sys.stderr, 2),
+                stdout=interpreter.output(sys.stdout, 1) if log is None else log,
+                stderr=interpreter.output(sys.stderr, 2) if log is None else log,
                 cwd=interpreter.working_directory(),
                 start_new_session=True,  # Ctrl-C must reach the parent only; and the group can be killed
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
                 **inheriting,
             )
+            self.log.mark_start(self._process.pid)
             on_error.pop_all()
-        self._requests.put((sys.path, (worker, files, list(getattr(sys, "argv", [])))))
+        self._requests.put((sys.path, (worker, name, files, list(getattr(sys, "argv", [])))))
         for thread in self._threads:
             thread.start()
 
@@ -258,7 +275,7 @@ class _WorkerProcess:
             if (exitcode := self.exitcode()) is not None:
                 self.lost = self._manner_of_death()
                 died = f"worker {self._worker} ended with exit code {exitcode} while it started"
-                raise RuntimeError(f"{died}; its stderr says why")
+                raise RuntimeError(f"{died}; its stderr says why{reports.end_of_log(self.log.tail())}")
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"worker {self._worker} did not start in time")
 
@@ -313,8 +330,8 @@ class _WorkerProcess:
         ignored = sys.platform != "win32" and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
 
-    def stack(self) -> str:
-        return self._crash_file.stack(self._process.pid) if self.exitcode() is None else ""
+    def stack(self, *, harmless: bool = False) -> str:
+        return self._crash_file.stack(self._process.pid, harmless=harmless) if self.exitcode() is None else ""
 
     def hang_up(self) -> None:
         """End both threads; replies that have been sent are still received."""
@@ -350,8 +367,9 @@ def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
 # -- in the worker process ---------------------------------------------------------------------------------------------
 
 
-def serve(link: Connection, worker: int, handles: Sequence[int], argv: list[str]) -> None:
+def serve(link: Connection, worker: int, name: tuple[str, str], handles: Sequence[int], argv: list[str]) -> None:
     """Serve until a request is to close, or the parent is gone; `handles` of the files of statuses, records, stacks."""
+    interpreter.show_name(*name)
     fds = [*handles]
     if sys.platform == "win32":
         import msvcrt

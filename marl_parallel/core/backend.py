@@ -64,12 +64,16 @@ class Backend(ABC):
         can_kill: Whether `stop` ends workers, and the processes they have started, whatever they are doing.
         side_by_side: Whether each worker needs a CPU of its own.
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
+        keeps_logs: Whether what workers write to stdout and stderr can go to files.
+        log_dir: The folder of these files, set before `start`; None for the output of this program.
     """
 
     enforces_timeouts: ClassVar[bool] = True
     can_kill: ClassVar[bool] = True
     side_by_side: ClassVar[bool] = True
     shares_memory: ClassVar[bool] = False
+    keeps_logs: ClassVar[bool] = False
+    log_dir: Path | None = None
     statuses: list[WorkerStatus]
     _claimed = False
 
@@ -150,8 +154,15 @@ class Backend(ABC):
         """Make a `wait` in another thread return soon, with the replies that are here."""
 
     @abstractmethod
-    def stack(self, worker: int) -> str:
-        """The Python stack of a worker as it is right now; empty if it is not available."""
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
+        """The Python stack of a worker as it is right now; empty if it is not available.
+
+        With `harmless`, the worker goes on as if nothing had happened; else it may be continued or aborted.
+        """
+
+    def log_tail(self, worker: int) -> str:
+        """The path of a worker's log, a colon, and the last lines of its present process; empty if there are none."""
+        return ""
 
     @abstractmethod
     def stop(self, timeout: float) -> list[int]:

@@ -50,6 +50,15 @@ class Failure(NamedTuple):
     exception: bytes | None  # pickled; None if it does not pickle
     partially_written: bool = False  # whether its record may be partially written
     to_do: str = ""  # what to do about it if a restart cannot help, as with a wrong `adapter=`
+    kinds: Sequence[str] = ()  # by `name_of`, the type of the exception and that type's bases
+
+
+def name_of(kind: type) -> str:
+    """The name of a type with its module; equal in all processes, also for a type that travels by value.
+
+    Such a type loses its `__qualname__`.
+    """
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 class Reply(NamedTuple):

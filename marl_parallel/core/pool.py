@@ -46,11 +46,13 @@ from marl_parallel.core.pickling import loads
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.replay import Histories
 from marl_parallel.core.reports import logger
-from marl_parallel.core.slots import Deadlines, Limits, Slot, WorkerQueue
+from marl_parallel.core.slots import Deadlines, Limits, LongCall, LongCalls, Slot, WorkerQueue
 from marl_parallel.core.worker_status import SLICES, Activity, Running, Tracer
 from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 _ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
+_EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy to go on with a fresh environment"
+_LONG_AT_CTRL_C_S = 1.0
 _THREAD_ADVICE = '; a thread cannot be ended, so nothing could be restarted: backend="process" can'
 
 
@@ -69,11 +71,19 @@ class Pool:
         backend: Started by the caller before the first request; closed here.
         shares: The environments of each worker.
         limits: How long each environment may take.
+        warn_after: After how many seconds in one call of an environment a warning says where it is; None for never.
     """
 
     partial = True
 
-    def __init__(self, backend: Backend, shares: Sequence[range], limits: Limits = Limits()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        backend: Backend,
+        shares: Sequence[range],
+        limits: Limits = Limits(),  # noqa: B008
+        *,
+        warn_after: float | None = None,
+    ) -> None:
         self.backend, self.shares = backend, shares
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
         self.batch_size = len(self.slots)  # results come in any number
@@ -85,6 +95,7 @@ class Pool:
         self.seeds_stale = True  # whether environments may use other seeds than those they declared last
         self._queues = [WorkerQueue(share) for share in shares]
         self._deadlines = Deadlines(backend, limits, self._queues)
+        self._long_calls = None if warn_after is None else LongCalls(backend, self._queues, warn_after)
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
         self._advice = _ADVICE
         self._all_idle = False  # whether every slot is idle, with nothing saved for a restart
@@ -142,6 +153,7 @@ class Pool:
                 else:
                     self._all_idle = False
                     request, limit = self._step_all[0], self._deadlines.shortest[Message.STEP]
+                    warn_after = None if self._long_calls is None else self._long_calls.warn_after
                     for queue in self._queues:
                         queue.posted += 1
                         queue.requests.append((request, queue.posted, limit))
@@ -149,7 +161,9 @@ class Pool:
                     if self.histories is not None:
                         self.histories.note_steps(env_ids, None)
                     self.backend.post(self._step_all, together=True)
-                    replies = self.backend.wait(self._deadlines.patience() if limit else None, len(self._step_all))
+                    replies = self.backend.wait(
+                        self._deadlines.patience() if limit else warn_after, len(self._step_all)
+                    )
                     extras: dict[int, Any] = {}
                     complete = 0
                     for _, reply in replies:
@@ -311,16 +325,26 @@ class Pool:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _wait_once(self, patience: float | None, at_least: int) -> None:
-        limit = self._deadlines.patience()
-        if limit is not None and (patience is None or limit < patience):
-            patience = limit
-        self._apply(self.backend.wait(patience, at_least))
+        limits = [
+            patience,
+            self._deadlines.patience(),
+            None if self._long_calls is None else self._long_calls.patience(),
+        ]
+        self._apply(self.backend.wait(min([one for one in limits if one is not None], default=None), at_least))
         self._look_for_late()
+        if self._long_calls is not None and self._long_calls.patience() <= 0.0:
+            for long in self._long_calls.look():
+                self._log_long_call(long, f". Pass a {long.activity.timeout}_timeout= to end what hangs")
 
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():
             self._handle_late(worker)
             self._deadlines.looked = time.monotonic()
+
+    def _log_long_call(self, long: LongCall, to_do: str = "") -> None:
+        """Log where a worker is that has been in one call for long."""
+        stack = self.backend.stack(long.worker, harmless=True)
+        logger.warning("%s", reports.long_call(self.shares[long.worker], long, stack, to_do))
 
     def _apply(self, replies: Sequence[tuple[int, Reply | Lost]]) -> None:
         """Apply replies to slots. Failures come after results, in the order of environments, deaths come last."""
@@ -344,11 +368,14 @@ class Pool:
             failure, worker = failures[env_id], self.slots[env_id].worker
             activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
             running = Running(env_id, activity, 0.0, inside=not failure.partially_written)
+            if self.recovery is not None and not self.recovery.is_restarted(failure):
+                raise reports.env_error(env_id, worker, failure, _EXCEPTIONS_ADVICE)
             self._handle_fault(worker, env_id, reports.env_error(env_id, worker, failure, self._advice), running)
         for worker, reply in replies:
             if isinstance(reply, Lost):
                 share, last = self.shares[worker], self.backend.statuses[worker].running
-                self._handle_fault(worker, None, reports.crashed(worker, share, reply, last, self._advice), last)
+                tail = self.backend.log_tail(worker)
+                self._handle_fault(worker, None, reports.crashed(worker, share, reply, last, self._advice, tail), last)
 
     def _apply_results(self, queue: WorkerQueue, reply: Reply, failures: Mapping[int, Failure]) -> None:
         results = reply.results
@@ -401,7 +428,8 @@ class Pool:
         advice = self._advice if backend.can_kill else _THREAD_ADVICE
 
         def error_here() -> WorkerTimeout:
-            error = reports.timed_out(worker, share, running, activity, limit, backend.stack(worker), advice)
+            stack, tail = backend.stack(worker), backend.log_tail(worker)
+            error = reports.timed_out(worker, share, running, activity, limit, stack, advice, tail)
             if self.histories is not None:
                 self.histories.save(error, running)
             return error
@@ -449,7 +477,8 @@ class Pool:
                 del error  # likewise
         recovery.count_fault([self.slots[env_id] for env_id in error.env_ids], error)
         where = f"restarted: environments {[*self.shares[worker]]}" if replaces else "it is restarted"
-        logger.warning("%s; %s", reports.first_line(error), where)
+        first, *more = str(error).splitlines()
+        logger.warning("%s; %s%s", first, where, "\n".join(["", *more]))
         for finished in self._finished_before(worker, running) if replaces else ():
             if self.slots[finished].busy:
                 self._apply_result(self.slots[finished], time.monotonic(), None)
@@ -470,6 +499,7 @@ class Pool:
                 self.tracer.note_replaced(worker)
         payload = {slot.env_id: recovery.rebuild_request(slot) for slot in slots}
         self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
+        recovery.announce(payload, error)
 
     def _slots_of(self, worker: int) -> list[Slot]:
         return [self.slots[env_id] for env_id in self.shares[worker]]
@@ -523,8 +553,10 @@ class Pool:
 
     def _stats_of(self, worker: int) -> WorkerStats:
         done = Stats.of([self._queues[worker].past, self.backend.statuses[worker].stats])
-        restarts = sum(self.slots[env_id].restarts for env_id in self.shares[worker])
-        return WorkerStats(done.steps, done.resets, restarts, done.simulator_s, done.transport_s, done.waiting_s)
+        slots = self._slots_of(worker)
+        restarts, faults = sum(slot.restarts for slot in slots), sum(slot.counted_faults for slot in slots)
+        times = done.simulator_s, done.transport_s, done.waiting_s
+        return WorkerStats(done.steps, done.resets, restarts, faults, *times)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -606,7 +638,12 @@ class Pool:
             while_closing = self.close()
         else:
             # Interrupted (Ctrl-C): it is not known which replies are still to come.
-            while_closing = self.close(ask=not self.backend.can_kill, timeout=1.0)
+            try:
+                if isinstance(error, KeyboardInterrupt) and self._long_calls is not None:
+                    for long in self._long_calls.look(_LONG_AT_CTRL_C_S):
+                        self._log_long_call(long)
+            finally:  # also after a second Ctrl-C
+                while_closing = self.close(ask=not self.backend.can_kill, timeout=1.0)
         if while_closing is not None:
             logger.warning("while closing after another error: %s", while_closing)
 

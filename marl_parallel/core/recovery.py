@@ -11,21 +11,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.episode import interrupted, renewed, with_report
-from marl_parallel.core.messages import Message, Plan, Rebuild, Watch
+from marl_parallel.core.messages import Failure, Message, Plan, Rebuild, Watch, name_of
 from marl_parallel.core.pickling import dumps, loads
-from marl_parallel.core.reports import first_line
+from marl_parallel.core.reports import first_line, logger
 from marl_parallel.core.slots import Fault, Slot, Snapshot
 from marl_parallel.core.worker_status import Activity, Running
-from marl_parallel.types import ParallelEnvError, RestartLimitExceeded, RestartPolicy
+from marl_parallel.types import OnRestart, ParallelEnvError, RestartEvent, RestartLimitExceeded, RestartPolicy
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +39,7 @@ class Recovery:
     batch: Batch
     base_seed: int  # seeds are derived from it; changes with `reset(seed=)`
     options_last: bool  # whether environments remember the options of a reset
+    on_restart: OnRestart | None = None  # called for each environment that is rebuilt
     traced: bool = False  # whether workers trace
     watch: Watch = Watch()  # noqa: RUF009  # what workers write besides the transitions
 
@@ -48,6 +49,24 @@ class Recovery:
             slot = self.slots[env_id]
             slot.options = options = {**slot.options, **options}
         return options
+
+    def is_restarted(self, failure: Failure) -> bool:
+        """Whether the policy restarts an environment after such an exception."""
+        kinds = self.policy.exceptions
+        return kinds is None or not {*map(name_of, kinds)}.isdisjoint(failure.kinds)
+
+    def announce(self, rebuilds: Mapping[int, Rebuild], error: ParallelEnvError) -> None:
+        """Call `on_restart` for environments that are being rebuilt. What it raises is logged: the run goes on."""
+        if self.on_restart is None:
+            return
+        for env_id, rebuild in rebuilds.items():
+            kind: Literal["fault", "neighbour"] = "fault" if env_id in error.env_ids else "neighbour"
+            slot = self.slots[env_id]
+            event = RestartEvent(env_id, slot.worker, kind, error, rebuild.plan.seeds[env_id], slot.restarts)
+            try:
+                self.on_restart(event)
+            except Exception:
+                logger.exception("on_restart=%r raised for environment %d", self.on_restart, env_id)
 
     def count_fault(self, slots: Iterable[Slot], error: ParallelEnvError) -> None:
         """Count a fault against environments; `RestartLimitExceeded` if the policy does not allow it for one."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from marl_parallel.core.messages import Failure, Lost
 from marl_parallel.core.pickling import loads
+from marl_parallel.core.slots import LongCall
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
 
@@ -53,8 +54,10 @@ def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
     return EnvError(text, env_ids=(env_id,), worker=worker, method="unpickle")
 
 
-def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "") -> WorkerCrashed:
-    """The error of a worker that died with the environments of its share."""
+def crashed(
+    worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "", log_tail: str = ""
+) -> WorkerCrashed:
+    """The error of a worker that died with the environments of its share; `log_tail` as of `Backend.log_tail`."""
     env_ids, during = tuple(share), ""
     if running is not None:
         env_ids, during = (running.env_id,), f" in {running.activity.method} of environment {running.env_id}"
@@ -62,13 +65,20 @@ def crashed(worker: int, share: Sequence[int], lost: Lost, running: Running | No
     manner, to_do = manner_of_death(lost)
     text = (
         f"worker {worker} ({environments(share)}) died{during}{_at(lost.stack)}: {manner}\n\n"
-        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}"
+        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}{end_of_log(log_tail)}"
     )
     return WorkerCrashed(text, env_ids=env_ids, worker=worker, exitcode=lost.exitcode, stack=lost.stack)
 
 
 def timed_out(
-    worker: int, share: Sequence[int], running: Running | None, doing: Activity, limit: float, stack: str, advice: str
+    worker: int,
+    share: Sequence[int],
+    running: Running | None,
+    doing: Activity,
+    limit: float,
+    stack: str,
+    advice: str,
+    log_tail: str = "",
 ) -> WorkerTimeout:
     """The error of an environment, or of the environments of a worker, past the timeout of `limit` seconds."""
     env_ids, who = tuple(share), f"worker {worker} ({environments(share)})"
@@ -79,9 +89,21 @@ def timed_out(
     text = (
         f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
         f"What to do: if it needs longer, raise {doing.timeout}_timeout; else {hangs}"
-        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}"
+        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}{end_of_log(log_tail)}"
     )
     return WorkerTimeout(text, env_ids=env_ids, worker=worker, method=doing.method, stack=stack)
+
+
+def long_call(share: Sequence[int], long: LongCall, stack: str, to_do: str = "") -> str:
+    """The warning about an environment, or the environments of a worker, in one call for long."""
+    worker, running, activity, seconds = long
+    time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    what = f"worker {worker} ({environments(share)}) has not begun its {activity.method} for {time}"
+    if running is not None:
+        what = f"environment {running.env_id} (worker {worker}) has been in {activity.method} for {time}"
+    where = place(stack)
+    at = f"; it is at {where}" if where else ""
+    return f"{what}{at}{to_do}{_section('It is here', stack)}"
 
 
 def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
@@ -119,6 +141,11 @@ def _section(heading: str, stack: str) -> str:
     return f"\n\n{heading}:\n{stack}" if stack else ""
 
 
+def end_of_log(log_tail: str) -> str:
+    """The last section of an error; `log_tail` as of `Backend.log_tail`."""
+    return f"\n\nThe end of its log, {log_tail}" if log_tail else ""
+
+
 def manner_of_death(lost: Lost) -> tuple[str, str]:
     """How a process died, and what to do about it."""
     alone = 'run that environment alone, with backend="serial"'
@@ -139,9 +166,17 @@ def manner_of_death(lost: Lost) -> tuple[str, str]:
     return manner, f"see who sent that signal; {alone}"
 
 
+def _runs_simulator(frames: Sequence[re.Match[str]]) -> int:
+    """2 for a worker's thread, 1 for another one of ours, else 0."""
+    if any(frame["path"] == _WORKER for frame in frames):
+        return 2
+    return int(any(frame["path"].startswith(_OURS) for frame in frames))
+
+
 _FRAME = re.compile(r'^ *File "(?P<path>.+)", line (?P<line>\d+)(?P<traceback>,?) in ', re.MULTILINE)
 _THREAD = re.compile(r"^(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
 _OURS = str(Path(__file__).parents[1]) + os.sep
+_WORKER = str(Path(__file__).with_name("worker.py"))
 _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
@@ -153,8 +188,8 @@ def place(stack: str) -> str:
     """
     latest = stack.rpartition("Traceback (most recent call last):")[2]
     threads = [list(_FRAME.finditer(part)) for part in _THREAD.split(latest)]
-    # The worker's thread, else the first one.
-    frames = max(threads, key=lambda frames: (any(f["path"].startswith(_OURS) for f in frames), bool(frames)))
+    # The thread that runs the simulator, else another one of ours, else the first one.
+    frames = max(threads, key=lambda frames: (_runs_simulator(frames), bool(frames)))
     if frames and frames[0]["traceback"]:
         frames.reverse()
     inside = [*itertools.takewhile(lambda frame: not frame["path"].startswith(_OURS), frames)]  # innermost first

@@ -209,3 +209,57 @@ class Deadlines:
         running, request = self._backend.statuses[worker].running, self._queues[worker].limited or Message.STEP
         activity = _LIMITED_BY[request][0] if running is None else running.activity
         return running, activity, self._limits[activity]
+
+
+# -- calls that take long ----------------------------------------------------------------------------------------------
+
+_LOOK_EVERY_S = 1.0
+
+
+class LongCall(NamedTuple):
+    """An environment, or a worker, that has been in the same call for long."""
+
+    worker: int
+    running: Running | None  # None if the worker has not begun what was requested
+    activity: Activity
+    seconds: float
+
+
+class LongCalls:
+    """Finds calls of environments that take longer than `warn_after` seconds, then twice as long, and so on."""
+
+    def __init__(self, backend: Backend, queues: Sequence[WorkerQueue], warn_after: float) -> None:
+        self._backend, self._queues, self.warn_after = backend, queues, warn_after
+        self._next_look = time.monotonic() + warn_after
+        self._next: dict[int, tuple[tuple[int, float], float]] = {}  # by worker: its state, and seconds until a warning
+
+    def patience(self) -> float:
+        """Seconds until the next `look`."""
+        return self._next_look - time.monotonic()
+
+    def look(self, seconds: float | None = None) -> list[LongCall]:
+        """The calls to warn of now; with `seconds`, all that have lasted longer."""
+        now = time.monotonic()
+        self._next_look = now + min(self.warn_after, _LOOK_EVERY_S)
+        self._backend.look()
+        found = []
+        for worker, queue in enumerate(self._queues):
+            if not queue.requests:
+                self._next.pop(worker, None)
+                continue
+            status = self._backend.statuses[worker]
+            state, running = status.state, status.running
+            if running is None and status.settled is not None and status.parts >= queue.posted:
+                continue  # its reply is here, or on its way
+            elapsed = now - max(queue.since, state[1])
+            known, after = self._next.get(worker, (state, self.warn_after))
+            if known != state:
+                after = self.warn_after
+            if elapsed >= (after if seconds is None else seconds):
+                message = queue.requests[0][0].message
+                activity = _LIMITED_BY[message][0] if running is None else running.activity
+                found.append(LongCall(worker, running, activity, elapsed))
+                while after <= elapsed:
+                    after *= 2
+            self._next[worker] = state, after
+        return found

@@ -48,6 +48,7 @@ from marl_parallel.core.messages import (
     Reply,
     Request,
     Watch,
+    name_of,
 )
 from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
@@ -398,4 +399,5 @@ def _failure(error: BaseException, doing: Activity | Message, partially_written:
     except Exception:
         exception = None
     summary = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(method, summary, "".join(lines), exception, partially_written, to_do)
+    kinds = [name_of(kind) for kind in type(error).__mro__]
+    return Failure(method, summary, "".join(lines), exception, partially_written, to_do, kinds)

@@ -362,9 +362,13 @@ def test_killed_actor(single_node):
         env.reset()
         ray.kill(actor_of(env, 1))
         with pytest.raises(WorkerCrashed, match=r"worker 1 \(environments 2 to 3\) died: .*ray\.kill") as caught:
-            for time_ in range(300):  # Ray does not kill at once
-                env.step(actions_of(Skirmish, 4, time_))
+            step_often(env)  # Ray does not kill at once
         assert caught.value.env_ids == (2, 3)
+
+
+def step_often(env: ParallelEnv) -> None:
+    for time_ in range(300):
+        env.step(actions_of(Skirmish, 4, time_))
 
 
 def test_killed_actor_with_restarts(single_node):

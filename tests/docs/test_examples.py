@@ -59,7 +59,7 @@ def test_number_of_workers_does_not_change_the_curve(tmp_path):
 def test_own_simulator():
     """`Warehouse` raises on moves that its masks forbid."""
     first, second = (run("examples/mappo_own_simulator.py", "--smoke", "--num-workers", n) for n in ("1", "2"))
-    (line,) = [line for line in first.splitlines() if "parcels in an episode, first -> last update" in line]
+    (line,) = [line for line in first.splitlines() if "packages in an episode, first -> last update" in line]
     assert line in second
 
 

@@ -212,7 +212,7 @@ def parallel_rollout(
     if not arguments:
         arguments = {"num_workers": 2 if backend == "process" else 1}
     with ParallelEnv([make] * num_envs, seed=SEED, backend=backend, start_timeout=300, **arguments) as env:
-        declared = env.action_space if env.action_space is not None else {}
+        declared = getattr(env, "action_space", {})  # `NoSpaceDeclared` is an `AttributeError`
         actors = [Actor(i, declared.__getitem__, choose) for i in range(num_envs)]
         last = env.reset()
         resets = list(zip(*last, strict=True))

@@ -100,15 +100,19 @@ def drawn(env: ParallelEnv, env_ids: Any, rng: np.random.Generator) -> list[dict
     return actions
 
 
+def arguments_of(setup: Setup) -> dict[str, Any]:
+    arguments = setup._asdict()
+    if setup.backend == "serial":
+        del arguments["num_workers"]
+    return arguments
+
+
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("setup", [*BACKEND_SETUPS, Setup("process", False, 2)], ids=str)
 def test_statistics_equal_sums_of_dicts(setup, name, mode):
     rng, ended = np.random.default_rng(0), 0
-    how = {"backend": setup.backend, "shared_memory": setup.shared_memory, "num_workers": setup.num_workers}
-    if setup.backend == "serial":
-        del how["num_workers"]
-    with ParallelEnv([MAKERS[name]] * ENVS, mode, seed=7, **how) as env:
+    with ParallelEnv([MAKERS[name]] * ENVS, mode, seed=7, **arguments_of(setup)) as env:
         counters = [Counter(mode) for _ in range(ENVS)]
         assert env.finished_episodes == ()
         env.reset()
@@ -170,11 +174,8 @@ def test_statistics_of_array_facades(name, mode):
 def test_infos_have_statistics_where_parts_of_agents_end(setup, name, mode):
     """All else in the infos is as without `episode_stats`."""
     rng, ended = np.random.default_rng(0), 0
-    how = {"backend": setup.backend, "shared_memory": setup.shared_memory, "num_workers": setup.num_workers}
-    if setup.backend == "serial":
-        del how["num_workers"]
     with (
-        ParallelEnv([MAKERS[name]] * ENVS, mode, seed=7, episode_stats=True, **how) as env,
+        ParallelEnv([MAKERS[name]] * ENVS, mode, seed=7, episode_stats=True, **arguments_of(setup)) as env,
         ParallelEnv([MAKERS[name]] * ENVS, mode, seed=7, backend="serial") as plain,
     ):
         counters, reported = [Counter(mode) for _ in range(ENVS)], [set[Any]() for _ in range(ENVS)]

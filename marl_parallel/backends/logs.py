@@ -1,0 +1,92 @@
+"""Log files of worker processes: their stdout and stderr, and those of the processes that their simulators start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+
+from marl_parallel.backends import interpreter
+from marl_parallel.backends.memory import lifted
+from marl_parallel.core.reports import logger
+
+_TAIL_LINES = 20
+_TAIL_NBYTES = 4096
+
+
+class WorkerLog:
+    """The log of one worker process, which goes on in the file of the process before it.
+
+    It is open while the process starts: use it as a context manager. The process inherits the descriptor `fd`. Logs
+    never make a run fail: if a file cannot be opened, a warning says so, and the process gets no log.
+
+    Args:
+        folder: Where the file is; None for no log.
+        worker: The worker's number.
+        share: Its environments.
+    """
+
+    def __init__(self, folder: Path | None, worker: int, share: Sequence[int]) -> None:
+        self.fd: int | None = None
+        self._name = interpreter.worker_name(worker, share)[0]
+        self._path = None if folder is None else folder / f"worker-{worker}.log"
+        self._start = 0  # where the output of this process begins
+        self._header = ""
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it since the first start
+                self._open()
+            except OSError as error:
+                self.__exit__()
+                logger.warning("%s has no log, it writes to the output of this program: %s", self._name, error)
+
+    def _open(self) -> None:
+        assert self._path is not None
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+        self.fd = lifted(os.open(self._path, flags, 0o666))
+        self._start = os.lseek(self.fd, 0, os.SEEK_END)
+        if self._start:
+            os.lseek(self.fd, -1, os.SEEK_END)
+            if os.read(self.fd, 1) != b"\n":  # the process before died in the middle of a line
+                self._start += os.write(self.fd, b"\n")
+
+    def mark_start(self, pid: int) -> None:
+        """Write the line that marks the start of the process."""
+        if self.fd is None:
+            return
+        self._header = f"=== {datetime.now().astimezone().isoformat(' ', 'seconds')} {self._name}, process {pid} ==="
+        try:
+            os.write(self.fd, f"{self._header}\n".encode())
+        except OSError as error:
+            logger.warning("the start of %s could not be written to %s: %s", self._name, self._path, error)
+
+    def tail(self) -> str:
+        """The file's path and the last lines that this process wrote; "" if there are none."""
+        if self._path is None:
+            return ""
+        try:
+            with open(self._path, "rb") as file:
+                begin = max(self._start, file.seek(0, os.SEEK_END) - _TAIL_NBYTES)
+                file.seek(begin)
+                lines = file.read(_TAIL_NBYTES).decode(errors="replace").splitlines()
+        except OSError:  # someone has deleted or moved it
+            return ""
+        if begin > self._start and len(lines) > 1:
+            del lines[0]  # a part of a line
+        written = [line for line in lines if line != self._header][-_TAIL_LINES:]
+        return "\n".join([f"{self._path}:", *written]) if written else ""
+
+    def __enter__(self) -> WorkerLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            os.close(fd)

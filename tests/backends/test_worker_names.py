@@ -1,0 +1,92 @@
+"""The names of worker processes, keepers and the fork server in lists of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers import TESTS
+from helpers.launching import linux_only
+from helpers.start_methods import CONTEXTS, arguments
+from simulators.counting import ACTIONS
+from simulators.failing import killed_by
+from simulators.talking import Talking
+
+from marl_parallel import ParallelEnv
+from marl_parallel.backends import interpreter
+
+pytestmark = [pytest.mark.release_independent, linux_only]
+
+
+def name_of(pid: int) -> tuple[str, str]:
+    """What `ps` shows as the command line, and the short name of `top`."""
+    line = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
+    return line, Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def test_names_of_workers(start_method):
+    """Also of replaced ones. The command line that the simulator sees stays the caller's."""
+    expected = [("marl_parallel worker 0 (env 0-1)", "marl worker 0")] * 2
+    expected += [("marl_parallel worker 1 (env 2)", "marl worker 1")]
+    with ParallelEnv([Talking] * 3, num_workers=2, on_error="restart", **arguments(start_method)) as env:
+        env.reset()
+        first = env.call("pid")
+        assert [*map(name_of, first)] == expected
+        assert env.call(lambda _: sys.argv) == (sys.argv,) * 3
+        env.set_attr("fault", [killed_by(signal.SIGKILL)] * 2, env_ids=[1, 2])
+        env.step([ACTIONS] * 3)
+        second = env.call("pid")
+        assert not {*first} & {*second}
+        assert [*map(name_of, second)] == expected
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_names_of_keepers_and_fork_server(context):
+    with ParallelEnv([Talking] * 2, num_workers=2, context=context) as env:
+        for worker, pid in enumerate(env.call("pid")):
+            keeper = psutil.Process(pid).parent()
+            assert name_of(keeper.pid) == (f"marl_parallel keeper of worker {worker}", f"marl keeper {worker}")
+            assert name_of(keeper.parent().pid) == ("marl_parallel fork server", "marl forkserver")
+
+
+SHORT = f"""
+import os, sys
+sys.path.insert(0, {str(TESTS)!r})
+from simulators.talking import Talking
+from marl_parallel import ParallelEnv
+
+with ParallelEnv([Talking], context="fork") as env:
+    (pid,) = env.call("pid")
+    print(open(f"/proc/{{pid}}/cmdline").read(), open(f"/proc/{{pid}}/comm").read(), sep="|", end="")
+    print(*env.call(lambda _: os.environ["LAST_VARIABLE"]))
+    print(open("/proc/self/cmdline").read())
+"""
+
+
+def test_program_with_a_short_command_line(tmp_path):
+    """A forked worker shows as much as fits; its variables and the caller's command line are intact."""
+    (tmp_path / "a.py").write_text(SHORT)
+    folder = os.path.dirname(interpreter.executable())
+    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "LAST_VARIABLE": "whole"}
+    run = subprocess.run(["python", "a.py"], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True)
+    shown, value, own = run.stdout.splitlines()
+    assert shown == "marl worker\0|marl worker 0"
+    assert value == "whole"
+    assert own == "python\0a.py\0"
+
+
+@pytest.mark.parametrize(
+    ("worker", "share", "name"),
+    [
+        (3, range(12, 16), "marl_parallel worker 3 (env 12-15)"),
+        (0, [12], "marl_parallel worker 0 (env 12)"),
+        (4, (), "marl_parallel worker 4"),
+    ],
+)
+def test_name_of_a_share(worker, share, name):
+    assert interpreter.worker_name(worker, share) == (name, f"marl worker {worker}")
