@@ -168,9 +168,10 @@ class ParallelEnv:
         log_dir: Folder for a file `worker-0.log`, ... of each worker process, to which its output, and that of the
             processes that its simulators start, is appended; made if it is missing. None for the output of this
             program. Errors of a worker that dies or hangs quote its last lines. See `docs/faults.md`.
-        replay: How many steps of each environment's episode are kept, so that a failure can be repeated: its report
-            then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. See `docs/replay.md`.
-        replay_dir: The folder of these files; None for `marl_parallel-replays` in the current one.
+        replay: The most steps of each environment's episode that are kept, so that a failure can be repeated: its
+            error then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. None for no
+            files. See `docs/faults.md`.
+        replay_dir: Folder of these files, made if it is missing; None for `marl_parallel-replays` in the current one.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -242,9 +243,9 @@ class ParallelEnv:
             worker_threads = arguments.checked_integer(worker_threads, "worker_threads")
         if trace is not None:
             arguments.checked_trace(trace)
-        kept = arguments.checked_replay(replay, replay_dir)
         adapter_function(adapter)
         folder = None if log_dir is None else arguments.checked_log_dir(log_dir)
+        kept = arguments.checked_replay(replay, replay_dir)
         base = arguments.base_seed(seed)
         seeds = [base + env_id for env_id in range(len(constructors))]
         if start_timeout == START_TIMEOUT_S:

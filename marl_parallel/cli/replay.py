@@ -53,7 +53,7 @@ def replay(path: Path, *, debugger: bool, until: int | None, timeout: float | No
     try:
         crash = read_crash(path)
     except BadReplay as error:
-        raise CommandError(str(error), "docs/replay.md says how these files are written") from error
+        raise CommandError(str(error), "docs/faults.md says how these files are written") from error
     print(_summary(crash))
     if not crash.complete:
         lost = crash.first_step - 1

@@ -22,6 +22,7 @@ import shlex
 import struct
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -97,6 +98,7 @@ def write_crash(crash: Crash, path: Path) -> None:
     pickled = {name: getattr(crash, name) for name in _PICKLED}
     header = {one.name: getattr(crash, one.name) for one in fields(crash) if one.name not in pickled}
     header["nbytes"] = [len(part) for part in pickled.values()]
+    header["crc32"] = zlib.crc32(b"".join(pickled.values()))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
     try:
@@ -127,7 +129,7 @@ def read_crash(path: Path) -> Crash:
     truncated = f"{path} is not whole: it was copied or written only partly"
     try:
         header = json.loads(line)
-        sizes = header.pop("nbytes")
+        sizes, checksum = header.pop("nbytes"), header.pop("crc32")
         parts: dict[str, Any] = {}
         at = 0
         for name, size in zip(_PICKLED, sizes, strict=True):
@@ -137,6 +139,8 @@ def read_crash(path: Path) -> Crash:
         raise BadReplay(truncated) from error
     if at != len(body):
         raise BadReplay(truncated)
+    if zlib.crc32(body) != checksum:
+        raise BadReplay(f"{path} is damaged: its checksum differs from the one that was written with it")
     return crash
 
 
@@ -180,7 +184,8 @@ class Histories:
     _histories: list[History] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._histories = [History(self.plan.seeds[slot.env_id], deque(maxlen=self.most_steps)) for slot in self.slots]
+        seeds = [self.plan.seeds[slot.env_id] for slot in self.slots]
+        self._histories = [History(seed, deque(maxlen=self.most_steps), seed=seed) for seed in seeds]
         self._view, self._code = memoryview(self.buffer).cast("B"), struct.Struct("=Q")
         nbytes = self.layout.transition_header  # of an action record, which comes first
         self._places = [(start, start + nbytes) for start in self.layout.starts]
@@ -267,7 +272,7 @@ class Histories:
             if not history.begun:
                 continue
             history.saved = True
-            if method != "unpickle" and (slot.request is None or slot.done):
+            if method != "unpickle" and (slot.request is None or slot.done) and not slot.rebuilding:
                 self._catch_up(env_id, history)
             moment = time.strftime("%Y%m%d-%H%M%S")
             path = self.folder / f"env-{env_id}-{moment}-{os.getpid()}-{next(_numbers)}.replay"
