@@ -221,9 +221,15 @@ def replay(
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="Print the stacks and end if one call takes longer."),
     ] = None,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Replay in this process what ended a worker, as under gdb; so does --pdb."),
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Repeat a failure of one environment in this process, from FILE, which ParallelEnv(replay=N) has written.
+
+    If the failure was the death of a worker process, a child process replays it, and its death is reported.
 
     FILE runs code of whoever wrote it: open only files of people you trust. The exit code is 0 if it failed again at
     the same step; 1 if at another step or not at all; 2 if FILE cannot be used here; 3 if FILE lacks the first steps.
@@ -231,7 +237,7 @@ def replay(
     [bold]Example[/bold]:  marl-parallel replay marl_parallel-replays/env-3-20260131-120000-4711-0.replay --pdb
     """
     try:
-        outcome = replaying.replay(file, debugger=debugger, until=until, timeout=timeout)
+        outcome = replaying.replay(file, debugger=debugger, until=until, timeout=timeout, in_process=in_process)
     except CommandError as error:
         if debug:
             raise

@@ -1,7 +1,8 @@
 """`marl-parallel replay`: repeats the failure in a file of `core/replay.py`, with one environment in this process.
 
 The environment is constructed, reset and stepped as in its worker: by `Episode`, whose transitions are written into a
-record and pickled, since that may be what failed.
+record and pickled, since that may be what failed. What ended a worker process would end this one before it reports
+anything: then the replay runs in a child process, unless a debugger is to see it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import faulthandler
 import os
 import pdb
 import random
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -28,12 +31,16 @@ from marl_parallel.cli.target import CommandError, in_brief
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode, derived_seed
+from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dump_extras, install_registrations, loads
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.replay import BadReplay, Crash, read_crash
+from marl_parallel.core.reports import manner_of_death
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import WorkerStatus
 
+_ENDED = "ended"
+_CHILD = "import sys; from marl_parallel.cli.replay import child; child(*sys.argv[1:])"
 _GIL_HELD_S = 1.0
 """After a timeout, how long a Python thread has to report it before a native one does."""
 
@@ -48,7 +55,7 @@ class Outcome(IntEnum):
     INTERRUPTED = 130  # by Ctrl-C
 
 
-def replay(path: Path, *, debugger: bool, until: int | None, timeout: float | None) -> Outcome:
+def replay(path: Path, *, debugger: bool, until: int | None, timeout: float | None, in_process: bool) -> Outcome:
     """Repeat the failure in a file, and print how it ends; `CommandError` if the file cannot be replayed here."""
     try:
         crash = read_crash(path)
@@ -63,9 +70,60 @@ def replay(path: Path, *, debugger: bool, until: int | None, timeout: float | No
         )
         return Outcome.UNREACHABLE
     print("warning: this runs code of whoever wrote the file; open only files of people you trust", flush=True)
+    if crash.error == "WorkerCrashed" and not (debugger or in_process):
+        return _in_child(path, crash, until, timeout)
+    return _here(_Run(crash, debugger, until, timeout))
+
+
+def _here(run: _Run) -> Outcome:
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    return _Run(crash, debugger, until, timeout).outcome()
+    return run.outcome()
+
+
+def _in_child(path: Path, crash: Crash, until: int | None, timeout: float | None) -> Outcome:
+    """Replay in a child process, and report its death."""
+    with tempfile.TemporaryDirectory() as folder:
+        progress = Path(folder) / "progress"
+        progress.touch()
+        given = ["" if value is None else str(value) for value in (until, timeout)]
+        command = [sys.executable, "-c", _CHILD, str(path.absolute()), str(progress), *given]
+        try:
+            exitcode = subprocess.call(command)
+        except KeyboardInterrupt:
+            return Outcome.INTERRUPTED
+        *steps, last = ["", *progress.read_text().split()]
+    if last == _ENDED:
+        return Outcome(exitcode)
+    if not last:
+        print("the process died before the first reset")
+        return Outcome.UNUSABLE
+    how = f"the process died ({manner_of_death(Lost(exitcode, ''))[0]})"
+    return _compared(how, int(last), crash)
+
+
+def child(path: str, progress: str, until: str, timeout: str) -> None:
+    """The main function of the child process: its progress is a line for each step, and one when it ends by itself."""
+    with open(progress, "w", buffering=1) as file:
+        run = _Run(
+            read_crash(Path(path)), False, int(until) if until else None, float(timeout) if timeout else None, file
+        )
+        try:
+            outcome = _here(run)
+        except CommandError as error:
+            print(f"error: {error}\nhint: {error.args[1]}", file=sys.stderr)
+            outcome = Outcome.UNUSABLE
+        run.note(_ENDED)
+    sys.exit(outcome)
+
+
+def _compared(how: str, step: int, crash: Crash) -> Outcome:
+    """Print whether this is the step that failed."""
+    if step == crash.step:
+        print(f"{how} again at the same step: {_at(step)}", flush=True)
+        return Outcome.SAME_STEP
+    print(f"{how} at another step: {_at(step)} instead of {_at(crash.step)}", flush=True)
+    return Outcome.DIFFERENT
 
 
 def _summary(crash: Crash) -> str:
@@ -98,8 +156,11 @@ def _at(step: int) -> str:
 class _Run:
     """One replay; `step` is the one that runs."""
 
-    def __init__(self, crash: Crash, debugger: bool, until: int | None, timeout: float | None) -> None:
+    def __init__(
+        self, crash: Crash, debugger: bool, until: int | None, timeout: float | None, progress: IO[str] | None = None
+    ) -> None:
         self.crash, self.debugger, self.until, self.timeout = crash, debugger, until, timeout
+        self._progress = progress
         self.step = 0
         # An exception is looked at where it was raised; what kills or stops the process, before that.
         self.stops_at = until if until is not None or crash.error == "EnvError" else crash.step
@@ -127,7 +188,7 @@ class _Run:
             return Outcome.INTERRUPTED
         except BaseException as error:
             self._show(error)
-            return self._failed(f"failed with {in_brief(error)}")
+            return _compared(f"failed with {in_brief(error)}", self.step, self.crash)
         finally:
             with contextlib.suppress(Exception):  # of a simulator that has failed
                 episode.env.close()
@@ -144,12 +205,10 @@ class _Run:
         )
         return Outcome.DIFFERENT
 
-    def _failed(self, how: str) -> Outcome:
-        if self.step == self.crash.step:
-            print(f"{how} again at the same step: {_at(self.step)}", flush=True)
-            return Outcome.SAME_STEP
-        print(f"{how} at another step: {_at(self.step)} instead of {_at(self.crash.step)}", flush=True)
-        return Outcome.DIFFERENT
+    def note(self, line: str | int) -> None:
+        """Write a line for the process that waits for this one, if there is one."""
+        if self._progress is not None:
+            self._progress.write(f"{line}\n")
 
     def _made(self) -> tuple[Episode, list[dict[Any, Any]], Any, TransitionRecords]:
         """The environment, and what is unpickled from the file, as `Worker` does it."""
@@ -222,6 +281,7 @@ class _Run:
     def _announce(self, step: int) -> None:
         """Print which step comes next: the last line that a crash leaves."""
         self.step = step
+        self.note(step)
         if step == self.crash.step:
             self._end_line()
             failed = "" if self.crash.method in ("render", "call", "state") else ", in which it failed"
@@ -253,11 +313,12 @@ class _Run:
         def late() -> None:
             faulthandler.dump_traceback(all_threads=True)
             if print_late is None:
-                outcome = self._failed(f"did not finish within {self.timeout:g} s")
+                outcome = _compared(f"did not finish within {self.timeout:g} s", self.step, self.crash)
             else:
                 print_late()
                 outcome = Outcome.UNUSABLE
             sys.stdout.flush()
+            self.note(_ENDED)
             os._exit(outcome)
 
         timer = threading.Timer(self.timeout, late)
