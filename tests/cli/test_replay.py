@@ -41,10 +41,11 @@ def command(*arguments: object, text: str = "") -> subprocess.CompletedProcess[s
 
 def fail(folder: Path, fate: Fate, length: int | None = None, steps: int = 12, kept: int = 50) -> Path:
     """The file of a failure of environment 1 that has such a fault."""
+    how = {"backend": "serial"} if fate.fault == "raise" else {"step_timeout": 1.0}
     constructor = crashing(lambda seed: Counting(length, seed=seed), {(1, 0): fate})
-    with (
+    with (  # noqa: PT012
         pytest.raises(ParallelEnvError) as caught,
-        ParallelEnv([constructor] * 2, num_workers=1, replay=kept, replay_dir=folder, step_timeout=1.0) as env,
+        ParallelEnv([constructor] * 2, num_workers=1, replay=kept, replay_dir=folder, **how) as env,
     ):
         env.reset()
         for _ in range(steps):
@@ -58,9 +59,9 @@ def raised(tmp_path) -> Path:
     return fail(tmp_path, Fate("raise", "step", 2))
 
 
-def test_exception(raised):
-    done = command(raised)
-    assert done.returncode == 0, done.stderr
+def test_exception(raised, replay):
+    done = replay(raised)
+    assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("environment 1: EnvError in step 3, ")
     assert lines[-1] == "failed with SimulatorError: bad terrain again at the same step: step 3"
@@ -110,23 +111,23 @@ def test_not_reproduced(fault, tmp_path):
     assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well. The failure may depend on earlier")
 
 
-def test_another_step(raised):
+def test_another_step(raised, replay):
     crash = read_crash(raised)
     write_crash(replace(crash, step=5, actions=pickle.dumps([ACTIONS] * 5)), raised)
-    done = command(raised)
-    assert done.returncode == 1
+    done = replay(raised)
+    assert done.exit_code == 1
     assert done.stdout.splitlines()[-1].endswith("at another step: step 3 instead of step 5")
 
 
-def test_lost_beginning(tmp_path):
-    done = command(fail(tmp_path, Fate("raise", "step", 9), kept=4))
-    assert done.returncode == 3
+def test_lost_beginning(tmp_path, replay):
+    done = replay(fail(tmp_path, Fate("raise", "step", 9), kept=4))
+    assert done.exit_code == 3
     assert "the file has only the last 4 of 10 steps" in done.stdout
 
 
-def test_until(raised):
-    done = command(raised, "--until", "2")
-    assert done.returncode == 1
+def test_until(raised, replay):
+    done = replay(raised, "--until", "2")
+    assert done.exit_code == 1
     assert done.stdout.splitlines()[-1] == "stopped before step 2"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from simulators.crashing import Fate, crashing
 from simulators.failing import Fragile
 from simulators.seeded_faults import Tank, TankDicts
 
-import marl_parallel
 from marl_parallel import EnvError, ParallelEnv, RestartPolicy, WorkerCrashed, WorkerTimeout, make
 from marl_parallel.cli.replay import Outcome, replay
 from marl_parallel.core.replay import Crash, read_crash
@@ -86,7 +86,7 @@ def same(report: str, again: Callable[..., tuple[Outcome, str]]) -> Crash:
     path = file_of(report)
     crash = read_crash(path)
     outcome, printed = again(path)
-    (level,) = {*re.findall(r"overflow at \S+", report)}
+    (level,) = {*re.findall(r"overflow at [\d.]+", report)}
     assert outcome is Outcome.SAME_STEP, printed
     assert f"failed with SimulatorError: {level} again at the same step: step {crash.step}\n" in printed
     return crash
@@ -118,7 +118,7 @@ def test_raised_error_names_a_file(setup, kind, mode, build, again, tmp_path):
     for seed in range(4):
         env = build([constructor] * 2, setup, mode, seed, adapter=adapter, replay=50, replay_dir=tmp_path)
         with pytest.raises(EnvError) as caught:
-            play(env, 300, seed)
+            play(env, 600, seed)
         crash = same(str(caught.value), again)
         episodes.add(crash.number)
         assert (crash.mode, crash.restarts) == (mode, 0)
@@ -163,7 +163,7 @@ def test_seeds_and_options_of_resets(build, again, tmp_path):
     env = build([Tank] * 2, APART, "DISABLED", replay=50, replay_dir=tmp_path)
     env.reset()
     env.reset(seed=[7, None], options={"level": 2.5})
-    env.reset(env_ids=[0], options={"level": 7.9})
+    env.reset(env_ids=[0], options={"level": 4.9})
     with pytest.raises(EnvError) as caught:
         env.step([dict.fromkeys(ACTIONS, 2)] * 2)
     crash = same(str(caught.value), again)
@@ -339,13 +339,13 @@ def test_wrong_values_are_refused(wrong, error, text, tmp_path, monkeypatch):
 
 def test_make_passes_it_on(tmp_path):
     with make(Counting, 2, num_workers=1, replay=4, replay_dir=tmp_path) as env:
-        assert env.runner.pool.histories is not None
+        assert getattr(env.runner.pool, "histories", None) is not None
 
 
-@pytest.mark.parametrize("name", ["mpe2.simple_spread_v3", "mpe2.simple_speaker_listener_v4"])
-def test_pettingzoo_environments(name, build, again, tmp_path):
+@pytest.mark.parametrize(("name", "most"), [("mpe2.simple_spread_v3", 30.0), ("mpe2.simple_speaker_listener_v4", 8.0)])
+def test_pettingzoo_environments(name, most, build, again, tmp_path):
     """The observations of the failing step, which are in the error, are the same."""
-    make_env = marl_parallel.making.find_constructor(name) if isinstance(name, str) else name
+    make_env = importlib.import_module(name).parallel_env
 
     def constructor() -> Any:
         env = make_env(max_cycles=6)
@@ -354,7 +354,7 @@ def test_pettingzoo_environments(name, build, again, tmp_path):
         def failing(actions: dict) -> Any:
             result = step(actions)
             total = float(sum(np.abs(one).sum() for one in result[0].values()))
-            if total > 30.0:
+            if total > most:
                 raise RuntimeError(f"overflow at {total!r}")
             return result
 
@@ -367,4 +367,4 @@ def test_pettingzoo_environments(name, build, again, tmp_path):
     for report in reports:
         outcome, printed = again(file_of(report))
         assert outcome is Outcome.SAME_STEP, printed
-        assert {*re.findall(r"overflow at \S+", printed)} == {*re.findall(r"overflow at \S+", report)}
+        assert {*re.findall(r"overflow at [\d.]+", printed)} == {*re.findall(r"overflow at [\d.]+", report)}

@@ -12,7 +12,7 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 from simulators.counting import AGENTS, CountingDicts
 from simulators.failing import SimulatorError
 
-LIMIT = 8.0
+LIMIT = 5.0
 SPACE = spaces.Box(-np.inf, np.inf, (1,), np.float64)
 
 
