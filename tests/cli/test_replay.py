@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import ROOT
@@ -41,7 +42,7 @@ def command(*arguments: object, text: str = "") -> subprocess.CompletedProcess[s
 
 def fail(folder: Path, fate: Fate, length: int | None = None, steps: int = 12, kept: int = 50) -> Path:
     """The file of a failure of environment 1 that has such a fault."""
-    how = {"backend": "serial"} if fate.fault == "raise" else {"step_timeout": 1.0}
+    how: dict[str, Any] = {"backend": "serial"} if fate.fault == "raise" else {"step_timeout": 1.0}
     constructor = crashing(lambda seed: Counting(length, seed=seed), {(1, 0): fate})
     with (  # noqa: PT012
         pytest.raises(ParallelEnvError) as caught,

@@ -95,7 +95,12 @@ def same(report: str, again: Callable[..., tuple[Outcome, str]]) -> Crash:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_each_restart_has_a_file(setup, mode, build, again, tmp_path, caplog):
-    how = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path / "new" / "folder"}
+    how: dict[str, Any] = {
+        "on_error": "restart",
+        "restart_policy": NO_LIMIT,
+        "replay": 50,
+        "replay_dir": tmp_path / "new" / "folder",
+    }
     env = build([Tank] * 4, setup, mode, **how)
     reports = play(env, 60)
     files = {file_of(report) for report in reports}
@@ -136,7 +141,7 @@ def test_python_codec(build, again, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("setup", [APART, Setup("thread", True, 2)], ids=str)
 def test_send_and_recv(setup, build, again, tmp_path):
-    how = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
+    how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
     env = build([Tank] * 4, setup, **how)
     rng, reports = np.random.default_rng(0), []
     env.reset_async()
@@ -202,7 +207,7 @@ def test_render(build, again, tmp_path):
 def test_deaths_have_files(fault, setup, build, tmp_path):
     """The failed environment's only, with the step that ran; the replacement's death has another."""
     fates = {(1, 0): Fate(fault, "step", 2), (1, 1): Fate(fault, "step", 1)}
-    how = {"on_error": "restart", "replay": 9, "replay_dir": tmp_path}
+    how: dict[str, Any] = {"on_error": "restart", "replay": 9, "replay_dir": tmp_path}
     env = build([crashing(Counting, fates)] * 2, setup, **how)
     env.reset()
     infos = [env.step([ACTIONS] * 2)[4][1] for _ in range(5)]

@@ -54,7 +54,7 @@ class Tank(PettingZooEnv):
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         acted = self.agents
-        self.level += sum(self.rng.random() * action for action in actions.values())
+        self.level += sum(self.rng.random() * int(action) for action in actions.values())
         if self.level > LIMIT:
             self.overflow(self.level)
         self.left -= 1
