@@ -132,9 +132,7 @@ def checked_replay(steps: Any, folder: Any) -> tuple[int, Path] | None:
     """
     if steps is None:
         if folder is not None:
-            raise ValueError(
-                f"replay_dir={folder!r} without replay=: pass how many steps are kept, as replay=1000"
-            )
+            raise ValueError(f"replay_dir={folder!r} without replay=: pass how many steps are kept, as replay=1000")
         return None
     if isinstance(steps, bool | np.bool_):
         raise TypeError(f"replay must be how many steps of each environment are kept, as 1000, or None; got {steps!r}")

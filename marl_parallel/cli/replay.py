@@ -92,7 +92,7 @@ def _in_child(path: Path, crash: Crash, until: int | None, timeout: float | None
             exitcode = subprocess.call(command)
         except KeyboardInterrupt:
             return Outcome.INTERRUPTED
-        *steps, last = ["", *progress.read_text().split()]
+        last = ["", *progress.read_text().split()][-1]
     if last == _ENDED:
         return Outcome(exitcode)
     if not last:
