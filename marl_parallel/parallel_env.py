@@ -321,7 +321,7 @@ class ParallelEnv:
             seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):
-                self.runner.remark = planning.WaitingRemark(opened)
+                self.runner.remark = planning.WaitingRemark(opened, workers)
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:  # Ctrl-C included: nothing may be left behind

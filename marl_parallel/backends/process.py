@@ -366,6 +366,8 @@ class ProcessBackend(Backend):
         return True
 
     def cpu_seconds(self, worker: int) -> float | None:
+        if worker not in self._handles:  # others have taken the place of its environments
+            return None
         pid = self._handles[worker].process.pid
         with contextlib.suppress(OSError):
             used = time.clock_gettime(~pid << 3 | 2)  # of all threads, as `clock_getcpuclockid` computes it
