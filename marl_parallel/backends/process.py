@@ -327,7 +327,7 @@ class ProcessBackend(Backend):
         self._control, self._records = Block(), Block()
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares: dict[int, Sequence[int]] = dict(enumerate(shares))
+        self._shares: dict[int, Sequence[int]] = {}
         most = GENERATIONS * len(shares)
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         self._control_buffer = self._control.allocate(control_nbytes(most, self._capacity))
@@ -339,9 +339,8 @@ class ProcessBackend(Backend):
         self._launcher = Launcher(self._context, entry=__name__, wake=self._control, threads=self._threads)
         self._own_cpu = len(shares) <= usable_cpus()
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
-        for worker in self._shares:
-            self._handles[worker] = self._launched(self._launcher, worker)
-            self.statuses[worker] = self._handles[worker].queues.status
+        for worker, share in enumerate(shares):
+            self.add(worker, share)
 
     def add(self, worker: int, share: Sequence[int]) -> None:
         if self._launcher is None:
@@ -366,9 +365,10 @@ class ProcessBackend(Backend):
         return True
 
     def cpu_seconds(self, worker: int) -> float | None:
-        if worker not in self._handles:  # others have taken the place of its environments
+        handle = self._handles.get(worker)
+        if handle is None:
             return None
-        pid = self._handles[worker].process.pid
+        pid = handle.process.pid
         with contextlib.suppress(OSError):
             used = time.clock_gettime(~pid << 3 | 2)  # of all threads, as `clock_getcpuclockid` computes it
             with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
@@ -377,7 +377,8 @@ class ProcessBackend(Backend):
         return None
 
     def memory(self, worker: int) -> int | None:
-        return memory_of(self._handles[worker].process.pid)
+        handle = self._handles.get(worker)
+        return None if handle is None else memory_of(handle.process.pid)
 
     def _launched(self, launcher: Launcher, worker: int) -> _Handle:
         queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)

@@ -81,13 +81,13 @@ class PortableProcessBackend(Backend):
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares: dict[int, Sequence[int]] = dict(enumerate(shares))
+        self._shares: dict[int, Sequence[int]] = {}
         most = GENERATIONS * len(shares)
         try:
             self._status_view = memoryview(self._status.allocate(most * WorkerStatus.NBYTES))
             self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
-            for worker in self._shares:
-                self._workers[worker] = self._started(worker)
+            for worker, share in enumerate(shares):
+                self.add(worker, share)
             deadline = time.monotonic() + _STARTED_WITHIN_S
             for process in self._workers.values():
                 process.wait_started(deadline)
@@ -124,7 +124,8 @@ class PortableProcessBackend(Backend):
         return True
 
     def memory(self, worker: int) -> int | None:
-        return self._workers[worker].memory()
+        process = self._workers.get(worker)
+        return None if process is None else process.memory()
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:

@@ -547,6 +547,7 @@ class Pool:
             if slot.renewing and slot.waiting_reset is not None:
                 slot.reset_keywords, slot.waiting_reset = slot.waiting_reset, None
             recovery.begin(slot, fault, error)
+            slot.renewing, slot.ending = False, None
             self._note_built(slot, ended=fault.interrupted is not Message.RESET)
         self._all_idle, self.seeds_stale = False, True
         if self._errors is not None:
@@ -643,7 +644,13 @@ class Pool:
         recycler.measure([worker for worker, queue in self._queues.items() if queue.share], now)
         for worker, queue in [*self._queues.items()]:
             if queue.ends_by is not None:
-                if self.backend.remove(worker, kill=now >= queue.ends_by):
+                late = now >= queue.ends_by
+                if late:
+                    logger.warning(
+                        "worker %d, whose environments %s have been replaced, did not close in time, and is ended",
+                        worker, [*queue.built],
+                    )  # fmt: skip
+                if self.backend.remove(worker, kill=late):
                     self._remove(worker)
             elif queue.share and not self.closed:
                 self._look_at(recycler, worker, queue, now)
@@ -654,13 +661,15 @@ class Pool:
             return
         slots = self._slots_of(worker)
         is_past = recycler.is_past_limit(worker, slots, now)
-        has_place = self.backend.has_spares and not self._has_spares_of_others(worker)
-        if has_place and queue.spare is None and (is_past or recycler.wants_spares(slots, now)):
+        if queue.spare is not None:
+            self._prepare_missing(recycler, queue, now)
+        elif self._may_have_spares(worker) and (is_past or recycler.wants_spares(slots, now)):
             self._add_spares(recycler, worker, now)
-        if is_past and (self._are_prepared(queue) if has_place else not self.backend.has_spares):
+        if is_past and (self._are_prepared(queue) or not self.backend.has_spares):
             for slot in slots:
                 slot.due = True
-        if self.rebuilder is None or self.rebuilder.plan.mode is not AutoresetMode.SAME_STEP:
+        assert self.rebuilder is not None
+        if self.rebuilder.plan.mode is not AutoresetMode.SAME_STEP:
             self._all_idle &= not any(recycler.is_due(slot) for slot in slots)
             return
         retiring = [
@@ -679,15 +688,16 @@ class Pool:
         limit = recycler.policy.kill_above_mb
         self._handle_fault(worker, None, reports.too_large(worker, share, megabytes, limit), running)
 
-    def _has_spares_of_others(self, worker: int) -> bool:
-        return any(queue.spare == worker for queue in self._queues.values())
+    def _may_have_spares(self, worker: int) -> bool:
+        """Whether another worker may have spares of this one, which has none of others itself."""
+        return self.backend.has_spares and all(queue.spare != worker for queue in self._queues.values())
 
     def _are_prepared(self, queue: WorkerQueue) -> bool:
         """Whether all environments of a worker have spares that are ready."""
         if queue.spare is None:
             return False
         preparing = self._queues[queue.spare].preparing
-        return not any(preparing[env_id] for env_id in queue.share)
+        return all(preparing.get(env_id) == 0 for env_id in queue.share)
 
     def _add_spares(self, recycler: Recycler, worker: int, now: float) -> None:
         """Start a worker, and construct the spares of all environments of another one there."""
@@ -703,9 +713,18 @@ class Pool:
         if self.closed:
             return
         built = tuple(queue.share)
-        self._queues[spare] = WorkerQueue((), queue.position, built, added=now, since=now)
+        self._queues[spare] = WorkerQueue((), queue.position, built)
         queue.spare = spare
         self._prepare(spare, built)
+
+    def _prepare_missing(self, recycler: Recycler, queue: WorkerQueue, now: float) -> list[int]:
+        """Construct the spares of a worker that could not be made before; returns those for which it is too early."""
+        assert queue.spare is not None
+        missing = [env_id for env_id in queue.share if env_id not in self._queues[queue.spare].preparing]
+        if missing and recycler.may_try(queue.position, now):
+            self._prepare(queue.spare, missing)
+            return []
+        return missing
 
     def _vacant(self) -> int | None:
         """The number of a worker that may be added."""
@@ -718,9 +737,10 @@ class Pool:
         payload = {
             env_id: self.rebuilder.request(self.slots[env_id], self.slots[env_id].rebuilds + 1) for env_id in env_ids
         }
-        preparing = self._queues[worker].preparing
+        queue = self._queues[worker]
+        queue.prepared_since = time.monotonic()
         for env_id in payload:
-            preparing[env_id] = preparing.get(env_id, 0) + 1
+            queue.preparing[env_id] = queue.preparing.get(env_id, 0) + 1
         self._post({worker: Request(Message.PREPARE, tuple(payload), payload, each=True)}, together=False)
 
     def prepare_again(self, env_ids: Iterable[int] | None = None) -> None:
@@ -753,13 +773,13 @@ class Pool:
     def _renew(self, recycler: Recycler, slot: Slot) -> None:
         """Begin the next episode of an environment in its spare, as soon as there is one."""
         queue = self._queues[slot.worker]
-        has_place = self.backend.has_spares and not self._has_spares_of_others(slot.worker)
-        if not has_place or (queue.spare is None and self._vacant() is None):
+        if not self._may_have_spares(slot.worker) or (queue.spare is None and self._vacant() is None):
             self._prepare(slot.worker, [slot.env_id])  # in its place
             return
+        now = time.monotonic()
         if queue.spare is None:
-            self._add_spares(recycler, slot.worker, time.monotonic())
-        if queue.spare is None:
+            self._add_spares(recycler, slot.worker, now)
+        if queue.spare is None or self._prepare_missing(recycler, queue, now):
             self._go_on(slot)
         elif self._are_prepared(queue):
             self._move(slot, queue.spare)
@@ -781,9 +801,7 @@ class Pool:
         slot.recycled += 1
         slot.reports_recycling, self.seeds_stale = True, True
         keywords = slot.waiting_reset
-        renewing, ending = slot.renewing, slot.ending
-        self._note_built(slot, ended=ending is not None)
-        slot.renewing, slot.ending = renewing, ending
+        self._note_built(slot, ended=slot.ending is not None)
         if keywords is None or not loads(keywords):  # the first episode has begun with neither a seed nor options
             slot.waiting_reset = None
             request = Request(Message.ADOPT, (slot.env_id,), each=True)
@@ -804,7 +822,6 @@ class Pool:
     def _note_built(self, slot: Slot, *, ended: bool) -> None:
         """Note that an environment has been constructed; `ended` if its caller will receive the end of an episode."""
         slot.built, slot.due, slot.retiring = time.monotonic(), False, False
-        slot.renewing, slot.ending = False, None
         if self.recycler is not None:
             slot.first_episode += self.recycler.episodes(slot) + ended
 
@@ -844,21 +861,34 @@ class Pool:
                     queue.preparing[env_id] -= 1
                     self._move(slot, worker)
             elif failure is not None:
-                self._lose_spares(worker, str(reports.env_error(env_id, worker, failure)))
-                return
+                self._note_unprepared(recycler, worker, slot, str(reports.env_error(env_id, worker, failure)))
+                if worker not in self._queues:
+                    return
             elif reply.message is Message.PREPARE:
-                self._note_prepared(recycler, worker, env_id)
+                self._note_prepared(recycler, worker, slot)
 
-    def _note_prepared(self, recycler: Recycler, worker: int, env_id: int) -> None:
-        queue = self._queues[worker]
-        queue.preparing[env_id] -= 1
-        for old in [*self._queues.values()]:
-            if old.spare == worker and self._are_prepared(old):
-                recycler.note_made(old.position, worker, time.monotonic() - queue.added)
-                recycler.next_look = 0.0
-                for slot in [self.slots[one] for one in old.share]:
-                    if slot.renewing:
-                        self._move(slot, worker)
+    def _note_prepared(self, recycler: Recycler, worker: int, slot: Slot) -> None:
+        """Note that a spare is ready; when all are, those that their callers wait for take their places."""
+        queue, old = self._queues[worker], self._queues[slot.worker]
+        queue.preparing[slot.env_id] -= 1
+        if self._are_prepared(old):
+            recycler.note_made(old.position, worker, time.monotonic() - queue.prepared_since)
+            recycler.next_look = 0.0
+            for waiting in [self.slots[env_id] for env_id in old.share if self.slots[env_id].renewing]:
+                self._move(waiting, worker)
+
+    def _note_unprepared(self, recycler: Recycler, worker: int, slot: Slot, error: str) -> None:
+        """Note that a spare could not be made; its worker stays if environments have moved there."""
+        queue, old = self._queues[worker], self._queues[slot.worker]
+        if not queue.share:
+            self._lose_spares(worker, error)
+            return
+        queue.preparing[slot.env_id] -= 1
+        if queue.preparing[slot.env_id] == 0:
+            del queue.preparing[slot.env_id]
+            self._warn_of_spares(recycler, old, error)
+            for waiting in [self.slots[env_id] for env_id in old.share if self.slots[env_id].renewing]:
+                self._go_on(waiting)
 
     def _apply_first(self, slot: Slot, completed: float, result: Any) -> None:
         """The first transition of an episode that begins in a spare, or in the old environment if there is none."""

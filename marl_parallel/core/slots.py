@@ -97,9 +97,9 @@ class WorkerQueue:
     position: int  # of the worker, or of the first one that it has replaced, in statistics
     built: Sequence[int] = ()  # the environments in its process, some of which may have moved or be spares
     spare: int | None = None  # the worker that has the spares of these environments
-    # The environments whose spares are here, each with how many requests to construct it are in flight.
+    # The environments whose spares are here or to come, each with how many requests to construct it are in flight.
     preparing: dict[int, int] = field(default_factory=dict)
-    added: float = 0.0  # when it was started, if it was started for spares
+    prepared_since: float = 0.0  # when the latest of these requests was posted
     ends_by: float | None = None  # when it is killed at the latest, since all environments have left
     # Requests without a last reply, oldest first; each with the number of its first part (see `WorkerStatus.parts`),
     # and the shortest timeout that may apply to it, in seconds.
@@ -144,6 +144,7 @@ _LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
     Message.ATTACH: (Activity.START,),
     Message.REBUILD: (Activity.START, Activity.RESET),
     Message.PREPARE: (Activity.START, Activity.RESET),
+    Message.CLOSE: (Activity.CLOSE,),
     Message.RESET: (Activity.RESET,),
     Message.STEP: (Activity.STEP, Activity.RESET),
     Message.STATE: (Activity.STEP, Activity.RESET),

@@ -58,6 +58,7 @@ from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
+_NAMED: dict[Message, Activity | Message] = {Message.ADOPT: Activity.RESET}  # in errors
 _WITH_STATES = frozenset({Message.RESET, Message.STEP, Message.REBUILD, Message.ADOPT})
 
 
@@ -133,7 +134,7 @@ class Worker:
                         self._status.add_steps(*codec.sums())
                     raise
                 place = place if codec is None else codec.place
-                env_id, doing = ids[place], self._status.latest or message
+                env_id, doing = ids[place], self._status.latest or _NAMED.get(message, message)
                 failures[env_id] = _failure(error, doing, env_id == self._partially_written)
                 self._partially_written = None
                 if env_id in self._saved:

@@ -114,7 +114,9 @@ def test_blocked_and_ignored_signals(name: str, start_method: str, tmp_path: Pat
     run(start_method, tmp_path, **STATES_OF_SIGNALS[name])
 
 
-NOT_PORTABLE = [] if PORTABLE else [start_method for start_method in START_METHODS if start_method != "portable"]
+NOT_PORTABLE = [
+    start_method for start_method in START_METHODS if start_method not in ("portable", PORTABLE and "spawn")
+]
 
 
 @pytest.mark.parametrize("start_method", NOT_PORTABLE)

@@ -236,6 +236,45 @@ class Moody(Counting):
             return super().reset(seed, options)
 
 
+class Licensed(Counting):
+    """Can be constructed so often as a file has bytes; environment 1 fails in its fifth step, once."""
+
+    def __init__(self, path: str, length: int, *, seed: int, env_id: int, restarts: int) -> None:
+        super().__init__(length, seed=seed)
+        self.fails_at = 5 if (env_id, restarts) == (1, 0) else None
+        if env_id == 1 and restarts == 2 and not os.path.exists(path):
+            open(path, "w").close()
+            raise RuntimeError("no licence left")
+
+    def step(self, actions):
+        if self.fails_at is not None:
+            self.fails_at -= 1
+            if self.fails_at == 0:
+                raise RuntimeError("bad terrain")
+        return super().step(actions)
+
+
+@each_mode
+def test_spare_that_cannot_be_made_again(mode, build, tmp_path, caplog):
+    """Where others have moved already, only its own environment goes on in the old worker; no episode is lost."""
+    makes = [functools.partial(Licensed, str(tmp_path / "failed"), length) for length in (2, 3)]
+    env = build(makes, Setup("process", True, 1), mode, on_error="restart", recycle=RecyclePolicy(max_episodes=2))
+    env.reset()
+    marks: list[tuple[int, Any]] = []
+    with caplog.at_level(logging.WARNING, "marl_parallel"):
+        for _ in range(40):
+            over = [env_id for env_id in (0, 1) if env.runner.batch.over[env_id]]
+            infos = [*zip(over, env.reset(env_ids=over)[1])] if mode is DISABLED and over else []
+            infos += enumerate(env.step([ACTIONS] * 2)[4])
+            marks += [
+                (env_id, mark) for env_id, info in infos for mark in info.get("__common__", {}) if mark != "error"
+            ]
+    assert "no licence left" in caplog.text
+    assert marks.count((1, "restarted")) == 1
+    assert marks.count((0, "recycled")) >= 4
+    assert len({env_id for env_id, _ in marks}) == 2
+
+
 @each_mode
 def test_spares_that_cannot_be_made(mode, build, tmp_path, caplog):
     """The old environments go on, and a warning has the error."""
