@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.construction import missing_arguments
 from marl_parallel.core.replay import FOLDER
-from marl_parallel.types import OnRestart, RestartPolicy
+from marl_parallel.types import OnRestart, RecyclePolicy, RestartPolicy
 
 _POOL_SEEDS = 2**31  # seeds of EnvPool are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
@@ -170,6 +170,16 @@ def restarts(on_error: Any, restart_policy: Any) -> bool:
     if not isinstance(restart_policy, RestartPolicy):
         raise TypeError(f"restart_policy must be a RestartPolicy(max_restarts=..., ...), got {restart_policy!r}")
     return bool(on_error == "restart")
+
+
+def check_recycle(recycle: Any, restarts: bool) -> None:
+    """Raise for anything but a `RecyclePolicy` that can be carried out, or None."""
+    if recycle is None:
+        return
+    if not isinstance(recycle, RecyclePolicy):
+        raise TypeError(f"recycle must be a RecyclePolicy(max_memory_mb=..., ...) or None, got {recycle!r}")
+    if recycle.kill_above_mb is not None and not restarts:
+        raise ValueError('kill_above_mb is a fault of the environments it kills: pass on_error="restart", too')
 
 
 def checked_callback(on_restart: Any, restarts: bool) -> OnRestart | None:

@@ -35,6 +35,7 @@ from marl_parallel.types import (
     FacadeName,
     OnError,
     OnRestart,
+    RecyclePolicy,
     RestartPolicy,
     Wait,
 )
@@ -72,6 +73,7 @@ class ParallelEnvArguments(TypedDict, total=False):
     on_restart: OnRestart | None
     warn_after: float | None
     log_dir: str | os.PathLike[str] | None
+    recycle: RecyclePolicy | None
     replay: int | None
     replay_dir: str | os.PathLike[str] | None
 

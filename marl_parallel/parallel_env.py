@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy as copying
 import math
 import os
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,7 @@ from marl_parallel.core.native import NativePool, NativeSimulator
 from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, loads
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.recovery import Recovery
+from marl_parallel.core.recycling import Recycler
 from marl_parallel.core.replay import Histories
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
@@ -71,6 +73,7 @@ from marl_parallel.types import (
     OnError,
     OnRestart,
     ParallelEnvError,
+    RecyclePolicy,
     RestartPolicy,
     Stats,
     StepBatch,
@@ -168,6 +171,9 @@ class ParallelEnv:
         log_dir: Folder for a file `worker-0.log`, ... of each worker process, to which its output, and that of the
             processes that its simulators start, is appended; made if it is missing. None for the output of this
             program. Errors of a worker that dies or hangs quote its last lines. See `docs/faults.md`.
+        recycle: When environments are replaced by new ones, such as `RecyclePolicy(max_memory_mb=4000)` for simulators
+            that leak memory. The first result of a new one has `infos[i]["__common__"]["recycled"]`. See
+            `docs/recycling.md`.
         replay: The most steps of each environment's episode that are kept, so that a failure can be repeated: its
             error then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. None for no
             files. See `docs/faults.md`.
@@ -229,6 +235,7 @@ class ParallelEnv:
         on_restart: OnRestart | None = None,
         warn_after: float | None = 60.0,
         log_dir: str | os.PathLike[str] | None = None,
+        recycle: RecyclePolicy | None = None,
         replay: int | None = None,
         replay_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -238,6 +245,7 @@ class ParallelEnv:
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
         restarts = arguments.restarts(on_error, restart_policy)
         on_restart = arguments.checked_callback(on_restart, restarts)
+        arguments.check_recycle(recycle, restarts)
         warn_after = arguments.checked_timeout(warn_after, "warn_after")
         if worker_threads is not None:
             worker_threads = arguments.checked_integer(worker_threads, "worker_threads")
@@ -255,7 +263,7 @@ class ParallelEnv:
         if isinstance(backend, str) and backend == "auto":
             if num_workers is not None or envs_per_worker is not None:
                 raise ValueError('backend="auto" chooses the number of workers: pass backend="process" with yours')
-            needs_processes = restarts or unenforced or folder or context is not None or wait != "adaptive"
+            needs_processes = restarts or unenforced or folder or recycle or context is not None or wait != "adaptive"
             options: dict[str, Any] = {
                 "seed": base, "adapter": adapter, "shared_memory": shared_memory, "copy": copy, "context": context,
                 "check_actions": check_actions, "reset_timeout": reset_timeout, "start_timeout": start_timeout,
@@ -295,6 +303,7 @@ class ParallelEnv:
                 _note_default_seed(pool)
             opened.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
             started = True
+            began = time.monotonic()
             local_modules: list[ModuleType] = []
             described, plan, built = construct(
                 pool, constructors, seeds, mode, adapter, restarts, kept is not None, local_modules
@@ -309,16 +318,22 @@ class ParallelEnv:
                 copy=copy, check_actions=check_actions, needs_all_actions=schema.needs_all_actions,
                 local_modules=local_modules, episode_stats=episode_stats,
             )  # fmt: skip
+            pool.rebuilder = Recovery(
+                pool.slots, restart_policy, plan, attach.payload, batch, base, schema.options_last, on_restart
+            )
             if restarts:
-                policy, options_last = restart_policy, schema.options_last
-                recovery = Recovery(pool.slots, policy, plan, attach.payload, batch, base, options_last, on_restart)
-                pool.restart_on_faults(recovery)
+                pool.restart_on_faults()
+            if recycle is not None:
+                build_s = time.monotonic() - began
+                pool.recycle(Recycler(recycle, opened, batch.statistics.ended, build_s))
+                if opened.memory(0) is None:
+                    self._warn_of_recycling(recycle, backend)
             if kept is not None:
                 pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules)
             seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):
-                self.runner.remark = planning.WaitingRemark(opened)
+                self.runner.remark = planning.WaitingRemark(opened, workers)
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:  # Ctrl-C included: nothing may be left behind
@@ -556,6 +571,40 @@ class ParallelEnv:
         finally:
             if guard[CALL] is entry:
                 del guard[CALL]
+
+    @exclusive("restart")
+    def restart(self, env_ids: Sequence[int] | None = None) -> None:
+        """Close environments and construct them again, in the same workers, without a fault.
+
+        They count as never reset then: reset them next. Without a seed, they use the next derived seed, as after a
+        fault (`docs/seeding.md`). Their running episodes are dropped. `stats().restarts` counts them.
+
+        Args:
+            env_ids: Which environments.
+
+        Raises:
+            EnvError, WorkerCrashed, WorkerTimeout: A constructor raised, its worker died, or it took longer than
+                `start_timeout`.
+            NotImplementedError: Native simulators cannot do that.
+
+        Example:
+            >>> from mpe2 import simple_spread_v3
+            >>> with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2) as env:
+            ...     observations, infos = env.reset()
+            ...     env.restart([1, 3])
+            ...     observations, infos = env.reset(env_ids=[1, 3])
+            ...     env.stats().restarts
+            2
+        """
+        runner = self.runner
+        runner.check_idle("restart")
+        if isinstance(runner.pool, NativePool):
+            raise NotImplementedError(f"{runner.pool.name} cannot construct some of its environments again")
+        ids = runner.checked_ids(env_ids)
+        try:
+            runner.pool.rebuild(ids)
+        finally:
+            runner.note_rebuilt()
 
     @exclusive("send")
     def send(
@@ -806,12 +855,23 @@ class ParallelEnv:
         return tracer.path
 
     @staticmethod
+    def _warn_of_recycling(recycle: RecyclePolicy, backend: Any) -> None:
+        """Warn of limits that are never reached, since the memory of workers is not known."""
+        if recycle.max_memory_mb is not None or recycle.kill_above_mb is not None:
+            warnings.warn(
+                f"max_memory_mb and kill_above_mb of {recycle} have no effect with backend={backend!r}: the memory of "
+                "its workers is not known. That of worker processes is, on Linux, and elsewhere if psutil is installed",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    @staticmethod
     def _trace_workers(pool: Pool, on: bool) -> ParallelEnvError | None:
         """Begin or end traces in all workers, and add their slices; returns the first error of a replaced worker."""
-        if pool.recovery is not None:
-            pool.recovery.traced = on
+        if pool.rebuilder is not None:
+            pool.rebuilder.traced = on
         fault = None
-        for worker, share in enumerate(pool.shares):  # one by one: an error must not lose the others' slices
+        for worker, share in pool.present_shares().items():  # one by one: an error must not lose the others' slices
             try:
                 results = pool.execute({worker: Request(Message.TRACE, (share[0],), on)})
             except ParallelEnvError as error:
@@ -821,7 +881,7 @@ class ParallelEnv:
                 continue
             for slices in results.values():
                 if pool.tracer is not None:
-                    pool.tracer.add(worker, slices, pool.backend.ahead(worker))
+                    pool.tracer.add(pool.position(worker), slices, pool.backend.ahead(worker))
         return fault
 
     def stats(self) -> Stats:

@@ -113,8 +113,8 @@ def plan(open_env: Callable[[int], Any], num_envs: int, *, can_be_serial: bool) 
 class WaitingRemark:
     """A line in the log after 100 batches, if more workers than CPUs may be faster."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend, self._batches = backend, 0
+    def __init__(self, backend: Backend, num_workers: int) -> None:
+        self._backend, self._workers, self._batches = backend, range(num_workers), 0
 
     def after_batch(self) -> bool:
         """Count a batch; returns whether there is one more to count."""
@@ -134,7 +134,6 @@ class WaitingRemark:
 
     def _totals(self) -> tuple[float, float]:
         """Seconds of CPU and inside simulators, of all workers."""
-        statuses = self._backend.statuses
-        cpu = [self._backend.cpu_seconds(worker) for worker in range(len(statuses))]
-        inside = sum(status.stats.simulator_s for status in statuses)
+        cpu = [self._backend.cpu_seconds(worker) for worker in self._workers]
+        inside = sum(self._backend.statuses[worker].stats.simulator_s for worker in self._workers)
         return sum(math.inf if one is None else one for one in cpu), inside  # unknown times never lead to a remark

@@ -31,7 +31,7 @@ from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.construction import SeedCheck
 from marl_parallel.core.exclusive import CallGuard
-from marl_parallel.core.messages import Message, Request, Watch
+from marl_parallel.core.messages import Message, Watch
 from marl_parallel.core.native import NativePool
 from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.pool import Pool, Results
@@ -199,11 +199,10 @@ class BatchRunner:
 
     def _have_written(self, pool: Pool, watch: Watch) -> None:
         self._watch = watch
-        if pool.recovery is not None:
-            pool.recovery.watch = watch
-        pool.execute({
-            worker: Request(Message.WATCH, share[:1], watch) for worker, share in enumerate(pool.shares)
-        })  # fmt: skip
+        if pool.rebuilder is not None:
+            pool.rebuilder.watch = watch
+        pool.execute_in_each_worker(Message.WATCH, watch)
+        pool.prepare_again()
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """After `watch_states`: the states that the last reset or step of each environment has written, and the last
@@ -265,6 +264,10 @@ class BatchRunner:
             never = [env_id for env_id in env_ids if not has_reset[env_id]]
             if never:
                 raise ResetNeeded(f"environments {never} have never been reset; call reset() before {name}()")
+
+    def note_rebuilt(self) -> None:
+        """Note that environments have been constructed again, which must be reset now."""
+        self._all_have_reset = False
 
     def check_seed(self, seed: Any) -> None:
         """Raise `ValueError` for a seed if `reset` accepts none."""
@@ -354,7 +357,8 @@ class BatchRunner:
         elif seed is not None:
             base = base_seed(seed)
             seeds = [base + env_id for env_id in env_ids]
-        recovery = pool.recovery
+        rebuilder = pool.rebuilder
+        assert rebuilder is not None
         options_of = checked_options(options, env_ids)
         for env_options in options_of:
             if env_options is not None:
@@ -364,18 +368,19 @@ class BatchRunner:
         for env_id, env_seed, env_options in zip(env_ids, seeds, options_of, strict=True):
             passed: dict[str, Any] = {}
             slot = pool.slots[env_id]
-            if env_seed is None and not slot.has_reset and not slot.restarts:
+            if env_seed is None and not slot.has_reset and not slot.rebuilds:
                 env_seed = base + env_id
             if env_seed is not None:
                 passed["seed"] = new_seeds[env_id] = sampler_seeds[env_id] = env_seed
             if env_options is not None:
-                passed["options"] = recovery.reset_options(env_id, env_options) if recovery else env_options
+                passed["options"] = rebuilder.reset_options(env_id, env_options)
             keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
         self._base_seed, self.seeds, pool.seeds_stale = base, tuple(new_seeds), True
         for env_id, env_seed in sampler_seeds.items():
             self._sampler_seeds[env_id] = env_seed
             self._samplers.pop(env_id, None)
-        if recovery is not None:
-            recovery.base_seed = base
+        if rebuilder.base_seed != base:
+            rebuilder.base_seed = base
+            pool.prepare_again()
         return keywords

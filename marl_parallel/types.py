@@ -177,6 +177,52 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True)
+class RecyclePolicy:
+    """When an environment is replaced by a new one, for simulators that leak memory or grow slow.
+
+    It is replaced where an episode begins, by one that has been constructed in the background, in a new worker process.
+    None stands for no limit; there must be one limit at least.
+
+    Attributes:
+        max_memory_mb: The most memory of a worker process and the processes that its simulators have started, in MB of
+            10**6 bytes. Past it, all environments of the worker are replaced.
+        max_episodes: The number of episodes of each environment. It is exact, so that runs can be repeated: if the new
+            environment is not ready yet, the step waits for it.
+        max_age_s: The most seconds since the environment was constructed.
+        kill_above_mb: The memory, as of `max_memory_mb`, above which a worker is killed at once, in the middle of
+            episodes. That is a fault, so it needs `on_error="restart"`.
+
+    Example:
+        >>> RecyclePolicy(max_memory_mb=4000, max_episodes=1000).max_age_s is None
+        True
+    """
+
+    max_memory_mb: float | None = None
+    max_episodes: int | None = None
+    max_age_s: float | None = None
+    kill_above_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, unit in (("max_memory_mb", "MB"), ("max_age_s", "seconds"), ("kill_above_mb", "MB")):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, Real | None):
+                raise TypeError(f"{name} must be a number of {unit} or None, got {number!r}")
+            if number is not None and not float(number) > 0:
+                raise ValueError(f"{name} must be positive, got {number}; None stands for no limit")
+        episodes: Any = self.max_episodes
+        if isinstance(episodes, bool) or not isinstance(episodes, int | np.integer | None):
+            raise TypeError(f"max_episodes must be an integer or None, got {episodes!r}")
+        if episodes is not None and episodes < 1:
+            raise ValueError(f"max_episodes must be at least 1, got {episodes}; None stands for no limit")
+        limits = [getattr(self, field.name) for field in fields(self)]
+        if all(limit is None for limit in limits):
+            raise ValueError("a RecyclePolicy needs a limit, such as RecyclePolicy(max_memory_mb=4000)")
+        soft, hard = self.max_memory_mb, self.kill_above_mb
+        if soft is not None and hard is not None and float(hard) <= float(soft):
+            raise ValueError(f"kill_above_mb={hard} must be more than max_memory_mb={soft}")
+
+
+@dataclass(frozen=True)
 class RestartEvent:
     """An environment is rebuilt: what `on_restart` is called with, in the thread that steps.
 
@@ -208,9 +254,11 @@ class WorkerStats:
     Attributes:
         steps: Environment steps.
         resets: Episodes begun, automatically too.
-        restarts: Environments rebuilt after a fault, their own or of a neighbour in the same worker process.
+        restarts: Environments rebuilt after a fault, their own or of a neighbour in the same worker process, or by
+            `ParallelEnv.restart`.
         faults: Exceptions, deaths and timeouts after which environments were restarted. The death of a worker counts
             for the environment that was running; for all of the worker's, if that is unknown.
+        recycled: Environments replaced by new ones, as the `RecyclePolicy` says.
         simulator_s: Seconds inside the simulators.
         transport_s: Seconds spent on reading actions and writing transitions.
         waiting_s: Seconds without work.
@@ -220,6 +268,7 @@ class WorkerStats:
     resets: int = 0
     restarts: int = 0
     faults: int = 0
+    recycled: int = 0
     simulator_s: float = 0.0
     transport_s: float = 0.0
     waiting_s: float = 0.0
@@ -244,10 +293,10 @@ class Stats(WorkerStats):
         Example:
             >>> busy = WorkerStats(steps=1200, resets=48, simulator_s=0.2614, transport_s=0.0121, waiting_s=0.0032)
             >>> print(Stats.of([busy, WorkerStats(steps=1200, resets=48, waiting_s=0.5)]))
-                      steps  resets  restarts  faults  simulator s  transport s  waiting s
-            worker 0  1,200      48         0       0        0.261        0.012      0.003
-            worker 1  1,200      48         0       0        0.000        0.000      0.500
-            all       2,400      96         0       0        0.261        0.012      0.503
+                      steps  resets  restarts  faults  recycled  simulator s  transport s  waiting s
+            worker 0  1,200      48         0       0         0        0.261        0.012      0.003
+            worker 1  1,200      48         0       0         0        0.000        0.000      0.500
+            all       2,400      96         0       0         0        0.261        0.012      0.503
         """
         names = [field.name for field in fields(WorkerStats)]
         lines = [["", *(name.replace("_", " ") for name in names)]]

@@ -7,6 +7,8 @@ pytest --setups=all    both
 pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
 pytest -n 0            all tests in this process, one at a time; the default is two processes (pytest-xdist)
 CI=true pytest         a skipped test makes the run fail
+MARL_PARALLEL_PORTABLE=1 pytest
+                       worker processes as on macOS and Windows; without the tests that choose another start method
 
 Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed;
 `needs("_codec")` is for tests of compiled code.
@@ -18,11 +20,11 @@ process of pytest-xdist waits (`MachineLock`).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import os
 import re
 import signal
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +42,7 @@ from helpers.setups import (
     TWO_WORKERS,
     Setup,
     left_out,
+    words_of,
 )
 
 if TYPE_CHECKING:
@@ -85,6 +88,8 @@ class MachineLock:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's timeout begins
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        import fcntl  # not on Windows
+
         alone = item.get_closest_marker("whole_machine") is not None
         fcntl.flock(self._queue, fcntl.LOCK_EX)
         fcntl.flock(self._machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
@@ -103,7 +108,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(OptionalLibraries())
-    if hasattr(config, "workerinput"):  # a process of pytest-xdist
+    if hasattr(config, "workerinput") and sys.platform != "win32":  # a process of pytest-xdist
         config.pluginmanager.register(MachineLock())
     # Background jobs of shell scripts start with SIGINT ignored, but some tests need it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -111,7 +116,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    out = set(left_out(items, config.getoption("--setups")))
+    refused = {item for item in items if start_methods.REFUSED & {*words_of(item)}}
+    out = {*refused, *left_out([item for item in items if item not in refused], config.getoption("--setups"))}
     config.hook.pytest_deselected(items=[item for item in items if item in out])
     items[:] = [item for item in items if item not in out]
 

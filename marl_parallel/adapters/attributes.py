@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -115,10 +116,19 @@ def declared_seed(source: Any) -> int | None:
     return int(seed) if isinstance(seed, Integral) and not isinstance(seed, bool) else None
 
 
+def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+    """`inspect.signature`; annotations may name what is not defined, such as imports for type checkers only."""
+    if sys.version_info >= (3, 14):  # which evaluates annotations when they are read
+        from annotationlib import Format
+
+        return inspect.signature(function, follow_wrapped=follow_wrapped, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function, follow_wrapped=follow_wrapped)
+
+
 def reset_keywords(reset: Callable[..., Any]) -> frozenset[str]:
     """Which of `seed` and `options` a simulator's `reset` takes; both if its signature cannot be read."""
     try:
-        parameters = inspect.signature(reset).parameters.values()
+        parameters = signature(reset).parameters.values()
     except (TypeError, ValueError):  # a method written in C
         return _RESET_KEYWORDS
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from marl_parallel.backends.local import SerialBackend, ThreadBackend
@@ -10,6 +11,8 @@ from marl_parallel.core.backend import Backend
 NAMES = ("process", "serial", "thread", "ray")
 CONTEXTS = ("forkserver", "spawn", "fork")
 WAITS = ("adaptive", "block", "spin")
+PORTABLE = "MARL_PARALLEL_PORTABLE"
+"""The environment variable: with "1", `backend="process"` is that of macOS and Windows on Linux, too; "0" is none."""
 
 
 def open_backend(
@@ -30,17 +33,22 @@ def open_backend(
     if not isinstance(backend, str):
         raise TypeError(f"backend must be one of {', '.join(NAMES)} or a Backend, got {backend!r}")
     if backend == "process":
-        if sys.platform == "linux":  # only Linux has what `process.py` needs, and not all builds of Python expose it
+        value = os.environ.get(PORTABLE, "")
+        if value not in ("", "0", "1"):
+            raise ValueError(f'the environment variable {PORTABLE} must be "1" or "0", got {value!r}')
+        portable = value == "1"
+        if sys.platform == "linux" and not portable:  # only Linux has what `process.py` needs, and not in all builds
             from marl_parallel.backends.memory import has_semaphores
 
             if has_semaphores():
                 from marl_parallel.backends.process import ProcessBackend
 
                 return ProcessBackend(context=context, threads=worker_threads, wait=wait)
+        where = f"with {PORTABLE}=1" if portable else "on this system"
         if context not in (None, "spawn"):
-            raise ValueError(f'context={context!r} needs Linux; on this system workers start by "spawn" only')
+            raise ValueError(f'context={context!r} needs Linux; {where} workers start by "spawn" only')
         if wait == "spin":
-            raise ValueError('wait="spin" needs Linux; on this system processes sleep while they wait')
+            raise ValueError(f'wait="spin" needs Linux; {where} processes sleep while they wait')
         from marl_parallel.backends.spawn import PortableProcessBackend
 
         return PortableProcessBackend(threads=worker_threads)

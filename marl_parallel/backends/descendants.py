@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import mmap
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Set
 from typing import IO, Any
 
 from marl_parallel.backends.memory import anonymous_file, append_only, lifted
+from marl_parallel.types import installed
 
 MARKER = "MARL_PARALLEL_WORKER"  # the environment variable of every worker and of the processes that it starts
 
@@ -102,6 +104,47 @@ def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.001)
+
+
+def memory_of(pid: int) -> int | None:
+    """Bytes of resident memory of a process and its descendants; None if it is gone, or that is not known here.
+
+    Where there is no /proc, psutil is asked if it is installed.
+    """
+    if os.path.exists("/proc/self/statm"):
+        own = _resident(pid)
+        return None if own is None else own + sum(_resident(child) or 0 for child in _descendants(pid))
+    if not installed("psutil"):
+        return None
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        nbytes: int = process.memory_info().rss
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                nbytes += child.memory_info().rss
+    except psutil.Error:
+        return None
+    return nbytes
+
+
+def _resident(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError):  # it has ended
+        return None
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """The processes that a process and its descendants have started and that have not lost their parents."""
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                for child in map(int, file.read().split()):
+                    yield child
+                    yield from _descendants(child)
 
 
 def state_of(pid: int) -> str:

@@ -4,7 +4,8 @@
     ThreadBackend   post() --- a queue per worker ---> thread --- one queue ---> wait()
 
 The serial backend is for debugging: breakpoints and Ctrl-C work as in a plain loop. Threads speed up simulators that
-release the GIL. A thread cannot be killed: one that hangs stays, as a daemon.
+release the GIL, and all simulators in free-threaded builds of Python. A thread cannot be killed: one that hangs stays,
+as a daemon.
 """
 
 from __future__ import annotations
@@ -130,6 +131,8 @@ class ThreadBackend(_LocalBackend):
         self._replies.put(None)
 
     def stack(self, worker: int, *, harmless: bool = False) -> str:
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            return ""  # without the GIL the thread runs on, and reading its frames may crash the interpreter
         frame = sys._current_frames().get(self._threads[worker].ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 

@@ -33,11 +33,12 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from marl_parallel.backends.descendants import memory_of
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, lifted, mapped, socket_pair
 from marl_parallel.core import codec, reports
-from marl_parallel.core.backend import Backend, usable_cpus
+from marl_parallel.core.backend import GENERATIONS, Backend, usable_cpus
 from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
@@ -312,12 +313,13 @@ class ProcessBackend(Backend):
     """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     shares_memory = True
+    has_spares = True
     keeps_logs = True
 
     def __init__(self, *, context: str | None = None, threads: int | None = 1, wait: str = "adaptive") -> None:
         self._context, self._threads, self._wait = context or "forkserver", threads, wait
         self._launcher: Launcher | None = None
-        self._handles: list[_Handle] = []
+        self._handles: dict[int, _Handle] = {}
         self._partial: dict[int, int] = {}  # by worker, the code of a partially received message
         self._wakes_once = False  # whether all pending requests were posted together
         self._looked = 0.0  # when deaths were last looked for
@@ -325,28 +327,58 @@ class ProcessBackend(Backend):
         self._control, self._records = Block(), Block()
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares = shares
+        self._shares: dict[int, Sequence[int]] = {}
+        most = GENERATIONS * len(shares)
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
-        self._control_buffer = self._control.allocate(control_nbytes(len(shares), self._capacity))
+        self._control_buffer = self._control.allocate(control_nbytes(most, self._capacity))
         self._wake = Semaphore(self._control_buffer, _WAKE)
         self._countdown = Semaphore(self._control_buffer, _COUNTDOWN)
         self._wake.init(0)
         self._countdown.init(0)
         self._spin = Spin(self._wait, len(shares) < usable_cpus())
         self._launcher = Launcher(self._context, entry=__name__, wake=self._control, threads=self._threads)
-        self.statuses = []
-        for worker in range(len(shares)):
-            self._handles.append(self._launched(self._launcher, worker))
-            self.statuses.append(self._handles[worker].queues.status)
+        self._own_cpu = len(shares) <= usable_cpus()
+        self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
+        for worker, share in enumerate(shares):
+            self.add(worker, share)
+
+    def add(self, worker: int, share: Sequence[int]) -> None:
+        if self._launcher is None:
+            return  # closed meanwhile by a signal handler
+        self._shares[worker] = share
+        self._handles[worker] = self._launched(self._launcher, worker)
+        self.statuses[worker] = self._handles[worker].queues.status
+
+    def remove(self, worker: int, *, kill: bool) -> bool:
+        if self._launcher is None:
+            return True
+        handle = self._handles[worker]
+        if kill:
+            self._await_death(handle, patience=0.0)
+        else:
+            self._look_for_deaths()
+            if handle.lost is None:
+                return False
+        handle.channel.close()
+        self._partial.pop(worker, None)
+        del self._handles[worker], self._shares[worker]
+        return True
 
     def cpu_seconds(self, worker: int) -> float | None:
-        pid = self._handles[worker].process.pid
+        handle = self._handles.get(worker)
+        if handle is None:
+            return None
+        pid = handle.process.pid
         with contextlib.suppress(OSError):
             used = time.clock_gettime(~pid << 3 | 2)  # of all threads, as `clock_getcpuclockid` computes it
             with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
                 used += int(file.read().split()[1]) * 1e-9  # the main thread waited for a CPU
             return used
         return None
+
+    def memory(self, worker: int) -> int | None:
+        handle = self._handles.get(worker)
+        return None if handle is None else memory_of(handle.process.pid)
 
     def _launched(self, launcher: Launcher, worker: int) -> _Handle:
         queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)
@@ -358,7 +390,7 @@ class ProcessBackend(Backend):
                 fds = [theirs.fileno(), self._control.fd, self._records.fd]
                 process = launcher.launch(worker, fds, share, log.fd)
                 log.mark_start(process.pid)
-            channel.put((self._wait, len(self._shares) <= usable_cpus(), self._capacity))
+            channel.put((self._wait, self._own_cpu, self._capacity))
         except BaseException:
             channel.close()
             raise
@@ -462,7 +494,7 @@ class ProcessBackend(Backend):
         replies: list[tuple[int, Reply | Lost]] = []
         if time.monotonic() - self._looked > _TICK_S:
             self._look_for_deaths()  # also while others reply all the time
-        for worker, handle in enumerate(self._handles):
+        for worker, handle in self._handles.items():
             if not handle.expected:
                 continue
             queue = handle.queues.replies
@@ -520,7 +552,7 @@ class ProcessBackend(Backend):
         self._looked = time.monotonic()
         if self._launcher is not None:
             self._launcher.collect()
-            for handle in self._handles:
+            for handle in self._handles.values():
                 if handle.process.exitcode is not None:
                     handle.lost = Lost(handle.process.exitcode, handle.process.crash_report)
 
@@ -552,20 +584,20 @@ class ProcessBackend(Backend):
             at_last.callback(self._release)
             if launcher is not None:
                 at_last.callback(launcher.close)
-                processes = [handle.process for handle in self._handles]
-                if alive := launcher.wait_gone(processes, timeout):
-                    for worker, process in enumerate(processes):
+                processes = {worker: handle.process for worker, handle in self._handles.items()}
+                if alive := launcher.wait_gone([*processes.values()], timeout):
+                    for worker, process in processes.items():
                         if process in alive and timeout >= reports.WARNS_AFTER_S:
                             stack = launcher.stack(process)
                             text = reports.still_running(worker, self._shares[worker], timeout, stack)
                             reports.logger.warning("%s", text)
                         launcher.kill(process, signal.SIGTERM)
-                    launcher.wait_gone(processes, _TERMINATED_WITHIN_S)
+                    launcher.wait_gone([*processes.values()], _TERMINATED_WITHIN_S)
         return []
 
     def _release(self) -> None:
         self._partial.clear()
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.expected = 0
             handle.channel.close()
         self._control.close_fd()

@@ -28,11 +28,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, interpreter
-from marl_parallel.backends.descendants import CrashFile
+from marl_parallel.backends.descendants import CrashFile, memory_of
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.core import reports
-from marl_parallel.core.backend import Backend
+from marl_parallel.core.backend import GENERATIONS, Backend
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
@@ -69,25 +69,27 @@ class PortableProcessBackend(Backend):
     """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     shares_memory = True
+    has_spares = True
     keeps_logs = True
 
     def __init__(self, *, threads: int | None = 1) -> None:
         self._threads = threads
-        self._workers: list[_WorkerProcess] = []
+        self._workers: dict[int, _WorkerProcess] = {}
         self._status, self._records = Block(), Block()
         self._open = True
         self._looked = 0.0  # when deaths were last looked for
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares = shares
+        self._shares: dict[int, Sequence[int]] = {}
+        most = GENERATIONS * len(shares)
         try:
-            self._status_view = memoryview(self._status.allocate(len(shares) * WorkerStatus.NBYTES))
-            for worker in range(len(shares)):
-                self._workers.append(self._started(worker))
-            self.statuses = [process.status for process in self._workers]
+            self._status_view = memoryview(self._status.allocate(most * WorkerStatus.NBYTES))
+            self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
+            for worker, share in enumerate(shares):
+                self.add(worker, share)
             deadline = time.monotonic() + _STARTED_WITHIN_S
-            for process in self._workers:
+            for process in self._workers.values():
                 process.wait_started(deadline)
         except BaseException:
             self.stop(0.0)
@@ -98,7 +100,32 @@ class PortableProcessBackend(Backend):
         status[:] = bytes(WorkerStatus.NBYTES)
         fds = [self._status.fd, self._records.fd]
         share, folder = self._shares[worker], self.log_dir
-        return _WorkerProcess(worker, share, WorkerStatus(status), fds, self._threads, self._events, folder)
+        process = _WorkerProcess(worker, share, WorkerStatus(status), fds, self._threads, self._events, folder)
+        self.statuses[worker] = process.status
+        return process
+
+    def add(self, worker: int, share: Sequence[int]) -> None:
+        if not self._open:
+            return  # closed meanwhile by a signal handler
+        self._shares[worker] = share
+        self._workers[worker] = process = self._started(worker)
+        process.lost = None  # `received` skips its first message
+
+    def remove(self, worker: int, *, kill: bool) -> bool:
+        if not self._open:
+            return True
+        process = self._workers[worker]
+        if not kill and process.exitcode() is None:
+            return False
+        _end([process])
+        process.hang_up()
+        process.free()
+        del self._workers[worker], self._shares[worker]
+        return True
+
+    def memory(self, worker: int) -> int | None:
+        process = self._workers.get(worker)
+        return None if process is None else process.memory()
 
     def end(self, worker: int) -> list[Reply]:
         if not self._open:
@@ -116,9 +143,7 @@ class PortableProcessBackend(Backend):
         old.hang_up()
         old.free()
         self._workers[worker] = process = self._started(worker)
-        self.statuses[worker] = process.status
-        with contextlib.suppress(RuntimeError):  # it has died as well, which `wait` reports
-            process.wait_started(time.monotonic() + _STARTED_WITHIN_S)
+        process.lost = None  # it starts while the others go on; its requests wait, and `wait` reports it if it dies
 
     def allocate(self, layout: Layout) -> Any:
         return self._records.allocate(layout.nbytes)
@@ -138,7 +163,7 @@ class PortableProcessBackend(Backend):
             look = self._open and time.monotonic() - self._looked >= _TICK_S  # also while others reply all the time
             if look:
                 self._looked = time.monotonic()
-            for worker, process in enumerate(self._workers):
+            for worker, process in self._workers.items():
                 # A process that the worker has forked may hold the connection open. Hanging up loses no reply.
                 if look and process.expected and process.exitcode() is not None:
                     process.hang_up()
@@ -165,7 +190,7 @@ class PortableProcessBackend(Backend):
 
     def stop(self, timeout: float) -> list[int]:
         self._open = False
-        workers = self._workers
+        workers = [*self._workers.values()]
         for worker in workers:
             worker.lost = _UNKNOWN
         self._events.put(False)
@@ -173,12 +198,12 @@ class PortableProcessBackend(Backend):
             with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
                 at_last.callback(_end, workers)
                 _wait_for_ends(workers, timeout)
-                for index, worker in enumerate(workers):
+                for index, worker in self._workers.items():
                     if timeout >= reports.WARNS_AFTER_S and worker.exitcode() is None:
                         text = reports.still_running(index, self._shares[index], timeout, worker.stack())
                         reports.logger.warning("%s", text)
                 _end(workers, signal.SIGTERM, _TERMINATED_WITHIN_S)
-            return [index for index, worker in enumerate(workers) if worker.exitcode() is None]
+            return [index for index, worker in self._workers.items() if worker.exitcode() is None]
         finally:
             for worker in workers:
                 worker.hang_up()
@@ -189,7 +214,7 @@ class PortableProcessBackend(Backend):
     def abandon(self) -> None:
         # A worker takes the end of its connection for the parent's end: the copies in this process must be closed.
         self._open = False
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.free()
         self._status.close_fd()
         self._records.close_fd()
@@ -295,6 +320,8 @@ class _WorkerProcess:
             if reply is None:
                 self.lost = self._manner_of_death()
                 break
+            if reply == _STARTED:  # a replacement, for which nobody waits
+                continue
             replies.append(reply)
             self.expected -= reply.last
         if self.expected and self.lost is not None:
@@ -321,6 +348,10 @@ class _WorkerProcess:
             self._process.kill()
         else:
             descendants.send(self._process.pid, number)
+
+    def memory(self) -> int | None:
+        """Bytes of memory, as of `Backend.memory`."""
+        return memory_of(self._process.pid) if self.exitcode() is None else None
 
     def _manner_of_death(self) -> Lost:
         """How the worker, which has hung up, died; it is killed if it does not die by itself."""

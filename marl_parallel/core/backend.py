@@ -55,6 +55,10 @@ def share_out(num_envs: int, num_workers: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
+GENERATIONS = 3
+"""How many workers there may be for each of the first ones: it, one that has spares, and one that is ending."""
+
+
 class Backend(ABC):
     """Workers, numbered from 0, used by one `ParallelEnv`, once. It never looks into requests and replies.
 
@@ -64,6 +68,8 @@ class Backend(ABC):
         can_kill: Whether `stop` ends workers, and the processes they have started, whatever they are doing.
         side_by_side: Whether each worker needs a CPU of its own.
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
+        has_spares: Whether `add` can start workers after `start`; their numbers are less than `GENERATIONS` times
+            the number of the first ones.
         keeps_logs: Whether what workers write to stdout and stderr can go to files.
         log_dir: The folder of these files, set before `start`; None for the output of this program.
     """
@@ -72,6 +78,7 @@ class Backend(ABC):
     can_kill: ClassVar[bool] = True
     side_by_side: ClassVar[bool] = True
     shares_memory: ClassVar[bool] = False
+    has_spares: ClassVar[bool] = False
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
     statuses: list[WorkerStatus]
@@ -89,6 +96,13 @@ class Backend(ABC):
 
     def cpu_seconds(self, worker: int) -> float | None:
         """Seconds in which a worker has used a CPU or waited for one; None if not known, or the worker is gone."""
+        return None
+
+    def memory(self, worker: int) -> int | None:
+        """Bytes of memory of a worker's process and of those it has started; None if not known, or it is gone.
+
+        These are resident, as `top` shows them in `RES`: what two processes share counts for each of them.
+        """
         return None
 
     @abstractmethod
@@ -141,6 +155,17 @@ class Backend(ABC):
 
         Requests to the old one are dropped. Only if the backend `can_kill`.
         """
+
+    def add(self, worker: int, share: Sequence[int]) -> None:
+        """Start one more worker for some environments, without waiting until it is up; only if `has_spares`."""
+        raise NotImplementedError
+
+    def remove(self, worker: int, *, kill: bool) -> bool:
+        """Free a worker that carries out no requests any more, and its number; only if `has_spares`.
+
+        Returns False if it has not ended yet, unless it is to be killed: one that has carried out a CLOSE ends soon.
+        """
+        raise NotImplementedError
 
     def look(self) -> None:  # noqa: B027
         """Bring `statuses` up to date; there is nothing to do if they are in shared memory."""

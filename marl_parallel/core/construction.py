@@ -23,6 +23,7 @@ from gymnasium.envs import registration
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
+from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import pickling
 from marl_parallel.core.messages import Built, Message, Plan, Request
 
@@ -98,7 +99,7 @@ def _flattened(constructor: Constructor) -> functools.partial[Any]:
 def _parameters(call: functools.partial[Any], *, follow_wrapped: bool) -> list[Parameter]:
     """The parameters that no positional argument fills; none if the signature cannot be read."""
     try:
-        parameters = inspect.signature(call.func, follow_wrapped=follow_wrapped).parameters.values()
+        parameters = lookup.signature(call.func, follow_wrapped=follow_wrapped).parameters.values()
     except (TypeError, ValueError):
         return []
     filled = [one for one in parameters if one.kind in _POSITIONAL][: len(call.args)]

@@ -44,6 +44,7 @@ class Episode:
 
     Attributes:
         ended_for_now: Whether the last step ended an episode and `begin_next` is due.
+        retiring: Whether another environment begins the next episode, so that `begin_next` is not called.
         fast: For compiled code, while all agents are alive, and all or one act: the simulator's `step`; a function
             whose result is false if it has to be interpreted here, or None; and whether this result tells whose turn
             is next. If it need not be and the transition is plain, nothing else changes here. None in other states.
@@ -74,6 +75,7 @@ class Episode:
         self._postponed: Mapping[str, Any] | None = None
         self._early: Transition | None = None
         self.ended_for_now = False
+        self.retiring = False
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
         """Begin a new episode, with keywords for the simulator's `reset`; rewards are zero, and flags False."""
@@ -90,7 +92,7 @@ class Episode:
             refuse_reserved("reset", observations, {})
         check_infos(infos, observations)
         self._flagged.clear()
-        self._over, self.ended_for_now = None, False
+        self._over, self.ended_for_now, self.retiring = None, False, False
         self._note(observations, observations)
         rewards = no_rewards(observations, self.env.reward_spaces)
         terminateds = {**dict.fromkeys(observations, False), ALL: False}
@@ -112,11 +114,7 @@ class Episode:
         """
         if self._over is not None:
             if self._mode is AutoresetMode.NEXT_STEP:
-                early = self._early
-                if early is None:
-                    return self.reset({})
-                self._over = self._postponed = self._early = None
-                return early
+                return self.reset({}) if self._early is None else self.begin_early()
             if not self._dict_rules or self._postponed is not None:
                 terminated, truncated = self._over
                 return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
@@ -184,6 +182,13 @@ class Episode:
             keywords, over = self._postponed, self._over
             self._early = self.reset({})
             self._postponed, self._over, self.fast = keywords, over, None
+
+    def begin_early(self) -> Transition:
+        """Begin the episode of `reset_early`."""
+        early = self._early
+        assert early is not None
+        self._over = self._postponed = self._early = None
+        return early
 
     def _note(self, alive: Iterable[AgentID], observations: dict[AgentID, Any]) -> None:
         """Update alive and acting, as new lists: transitions hold the old ones."""
@@ -297,6 +302,13 @@ def with_report(dicts: Dicts, report: str) -> Dicts:
     common = dicts[4].get(COMMON)
     restart = {"restarted": True, "error": report, **(common if isinstance(common, dict) else {})}
     return (*dicts[:4], {**dicts[4], COMMON: restart})
+
+
+def recycled(dicts: Dicts) -> Dicts:
+    """The same dicts with the mark of an environment that replaces another one in their infos."""
+    common = dicts[4].get(COMMON)
+    mark = {"recycled": True, **(common if isinstance(common, dict) else {})}
+    return (*dicts[:4], {**dicts[4], COMMON: mark})
 
 
 def renewed(interrupted: Dicts, fresh: Dicts) -> Dicts:

@@ -29,6 +29,9 @@ class Message(Enum):
     REBUILD = 11  # close the environment, if it is still there, and construct it again
     TRACE = 12  # store slices of time from now on, or return them
     WATCH = 13  # from now on, write more than the records with each reset and step
+    PREPARE = 14  # construct a spare, and begin its first episode; the block has the records of the one it will replace
+    ADOPT = 15  # write the first transition of a spare: it takes the place of the environment from now on
+    RETIRE = 16  # do not begin the episode after the present one: a spare will do that
 
 
 class Request(NamedTuple):
@@ -114,13 +117,22 @@ class Watch(NamedTuple):
 
 
 class Rebuild(NamedTuple):
-    """The payload of `REBUILD`, by environment; the result is as of a reset, or a `Refusal` if its spaces differ."""
+    """The payload of `REBUILD` and `PREPARE`, by environment; a `Refusal` is the result if its spaces differ.
+
+    Else the result of `REBUILD` is as of a reset, and `PREPARE` has none.
+    """
 
     plan: Plan  # for this environment
     block: tuple[int, bool, bool]  # the payload of `ATTACH`, for a worker that is new itself
     reset: bool  # whether its first episode begins at once; else with whatever resets it next
     keywords: bytes | None = None  # pickled, of the caller's reset that failed, if one did; its seed is not used again
     watch: Watch = Watch()  # the last payload of `WATCH`
+
+
+class Ended(NamedTuple):
+    """The result of a step that ends the last episode of an environment after `RETIRE`."""
+
+    extras: bytes | None  # of the step, pickled
 
 
 class Built(NamedTuple):

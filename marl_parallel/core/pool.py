@@ -17,7 +17,7 @@ or are past their timeout. Without `on_error="restart"` every fault is raised, a
                                                            -> REBUILD requests; replies: _rebuilt
 
 `recovery.py` says how often an environment may be rebuilt and what its caller receives, `slots.py` which workers are
-late, `reports.py` writes the texts of errors.
+late, `reports.py` writes the texts of errors, and `recycling.py` says which environments are replaced by spares.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core import reports
-from marl_parallel.core.backend import Backend
+from marl_parallel.core.backend import GENERATIONS, Backend
+from marl_parallel.core.episode import recycled, renewed
 from marl_parallel.core.messages import (
     STEP_ALL,
     STEP_ALL_PROMPTLY,
     STEPPED,
+    Ended,
     Failure,
     Lost,
     Message,
@@ -42,17 +45,20 @@ from marl_parallel.core.messages import (
     Reply,
     Request,
 )
-from marl_parallel.core.pickling import loads
+from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.recovery import Recovery
+from marl_parallel.core.recycling import Recycler
 from marl_parallel.core.replay import Histories
 from marl_parallel.core.reports import logger
-from marl_parallel.core.slots import Deadlines, Limits, LongCall, LongCalls, Slot, WorkerQueue
+from marl_parallel.core.slots import Deadlines, Limits, LongCall, LongCalls, Slot, Snapshot, WorkerQueue
 from marl_parallel.core.worker_status import SLICES, Activity, Running, Tracer
 from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 _ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
 _EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy to go on with a fresh environment"
 _LONG_AT_CTRL_C_S = 1.0
+_LEAVES_WITHIN_S = 5.0
+_FOR_SPARES = frozenset({Message.PREPARE, Message.ADOPT, Message.RETIRE, Message.CLOSE})
 _THREAD_ADVICE = '; a thread cannot be ended, so nothing could be restarted: backend="process" can'
 
 
@@ -87,16 +93,21 @@ class Pool:
         self.backend, self.shares = backend, shares
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
         self.batch_size = len(self.slots)  # results come in any number
-        self.recovery: Recovery | None = None  # set if environments that fail are rebuilt
+        self.rebuilder: Recovery | None = None  # set when all environments have been constructed
+        self.recovery: Recovery | None = None  # the same, if environments that fail are rebuilt
+        self.recycler: Recycler | None = None  # set if environments are replaced by spares
         self.histories: Histories | None = None  # set if failures can be replayed
         self.in_flight = 0  # how many environments have been sent to and not received
         self.closed = False
         self.tracer: Tracer | None = None  # of the present trace
         self.seeds_stale = True  # whether environments may use other seeds than those they declared last
-        self._queues = [WorkerQueue(share) for share in shares]
+        self._queues = {worker: WorkerQueue(share, worker, share) for worker, share in enumerate(shares)}
+        self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
+        self._for_spares = 0  # how many requests in flight are no steps or resets, nor of `execute`
         self._deadlines = Deadlines(backend, limits, self._queues)
         self._long_calls = None if warn_after is None else LongCalls(backend, self._queues, warn_after)
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
+        self._reads_at_once = True  # whether results need nothing but to be read: no restarts, no recycling
         self._advice = _ADVICE
         self._all_idle = False  # whether every slot is idle, with nothing saved for a restart
         self._done = 0  # how many slots are done
@@ -105,9 +116,9 @@ class Pool:
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
 
-    def restart_on_faults(self, recovery: Recovery) -> None:
+    def restart_on_faults(self) -> None:
         """From now on, rebuild environments that fail."""
-        self.recovery, self._advice = recovery, ""
+        self.recovery, self._advice, self._reads_at_once = self.rebuilder, "", False
         self._step_all = dict.fromkeys(self._step_all, STEP_ALL_PROMPTLY)
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -147,14 +158,17 @@ class Pool:
                 self.check_open()
             self._deadlines.looked = now = time.monotonic()  # the time of the caller counts
             try:
+                if self.recycler is not None:
+                    self._look_to_recycle(self.recycler, now)
                 step_all = message is Message.STEP and payloads is None and len(env_ids) == len(self.slots)
                 if not step_all or not self._all_idle:
                     self._send(message, env_ids, payloads, together=True)
                 else:
                     self._all_idle = False
-                    request, limit = self._step_all[0], self._deadlines.shortest[Message.STEP]
+                    limit = self._deadlines.shortest[Message.STEP]
                     warn_after = None if self._long_calls is None else self._long_calls.warn_after
-                    for queue in self._queues:
+                    for worker, request in self._step_all.items():
+                        queue = self._queues[worker]
                         queue.posted += 1
                         queue.requests.append((request, queue.posted, limit))
                         queue.since = now
@@ -169,13 +183,14 @@ class Pool:
                     for _, reply in replies:
                         if reply is STEPPED:
                             complete += 1
-                        elif self.recovery is None and not isinstance(reply, Lost) and not reply.failures:
+                        elif self._reads_at_once and not isinstance(reply, Lost) and not reply.failures:
                             complete += 1
                             extras.update(reply.results)
                     if complete == len(replies) == len(self._step_all) and not self.closed:
                         if extras:
                             extras = {env_id: self.read(env_id, result) for env_id, result in extras.items()}
-                        for queue in self._queues:
+                        for worker in self._step_all:
+                            queue = self._queues[worker]
                             queue.requests.clear()
                             queue.suspect = None
                         self._all_idle = True
@@ -207,6 +222,20 @@ class Pool:
         """As `execute`: one request to environments; `payload` is the same for all, or a dict by environment."""
         return self.execute(self._requests(message, env_ids, payload))
 
+    def execute_in_each_worker(self, message: Message, payload: Any = None) -> dict[int, Any]:
+        """As `execute`: one request to one environment of each worker."""
+        return self.execute(
+            {worker: Request(message, share[:1], payload) for worker, share in self.present_shares().items()}
+        )
+
+    def present_shares(self) -> dict[int, Sequence[int]]:
+        """The environments of each worker; while spares take their places, some have moved to other workers."""
+        return {worker: queue.share for worker, queue in self._queues.items() if queue.share}
+
+    def position(self, worker: int) -> int:
+        """The place of a worker in statistics and traces: its number, or that of the one it has replaced."""
+        return self._queues[worker].position
+
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of this object alone; close everything if it raises."""
         with self._lock:
@@ -222,11 +251,15 @@ class Pool:
 
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
         self._all_idle = False
+        if self.recycler is not None:
+            self._look_to_recycle(self.recycler, time.monotonic())
         self._note_sent(message, env_ids)
         if self.recovery is not None:
             env_ids = [env_id for env_id in env_ids if self._goes_out(self.slots[env_id], message, payloads)]
+        if self.recycler is not None:
+            env_ids = self._without_recycled(self.recycler, message, env_ids, payloads)
         prompt = together and self.recovery is not None
-        alone = together and not any(queue.requests for queue in self._queues)
+        alone = together and not any(queue.requests for queue in self._queues.values())
         self._post(self._requests(message, env_ids, payloads, each=not together, prompt=prompt), together=alone)
 
     def _note_sent(self, message: Message, env_ids: Sequence[int]) -> None:
@@ -273,25 +306,27 @@ class Pool:
                 queue.since = now
             queue.requests.append((request, queue.posted + 1, self._deadlines.shortest[request.message]))
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
+            self._for_spares += request.message in _FOR_SPARES
             if self.histories is not None:
-                self.histories.note(request)
+                self.histories.note(worker, request)
         self.backend.post(requests, together=together)
 
     def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> Results | None:
         """The results of all slots, or of some that are all waited for; None after the timeout."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        queues, ids = self._queues, None
-        if slots is not self.slots:
-            queues = [queues[worker] for worker in dict.fromkeys([slot.worker for slot in slots])]
-            ids = {slot.env_id for slot in slots}
+        ids = None if slots is self.slots else {slot.env_id for slot in slots}
         while True:
+            queues = [*self._queues.values()]
+            if ids is not None:
+                queues = [self._queues[worker] for worker in dict.fromkeys([slot.worker for slot in slots])]
             missing = at_least - (self._done if ids is None else sum([slot.done for slot in slots]))
             patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             batches = sum([queue.one_reply if ids is None else queue.owes_one_reply(ids) for queue in queues])
             if ids is not None and missing <= 0 and not batches:
                 break
-            self._wait_once(patience if missing > 0 or batches else 0.0, max(min(missing, batches or missing), 1))
-            if ids is None and self._done >= at_least and not sum([queue.one_reply for queue in queues]):
+            replies = 1 if self._for_spares else max(min(missing, batches or missing), 1)
+            self._wait_once(patience if missing > 0 or batches else 0.0, replies)
+            if ids is None and self._done >= at_least and not sum([queue.one_reply for queue in self._queues.values()]):
                 break
             if patience == 0.0:
                 return None
@@ -314,10 +349,17 @@ class Pool:
         errors: list[ParallelEnvError] = []
         self._results, self._errors = {}, errors
         self._post(requests, together=True)
-        while (busy := sum(bool(queue.requests) for queue in self._queues)) or self._rebuilding():
-            self._wait_once(None, busy or 1)
+        while (busy := self._owed()) or self._rebuilding():
+            self._wait_once(None, 1 if self._for_spares else busy or 1)
         results, self._results, self._errors = self._results, {}, None
         return {} if errors else {env_id: self.read(env_id, results[env_id]) for env_id in sorted(results)}, errors
+
+    def _owed(self) -> int:
+        """How many workers have requests that are not for spares."""
+        return sum(
+            any(request.message not in _FOR_SPARES for request, _, _ in queue.requests)
+            for queue in self._queues.values()
+        )
 
     def _rebuilding(self) -> bool:
         return self.recovery is not None and any(slot.rebuilding for slot in self.slots)
@@ -329,30 +371,40 @@ class Pool:
             patience,
             self._deadlines.patience(),
             None if self._long_calls is None else self._long_calls.patience(),
+            None if self.recycler is None else max(self.recycler.next_look - time.monotonic(), 0.0),
         ]
         self._apply(self.backend.wait(min([one for one in limits if one is not None], default=None), at_least))
         self._look_for_late()
+        if self.recycler is not None:
+            self._look_to_recycle(self.recycler, time.monotonic())
         if self._long_calls is not None and self._long_calls.patience() <= 0.0:
             for long in self._long_calls.look():
                 self._log_long_call(long, f". Pass a {long.activity.timeout}_timeout= to end what hangs")
 
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():
-            self._handle_late(worker)
+            if worker in self._queues:
+                self._handle_late(worker)
             self._deadlines.looked = time.monotonic()
 
     def _log_long_call(self, long: LongCall, to_do: str = "") -> None:
         """Log where a worker is that has been in one call for long."""
         stack = self.backend.stack(long.worker, harmless=True)
-        logger.warning("%s", reports.long_call(self.shares[long.worker], long, stack, to_do))
+        logger.warning("%s", reports.long_call(self._queues[long.worker].environments, long, stack, to_do))
 
     def _apply(self, replies: Sequence[tuple[int, Reply | Lost]]) -> None:
         """Apply replies to slots. Failures come after results, in the order of environments, deaths come last."""
         failures: dict[int, Failure] = {}
         for worker, reply in replies:
-            if isinstance(reply, Lost):
+            if isinstance(reply, Lost) or worker not in self._queues:
                 continue
             queue = self._queues[worker]
+            if reply.message in _FOR_SPARES:
+                self._for_spares -= reply.last
+                self._apply_for_spares(worker, reply, failures)
+                if worker in self._queues and reply.last:
+                    queue.requests.popleft()
+                continue
             failures.update(reply.failures)
             if reply.message is Message.STEP or reply.message is Message.RESET:
                 self._apply_results(queue, reply, failures)
@@ -372,8 +424,8 @@ class Pool:
                 raise reports.env_error(env_id, worker, failure, _EXCEPTIONS_ADVICE)
             self._handle_fault(worker, env_id, reports.env_error(env_id, worker, failure, self._advice), running)
         for worker, reply in replies:
-            if isinstance(reply, Lost):
-                share, last = self.shares[worker], self.backend.statuses[worker].running
+            if isinstance(reply, Lost) and worker in self._queues:
+                share, last = self._queues[worker].environments, self.backend.statuses[worker].running
                 tail = self.backend.log_tail(worker)
                 self._handle_fault(worker, None, reports.crashed(worker, share, reply, last, self._advice, tail), last)
 
@@ -388,10 +440,17 @@ class Pool:
             env_ids = queue.requests[0][0].env_ids
         for env_id in queue.share if env_ids is None else env_ids:
             slot = self.slots[env_id]
-            if slot.busy and env_id not in failures:
+            if env_id in failures:
+                continue
+            if slot.busy:
                 self._apply_result(slot, reply.completed, results.get(env_id))
+            elif slot.renewing and reply.message is Message.RESET:
+                self._apply_first(slot, reply.completed, results.get(env_id))
 
     def _apply_result(self, slot: Slot, completed: float, result: Any) -> None:
+        ended = type(result) is Ended
+        if ended:
+            result = result.extras
         extras = result
         if result is not None:
             try:
@@ -399,6 +458,12 @@ class Pool:
             except EnvError as error:
                 self._handle_fault(slot.worker, slot.env_id, error, None)
                 return
+        if ended:
+            assert self.rebuilder is not None
+            assert self.recycler is not None
+            slot.ending, slot.renewing = self.rebuilder.batch.snapshot(slot.env_id, extras), True
+            self._renew(self.recycler, slot)
+            return
         if self.recovery is not None:
             self.recovery.note_result(slot, result)
             if slot.request is Message.RESET:
@@ -424,23 +489,23 @@ class Pool:
         """Replace a worker that is past its timeout, or raise."""
         running, activity, limit = self._deadlines.overrun(worker)
         assert limit is not None
-        share, backend = self.shares[worker], self.backend
+        queue, backend = self._queues[worker], self.backend
         advice = self._advice if backend.can_kill else _THREAD_ADVICE
 
         def error_here() -> WorkerTimeout:
             stack, tail = backend.stack(worker), backend.log_tail(worker)
-            error = reports.timed_out(worker, share, running, activity, limit, stack, advice, tail)
-            if self.histories is not None:
+            error = reports.timed_out(worker, queue.environments, running, activity, limit, stack, advice, tail)
+            if self.histories is not None and queue.share:
                 self.histories.save(error, running)
             return error
 
-        if self.recovery is None or not backend.can_kill:
+        if self.recovery is None or not backend.can_kill or not queue.share:
             self._handle_fault(worker, None, error_here(), running)
             return
         # Taking the stack continues a worker that was stopped, and it may finish what it was doing. That is late all
         # the same: what its caller receives is read from the block before.
         if running is not None:
-            late = [self.slots[running.env_id]]
+            late = [slot for slot in [self.slots[running.env_id]] if slot.worker == worker]
         else:
             finished = self._finished_before(worker, running)
             late = [slot for slot in self._slots_of(worker) if slot.request is not None and slot.env_id not in finished]
@@ -468,6 +533,9 @@ class Pool:
         its traceback would refer to the caller's frame, and the cycle would keep everything from being freed.
         """
         recovery, replaces = self.recovery, env_id is None
+        if not self._queues[worker].share:
+            self._lose_spares(worker, str(error))
+            return
         if self.histories is not None:
             self.histories.save(error, running)
         if recovery is None or (replaces and not self.backend.can_kill):
@@ -476,7 +544,7 @@ class Pool:
             finally:
                 del error  # likewise
         recovery.count_fault([self.slots[env_id] for env_id in error.env_ids], error)
-        where = f"restarted: environments {[*self.shares[worker]]}" if replaces else "it is restarted"
+        where = f"restarted: environments {[*self._queues[worker].share]}" if replaces else "it is restarted"
         first, *more = str(error).splitlines()
         logger.warning("%s; %s%s", first, where, "\n".join(["", *more]))
         for finished in self._finished_before(worker, running) if replaces else ():
@@ -486,23 +554,43 @@ class Pool:
         for slot in slots:
             if slot.done:
                 recovery.save_result(slot)
-            recovery.begin(slot, recovery.cut_off(slot, running), error)
+            fault = recovery.cut_off(slot, running)
+            if slot.renewing and slot.waiting_reset is not None:
+                slot.reset_keywords, slot.waiting_reset = slot.waiting_reset, None
+            recovery.begin(slot, fault, error)
+            slot.renewing, slot.ending = False, None
+            self._note_built(slot, ended=fault.interrupted is not Message.RESET)
         self._all_idle, self.seeds_stale = False, True
         if self._errors is not None:
             self._errors.append(error)
         if replaces:
             queue = self._queues[worker]
             queue.requests.clear()
-            queue.past, queue.posted, queue.suspect = self._stats_of(worker), 0, None
+            queue.past, queue.posted, queue.suspect = self._done_by(worker), 0, None
+            queue.built = queue.share
+            queue.preparing.clear()
             self.backend.replace(worker)
+            self._set_step_all(worker)
+            if self.recycler is not None:
+                self.recycler.forget(worker)
+                self._for_spares = sum(
+                    request.message in _FOR_SPARES
+                    for queue in self._queues.values()
+                    for request, _, _ in queue.requests
+                )
             if self.tracer is not None:
-                self.tracer.note_replaced(worker)
+                self.tracer.note_replaced(queue.position)
         payload = {slot.env_id: recovery.rebuild_request(slot) for slot in slots}
         self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
+        self.prepare_again(payload)
+        if replaces:
+            for queue in [*self._queues.values()]:
+                if queue.spare == worker:  # they have died with it
+                    self._prepare(worker, queue.share)
         recovery.announce(payload, error)
 
     def _slots_of(self, worker: int) -> list[Slot]:
-        return [self.slots[env_id] for env_id in self.shares[worker]]
+        return [self.slots[env_id] for env_id in self._queues[worker].share]
 
     def _finished_before(self, worker: int, running: Running | None) -> Sequence[int]:
         """The environments of a batch that a worker had finished when it failed."""
@@ -518,15 +606,15 @@ class Pool:
 
     def _rebuilt(self, reply: Reply, failures: dict[int, Failure]) -> None:
         """Environments have been rebuilt; one whose spaces differ now is a failure."""
-        assert self.recovery is not None
+        assert self.rebuilder is not None
         assert reply.env_ids is not None
         for env_id in reply.env_ids:
             slot, result = self.slots[env_id], reply.results.get(env_id)
             if isinstance(result, Refusal):
                 failures[env_id] = Failure("constructor", result.text, result.text, None)
-            if env_id in failures:
+            if env_id in failures or slot.fault is None:  # which is that of `rebuild`
                 continue
-            snapshot = self.recovery.finish(slot, result)
+            snapshot = self.rebuilder.finish(slot, result)
             if slot.waiting_reset is not None:
                 keywords = slot.reset_keywords = slot.waiting_reset
                 slot.waiting_reset = None
@@ -537,6 +625,333 @@ class Pool:
                 snapshot, slot.fault = slot.fault.next_result, None
             if snapshot is not None and slot.request is not None:
                 self._finish(slot, reply.completed, snapshot)
+
+    def rebuild(self, env_ids: Sequence[int]) -> None:
+        """Construct environments again, which are not in flight, and count them as never reset."""
+        rebuilder = self.rebuilder
+        assert rebuilder is not None
+        payload = {}
+        for slot in [self.slots[env_id] for env_id in env_ids]:
+            slot.rebuilds += 1
+            slot.restarts += 1
+            payload[slot.env_id] = rebuilder.request(slot, slot.rebuilds)
+            slot.fault = slot.latest = slot.saved = slot.masks = None
+            slot.acting, slot.alive, slot.over, slot.has_reset = [], [], False, False
+            self._note_built(slot, ended=False)
+        self._all_idle, self.seeds_stale = False, True
+        self.execute(self._requests(Message.REBUILD, env_ids, payload, each=True))
+        self.prepare_again(env_ids)
+
+    # -- spares ----------------------------------------------------------------------------------------------------
+
+    def recycle(self, recycler: Recycler) -> None:
+        """From now on, replace environments by spares as the recycler says."""
+        self.recycler, self._reads_at_once = recycler, False
+
+    def _look_to_recycle(self, recycler: Recycler, now: float) -> None:
+        """Begin to make spares where they are due or soon will be, and remove workers that all have left."""
+        if not recycler.looks(now):
+            return
+        recycler.measure([worker for worker, queue in self._queues.items() if queue.share], now)
+        for worker, queue in [*self._queues.items()]:
+            if queue.ends_by is not None:
+                late = now >= queue.ends_by
+                if late:
+                    logger.warning(
+                        "worker %d, whose environments %s have been replaced, did not close in time, and is ended",
+                        worker, [*queue.built],
+                    )  # fmt: skip
+                if self.backend.remove(worker, kill=late):
+                    self._remove(worker)
+            elif queue.share and not self.closed:
+                self._look_at(recycler, worker, queue, now)
+
+    def _look_at(self, recycler: Recycler, worker: int, queue: WorkerQueue, now: float) -> None:
+        if recycler.is_to_be_killed(worker):
+            self._kill(recycler, worker)
+            return
+        slots = self._slots_of(worker)
+        is_past = recycler.is_past_limit(worker, slots, now)
+        if queue.spare is not None:
+            self._prepare_missing(recycler, queue, now)
+        elif self._may_have_spares(worker) and (is_past or recycler.wants_spares(slots, now)):
+            self._add_spares(recycler, worker, now)
+        if is_past and (self._are_prepared(queue) or not self.backend.has_spares):
+            for slot in slots:
+                slot.due = True
+        assert self.rebuilder is not None
+        if self.rebuilder.plan.mode is not AutoresetMode.SAME_STEP:
+            self._all_idle &= not any(recycler.is_due(slot) for slot in slots)
+            return
+        retiring = [
+            slot for slot in slots if not slot.retiring and slot.fault is None and recycler.is_due(slot, after=1)
+        ]
+        if retiring:
+            for slot in retiring:
+                slot.retiring = True
+            self._post({worker: Request(Message.RETIRE, tuple([slot.env_id for slot in retiring]))}, together=False)
+
+    def _kill(self, recycler: Recycler, worker: int) -> None:
+        """Replace a worker that has more memory than it may ever have."""
+        share, megabytes = self._queues[worker].share, recycler.memory_mb(worker)
+        running = self.backend.statuses[worker].running
+        self._apply([(worker, reply) for reply in self.backend.end(worker)])
+        limit = recycler.policy.kill_above_mb
+        self._handle_fault(worker, None, reports.too_large(worker, share, megabytes, limit), running)
+
+    def _may_have_spares(self, worker: int) -> bool:
+        """Whether another worker may have spares of this one, which has none of others itself."""
+        return self.backend.has_spares and all(queue.spare != worker for queue in self._queues.values())
+
+    def _are_prepared(self, queue: WorkerQueue) -> bool:
+        """Whether all environments of a worker have spares that are ready."""
+        if queue.spare is None:
+            return False
+        preparing = self._queues[queue.spare].preparing
+        return all(preparing.get(env_id) == 0 for env_id in queue.share)
+
+    def _add_spares(self, recycler: Recycler, worker: int, now: float) -> None:
+        """Start a worker, and construct the spares of all environments of another one there."""
+        queue = self._queues[worker]
+        spare = self._vacant()
+        if spare is None or not recycler.may_try(queue.position, now):
+            return
+        try:
+            self.backend.add(spare, queue.share)
+        except (OSError, RuntimeError) as error:
+            self._warn_of_spares(recycler, queue, str(error))
+            return
+        if self.closed:
+            return
+        built = tuple(queue.share)
+        self._queues[spare] = WorkerQueue((), queue.position, built)
+        queue.spare = spare
+        self._prepare(spare, built)
+
+    def _prepare_missing(self, recycler: Recycler, queue: WorkerQueue, now: float) -> list[int]:
+        """Construct the spares of a worker that could not be made before; returns those for which it is too early."""
+        assert queue.spare is not None
+        missing = [env_id for env_id in queue.share if env_id not in self._queues[queue.spare].preparing]
+        if missing and recycler.may_try(queue.position, now):
+            self._prepare(queue.spare, missing)
+            return []
+        return missing
+
+    def _vacant(self) -> int | None:
+        """The number of a worker that may be added."""
+        numbers = range(GENERATIONS * len(self.shares))
+        return next((number for number in numbers if number not in self._queues), None)
+
+    def _prepare(self, worker: int, env_ids: Iterable[int]) -> None:
+        """Construct spares in a worker; those that are there already are dropped."""
+        assert self.rebuilder is not None
+        payload = {
+            env_id: self.rebuilder.request(self.slots[env_id], self.slots[env_id].rebuilds + 1) for env_id in env_ids
+        }
+        queue = self._queues[worker]
+        queue.prepared_since = time.monotonic()
+        for env_id in payload:
+            queue.preparing[env_id] = queue.preparing.get(env_id, 0) + 1
+        self._post({worker: Request(Message.PREPARE, tuple(payload), payload, each=True)}, together=False)
+
+    def prepare_again(self, env_ids: Iterable[int] | None = None) -> None:
+        """Construct the spares of environments, or of all, again: they have other seeds, or write other things, now."""
+        chosen = None if env_ids is None else {*env_ids}
+        for queue in [*self._queues.values()]:
+            ids = [env_id for env_id in queue.share if chosen is None or env_id in chosen]
+            if queue.spare is not None and ids:
+                self._prepare(queue.spare, ids)
+
+    def _without_recycled(
+        self, recycler: Recycler, message: Message, env_ids: Sequence[int], payloads: Any
+    ) -> Sequence[int]:
+        """Environments that go on, of those that are sent to; spares of the others begin the episode."""
+        assert self.rebuilder is not None
+        mode, going_on = self.rebuilder.plan.mode, []
+        for env_id in env_ids:
+            slot = self.slots[env_id]
+            resets = message is Message.RESET
+            if resets and slot.has_reset and not slot.over:
+                slot.first_episode -= 1  # the reset ends an episode that does not end by itself
+            begins = resets or (slot.over and mode is AutoresetMode.NEXT_STEP)
+            if not begins or slot.fault is not None or not slot.has_reset or not recycler.is_due(slot):
+                going_on.append(env_id)
+                continue
+            slot.renewing, slot.waiting_reset = True, payloads[env_id] if resets else None
+            self._renew(recycler, slot)
+        return going_on
+
+    def _renew(self, recycler: Recycler, slot: Slot) -> None:
+        """Begin the next episode of an environment in its spare, as soon as there is one."""
+        queue = self._queues[slot.worker]
+        if not self._may_have_spares(slot.worker) or (queue.spare is None and self._vacant() is None):
+            self._prepare(slot.worker, [slot.env_id])  # in its place
+            return
+        now = time.monotonic()
+        if queue.spare is None:
+            self._add_spares(recycler, slot.worker, now)
+        if queue.spare is None or self._prepare_missing(recycler, queue, now):
+            self._go_on(slot)
+        elif self._are_prepared(queue):
+            self._move(slot, queue.spare)
+
+    def _move(self, slot: Slot, worker: int) -> None:
+        """Let the spare in a worker take the place of an environment, and begin the episode that is due."""
+        old, new = self._queues[slot.worker], self._queues[worker]
+        del new.preparing[slot.env_id]
+        if old is not new:
+            left, slot.worker = slot.worker, worker
+            old.share = tuple([env_id for env_id in old.share if env_id != slot.env_id])
+            new.share = tuple(sorted([*new.share, slot.env_id]))
+            self._set_step_all(left)
+            self._set_step_all(worker)
+            if not old.share:
+                old.ends_by, old.spare = time.monotonic() + _LEAVES_WITHIN_S, None
+                self._post({left: Request(Message.CLOSE)}, together=False)
+        slot.rebuilds += 1
+        slot.recycled += 1
+        slot.reports_recycling, self.seeds_stale = True, True
+        keywords = slot.waiting_reset
+        self._note_built(slot, ended=slot.ending is not None)
+        if self.histories is not None:
+            assert self.rebuilder is not None
+            self.histories.note_built(slot.env_id, self.rebuilder.request(slot, slot.rebuilds))
+        if keywords is None or not loads(keywords):  # the first episode has begun with neither a seed nor options
+            slot.waiting_reset = None
+            request = Request(Message.ADOPT, (slot.env_id,), each=True)
+        else:
+            slot.reset_keywords, slot.waiting_reset = keywords, None
+            request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
+        self._post({worker: request}, together=False)
+        if old is new:
+            self.prepare_again([slot.env_id])  # it was constructed in place, so that its spare has the same seed
+
+    def _go_on(self, slot: Slot) -> None:
+        """Begin the next episode in the old environment, since there is no spare."""
+        slot.retiring = slot.due = False
+        keywords, slot.waiting_reset = slot.waiting_reset or dumps({}), None
+        request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
+        self._post({slot.worker: request}, together=False)
+
+    def _note_built(self, slot: Slot, *, ended: bool) -> None:
+        """Note that an environment has been constructed; `ended` if its caller will receive the end of an episode."""
+        slot.built, slot.due, slot.retiring = time.monotonic(), False, False
+        if self.recycler is not None:
+            slot.first_episode += self.recycler.episodes(slot) + ended
+
+    def _set_step_all(self, worker: int) -> None:
+        """Set the request that steps all environments of a worker."""
+        queue = self._queues[worker]
+        if not queue.share:
+            self._step_all.pop(worker, None)
+        elif tuple(queue.share) == tuple(queue.built):
+            self._step_all[worker] = STEP_ALL if self.recovery is None else STEP_ALL_PROMPTLY
+        else:
+            self._step_all[worker] = Request(Message.STEP, queue.share, prompt=self.recovery is not None)
+
+    def _apply_for_spares(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
+        """Apply the reply to a request of this section."""
+        recycler, queue = self.recycler, self._queues[worker]
+        assert recycler is not None
+        for env_id, failed in reply.failures.items():
+            if reply.message is Message.CLOSE:
+                text = reports.first_line(reports.env_error(env_id, worker, failed))
+                logger.warning("%s. It had been replaced by another environment already", text)
+        if reply.message is Message.RETIRE or reply.message is Message.CLOSE:
+            if self.tracer is not None and SLICES in reply.results:
+                self.tracer.add(queue.position, reply.results[SLICES], self.backend.ahead(worker))
+            return
+        for env_id in reply.env_ids or ():
+            slot, result = self.slots[env_id], reply.results.get(env_id)
+            failure = reply.failures.get(env_id)
+            if isinstance(result, Refusal):
+                failure = Failure("constructor", result.text, result.text, None)
+            if slot.worker == worker:  # it is no spare any more, or is constructed in place
+                if failure is not None:
+                    failures[env_id] = failure
+                elif reply.message is Message.ADOPT and slot.renewing:
+                    self._apply_first(slot, reply.completed, result)
+                elif reply.message is Message.PREPARE and slot.renewing:
+                    queue.preparing[env_id] -= 1
+                    self._move(slot, worker)
+            elif failure is not None:
+                self._note_unprepared(recycler, worker, slot, str(reports.env_error(env_id, worker, failure)))
+                if worker not in self._queues:
+                    return
+            elif reply.message is Message.PREPARE:
+                self._note_prepared(recycler, worker, slot)
+
+    def _note_prepared(self, recycler: Recycler, worker: int, slot: Slot) -> None:
+        """Note that a spare is ready; when all are, those that their callers wait for take their places."""
+        queue, old = self._queues[worker], self._queues[slot.worker]
+        queue.preparing[slot.env_id] -= 1
+        if self._are_prepared(old):
+            recycler.note_made(old.position, worker, time.monotonic() - queue.prepared_since)
+            recycler.next_look = 0.0
+            for waiting in [self.slots[env_id] for env_id in old.share if self.slots[env_id].renewing]:
+                self._move(waiting, worker)
+
+    def _note_unprepared(self, recycler: Recycler, worker: int, slot: Slot, error: str) -> None:
+        """Note that a spare could not be made; its worker stays if environments have moved there."""
+        queue, old = self._queues[worker], self._queues[slot.worker]
+        if not queue.share:
+            self._lose_spares(worker, error)
+            return
+        queue.preparing[slot.env_id] -= 1
+        if queue.preparing[slot.env_id] == 0:
+            del queue.preparing[slot.env_id]
+            self._warn_of_spares(recycler, old, error)
+            for waiting in [self.slots[env_id] for env_id in old.share if self.slots[env_id].renewing]:
+                self._go_on(waiting)
+
+    def _apply_first(self, slot: Slot, completed: float, result: Any) -> None:
+        """The first transition of an episode that begins in a spare, or in the old environment if there is none."""
+        assert self.rebuilder is not None
+        try:
+            extras = None if result is None else self.read(slot.env_id, result)
+        except EnvError as error:
+            self._handle_fault(slot.worker, slot.env_id, error, None)
+            return
+        self.rebuilder.note_result(slot, result)
+        first: Snapshot = self.rebuilder.batch.snapshot(slot.env_id, extras)
+        if slot.ending is not None:
+            first = first._replace(dicts=renewed(slot.ending.dicts, first.dicts), over=False)
+        if slot.reports_recycling:
+            first = first._replace(dicts=recycled(first.dicts))
+        slot.renewing = slot.reports_recycling = False
+        slot.ending = None
+        self._finish(slot, completed, first)
+
+    def _lose_spares(self, worker: int, error: str) -> None:
+        """Remove a worker in which spares could not be made, or one that has died after all had left."""
+        assert self.recycler is not None
+        for queue in self._queues.values():
+            if queue.spare == worker:
+                queue.spare = None
+                self._warn_of_spares(self.recycler, queue, error)
+                waiting = [slot for slot in map(self.slots.__getitem__, queue.share) if slot.renewing]
+                break
+        else:
+            waiting = []
+        self.backend.remove(worker, kill=True)
+        self._remove(worker)
+        for slot in waiting:
+            self._go_on(slot)
+
+    def _warn_of_spares(self, recycler: Recycler, queue: WorkerQueue, error: str) -> None:
+        seconds = recycler.note_failed(queue.position, time.monotonic())
+        logger.warning(
+            "environments %s could not be constructed again, as the RecyclePolicy wants; the present ones go on, and "
+            "it is tried again in %.0f s. %s", [*queue.share], seconds, error,
+        )  # fmt: skip
+
+    def _remove(self, worker: int) -> None:
+        """Forget a worker that is gone."""
+        assert self.recycler is not None
+        done, queue = self._done_by(worker), self._queues.pop(worker)
+        self._past[queue.position] = Stats.of([self._past[queue.position], done])
+        self._for_spares -= sum(request.message in _FOR_SPARES for request, _, _ in queue.requests)
+        self.recycler.forget(worker)
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -551,12 +966,17 @@ class Pool:
             self.backend.look()
         return Stats.of(map(self._stats_of, range(len(self.shares))))
 
-    def _stats_of(self, worker: int) -> WorkerStats:
-        done = Stats.of([self._queues[worker].past, self.backend.statuses[worker].stats])
-        slots = self._slots_of(worker)
+    def _stats_of(self, position: int) -> WorkerStats:
+        workers = [worker for worker, queue in self._queues.items() if queue.position == position]
+        done = Stats.of([self._past[position], *map(self._done_by, workers)])
+        slots = [self.slots[env_id] for env_id in self.shares[position]]
         restarts, faults = sum(slot.restarts for slot in slots), sum(slot.counted_faults for slot in slots)
         times = done.simulator_s, done.transport_s, done.waiting_s
-        return WorkerStats(done.steps, done.resets, restarts, faults, *times)
+        return WorkerStats(done.steps, done.resets, restarts, faults, sum(slot.recycled for slot in slots), *times)
+
+    def _done_by(self, worker: int) -> WorkerStats:
+        """The steps, resets and seconds of a worker and those that it has replaced after faults."""
+        return Stats.of([self._queues[worker].past, self.backend.statuses[worker].stats])
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -603,7 +1023,10 @@ class Pool:
             return error
 
     def _close_environments(self, deadline: float) -> EnvError | None:
-        pending = set(range(len(self.shares)))
+        for worker in [worker for worker, queue in self._queues.items() if not queue.share and queue.ends_by is None]:
+            self.backend.remove(worker, kill=True)  # it may be in a constructor
+            del self._queues[worker]
+        pending = {worker for worker, queue in self._queues.items() if queue.ends_by is None}
         failures: dict[int, Failure] = {}
         self.backend.post({worker: Request(Message.CLOSE) for worker in pending})
         while pending and (left := deadline - time.monotonic()) > 0:
@@ -614,12 +1037,14 @@ class Pool:
                     pending.discard(worker)
                     failures.update(reply.failures)
                     if self.tracer is not None and SLICES in reply.results:
-                        self.tracer.add(worker, reply.results[SLICES], self.backend.ahead(worker))
+                        self.tracer.add(
+                            self._queues[worker].position, reply.results[SLICES], self.backend.ahead(worker)
+                        )
         if pending:
             logger.warning(
                 "worker %s did not close in time, and is ended: %s",
                 " and ".join(map(str, sorted(pending))),
-                ", ".join(reports.environments(self.shares[worker]) for worker in sorted(pending)),
+                ", ".join(reports.environments(self._queues[worker].share) for worker in sorted(pending)),
             )
         if not failures:
             return None

@@ -373,7 +373,7 @@ class TransitionRecords:
 
 WITH_ACTIONS = frozenset({Message.STEP})
 """Requests that are sent with the actions that the parent has written."""
-WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.STATE})
+WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.ADOPT, Message.STATE})
 """Requests whose replies are sent with the results that the worker has written."""
 
 

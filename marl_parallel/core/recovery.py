@@ -99,6 +99,10 @@ class Recovery:
         idle = slot.request is None or slot.done
         if slot.fault is not None and (slot.rebuilding or idle):
             return slot.fault  # the first fault has interrupted it, and is not reported yet
+        if slot.renewing:
+            if slot.ending is None:
+                return Fault(Message.RESET, ({}, {}, {}, {}, {}))
+            return Fault(Message.STEP, slot.ending.dicts)
         activity, partially_written = None, False
         if running is not None and running.env_id == slot.env_id:
             activity, partially_written = running.activity, not running.inside
@@ -126,19 +130,29 @@ class Recovery:
         slot.fault = fault._replace(next_result=None)
 
     def rebuild_request(self, slot: Slot) -> Rebuild:
-        """The request to rebuild an environment; counts the restart."""
+        """The request to rebuild an environment after a fault; counts the restart."""
+        slot.rebuilds += 1
         slot.restarts += 1
-        source = np.random.SeedSequence((self.base_seed, slot.env_id, slot.restarts))
+        request = self.request(slot, slot.rebuilds)
+        keywords = slot.reset_keywords
+        if slot.options:
+            keywords = dumps({**({} if keywords is None else loads(keywords)), "options": slot.options})
+        return request._replace(reset=self._resets_at_once(slot), keywords=keywords)
+
+    def request(self, slot: Slot, rebuilds: int) -> Rebuild:
+        """The request to construct an environment again, after which it has been constructed again `rebuilds` times.
+
+        Its first reset comes later.
+        """
+        source = np.random.SeedSequence((self.base_seed, slot.env_id, rebuilds))
         plan = self.plan._replace(
             traced=self.traced,
             constructors={slot.env_id: self.plan.constructors[slot.env_id]},
             seeds={slot.env_id: int(source.generate_state(1)[0] >> 1)},
-            rebuilds=slot.restarts,
+            rebuilds=rebuilds,
         )
-        keywords = slot.reset_keywords
-        if slot.options:
-            keywords = dumps({**({} if keywords is None else loads(keywords)), "options": slot.options})
-        return Rebuild(plan, self.block, reset=self._resets_at_once(slot), keywords=keywords, watch=self.watch)
+        keywords = dumps({"options": slot.options}) if slot.options else None
+        return Rebuild(plan, self.block, reset=False, keywords=keywords, watch=self.watch)
 
     def finish(self, slot: Slot, extras: bytes | None) -> Snapshot | None:
         """The result of the request that was interrupted; None for an idle environment, whose next result reports it.

@@ -4,6 +4,7 @@
 
     STEP               the bytes of the action record, and the pickled extras
     RESET, REBUILD     a new episode: its seed and options; the steps before it are dropped
+    ADOPT              likewise, in a spare, which `note_built` has told of
     a fault            a file for each environment that failed; the report names it
 
 Episodes that begin without a seed of the caller's have a derived one (`episode.derived_seed`), so that each episode can
@@ -36,7 +37,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import needs_actions
-from marl_parallel.core.messages import Message, Plan, Request
+from marl_parallel.core.messages import Message, Plan, Rebuild, Request
 from marl_parallel.core.pickling import dumps_for_workers, loads
 from marl_parallel.core.records import FINAL, ActionRecords
 from marl_parallel.core.reports import first_line, logger
@@ -193,8 +194,8 @@ class Histories:
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
-    def note(self, request: Request) -> None:
-        """Note a request that is about to be posted."""
+    def note(self, worker: int, request: Request) -> None:
+        """Note a request that is about to be posted to a worker."""
         message, env_ids, payload, *_ = request
         if message is Message.STEP:
             assert env_ids is not None
@@ -204,16 +205,25 @@ class Histories:
                 history = self._histories[env_id]
                 self._catch_up(env_id, history)
                 self._begin(history, {**(history.postponed or {}), **_keywords(pickled)})
-        elif message is Message.REBUILD:
+        elif message is Message.REBUILD or message is Message.PREPARE:
             for env_id, rebuild in payload.items():
+                if message is Message.REBUILD or self.slots[env_id].worker == worker:  # else a spare of another worker
+                    self.note_built(env_id, rebuild)
+        elif message is Message.ADOPT:
+            assert env_ids is not None
+            for env_id in env_ids:
                 history = self._histories[env_id]
-                history.constructor_seed = seed = rebuild.plan.seeds[env_id]
-                history.restarts = rebuild.plan.rebuilds
-                keywords = {**_keywords(rebuild.keywords), "seed": seed}
-                history.saved = history.begun = False
-                history.postponed = keywords
-                if rebuild.reset:
-                    self._begin(history, keywords)
+                self._begin(history, history.postponed or {})
+
+    def note_built(self, env_id: int, rebuild: Rebuild) -> None:
+        """Note that an environment is constructed again, or that its spare takes its place."""
+        history = self._histories[env_id]
+        history.constructor_seed = seed = rebuild.plan.seeds[env_id]
+        history.restarts = rebuild.plan.rebuilds
+        history.saved = history.begun = False
+        history.postponed = keywords = {**_keywords(rebuild.keywords), "seed": seed}
+        if rebuild.reset:
+            self._begin(history, keywords)
 
     def note_steps(self, env_ids: Sequence[int], pickled: Mapping[int, bytes] | None) -> None:
         """Note the steps of environments, with the actions in the block and what does not fit there."""

@@ -94,6 +94,16 @@ def timed_out(
     return WorkerTimeout(text, env_ids=env_ids, worker=worker, method=doing.method, stack=stack)
 
 
+def too_large(worker: int, share: Sequence[int], megabytes: float, limit: float | None) -> WorkerCrashed:
+    """The error of a worker that was killed because of its memory."""
+    text = (
+        f"worker {worker} ({environments(share)}) has {megabytes:,.0f} MB of memory, more than kill_above_mb={limit} "
+        "of the RecyclePolicy allows; it was killed\n\nWhat to do: find out what leaks, or have environments replaced "
+        "earlier, with a lower max_memory_mb or with max_episodes."
+    )
+    return WorkerCrashed(text, env_ids=tuple(share), worker=worker, exitcode=None)
+
+
 def long_call(share: Sequence[int], long: LongCall, stack: str, to_do: str = "") -> str:
     """The warning about an environment, or the environments of a worker, in one call for long."""
     worker, running, activity, seconds = long

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,7 +57,9 @@ class Slot:
     masks: dict[AgentID, Any] | None = None  # action masks that are not in the record
 
     fault: Fault | None = None  # that is not reported yet
-    restarts: int = 0  # how often the environment has been rebuilt
+    rebuilds: int = 0  # how often the environment has been constructed again, for whatever reason
+    restarts: int = 0  # how often after a fault, or on request
+    recycled: int = 0  # how often it has been replaced by a spare
     counted_faults: int = 0  # those that count against it
     recent_faults: deque[float] = field(default_factory=deque)  # when the latest of these were
     needs_reset: bool = False  # whether it has been rebuilt and has returned nothing since, so that no agent is alive
@@ -68,6 +70,14 @@ class Slot:
     waiting_reset: bytes | None = None  # likewise of a reset that begins when the environment has been rebuilt
     options: dict[Any, Any] = field(default_factory=dict)  # of earlier resets, if the environment remembers them
 
+    built: float = field(default_factory=time.monotonic)  # when the present environment was constructed
+    first_episode: int = 0  # its number of ended episodes was this when the present one was constructed
+    due: bool = False  # whether its worker is past a limit, and the spares are ready
+    retiring: bool = False  # whether its worker does not begin another episode with it
+    renewing: bool = False  # whether it is replaced by a spare before the request in flight is carried out
+    ending: Snapshot | None = None  # likewise, with `SAME_STEP`: the last step of the old environment
+    reports_recycling: bool = False  # whether the next result has the mark
+
     @property
     def rebuilding(self) -> bool:
         """Whether the environment has failed, and its worker constructs it again; a result may wait for the caller."""
@@ -76,7 +86,7 @@ class Slot:
     @property
     def busy(self) -> bool:
         """Whether a step or reset has been sent, and its result is not here yet."""
-        return self.request is not None and not self.done and not self.rebuilding
+        return self.request is not None and not self.done and not self.rebuilding and not self.renewing
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +94,13 @@ class WorkerQueue:
     """The requests before one worker, seen from the parent."""
 
     share: Sequence[int]  # its environments
+    position: int  # of the worker, or of the first one that it has replaced, in statistics
+    built: Sequence[int] = ()  # the environments in its process, some of which may have moved or be spares
+    spare: int | None = None  # the worker that has the spares of these environments
+    # The environments whose spares are here or to come, each with how many requests to construct it are in flight.
+    preparing: dict[int, int] = field(default_factory=dict)
+    prepared_since: float = 0.0  # when the latest of these requests was posted
+    ends_by: float | None = None  # when it is killed at the latest, since all environments have left
     # Requests without a last reply, oldest first; each with the number of its first part (see `WorkerStatus.parts`),
     # and the shortest timeout that may apply to it, in seconds.
     requests: deque[tuple[Request, int, float | None]] = field(default_factory=deque)
@@ -91,6 +108,11 @@ class WorkerQueue:
     since: float = 0.0  # when the worker was last expected to begin something, in seconds of `time.monotonic`
     suspect: tuple[tuple[int, float], float] | None = None  # a status past its timeout, and when it was first seen
     past: WorkerStats = WorkerStats()  # noqa: RUF009  # of the processes that this one has replaced
+
+    @property
+    def environments(self) -> Sequence[int]:
+        """Its environments; if it has none, those whose spares it has, or that have left it."""
+        return self.share or self.built
 
     @property
     def one_reply(self) -> bool:
@@ -121,6 +143,8 @@ _LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
     Message.ACCESS: (Activity.START,),
     Message.ATTACH: (Activity.START,),
     Message.REBUILD: (Activity.START, Activity.RESET),
+    Message.PREPARE: (Activity.START, Activity.RESET),
+    Message.CLOSE: (Activity.CLOSE,),
     Message.RESET: (Activity.RESET,),
     Message.STEP: (Activity.STEP, Activity.RESET),
     Message.STATE: (Activity.STEP, Activity.RESET),
@@ -144,7 +168,7 @@ class Deadlines:
     did not run either. Time between two waits, in which the caller does something else, counts.
     """
 
-    def __init__(self, backend: Backend, limits: Limits, queues: Sequence[WorkerQueue]) -> None:
+    def __init__(self, backend: Backend, limits: Limits, queues: Mapping[int, WorkerQueue]) -> None:
         self._backend, self._queues = backend, queues
         enforced = limits if backend.enforces_timeouts else Limits()
         self._limits: dict[Activity, float | None] = {one: getattr(enforced, one.timeout) for one in Activity}
@@ -158,14 +182,14 @@ class Deadlines:
 
     def patience(self) -> float | None:
         """How long to wait before the next call of `late`; None for no limit. Called before each wait."""
-        limits = [limit for queue in self._queues for _, _, limit in queue.requests if limit is not None]
+        limits = [limit for queue in self._queues.values() for _, _, limit in queue.requests if limit is not None]
         if not limits:
             self._wait_ends = None
             return None
         now = time.monotonic()
         if now - self.looked > _FROZEN_S:
             self._note_frozen(self.looked, now)
-        suspected = any(queue.suspect is not None for queue in self._queues)
+        suspected = any(queue.suspect is not None for queue in self._queues.values())
         seconds = min(_UNCHANGED_S if suspected else _POLL_S, *limits)
         self._wait_ends = now + seconds
         return seconds
@@ -179,7 +203,7 @@ class Deadlines:
         if now - wait_ends > _FROZEN_S:
             self._note_frozen(wait_ends, now)
         late = []
-        for worker, queue in enumerate(self._queues):
+        for worker, queue in self._queues.items():
             if queue.limited is None:
                 continue
             state, limit = self._backend.statuses[worker].state, self.overrun(worker)[2]
@@ -194,9 +218,9 @@ class Deadlines:
         return late
 
     def _note_frozen(self, begin: float, end: float) -> None:
-        first = min((queue.since for queue in self._queues if queue.limited is not None), default=end)
+        first = min((queue.since for queue in self._queues.values() if queue.limited is not None), default=end)
         self._frozen = [*(span for span in self._frozen if span[1] > first), (begin, end)]
-        for queue in self._queues:
+        for queue in self._queues.values():
             queue.suspect = None  # the workers have not had the time to change it
 
     def changed(self, worker: int) -> bool:
@@ -228,7 +252,7 @@ class LongCall(NamedTuple):
 class LongCalls:
     """Finds calls of environments that take longer than `warn_after` seconds, then twice as long, and so on."""
 
-    def __init__(self, backend: Backend, queues: Sequence[WorkerQueue], warn_after: float) -> None:
+    def __init__(self, backend: Backend, queues: Mapping[int, WorkerQueue], warn_after: float) -> None:
         self._backend, self._queues, self.warn_after = backend, queues, warn_after
         self._next_look = time.monotonic() + warn_after
         self._next: dict[int, tuple[tuple[int, float], float]] = {}  # by worker: its state, and seconds until a warning
@@ -243,7 +267,7 @@ class LongCalls:
         self._next_look = now + min(self.warn_after, _LOOK_EVERY_S)
         self._backend.look()
         found = []
-        for worker, queue in enumerate(self._queues):
+        for worker, queue in self._queues.items():
             if not queue.requests:
                 self._next.pop(worker, None)
                 continue

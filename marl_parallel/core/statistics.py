@@ -26,6 +26,7 @@ class EpisodeStatistics:
         totals: float64 `(num_envs, agents + 1)`: the sums of rewards, and the number of steps. It is -1 if the next
             transition is a reset, which does not count.
         finished: The episodes that ended in the latest step; the runner makes it empty before each.
+        ended: By environment, how many episodes have ended.
         in_infos: Whether infos have the statistics of each agent whose part of the episode has ended.
     """
 
@@ -33,6 +34,7 @@ class EpisodeStatistics:
         self, num_envs: int, agents: Sequence[AgentID], mode: AutoresetMode, *, in_infos: bool = False
     ) -> None:
         self.finished: list[FinishedEpisode] = []
+        self.ended = [0] * num_envs
         self.in_infos = in_infos
         self._agents, self._mode = [*agents], mode
         self._places = {agent: place for place, agent in enumerate(agents)}
@@ -122,6 +124,7 @@ class EpisodeStatistics:
 
     def _finish(self, env_id: int, totals: Sequence[float], terminated: bool, truncated: bool) -> None:
         """Note the end of an episode; the next one begins in the same step, or with a reset."""
+        self.ended[env_id] += 1
         returns, lengths = self._sums(env_id, totals)
         self.finished.append(FinishedEpisode(env_id, returns, lengths, int(totals[-1]), terminated, truncated))
         self._reset(env_id, -1 if self._mode is AutoresetMode.NEXT_STEP else 0)

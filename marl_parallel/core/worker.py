@@ -40,6 +40,7 @@ from marl_parallel.core.messages import (
     STEPPED,
     Answer,
     Built,
+    Ended,
     Failure,
     Message,
     Plan,
@@ -57,7 +58,8 @@ from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
-_WITH_STATES = frozenset({Message.RESET, Message.STEP, Message.REBUILD})
+_NAMED: dict[Message, Activity | Message] = {Message.ADOPT: Activity.RESET}  # in errors
+_WITH_STATES = frozenset({Message.RESET, Message.STEP, Message.REBUILD, Message.ADOPT})
 
 
 class Worker:
@@ -132,7 +134,7 @@ class Worker:
                         self._status.add_steps(*codec.sums())
                     raise
                 place = place if codec is None else codec.place
-                env_id, doing = ids[place], self._status.latest or message
+                env_id, doing = ids[place], self._status.latest or _NAMED.get(message, message)
                 failures[env_id] = _failure(error, doing, env_id == self._partially_written)
                 self._partially_written = None
                 if env_id in self._saved:
@@ -236,6 +238,16 @@ class Worker:
             return None
         return self._write(env_id, self._episodes[env_id].reset(keywords))
 
+    def _prepare(self, env_id: int, payload: Mapping[int, Rebuild]) -> None:
+        self._rebuild(env_id, payload)
+        self._episodes[env_id].reset_early()
+
+    def _adopt(self, env_id: int, _: Any) -> bytes | None:
+        return self._write(env_id, self._episodes[env_id].begin_early())
+
+    def _retire(self, env_id: int, _: Any) -> None:
+        self._episodes[env_id].retiring = True
+
     def _seed(self, env_id: int, _: Any) -> int:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
         return self._seeds[env_id] if declared is None else declared
@@ -256,11 +268,11 @@ class Worker:
         accepted = self._episodes[env_id].env.reset_keywords
         return {name: value for name, value in keywords.items() if name in accepted}
 
-    def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
+    def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | Ended | None:
         extras = loads(payload[env_id]) if payload and env_id in payload else None
         return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, extras)))
 
-    def _go_on(self, env_id: int, where: str, value: Any) -> bytes | None:
+    def _go_on(self, env_id: int, where: str, value: Any) -> bytes | Ended | None:
         """Complete a step where compiled code has stopped, as `run` in `_codec.c` says."""
         if where == "c":
             return self._step(env_id, None)
@@ -272,13 +284,15 @@ class Worker:
             self._partially_written = env_id
             raise
 
-    def _advance(self, env_id: int, transition: Transition) -> bytes | None:
+    def _advance(self, env_id: int, transition: Transition) -> bytes | Ended | None:
         """Write the transition of a step, or begin the next episode before that; returns what does not fit, pickled."""
         episode, last = self._episodes[env_id], None
         try:
             if episode.ended_for_now:
                 if self.watch.states:
                     self._write_state(env_id, final=True)
+                if episode.retiring:
+                    return Ended(self._write(env_id, transition))
                 if self._restarts:
                     self._save(env_id, transition)
                     last = transition

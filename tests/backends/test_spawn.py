@@ -6,15 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import cloudpickle
 import pytest
 from gymnasium.vector import AutoresetMode
 from helpers import ROOT, TESTS
 
+from marl_parallel import backends
 from marl_parallel.backends import spawn
 from marl_parallel.backends.spawn import PortableProcessBackend
+from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import Lost, Message, Plan, Reply, Request
 
 pytestmark = pytest.mark.release_independent
@@ -72,14 +75,8 @@ def test_each_death_is_reported_once(portable):
 
 def test_replacement_that_dies_during_its_start(portable, monkeypatch):
     """It counts as lost, and can be replaced again."""
-    wait_started = spawn._WorkerProcess.wait_started
-
-    def too_late(process: spawn._WorkerProcess, deadline: float) -> None:
-        process.signal(signal.SIGKILL)
-        wait_started(process, deadline)
-
     with monkeypatch.context() as patched:
-        patched.setattr(spawn._WorkerProcess, "wait_started", too_late)
+        start_with(patched, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
         portable.replace(1)
     portable.post({1: Request(Message.CLOSE)})
     assert received(portable, 1) == [(1, Lost(-signal.SIGKILL, ""))]
@@ -126,6 +123,70 @@ def test_worker_that_stops_during_its_start(monkeypatch):
     monkeypatch.setattr("marl_parallel.backends.spawn._STARTED_WITHIN_S", 5.0)
     with pytest.raises(TimeoutError, match="worker 0"):
         PortableProcessBackend().start([range(1), range(1, 2)], 8)
+
+
+# By the environment variable
+
+
+@pytest.fixture
+def opened(monkeypatch) -> Callable[..., Backend]:
+    """The backend of `backend="process"` with this value of the variable; None for no variable."""
+
+    def open_with(value: str | None, **arguments: Any) -> Backend:
+        if value is None:
+            monkeypatch.delenv(backends.PORTABLE, raising=False)
+        else:
+            monkeypatch.setenv(backends.PORTABLE, value)
+        backend = backends.open_backend(
+            "process", **{"context": None, "worker_threads": 1, "wait": "adaptive", **arguments}
+        )
+        assert backend.stop(0.0) == []
+        return backend
+
+    return open_with
+
+
+@pytest.mark.parametrize("context", [None, "spawn"])
+def test_variable_chooses_the_portable_processes(context, opened):
+    assert type(opened("1", context=context)) is PortableProcessBackend
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_without_the_variable_linux_has_processes_of_its_own(value, opened):
+    assert type(opened(value)).__name__ == "ProcessBackend"
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "2", " 1"])
+def test_wrong_values_of_the_variable(value, opened):
+    with pytest.raises(ValueError, match=f'MARL_PARALLEL_PORTABLE must be "1" or "0", got {value!r}'):
+        opened(value)
+
+
+@pytest.mark.parametrize("arguments", [{"context": "fork"}, {"context": "forkserver"}, {"wait": "spin"}], ids=str)
+def test_what_the_portable_processes_do_not_have(arguments, opened):
+    with pytest.raises(ValueError, match="needs Linux; with MARL_PARALLEL_PORTABLE=1"):
+        opened("1", **arguments)
+
+
+STARTS_LATE = """
+import os, time
+while not os.path.exists({flag!r}):
+    time.sleep(0.01)
+"""
+
+
+def test_replacements_start_while_others_work(portable, monkeypatch, tmp_path):
+    """`replace` does not wait; requests are carried out when the replacement has started."""
+    flag = tmp_path / "start"
+    with monkeypatch.context() as patched:
+        start_with(patched, STARTS_LATE.replace("{flag!r}", repr(str(flag))) + spawn._PROGRAM)
+        portable.replace(1)
+    portable.post(dict.fromkeys((0, 1), Request(Message.CLOSE)))
+    assert [worker for worker, _ in received(portable, 1)] == [0]
+    assert portable.wait(0.05) == []
+    flag.touch()
+    ((worker, reply),) = received(portable, 1)
+    assert (worker, reply.message) == (1, Message.CLOSE)
 
 
 # On other systems

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from helpers import ROOT, TESTS
 from helpers.launching import linux_only
-from helpers.start_methods import START_METHODS
+from helpers.start_methods import PORTABLE, START_METHODS
 
 from marl_parallel.backends import interpreter
 
@@ -115,7 +114,12 @@ def test_blocked_and_ignored_signals(name: str, start_method: str, tmp_path: Pat
     run(start_method, tmp_path, **STATES_OF_SIGNALS[name])
 
 
-@pytest.mark.parametrize("start_method", [start_method for start_method in START_METHODS if start_method != "portable"])
+NOT_PORTABLE = [
+    start_method for start_method in START_METHODS if start_method not in ("portable", PORTABLE and "spawn")
+]
+
+
+@pytest.mark.parametrize("start_method", NOT_PORTABLE)
 def test_exit_code_with_sigchld_ignored(start_method: str, tmp_path: Path) -> None:
     """The kernel reaps the children of such a program, so it cannot wait for its workers."""
     checked = """
@@ -165,6 +169,8 @@ def test_closed_standard_descriptors(start_method: str, closed: tuple[int, ...],
 
 def test_many_descriptors(start_method: str, tmp_path: Path) -> None:
     """More than `select.select` supports."""
+    import resource  # not on Windows
+
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 2000
     state = "resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
     run(start_method, tmp_path, state=state, before="kept = [open(os.devnull) for _ in range(1200)]")

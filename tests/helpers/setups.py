@@ -75,6 +75,11 @@ def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     return set(chosen.values())
 
 
+def words_of(item: pytest.Item) -> list[str]:
+    """The names of a test's parameters' values, separated."""
+    return item.nodeid.partition("[")[2].rstrip("]").split("-")
+
+
 def _setup_of(item: pytest.Item) -> Setup | None:
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     return next((value for value in parameters.values() if isinstance(value, Setup)), None)

@@ -33,8 +33,8 @@ def test_a_stop_at_any_moment_does_not_count(stop, monkeypatch):
     monkeypatch.setattr("marl_parallel.core.slots.time", clock)
     status = SimpleNamespace(state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True))
     backend: Any = SimpleNamespace(enforces_timeouts=True, statuses=[status])
-    queue = WorkerQueue(range(1), since=clock.now)
-    deadlines = Deadlines(backend, Limits(step=LIMIT_S), [queue])
+    queue = WorkerQueue(range(1), 0, since=clock.now)
+    deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
     queue.requests.append((STEP_ALL, 1, deadlines.shortest[Message.STEP]))
     deadlines.looked = clock.monotonic()
     for _ in range(60):

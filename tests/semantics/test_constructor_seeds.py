@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from simulators.deterministic import Hunt
 from simulators.registered import Scenario
 
 from marl_parallel import ParallelEnv, make
+from marl_parallel.adapters.attributes import reset_keywords, signature
 from marl_parallel.core.construction import construct_one
 
 
@@ -295,3 +297,35 @@ def test_make_suggests_how_to_pass_the_argument():
 @pytest.mark.filterwarnings("ignore:environments .* declare the same seed")
 def test_bound_argument_is_accepted(constructor, backend_setup, build):
     build([constructor] * 2, backend_setup).reset()
+
+
+UNDEFINED_ANNOTATIONS = """
+class Annotated(Scenario):
+    def __init__(self, size: Undefined = 2, seed: Undefined = None) -> Undefined:
+        super().__init__(size, seed)
+
+    def reset(self, seed: Undefined = None) -> Undefined:
+        return super().reset(seed=seed)
+"""
+"""Annotations name what only type checkers import. From Python 3.14 on that needs no `from __future__`."""
+
+
+def test_annotations_that_are_not_defined():
+    first_line = "" if sys.version_info >= (3, 14) else "from __future__ import annotations"
+    names: dict[str, Any] = {"Scenario": Scenario}
+    exec(compile(first_line + UNDEFINED_ANNOTATIONS, "<string>", "exec", dont_inherit=True), names)
+    env = construct_one(names["Annotated"], seed=7, env_id=0)
+    assert env.seed == 7
+    assert reset_keywords(env.reset) == {"seed"}
+
+
+def test_signatures_of_wrapped_functions():
+    def inner(seed: int) -> None: ...
+
+    @functools.wraps(inner)
+    def outer(*args: Any) -> None: ...
+
+    assert [*signature(outer).parameters] == ["seed"]
+    assert [*signature(outer, follow_wrapped=False).parameters] == ["args"]
+    with pytest.raises(ValueError, match="signature"):
+        signature(dict.update)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -346,6 +345,8 @@ def test_many_environments_in_one_worker(concurrent_setup, build, tmp_path):
 @pytest.fixture
 def few_descriptors() -> Iterator[Callable[[int], None]]:
     """Limit the number of files that this process may still open."""
+    import resource  # not on Windows
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def limit(spare: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 from helpers.reference import keywords_of
+from helpers.start_methods import PORTABLE
 
 from simulators.failing import Fault, SimulatorError, hard_exit, killed_by, raising, system_exit
 
@@ -125,6 +126,8 @@ def _doom(env: Any, fate: Fate) -> None:
 class Children:
     """Lets each simulator start two child processes, one of them in a session of its own.
 
+    With the portable processes both are in the worker's group: others survive their worker, as docs/faults.md says.
+
     Args:
         tag: A unique number that identifies the processes.
     """
@@ -133,7 +136,7 @@ class Children:
         self.argument = f"600.{tag:012d}"
 
     def __call__(self, env_id: int) -> None:
-        for new_session in (False, True):
+        for new_session in (False, not PORTABLE):
             child = subprocess.Popen(["sleep", self.argument], start_new_session=new_session)
             while self.argument not in psutil.Process(child.pid).cmdline():  # Linux sets it a moment after the start
                 time.sleep(0.001)

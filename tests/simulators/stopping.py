@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import resource
 import signal
 import sys
 import threading
@@ -109,6 +108,8 @@ class LargeInfos(Walk):
         if self.flag:
             open(self.flag + ".soon", "x").close()
         if self.inline:
+            import resource  # not on Windows, which has no fork server either
+
             lowest_free = os.dup(0)
             os.close(lowest_free)
             resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -1,0 +1,317 @@
+"""A long run with every kind of fault, and with a simulator that leaks 1 MB in each episode.
+
+    python benchmarks/soak.py --hours 0.5           writes results/soak.json
+    python benchmarks/soak.py --hours 0.01 --output /tmp
+
+Two batches are stepped in turns, each with `send` and `recv`: one has the faults, the leak, restarts and recycling, the
+other has none of these. Each observation tells the seed, the episode, the step and a checksum of all actions. They are
+compared with those of a model here, which knows seeds, actions and the marks in infos only: each difference is a
+mismatch. A `recv` that takes longer than all timeouts together is a hang.
+
+The memory is that of this process and all its descendants (PSS): its mean in the last quarter of the run, divided by
+that in the second quarter. The throughput is compared with that of the faultless batch, without the time in which
+environments were out of service: from a fault, or a constructor that was waited for, to the first result after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import psutil
+import typer
+from gymnasium import spaces
+from options import Output
+
+from marl_parallel import ParallelEnv, RecyclePolicy, RestartPolicy
+from marl_parallel.cli.report import in_one_line, machine
+
+RESULTS = Path(__file__).parent / "results"
+NUM_ENVS, WORKERS = 8, 2
+EPISODE_STEPS, STEP_S, CONSTRUCTOR_S = 100, 500e-6, 0.1
+FAULTS_PER_EPISODE = 0.03
+LEAK_BYTES = 1_000_000
+MAX_MEMORY_MB = 160
+STEP_TIMEOUT_S, START_TIMEOUT_S = 1.0, 3.0
+HANGS_AFTER_S = 60.0
+TURN_S, REST_S = 20.0, 4.0
+SAMPLE_EVERY_S = 2.0
+AGENTS = ["a", "b"]
+
+
+def never_returns() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def loops() -> None:
+    while True:
+        pass
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def raises() -> None:
+    raise RuntimeError("the simulator has failed")
+
+
+def raises_unpicklable() -> None:
+    error = RuntimeError("it holds a lock")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    raise error
+
+
+def crashes() -> None:
+    ctypes.string_at(0)
+
+
+def exits() -> None:
+    raise SystemExit(3)
+
+
+ANYWHERE: dict[str, Callable[[], None]] = {
+    "exception": raises,
+    "exception that does not pickle": raises_unpicklable,
+    "sys.exit": exits,
+    "os._exit": functools.partial(os._exit, 7),
+    "SIGKILL": functools.partial(send, signal.SIGKILL),
+    "SIGSEGV": crashes,
+    "SIGSTOP": functools.partial(send, signal.SIGSTOP),
+    "endless loop": loops,
+}
+IN_CONSTRUCTOR = {"exception in the constructor": raises, "constructor that never returns": never_returns}
+VALUES = ("info that does not pickle", "observation that does not pickle", "observation of a wrong shape")
+IN_RESET = tuple(f"{name} in reset" for name in ANYWHERE)
+KINDS = (*ANYWHERE, *IN_RESET, *IN_CONSTRUCTOR, *VALUES)
+
+
+class Leaking:
+    """Two agents; it leaks in each episode, and fails once in its life, or not at all.
+
+    Args:
+        faulty: Whether it leaks and fails.
+    """
+
+    possible_agents = AGENTS
+
+    def __init__(self, faulty: bool, *, seed: int, restarts: int) -> None:
+        self.observation_space = spaces.Dict(dict.fromkeys(AGENTS, spaces.Box(-np.inf, np.inf, (4,), np.float64)))
+        self.action_space = spaces.Dict(dict.fromkeys(AGENTS, spaces.Discrete(5)))
+        random = np.random.default_rng(seed)
+        self.seed, self.episode, self.time, self.checksum = seed, 0, 0, 0
+        self.leaked: list[np.ndarray] = []
+        self.faulty, self.fault, self.place = faulty, "", (0, 0)
+        if faulty:
+            self.fault = str(random.choice(KINDS))
+            self.place = int(random.geometric(FAULTS_PER_EPISODE)), int(random.integers(1, EPISODE_STEPS))
+        time.sleep(CONSTRUCTOR_S)
+        if restarts and self.fault in IN_CONSTRUCTOR and random.random() < FAULTS_PER_EPISODE * 10:
+            IN_CONSTRUCTOR[self.fault]()
+
+    def _observed(self) -> dict[str, Any]:
+        return {agent: np.array([self.seed, self.episode, self.time, self.checksum], np.float64) for agent in AGENTS}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> tuple[dict, dict]:
+        self.episode, self.time = self.episode + 1, 0
+        if self.faulty:
+            self.leaked.append(np.ones(LEAK_BYTES // 8))
+        if self.fault in IN_RESET and self.place[0] == self.episode:
+            ANYWHERE[self.fault.removesuffix(" in reset")]()
+        return self._observed(), {}
+
+    def step(self, actions: dict[str, int]) -> tuple[dict, dict, dict, dict, dict]:
+        until = time.perf_counter() + STEP_S
+        while time.perf_counter() < until:
+            pass
+        self.time += 1
+        self.checksum = checksum(self.checksum, [int(actions[agent]) for agent in AGENTS])
+        over = self.time == EPISODE_STEPS
+        observations, infos = self._observed(), {}
+        if self.place == (self.episode, self.time):
+            if self.fault in ANYWHERE:
+                ANYWHERE[self.fault]()
+            elif self.fault == VALUES[0]:
+                infos = {"a": {"lock": threading.Lock()}}
+            elif self.fault == VALUES[1]:
+                observations["a"] = threading.Lock()
+            elif self.fault == VALUES[2]:
+                observations["a"] = np.zeros(3)
+        flags = {**dict.fromkeys(AGENTS, False), "__all__": over}
+        return observations, dict.fromkeys(AGENTS, 1.0), flags, {"__all__": False}, infos
+
+
+def checksum(before: int, actions: list[int]) -> int:
+    return (before * 31 + 5 * actions[0] + actions[1] + 1) % 1_000_003
+
+
+class Model:
+    """What the observations of one environment must be."""
+
+    def __init__(self, env_id: int) -> None:
+        self.random = np.random.default_rng(env_id)
+        self.env_id, self.rebuilds = env_id, 0
+        self.renew(42 + env_id)
+        self.sent = 0.0
+
+    def renew(self, seed: int) -> None:
+        self.seed, self.episode, self.time, self.checksum = seed, 1, 0, 0
+
+    def act(self) -> dict[str, int]:
+        actions = self.random.integers(0, 5, 2).tolist()
+        self.next_checksum = checksum(self.checksum, actions)
+        self.sent = time.perf_counter()
+        return dict(zip(AGENTS, actions))
+
+    def received(self, observations: dict[str, Any], infos: dict[str, Any]) -> bool:
+        """Go on; returns whether the observations are as expected."""
+        mark = infos.get("__common__", {})
+        if "restarted" in mark or "recycled" in mark:
+            seed = int(observations["a"][0])
+            known = [self._derived(self.rebuilds + more) for more in range(1, 20)]
+            if seed not in known:
+                return False
+            self.rebuilds += known.index(seed) + 1  # one that fails in its constructor or first reset is never seen
+            self.renew(seed)
+        else:
+            self.time, self.checksum = self.time + 1, self.next_checksum
+            if self.time == EPISODE_STEPS:
+                self.episode, self.time = self.episode + 1, 0
+        expected = np.array([self.seed, self.episode, self.time, self.checksum], np.float64)
+        return all(np.array_equal(observations.get(agent), expected) for agent in AGENTS)
+
+    def _derived(self, rebuilds: int) -> int:
+        return int(np.random.SeedSequence((42, self.env_id, rebuilds)).generate_state(1)[0] >> 1)
+
+
+class Run:
+    """A batch that is stepped in turns."""
+
+    def __init__(self, faulty: bool) -> None:
+        more: dict[str, Any] = {}
+        if faulty:
+            more = {
+                "on_error": "restart",
+                "restart_policy": RestartPolicy(rate_limit=None),
+                "recycle": RecyclePolicy(max_memory_mb=MAX_MEMORY_MB),
+                "step_timeout": STEP_TIMEOUT_S,
+                "reset_timeout": STEP_TIMEOUT_S,
+                "start_timeout": START_TIMEOUT_S,
+            }
+        make = functools.partial(Leaking, faulty)
+        self.env = ParallelEnv([make] * NUM_ENVS, num_workers=WORKERS, **more)
+        self.models = [Model(env_id) for env_id in range(NUM_ENVS)]
+        self.steps = self.mismatches = self.hangs = 0
+        self.seconds = self.out_of_service = 0.0
+        self.marks: Counter[str] = Counter()
+        self.usual = STEP_S * NUM_ENVS / WORKERS
+        self.env.reset(seed=42)
+
+    def turn(self, seconds: float) -> None:
+        """Step for so long; nothing is in flight before and after."""
+        env, models, began = self.env, self.models, time.perf_counter()
+        env.send([model.act() for model in models])
+        while env.pending:
+            entered = time.perf_counter()
+            batch = env.recv(min_envs=1)
+            now = time.perf_counter()
+            self.hangs += now - entered > HANGS_AFTER_S
+            for env_id, observations, infos in zip(batch.env_ids, batch.observations, batch.infos):
+                model = models[env_id]
+                self.mismatches += not model.received(observations, infos)
+                self.steps += 1
+                mark = infos.get("__common__", {})
+                for kind in ("restarted", "recycled"):
+                    self.marks[kind] += kind in mark
+                # Neighbours in its worker wait as well.
+                self.out_of_service += max(now - model.sent - 4 * self.usual, 0.0)
+            if now - began < seconds:
+                env.send([models[env_id].act() for env_id in batch.env_ids], batch.env_ids)
+        self.seconds += time.perf_counter() - began
+
+
+def memory_of_tree() -> float:
+    """PSS of this process and its descendants, in MB."""
+    total = 0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_full_info().pss
+    return total / 1e6
+
+
+def main(
+    hours: Annotated[float, typer.Option(min=0.001, help="How long to run.")] = 0.5,
+    output: Output = None,
+) -> None:
+    """Run, print the figures, and write them to soak.json."""
+    folder = output or RESULTS
+    soak, faultless = Run(faulty=True), Run(faulty=False)
+    memory: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    stopped = threading.Event()
+
+    def sample() -> None:
+        while not stopped.wait(SAMPLE_EVERY_S):
+            memory.append((time.perf_counter() - began, memory_of_tree()))
+
+    sampler = threading.Thread(target=sample, daemon=True)
+    sampler.start()
+    with soak.env, faultless.env:
+        while (elapsed := time.perf_counter() - began) < 3600 * hours:
+            for run, seconds in ((faultless, REST_S), (soak, TURN_S)):
+                run.turn(min(seconds, 3600 * hours / 4))
+            print(
+                f"{elapsed / 60:6.1f} min: {soak.steps:,} steps, {soak.marks['restarted']} restarted, "
+                f"{soak.marks['recycled']} recycled, {soak.mismatches} mismatches, {soak.hangs} hangs, "
+                f"{memory[-1][1] if memory else 0:.0f} MB",
+                flush=True,
+            )
+        stats = soak.env.stats()
+        elapsed = time.perf_counter() - began
+        stopped.set()
+        sampler.join()
+    left = [process.pid for process in psutil.Process().children(recursive=True)]
+    quarters = [[mb for at, mb in memory if low <= 4 * at / elapsed < low + 1] for low in range(4)]
+    means = [statistics.mean(quarter) if quarter else 0.0 for quarter in quarters]
+    rate = faultless.steps / faultless.seconds
+    in_service = soak.seconds - soak.out_of_service / NUM_ENVS
+    result = {
+        "machine": machine(),
+        "hours": elapsed / 3600,
+        "steps": soak.steps,
+        "mismatches": soak.mismatches,
+        "hangs": soak.hangs,
+        "faults": stats.faults,
+        "restarts": stats.restarts,
+        "recycled": stats.recycled,
+        "processes left": len(left),
+        "memory in MB, by quarter": [round(mean, 1) for mean in means],
+        "memory, last quarter / second": round(means[3] / means[1], 4) if means[1] else None,
+        "faultless, steps per second": round(rate, 1),
+        "steps per second": round(soak.steps / soak.seconds, 1),
+        "steps per second in service": round(soak.steps / in_service, 1),
+        "share of the faultless throughput, in service": round(soak.steps / in_service / rate, 4),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
+    for name, value in result.items():
+        print(f"{name}: {in_one_line(value) if name == 'machine' else value}")
+    if soak.mismatches or soak.hangs or left:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

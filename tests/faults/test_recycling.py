@@ -1,0 +1,397 @@
+"""`recycle=`: environments past a limit are replaced where an episode begins, by new ones made in the background."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+from helpers.comparison import assert_same
+from helpers.processes import gone
+from helpers.setups import Setup, rest
+from mpe2 import simple_spread_v3
+from simulators.counting import ACTIONS, Counting, CountingDicts
+from simulators.crashing import Fate, crashing, seed_of
+
+from marl_parallel import ParallelEnv, RecyclePolicy, Rollout
+from marl_parallel.vector import StackedVecEnv
+
+pytestmark = pytest.mark.release_independent
+
+SAME_STEP, NEXT_STEP, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
+MARK = {"recycled": True}
+SETUPS = [
+    Setup("serial", True, 2),
+    Setup("thread", True, 2),
+    Setup("process", True, 1),
+    Setup("process", True, 2),
+    Setup("process", False, 2),
+    rest(Setup("portable", True, 2)),
+]
+PROCESSES = [Setup("process", True, 2), rest(Setup("portable", True, 2))]
+LENGTHS = (3, 5, 4, 6)
+each_mode = pytest.mark.parametrize("mode", [SAME_STEP, NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
+
+
+class Reference:
+    """One environment in a plain loop, which is replaced after so many episodes."""
+
+    def __init__(self, env_id: int, mode: AutoresetMode, episodes: int) -> None:
+        self.env_id, self.mode, self.limit = env_id, mode, episodes
+        self.rebuilds = 0
+        self._make(seed_of(42, env_id, 0))
+
+    def _make(self, seed: int) -> None:
+        self.env, self.seed, self.left, self.over = Counting(LENGTHS[self.env_id], seed=seed), seed, self.limit, False
+        self.first = True
+
+    def begin(self) -> tuple[dict, dict]:
+        """Begin the next episode, in a new environment if this one has had its episodes."""
+        recycled = self.left == 0
+        if recycled:
+            self.env.close()
+            self.rebuilds += 1
+            self._make(seed_of(42, self.env_id, self.rebuilds))
+        observations, infos = self.env.reset(**({"seed": self.seed} if self.first else {}))
+        self.first = self.over = False
+        return observations, {**infos, **({"__common__": MARK} if recycled else {})}
+
+    def step(self) -> tuple[Any, ...]:
+        if self.over and self.mode is NEXT_STEP:
+            observations, infos = self.begin()
+            flags = {**dict.fromkeys(observations, False), "__all__": False}
+            return observations, dict.fromkeys(observations, 0.0), flags, flags, infos
+        before = [*self.env.agents]
+        observations, rewards, terminateds, truncateds, infos = self.env.step(dict.fromkeys(before, 0))
+        self.over = not self.env.agents
+        ended = all(terminateds[agent] for agent in before)
+        terminateds = {**terminateds, "__all__": self.over and ended}
+        truncateds = {**truncateds, "__all__": self.over and not ended}
+        if self.over:
+            self.left -= 1
+            if self.mode is SAME_STEP:
+                last = observations
+                observations, reset_infos = self.begin()
+                infos = {agent: {**info, "final_obs": last[agent]} for agent, info in infos.items()}
+                if "__common__" in reset_infos:
+                    infos["__common__"] = MARK
+        return observations, rewards, terminateds, truncateds, infos
+
+
+@each_mode
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_like_a_plain_loop(setup, mode, build):
+    """With `max_episodes`, results are those of a loop that replaces environments, in any backend."""
+    constructors = [functools.partial(Counting, length) for length in LENGTHS]
+    env = build(constructors, setup, mode, recycle=RecyclePolicy(max_episodes=2))
+    references = [Reference(env_id, mode, 2) for env_id in range(4)]
+    assert_same(env.reset(), tuple(zip(*[reference.begin() for reference in references])))
+    for _ in range(60):
+        over = [reference.env_id for reference in references if reference.over]
+        if mode is DISABLED and over:
+            results = env.reset(env_ids=over)
+            assert_same(results, tuple(zip(*[references[env_id].begin() for env_id in over])))
+        assert_same(env.step([ACTIONS] * 4), tuple(zip(*[reference.step() for reference in references])))
+    stats = env.stats()
+    assert stats.recycled == sum(reference.rebuilds for reference in references) >= 15
+    assert (stats.restarts, stats.faults) == (0, 0)
+    assert env.seed() == tuple(reference.seed for reference in references)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_asynchronous(setup, build):
+    """Also with `send` and `recv`, in the order in which results come."""
+    constructors = [functools.partial(Counting, length) for length in LENGTHS]
+    env = build(constructors, setup, recycle=RecyclePolicy(max_episodes=2))
+    references = [Reference(env_id, SAME_STEP, 2) for env_id in range(4)]
+    env.reset_async()
+    for reference in references:
+        reference.begin()
+    env.recv()
+    env.send([ACTIONS] * 4)
+    for _ in range(150):
+        batch = env.recv(min_envs=1)
+        for env_id, *dicts in zip(*batch):
+            assert_same(tuple(dicts), references[env_id].step())
+        env.send([ACTIONS] * len(batch.env_ids), batch.env_ids)
+    env.recv()
+    assert env.stats().recycled >= 8
+
+
+class Slow(Counting):
+    """Takes long to be constructed; holds on to memory with each episode."""
+
+    def __init__(self, build_s: float = 0.0, leak_mb: float = 0.0, *, seed: int) -> None:
+        super().__init__(4, seed=seed)
+        self.leak_mb, self.leaked = leak_mb, []
+        time.sleep(build_s)
+
+    def reset(self, seed=None, options=None):
+        self.leaked.append(np.ones(int(self.leak_mb * 1e6 / 8)))
+        return super().reset(seed, options)
+
+    def step(self, actions):
+        time.sleep(0.01)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("setup", PROCESSES, ids=str)
+def test_memory(setup, build):
+    """The memory of workers stays within its limit, and their processes end; no step waits for a constructor."""
+    slow = functools.partial(Slow, 0.7, 10.0)
+    env = build([slow] * 4, setup, seed=42, recycle=RecyclePolicy(max_memory_mb=250))
+    env.reset()
+    first = {*env.call("pid")}
+    seen, longest, until = {*first}, 0.0, time.monotonic() + 40
+    while env.stats().recycled < 4 and time.monotonic() < until:
+        began = time.monotonic()
+        env.step([ACTIONS] * 4)
+        longest = max(longest, time.monotonic() - began)
+        if len(seen) < 4:
+            seen |= {*env.call("pid")}
+    assert env.stats().recycled >= 4
+    assert longest < 0.5
+    assert gone(first)
+
+
+def test_age(build):
+    """Environments are replaced when they are old, each at the end of its own episode."""
+    env = build([Slow] * 2, Setup("process", True, 1), recycle=RecyclePolicy(max_age_s=0.5))
+    env.reset()
+    until = time.monotonic() + 30
+    while env.stats().recycled < 4 and time.monotonic() < until:
+        for dicts in env.step([ACTIONS] * 2)[4]:
+            if "__common__" in dicts:
+                assert dicts["__common__"] == MARK
+                assert "final_obs" in dicts["long"]
+    assert env.stats().recycled >= 4
+
+
+def test_kill_above(build, caplog):
+    """A worker with too much memory is restarted in the middle of an episode."""
+    leaks = functools.partial(Slow, 0.0, 40.0)
+    policy = RecyclePolicy(kill_above_mb=400)
+    env = build([leaks] * 2, Setup("process", True, 1), on_error="restart", recycle=policy)
+    env.reset()
+    until = time.monotonic() + 30
+    with caplog.at_level(logging.WARNING, "marl_parallel"):
+        while not env.stats().restarts and time.monotonic() < until:
+            infos = env.step([ACTIONS] * 2)[4]
+    assert env.stats().restarts == 2
+    assert any("kill_above_mb=400" in info.get("__common__", {}).get("error", "") for info in infos)
+    assert "kill_above_mb=400" in caplog.text
+
+
+FAULTS = [
+    ("raise", Setup("serial", True, 2)),
+    ("raise", Setup("process", True, 1)),
+    ("SIGKILL", Setup("process", True, 1)),
+    rest("SIGKILL", Setup("portable", True, 1)),
+]
+
+
+@each_mode
+@pytest.mark.parametrize(("fault", "setup"), FAULTS, ids=str)
+@pytest.mark.parametrize("after", [rest(4), 6, 7, rest(9)])
+def test_faults_while_environments_move(after, fault, setup, mode, build):
+    """Seeds count rebuilds, whatever their reason; nothing hangs, and the other environment loses nothing."""
+    fates = {(1, life): Fate(fault, "step", after) for life in range(0, 12, 2)}
+    makes = [crashing(functools.partial(CountingDicts, length), fates) for length in (3, 5)]
+    env = build(makes, setup, mode, on_error="restart", recycle=RecyclePolicy(max_episodes=2))
+    env.reset()
+    rebuilds = [0, 0]
+    for _ in range(50):
+        over = [env_id for env_id in (0, 1) if env.runner.batch.over[env_id]]
+        marks = []
+        if mode is DISABLED and over:
+            marks += zip(over, env.reset(env_ids=over)[1])
+        marks += enumerate(env.step([ACTIONS] * 2)[4])
+        for env_id, infos in marks:
+            mark = infos.get("__common__", {})
+            rebuilds[env_id] += ("recycled" in mark) + ("restarted" in mark)
+    stats = env.stats()
+    assert stats.recycled + stats.restarts == sum(rebuilds)
+    assert stats.faults >= 2
+    assert stats.recycled >= 4
+    assert env.seed() == tuple(seed_of(42, env_id, rebuilds[env_id]) for env_id in (0, 1))
+
+
+class Moody(Counting):
+    """Can be constructed once only."""
+
+    def __init__(self, path: str, *, seed: int) -> None:
+        super().__init__(4, seed=seed)
+        if os.path.exists(path):
+            raise RuntimeError("no licence left")
+        self.path = path
+
+    def reset(self, seed=None, options=None):
+        with open(self.path, "w"):
+            return super().reset(seed, options)
+
+
+class Licensed(Counting):
+    """Environment 1 fails in its eighth step, and its second replacement cannot be constructed; each of these once."""
+
+    def __init__(self, path: str, length: int, *, seed: int, env_id: int, restarts: int) -> None:
+        super().__init__(length, seed=seed)
+        self.fails_at = 8 if (env_id, restarts) == (1, 0) else None
+        if env_id == 1 and restarts == 2 and not os.path.exists(path):
+            open(path, "w").close()
+            raise RuntimeError("no licence left")
+
+    def step(self, actions):
+        if self.fails_at is not None:
+            self.fails_at -= 1
+            if self.fails_at == 0:
+                raise RuntimeError("bad terrain")
+        return super().step(actions)
+
+
+@each_mode
+def test_spare_that_cannot_be_made_again(mode, build, tmp_path, caplog):
+    """Where others have moved already, only its own environment goes on in the old worker; no episode is lost."""
+    makes = [functools.partial(Licensed, str(tmp_path / "failed"), length) for length in (2, 6)]
+    env = build(makes, Setup("process", True, 1), mode, on_error="restart", recycle=RecyclePolicy(max_episodes=2))
+    env.reset()
+    marks: list[tuple[int, Any]] = []
+    with caplog.at_level(logging.WARNING, "marl_parallel"):
+        for _ in range(40):
+            over = [env_id for env_id in (0, 1) if env.runner.batch.over[env_id]]
+            infos = [*zip(over, env.reset(env_ids=over)[1])] if mode is DISABLED and over else []
+            infos += enumerate(env.step([ACTIONS] * 2)[4])
+            marks += [
+                (env_id, mark) for env_id, info in infos for mark in info.get("__common__", {}) if mark != "error"
+            ]
+    assert "no licence left" in caplog.text
+    assert marks.count((1, "restarted")) == 1
+    assert marks.count((0, "recycled")) >= 4
+    assert len({env_id for env_id, _ in marks}) == 2
+
+
+@each_mode
+def test_spares_that_cannot_be_made(mode, build, tmp_path, caplog):
+    """The old environments go on, and a warning has the error."""
+    make = functools.partial(Moody, str(tmp_path / "made"))
+    env = build([make] * 2, Setup("process", True, 1), mode, recycle=RecyclePolicy(max_episodes=2))
+    env.reset()
+    with caplog.at_level(logging.WARNING, "marl_parallel"):
+        for _ in range(30):
+            over = [env_id for env_id in (0, 1) if env.runner.batch.over[env_id]]
+            if mode is DISABLED and over:
+                env.reset(env_ids=over)
+            for infos in env.step([ACTIONS] * 2)[4]:
+                assert "__common__" not in infos
+    assert env.stats().recycled == 0
+    assert "no licence left" in caplog.text
+    assert "tried again in 60 s" in caplog.text
+
+
+def test_close_while_spares_are_made(build):
+    """`close` does not wait for a constructor in the background, and no process is left."""
+    env = build([Counting] * 2, Setup("process", True, 1), recycle=RecyclePolicy(max_episodes=1))
+    env.close()
+    slow = functools.partial(Slow, 2.0)
+    env = build([slow] * 2, Setup("process", True, 1), recycle=RecyclePolicy(max_age_s=0.1))
+    env.reset()
+    pids = env.call("pid")
+    for _ in range(12):
+        env.step([ACTIONS] * 2)
+        time.sleep(0.05)
+    began = time.monotonic()
+    env.close()
+    assert time.monotonic() - began < 1.5
+    assert gone(pids)
+
+
+def test_new_base_seed(build):
+    """Spares have seeds of the base that the last `reset(seed=)` has set."""
+    env = build([functools.partial(Counting, 4)] * 2, Setup("process", True, 1), recycle=RecyclePolicy(max_episodes=2))
+    env.reset()
+    for _ in range(6):
+        env.step([ACTIONS] * 2)
+    env.reset(seed=1000)
+    for _ in range(12):
+        env.step([ACTIONS] * 2)
+    recycled = env.stats().recycled // 2
+    assert recycled >= 1
+    assert env.seed() == tuple(seed_of(1000, env_id, recycled) for env_id in (0, 1))
+
+
+def test_states_and_calls(build):
+    """Calls, attributes and traces reach all environments while some have moved."""
+    env = build([functools.partial(Counting, 3 + i) for i in range(4)], Setup("process", True, 1),
+                recycle=RecyclePolicy(max_episodes=1))  # fmt: skip
+    env.reset()
+    for _ in range(10):
+        env.step([ACTIONS] * 4)
+        assert env.get_attr("length") == (3, 4, 5, 6)
+        env.set_attr("options", [1, 2, 3, 4])
+
+
+def test_limits_that_are_too_low(build, caplog):
+    """A worker that is past the limit from its beginning causes one warning; the run goes on."""
+    env = build([Slow] * 2, Setup("process", True, 2), recycle=RecyclePolicy(max_memory_mb=5))
+    env.reset()
+    until = time.monotonic() + 30
+    with caplog.at_level(logging.WARNING, "marl_parallel"):
+        while env.stats().recycled < 4 and time.monotonic() < until:
+            env.step([ACTIONS] * 2)
+    assert env.stats().recycled >= 4
+    assert caplog.text.count("max_memory_mb=5 of the RecyclePolicy is too low") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "word"),
+    [
+        ({}, ValueError, "needs a limit"),
+        ({"max_episodes": 0}, ValueError, "at least 1"),
+        ({"max_episodes": 1.5}, TypeError, "integer"),
+        ({"max_memory_mb": -1}, ValueError, "positive"),
+        ({"max_age_s": "1"}, TypeError, "seconds"),
+        ({"kill_above_mb": 5, "max_memory_mb": 10}, ValueError, "more than max_memory_mb"),
+    ],
+)
+def test_wrong_policies(arguments, error, word):
+    with pytest.raises(error, match=word):
+        RecyclePolicy(**arguments)
+
+
+def test_wrong_arguments(build):
+    with pytest.raises(TypeError, match="RecyclePolicy"):
+        build([Counting], Setup("serial", True, 1), recycle=5)
+    with pytest.raises(ValueError, match="restart"):
+        build([Counting], Setup("serial", True, 1), recycle=RecyclePolicy(kill_above_mb=100))
+    with pytest.warns(RuntimeWarning, match="memory of its workers"):
+        build([Counting], Setup("serial", True, 1), recycle=RecyclePolicy(max_memory_mb=100))
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_rollouts(halves):
+    """Arrays of rollouts, with states, are those of a batch in line, whose environments are replaced in place."""
+    collected = []
+    for setup in (Setup("serial", True, 2), Setup("process", True, 2)):
+        make_env = functools.partial(simple_spread_v3.parallel_env, max_cycles=5)
+        env = StackedVecEnv(ParallelEnv([make_env] * 4, **setup._asdict(), recycle=RecyclePolicy(max_episodes=2)))
+        with env:
+            rollout = Rollout(env, num_steps=32, halves=halves)
+            steps = itertools.count()
+
+            def policy(current, steps=steps):
+                step = next(steps)
+                return np.array([[(step + env_id) % 5] * 3 for env_id in current.env_ids])
+
+            for _ in range(2):
+                arrays = rollout.collect(policy)
+                names = ("observations", "rewards", "done", "final_observations", "states", "final_states")
+                collected.append([np.array(getattr(arrays, name)) for name in names])
+            assert env.parallel_env.stats().recycled >= 16
+    for in_line, in_processes in zip(collected[:2], collected[2:], strict=True):
+        for one, other in zip(in_line, in_processes, strict=True):
+            np.testing.assert_array_equal(one, other)
