@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from simulators.crashing import Fate, crashing
 from simulators.failing import Fragile
 from simulators.seeded_faults import Tank, TankDicts
 
-from marl_parallel import EnvError, ParallelEnv, RestartPolicy, WorkerCrashed, WorkerTimeout, make
+from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartPolicy, WorkerCrashed, WorkerTimeout, make
 from marl_parallel.cli.replay import Outcome, replay
 from marl_parallel.core.replay import Crash, read_crash
 from marl_parallel.vector import StackedVecEnv
@@ -29,6 +30,9 @@ pytestmark = pytest.mark.release_independent
 APART, PACKED = Setup("process", True, 2), Setup("process", True, 1)
 SETUPS = [*(setup for setup in TWO_WORKERS if setup.backend != "ray"), PACKED, Setup("portable", True, 2)]
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
+COMBINATIONS = [
+    pair if pair[0] is APART or pair[1] == "SAME_STEP" else rest(*pair) for pair in itertools.product(SETUPS, MODES)
+]
 NO_LIMIT = RestartPolicy(rate_limit=None)
 COMMAND = re.compile(r"Replay it with: marl-parallel replay (\S+)")
 
@@ -92,8 +96,7 @@ def same(report: str, again: Callable[..., tuple[Outcome, str]]) -> Crash:
     return crash
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
 def test_each_restart_has_a_file(setup, mode, build, again, tmp_path, caplog):
     how: dict[str, Any] = {
         "on_error": "restart",
@@ -116,7 +119,7 @@ def test_each_restart_has_a_file(setup, mode, build, again, tmp_path, caplog):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("setup", [APART, Setup("process", False, 2), Setup("serial", True, 2)], ids=str)
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), rest(APART), rest(Setup("process", False, 2))], ids=str)
 def test_raised_error_names_a_file(setup, kind, mode, build, again, tmp_path):
     constructor, adapter = KINDS[kind]
     episodes = set()
@@ -129,6 +132,33 @@ def test_raised_error_names_a_file(setup, kind, mode, build, again, tmp_path):
         assert (crash.mode, crash.restarts) == (mode, 0)
     assert max(episodes) > 0  # also in a later episode
     assert len([*tmp_path.iterdir()]) == 4
+
+
+@pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
+def test_recycled_environments(setup, mode, build, again, tmp_path):
+    """A spare has its own seeds; the failures of one that is only a spare have no file."""
+    how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
+    env = build([Tank] * 4, setup, mode, recycle=RecyclePolicy(max_episodes=2), **how)
+    reports = play(env, 60)
+    stats = env.stats()
+    assert stats.recycled >= 10
+    assert len(reports) == stats.faults >= 5
+    crashes = [same(report, again) for report in reports]
+    assert {crash.restarts for crash in crashes} > {0}
+    assert {crash.number for crash in crashes} == {0, 1}
+
+
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_requested_restarts(setup, mode, build, again, tmp_path):
+    env = build([Tank] * 4, setup, mode, replay=50, replay_dir=tmp_path)
+    env.reset()
+    env.step(draw(np.random.default_rng(0), env.acting))
+    env.restart([1, 2])
+    with pytest.raises(EnvError) as caught:
+        play(env, 300)
+    crash = same(str(caught.value), again)
+    assert crash.restarts == (crash.env_id in (1, 2))
 
 
 def test_python_codec(build, again, tmp_path, monkeypatch):
