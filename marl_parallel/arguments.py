@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.construction import missing_arguments
+from marl_parallel.core.replay import FOLDER
 from marl_parallel.types import OnRestart, RecyclePolicy, RestartPolicy
 
 _POOL_SEEDS = 2**31  # seeds of EnvPool are 32-bit integers with a sign
@@ -124,17 +125,38 @@ def checked_trace(path: Any) -> Path:
     return file.absolute()
 
 
-def checked_log_dir(path: Any) -> Path:
-    """The absolute path of a folder for logs, which is made if it is missing."""
+def checked_replay(steps: Any, folder: Any) -> tuple[int, Path] | None:
+    """How many steps are kept for replays, and the absolute path of the folder of their files; None for no replays.
+
+    The folder is made if it is missing.
+    """
+    if steps is None:
+        if folder is not None:
+            raise ValueError(f"replay_dir={folder!r} without replay=: pass how many steps are kept, as replay=1000")
+        return None
+    if isinstance(steps, bool | np.bool_):
+        raise TypeError(f"replay must be how many steps of each environment are kept, as 1000, or None; got {steps!r}")
+    number = checked_integer(steps, "replay", or_none=" or None")
+    return number, _made_folder(FOLDER if folder is None else folder, "replay_dir")
+
+
+def _made_folder(path: Any, name: str) -> Path:
+    """The absolute path of a folder for files, which is made if it is missing."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise TypeError(f"log_dir must be the path of a folder, or None; got {path!r}")
+        raise TypeError(f"{name} must be the path of a folder, or None; got {path!r}")
     try:
         folder = Path(path).absolute()
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"log_dir={os.fspath(path)!r}: no folder can be made there: {error}") from error
+        raise ValueError(f"{name}={os.fspath(path)!r}: no folder can be made there: {error}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"log_dir={os.fspath(path)!r}: no file can be written there")
+        raise ValueError(f"{name}={os.fspath(path)!r}: no file can be written there")
+    return folder
+
+
+def checked_log_dir(path: Any) -> Path:
+    """The absolute path of a folder for logs, which is made if it is missing."""
+    folder = _made_folder(path, "log_dir")
     for log in folder.glob("worker-*.log"):
         if not log.is_file() or not os.access(log, os.W_OK):
             raise ValueError(f"log_dir={os.fspath(path)!r}: nothing can be appended to {log}")

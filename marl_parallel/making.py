@@ -74,6 +74,8 @@ class ParallelEnvArguments(TypedDict, total=False):
     warn_after: float | None
     log_dir: str | os.PathLike[str] | None
     recycle: RecyclePolicy | None
+    replay: int | None
+    replay_dir: str | os.PathLike[str] | None
 
 
 _CONSTRUCTOR_NAMES = ("parallel_env", "env", "raw_env")  # in a module, in this order

@@ -56,6 +56,7 @@ from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, 
 from marl_parallel.core.pool import Pool
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.recycling import Recycler
+from marl_parallel.core.replay import Histories
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
 from marl_parallel.core.slots import Limits
@@ -173,6 +174,10 @@ class ParallelEnv:
         recycle: When environments are replaced by new ones, such as `RecyclePolicy(max_memory_mb=4000)` for simulators
             that leak memory. The first result of a new one has `infos[i]["__common__"]["recycled"]`. See
             `docs/recycling.md`.
+        replay: The most steps of each environment's episode that are kept, so that a failure can be repeated: its
+            error then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. None for no
+            files. See `docs/faults.md`.
+        replay_dir: Folder of these files, made if it is missing; None for `marl_parallel-replays` in the current one.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -231,6 +236,8 @@ class ParallelEnv:
         warn_after: float | None = 60.0,
         log_dir: str | os.PathLike[str] | None = None,
         recycle: RecyclePolicy | None = None,
+        replay: int | None = None,
+        replay_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors)
         mode = arguments.autoreset_mode(auto_reset)
@@ -246,6 +253,7 @@ class ParallelEnv:
             arguments.checked_trace(trace)
         adapter_function(adapter)
         folder = None if log_dir is None else arguments.checked_log_dir(log_dir)
+        kept = arguments.checked_replay(replay, replay_dir)
         base = arguments.base_seed(seed)
         seeds = [base + env_id for env_id in range(len(constructors))]
         if start_timeout == START_TIMEOUT_S:
@@ -297,7 +305,9 @@ class ParallelEnv:
             started = True
             began = time.monotonic()
             local_modules: list[ModuleType] = []
-            described, plan, built = construct(pool, constructors, seeds, mode, adapter, restarts, local_modules)
+            described, plan, built = construct(
+                pool, constructors, seeds, mode, adapter, restarts, kept is not None, local_modules
+            )
             schema = common_schema(described)
             layout = Layout(schema, len(seeds), arrays=shared_memory)
             block = opened.allocate(layout)
@@ -318,6 +328,8 @@ class ParallelEnv:
                 pool.recycle(Recycler(recycle, opened, batch.statistics.ended, build_s))
                 if opened.memory(0) is None:
                     self._warn_of_recycling(recycle, backend)
+            if kept is not None:
+                pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules)
             seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):

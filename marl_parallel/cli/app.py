@@ -15,6 +15,7 @@ import marl_parallel as package
 from marl_parallel.backends import NAMES
 from marl_parallel.cli import check as checking
 from marl_parallel.cli import measure as measuring
+from marl_parallel.cli import replay as replaying
 from marl_parallel.cli import report as reporting
 from marl_parallel.cli.check import BACKENDS
 from marl_parallel.cli.measure import ASYNC, FACADES, STEP
@@ -205,3 +206,41 @@ def tune(
         typer.echo(json.dumps(result, indent=2))
     else:
         reporting.show_tune(result)
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What the report of a failure names.")],
+    debugger: Annotated[
+        bool, typer.Option("--pdb", help="Stop in pdb where an exception was raised, or before a step that crashes.")
+    ] = False,
+    until: Annotated[
+        int | None, typer.Option(min=0, metavar="STEP", help="Stop before this step; with --pdb, in the debugger.")
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="SECONDS", help="Print the stacks and end if one call takes longer."),
+    ] = None,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Replay in this process what ended a worker, as under gdb; so does --pdb."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Repeat a failure of one environment in this process, from FILE, which ParallelEnv(replay=N) has written.
+
+    If the failure was the death of a worker process, a child process replays it, and its death is reported.
+
+    FILE runs code of whoever wrote it: open only files of people you trust. The exit code is 0 if it failed again at
+    the same step; 1 if at another step or not at all; 2 if FILE cannot be used here; 3 if FILE lacks the first steps.
+
+    [bold]Example[/bold]:  marl-parallel replay marl_parallel-replays/env-3-20260131-120000-4711-0.replay --pdb
+    """
+    try:
+        outcome = replaying.replay(file, debugger=debugger, until=until, timeout=timeout, in_process=in_process)
+    except CommandError as error:
+        if debug:
+            raise
+        typer.echo(f"error: {error}\nhint: {error.args[1]}", err=True)
+        outcome = replaying.Outcome.UNUSABLE
+    raise typer.Exit(int(outcome))

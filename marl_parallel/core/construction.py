@@ -171,6 +171,7 @@ def construct(
     mode: AutoresetMode,
     adapter: str | Constructor | None,
     restarts: bool,
+    derived_seeds: bool,
     local_modules: list[ModuleType],
 ) -> tuple[list[Schema], Plan, dict[int, Built]]:
     """Build all environments in their workers; returns their descriptions, the plan of all, and the results by env id.
@@ -186,7 +187,10 @@ def construct(
     while to_pickle:
         pickled.update(_pickle(constructors, to_pickle, local_modules))
         how_adapted = pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
-        plan = Plan(pickled, dict(enumerate(seeds)), mode, how_adapted, restarts, registrations=registrations)
+        plan = Plan(
+            pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
+            derived_seeds=derived_seeds, registrations=registrations,
+        )  # fmt: skip
         requests = {}
         for worker, share in enumerate(pool.shares):
             ids = tuple([env_id for env_id in share if env_id not in built])

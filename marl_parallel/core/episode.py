@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
@@ -47,10 +48,19 @@ class Episode:
         fast: For compiled code, while all agents are alive, and all or one act: the simulator's `step`; a function
             whose result is false if it has to be interpreted here, or None; and whether this result tells whose turn
             is next. If it need not be and the transition is plain, nothing else changes here. None in other states.
+        seeding: The last seed that was passed to `reset`, and how many episodes have begun without one since: these get
+            a derived seed. None if they get no seed.
     """
 
-    def __init__(self, env: MultiAgentEnv, env_id: int, mode: AutoresetMode, status: WorkerStatus) -> None:
-        self.env, self.env_id = env, env_id
+    def __init__(
+        self,
+        env: MultiAgentEnv,
+        env_id: int,
+        mode: AutoresetMode,
+        status: WorkerStatus,
+        seeding: tuple[int, int] | None = None,
+    ) -> None:
+        self.env, self.env_id, self.seeding = env, env_id, seeding
         self._mode, self._status = mode, status
         self._dict_rules = env.rules is Rules.DICT
         self._alive: list[AgentID] = []
@@ -71,6 +81,8 @@ class Episode:
         """Begin a new episode, with keywords for the simulator's `reset`; rewards are zero, and flags False."""
         if self._postponed is not None:
             keywords, self._postponed, self._early = {**self._postponed, **keywords}, None, None
+        if self.seeding is not None:
+            keywords = self._seeded(keywords, *self.seeding)
         self._status.enter(self.env_id, _RESET)
         try:
             observations, infos = self.env.reset(**keywords)
@@ -86,6 +98,14 @@ class Episode:
         terminateds = {**dict.fromkeys(observations, False), ALL: False}
         truncateds = {**terminateds}
         return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
+
+    def _seeded(self, keywords: Mapping[str, Any], seed: int, number: int) -> Mapping[str, Any]:
+        """The keywords of a reset, with a derived seed if they have none and the simulator takes one."""
+        if keywords.get("seed") is not None:
+            self.seeding = keywords["seed"], 0
+            return keywords
+        self.seeding = seed, number + 1
+        return {**keywords, "seed": derived_seed(seed, number + 1)} if "seed" in self.env.reset_keywords else keywords
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Step once, or begin the next episode if that is due; if `ended_for_now`, `begin_next` needs the transition.
@@ -222,6 +242,11 @@ class Episode:
         agents = before or [agent for agent in terminateds if agent != ALL]
         terminated = all(terminateds.get(agent, False) for agent in agents)
         return terminated, not terminated
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """The seed of the episode that begins as the `number`-th without a seed of its own since `seed` was passed."""
+    return int(np.random.SeedSequence((seed, number)).generate_state(1)[0] >> 1)
 
 
 def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:

@@ -48,6 +48,7 @@ from marl_parallel.core.messages import (
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.recovery import Recovery
 from marl_parallel.core.recycling import Recycler
+from marl_parallel.core.replay import Histories
 from marl_parallel.core.reports import logger
 from marl_parallel.core.slots import Deadlines, Limits, LongCall, LongCalls, Slot, Snapshot, WorkerQueue
 from marl_parallel.core.worker_status import SLICES, Activity, Running, Tracer
@@ -95,6 +96,7 @@ class Pool:
         self.rebuilder: Recovery | None = None  # set when all environments have been constructed
         self.recovery: Recovery | None = None  # the same, if environments that fail are rebuilt
         self.recycler: Recycler | None = None  # set if environments are replaced by spares
+        self.histories: Histories | None = None  # set if failures can be replayed
         self.in_flight = 0  # how many environments have been sent to and not received
         self.closed = False
         self.tracer: Tracer | None = None  # of the present trace
@@ -170,6 +172,8 @@ class Pool:
                         queue.posted += 1
                         queue.requests.append((request, queue.posted, limit))
                         queue.since = now
+                    if self.histories is not None:
+                        self.histories.note_steps(env_ids, None)
                     self.backend.post(self._step_all, together=True)
                     replies = self.backend.wait(
                         self._deadlines.patience() if limit else warn_after, len(self._step_all)
@@ -303,6 +307,8 @@ class Pool:
             queue.requests.append((request, queue.posted + 1, self._deadlines.shortest[request.message]))
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
             self._for_spares += request.message in _FOR_SPARES
+            if self.histories is not None:
+                self.histories.note(worker, request)
         self.backend.post(requests, together=together)
 
     def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> Results | None:
@@ -488,7 +494,10 @@ class Pool:
 
         def error_here() -> WorkerTimeout:
             stack, tail = backend.stack(worker), backend.log_tail(worker)
-            return reports.timed_out(worker, queue.environments, running, activity, limit, stack, advice, tail)
+            error = reports.timed_out(worker, queue.environments, running, activity, limit, stack, advice, tail)
+            if self.histories is not None and queue.share:
+                self.histories.save(error, running)
+            return error
 
         if self.recovery is None or not backend.can_kill or not queue.share:
             self._handle_fault(worker, None, error_here(), running)
@@ -527,6 +536,8 @@ class Pool:
         if not self._queues[worker].share:
             self._lose_spares(worker, str(error))
             return
+        if self.histories is not None:
+            self.histories.save(error, running)
         if recovery is None or (replaces and not self.backend.can_kill):
             try:
                 raise error
@@ -802,6 +813,9 @@ class Pool:
         slot.reports_recycling, self.seeds_stale = True, True
         keywords = slot.waiting_reset
         self._note_built(slot, ended=slot.ending is not None)
+        if self.histories is not None:
+            assert self.rebuilder is not None
+            self.histories.note_built(slot.env_id, self.rebuilder.request(slot, slot.rebuilds))
         if keywords is None or not loads(keywords):  # the first episode has begun with neither a seed nor options
             slot.waiting_reset = None
             request = Request(Message.ADOPT, (slot.env_id,), each=True)
@@ -1041,6 +1055,8 @@ class Pool:
         """Close everything after an error, unless another thread has done so."""
         if isinstance(error, ClosedEnvironmentError):
             return
+        if self.histories is not None and isinstance(error, EnvError):  # a result that cannot be unpickled, too
+            self.histories.save(error, None)
         if isinstance(error, WorkerTimeout):
             while_closing = self.close(ask=False, timeout=0.0)
         elif isinstance(error, ParallelEnvError):

@@ -200,7 +200,8 @@ class Worker:
                 raise
         if plan.traced:
             trace(self._status, on=True)
-        self._episodes[env_id] = Episode(env, env_id, plan.mode, self._status)
+        seeding = (seed, 0) if plan.derived_seeds else None
+        self._episodes[env_id] = Episode(env, env_id, plan.mode, self._status, seeding)
         self._all = tuple(self._seeds)
         self._restarts = plan.restarts
         return Built(dumps_compactly(Schema.of(env)), seeded, is_open, lookup.declared_seed(env.source))

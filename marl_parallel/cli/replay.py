@@ -1,0 +1,335 @@
+"""`marl-parallel replay`: repeats the failure in a file of `core/replay.py`, with one environment in this process.
+
+The environment is constructed, reset and stepped as in its worker: by `Episode`, whose transitions are written into a
+record and pickled, since that may be what failed. What ended a worker process would end this one before it reports
+anything: then the replay runs in a child process, unless a debugger is to see it.
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import faulthandler
+import os
+import pdb
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters import Schema, adapt
+from marl_parallel.cli.target import CommandError, in_brief
+from marl_parallel.core.columns import Layout
+from marl_parallel.core.construction import call_constructor
+from marl_parallel.core.episode import Episode, derived_seed
+from marl_parallel.core.messages import Lost
+from marl_parallel.core.pickling import dump_extras, install_registrations, loads
+from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.replay import BadReplay, Crash, read_crash
+from marl_parallel.core.reports import manner_of_death
+from marl_parallel.core.transition import Transition
+from marl_parallel.core.worker_status import WorkerStatus
+
+_ENDED = "ended"
+_CHILD = "import sys; from marl_parallel.cli.replay import child; child(*sys.argv[1:])"
+_GIL_HELD_S = 1.0
+"""After a timeout, how long a Python thread has to report it before a native one does."""
+
+
+class Outcome(IntEnum):
+    """The exit status."""
+
+    SAME_STEP = 0  # it failed again, at the same step
+    DIFFERENT = 1  # it failed at another step or not at all, or `--until` or the debugger ended it
+    UNUSABLE = 2  # the file cannot be read, or the environment cannot be constructed here
+    UNREACHABLE = 3  # the file does not have what leads to the failure
+    INTERRUPTED = 130  # by Ctrl-C
+
+
+def replay(path: Path, *, debugger: bool, until: int | None, timeout: float | None, in_process: bool) -> Outcome:
+    """Repeat the failure in a file, and print how it ends; `CommandError` if the file cannot be replayed here."""
+    try:
+        crash = read_crash(path)
+    except BadReplay as error:
+        raise CommandError(str(error), "docs/faults.md says how these files are written") from error
+    print(_summary(crash))
+    if not crash.complete:
+        lost = crash.first_step - 1
+        print(
+            f"cannot be replayed: the file has only the last {crash.step - lost} of {crash.step} steps, so that the "
+            f"state before step {crash.first_step} is unknown; pass replay={crash.step} or more to ParallelEnv"
+        )
+        return Outcome.UNREACHABLE
+    print("warning: this runs code of whoever wrote the file; open only files of people you trust", flush=True)
+    if crash.error == "WorkerCrashed" and not (debugger or in_process):
+        return _in_child(path, crash, until, timeout)
+    return _here(_Run(crash, debugger, until, timeout))
+
+
+def _here(run: _Run) -> Outcome:
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    return run.outcome()
+
+
+def _in_child(path: Path, crash: Crash, until: int | None, timeout: float | None) -> Outcome:
+    """Replay in a child process, and report its death."""
+    with tempfile.TemporaryDirectory() as folder:
+        progress = Path(folder) / "progress"
+        progress.touch()
+        given = ["" if value is None else str(value) for value in (until, timeout)]
+        command = [sys.executable, "-c", _CHILD, str(path.absolute()), str(progress), *given]
+        try:
+            exitcode = subprocess.call(command)
+        except KeyboardInterrupt:
+            return Outcome.INTERRUPTED
+        last = ["", *progress.read_text().split()][-1]
+    if last == _ENDED:
+        return Outcome(exitcode)
+    if not last:
+        print("the process died before the first reset")
+        return Outcome.UNUSABLE
+    how = f"the process died ({manner_of_death(Lost(exitcode, ''))[0]})"
+    return _compared(how, int(last), crash)
+
+
+def child(path: str, progress: str, until: str, timeout: str) -> None:
+    """The main function of the child process: its progress is a line for each step, and one when it ends by itself."""
+    with open(progress, "w", buffering=1) as file:
+        run = _Run(
+            read_crash(Path(path)), False, int(until) if until else None, float(timeout) if timeout else None, file
+        )
+        try:
+            outcome = _here(run)
+        except CommandError as error:
+            print(f"error: {error}\nhint: {error.args[1]}", file=sys.stderr)
+            outcome = Outcome.UNUSABLE
+        run.note(_ENDED)
+    sys.exit(outcome)
+
+
+def _compared(how: str, step: int, crash: Crash) -> Outcome:
+    """Print whether this is the step that failed."""
+    if step == crash.step:
+        print(f"{how} again at the same step: {_at(step)}", flush=True)
+        return Outcome.SAME_STEP
+    print(f"{how} at another step: {_at(step)} instead of {_at(crash.step)}", flush=True)
+    return Outcome.DIFFERENT
+
+
+def _summary(crash: Crash) -> str:
+    began = f"seed {crash.seed}"
+    if crash.number and crash.takes_seed:
+        began = f"seed {derived_seed(crash.seed, crash.number)}, reset {crash.number} after seed {crash.seed}"
+    lines = [
+        f"environment {crash.env_id}: {_what_failed(crash)}, {crash.written}",
+        f"  {next(iter(crash.report.splitlines()), '')}",
+        f"  episode: {began}; constructor: seed {crash.constructor_seed}, {crash.restarts} restarts; {crash.mode}",
+        f"  written with {', '.join(f'{name} {version}' for name, version in crash.versions.items())}",
+    ]
+    if crash.number and not crash.takes_seed:
+        lines.append("note: its reset takes no seed, and this was not its first episode: the replay may differ")
+    return "\n".join(lines)
+
+
+def _what_failed(crash: Crash) -> str:
+    if crash.method in ("render", "call", "state"):
+        return f"{crash.error} in {crash.method} after {_at(crash.step)}"
+    if crash.method == "reset" and crash.step:
+        return f"{crash.error} in the automatic reset of step {crash.step}"
+    return f"{crash.error} in {_at(crash.step)}"
+
+
+def _at(step: int) -> str:
+    return f"step {step}" if step else "the reset that begins the episode"
+
+
+class _Run:
+    """One replay; `step` is the one that runs."""
+
+    def __init__(
+        self, crash: Crash, debugger: bool, until: int | None, timeout: float | None, progress: IO[str] | None = None
+    ) -> None:
+        self.crash, self.debugger, self.until, self.timeout = crash, debugger, until, timeout
+        self._progress = progress
+        self.step = 0
+        # An exception is looked at where it was raised; what kills or stops the process, before that.
+        self.stops_at = until if until is not None or crash.error == "EnvError" else crash.step
+
+    def outcome(self) -> Outcome:
+        crash = self.crash
+        try:
+            episode, actions, options, transitions = self._made()
+        except CommandError:
+            raise
+        except KeyboardInterrupt:
+            print("interrupted in the constructor")
+            return Outcome.INTERRUPTED
+        except BaseException as error:
+            self._show(error)
+            raise CommandError(f"the environment cannot be constructed here: {in_brief(error)}", _HINT) from error
+        try:
+            ended = self._play(episode, actions, options, transitions)
+        except bdb.BdbQuit:
+            print(f"stopped in the debugger, in {_at(self.step)}")
+            return Outcome.DIFFERENT
+        except KeyboardInterrupt as error:
+            self._show(error)
+            print(f"interrupted in {_at(self.step)}")
+            return Outcome.INTERRUPTED
+        except BaseException as error:
+            self._show(error)
+            return _compared(f"failed with {in_brief(error)}", self.step, self.crash)
+        finally:
+            with contextlib.suppress(Exception):  # of a simulator that has failed
+                episode.env.close()
+        self._end_line()
+        if not ended:
+            print(f"stopped before {_at(self.step + 1)}")
+            return Outcome.DIFFERENT
+        if crash.method == "call":
+            print(f"cannot be replayed: after {_at(crash.step)}, call() failed, whose arguments are not in the file")
+            return Outcome.UNREACHABLE
+        print(
+            f"did not fail: {_at(crash.step)} went well. The failure may depend on earlier episodes, on calls and "
+            "attributes that were set, on time, or on generators that no seed reaches"
+        )
+        return Outcome.DIFFERENT
+
+    def note(self, line: str | int) -> None:
+        """Write a line for the process that waits for this one, if there is one."""
+        if self._progress is not None:
+            self._progress.write(f"{line}\n")
+
+    def _made(self) -> tuple[Episode, list[dict[Any, Any]], Any, TransitionRecords]:
+        """The environment, and what is unpickled from the file, as `Worker` does it."""
+        crash = self.crash
+        sys.path += [folder for folder in (crash.folder, *crash.sys_path) if folder not in sys.path]
+        random.seed(crash.constructor_seed)
+        np.random.seed(crash.constructor_seed % 2**32)
+        try:
+            install_registrations(crash.registrations)
+            constructor, adapter = loads(crash.constructor), loads(crash.adapter)
+            actions, options = loads(crash.actions), loads(crash.options)
+        except ModuleNotFoundError as error:
+            where = f"start from {crash.folder}, with the packages that wrote it" if crash.folder else "install it"
+            raise CommandError(f"the file needs the module {error.name!r}, which is not found here", where) from error
+        except Exception as error:
+            written, here = crash.versions["Python"], sys.version.split()[0]
+            hint = f"it was written with Python {written}, this is {here}; {_HINT}"
+            raise CommandError(f"the file cannot be unpickled here: {in_brief(error)}", hint) from error
+        keywords = {"seed": crash.constructor_seed, "env_id": crash.env_id, "restarts": crash.restarts}
+        with self._limited(print_late=lambda: print("the constructor has not finished within the timeout")):
+            env = adapt(call_constructor(constructor, keywords)[0], adapter)
+        seeding = crash.seed, crash.number - 1
+        status = WorkerStatus(bytearray(WorkerStatus.NBYTES))
+        episode = Episode(env, crash.env_id, AutoresetMode[crash.mode], status, seeding)
+        layout = Layout(Schema.of(env), 1, arrays=crash.arrays)
+        block = bytearray(layout.nbytes)
+        layout.bind(block)
+        return episode, actions, options, TransitionRecords(layout, block)
+
+    def _play(
+        self, episode: Episode, actions: list[dict[Any, Any]], options: Any, transitions: TransitionRecords
+    ) -> bool:
+        """Reset and step the environment, and repeat what followed the last step if that failed.
+
+        Returns whether this went to the end, and did not stop before.
+        """
+        crash, env = self.crash, episode.env
+        keywords: dict[str, Any] = {} if crash.number else {"seed": crash.seed}
+        if options is not None:
+            keywords["options"] = options
+        keywords = {name: value for name, value in keywords.items() if name in env.reset_keywords}
+        calls: list[tuple[Callable[[Any], Transition], Any]] = [(episode.reset, keywords)]
+        calls += [(episode.step, of_step) for of_step in actions]
+        for step, (call, argument) in enumerate(calls):
+            if step == self.until and not self.debugger:
+                self.step = step - 1
+                return False
+            self._announce(step)
+            with self._limited():
+                if self.debugger and step == self.stops_at:
+                    transition = pdb.runcall(call, argument)
+                    if transition is None:
+                        raise bdb.BdbQuit
+                else:
+                    transition = call(argument)
+                if crash.method == "state" and step == crash.step:
+                    env.state()
+                if episode.ended_for_now:
+                    transition = episode.begin_next(transition)
+                extras = transitions.write(0, transition)
+                if extras is not None:
+                    loads(dump_extras(extras))
+        with self._limited():
+            if crash.method == "render":
+                env.render()
+            elif crash.method == "state":
+                env.state()
+        return True
+
+    def _announce(self, step: int) -> None:
+        """Print which step comes next: the last line that a crash leaves."""
+        self.step = step
+        self.note(step)
+        if step == self.crash.step:
+            self._end_line()
+            failed = "" if self.crash.method in ("render", "call", "state") else ", in which it failed"
+            print(f"next: {_at(step)}{failed}", flush=True)
+        elif sys.stdout.isatty():
+            print(f"\rnext: {_at(step)}", end="", flush=True)
+        else:
+            print(f"next: {_at(step)}", flush=True)
+
+    def _end_line(self) -> None:
+        if sys.stdout.isatty():
+            print(flush=True)
+
+    def _show(self, error: BaseException) -> None:
+        self._end_line()
+        sys.stdout.flush()
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        if self.debugger and error.__traceback__ is not None:
+            pdb.post_mortem(error.__traceback__)
+
+    @contextlib.contextmanager
+    def _limited(self, print_late: Callable[[], object] | None = None) -> Iterator[None]:
+        """End this process if a block takes longer than the timeout, with the stacks of all threads."""
+        if self.timeout is None or self.debugger:
+            yield
+            return
+
+        def late() -> None:
+            faulthandler.dump_traceback(all_threads=True)
+            if print_late is None:
+                outcome = _compared(f"did not finish within {self.timeout:g} s", self.step, self.crash)
+            else:
+                print_late()
+                outcome = Outcome.UNUSABLE
+            sys.stdout.flush()
+            self.note(_ENDED)
+            os._exit(outcome)
+
+        timer = threading.Timer(self.timeout, late)
+        timer.daemon = True
+        timer.start()
+        faulthandler.dump_traceback_later(self.timeout + _GIL_HELD_S, exit=True)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+
+_HINT = "it needs the same versions of the simulator and its libraries, and may need the same files"

@@ -1,0 +1,220 @@
+"""`marl-parallel replay`: what it prints, its exit code, and which files it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import ROOT
+from simulators.counting import ACTIONS, Counting
+from simulators.crashing import Fate, crashing
+from typer.testing import CliRunner
+
+from marl_parallel import ParallelEnv, ParallelEnvError
+from marl_parallel.cli.app import app
+from marl_parallel.core.replay import read_crash, write_crash
+
+pytestmark = pytest.mark.release_independent
+
+
+@pytest.fixture
+def replay(monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    runner = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return lambda *arguments: runner.invoke(app, ["replay", *map(str, arguments)])
+
+
+def command(*arguments: object, text: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, without the tests on its path: the file has the path."""
+    return subprocess.run(
+        [sys.executable, "-m", "marl_parallel", "replay", *map(str, arguments)],
+        capture_output=True, text=True, timeout=60, cwd=ROOT, input=text,
+    )  # fmt: skip
+
+
+def fail(folder: Path, fate: Fate, length: int | None = None, steps: int = 12, kept: int = 50) -> Path:
+    """The file of a failure of environment 1 that has such a fault."""
+    how: dict[str, Any] = {"backend": "serial"} if fate.fault == "raise" else {"step_timeout": 1.0}
+    constructor = crashing(lambda seed: Counting(length, seed=seed), {(1, 0): fate})
+    with (  # noqa: PT012
+        pytest.raises(ParallelEnvError) as caught,
+        ParallelEnv([constructor] * 2, num_workers=1, replay=kept, replay_dir=folder, **how) as env,
+    ):
+        env.reset()
+        for _ in range(steps):
+            env.step([ACTIONS] * 2)
+    (path,) = re.findall(r"marl-parallel replay (\S+)", str(caught.value))
+    return Path(path)
+
+
+@pytest.fixture
+def raised(tmp_path) -> Path:
+    return fail(tmp_path, Fate("raise", "step", 2))
+
+
+def test_exception(raised, replay):
+    done = replay(raised)
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("environment 1: EnvError in step 3, ")
+    assert lines[-1] == "failed with SimulatorError: bad terrain again at the same step: step 3"
+    assert "next: step 3, in which it failed" in lines
+    assert "Traceback" in done.stderr
+    assert "failing.py" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"), [("os._exit", "exit code 7"), ("SIGSEGV", "SIGSEGV (signal 11)"), ("SIGKILL", "SIGKILL")]
+)
+def test_death(fault, how, tmp_path):
+    """It is reported, and does not end the command; with --in-process, it does, after the step is printed."""
+    path = fail(tmp_path, Fate(fault, "step", 2))
+    done = command(path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(f"the process died ({how}")
+    assert done.stdout.splitlines()[-1].endswith(") again at the same step: step 3")
+    alone = command(path, "--in-process")
+    assert alone.returncode == {"os._exit": 7, "SIGSEGV": -11, "SIGKILL": -9}[fault]
+    assert alone.stdout.splitlines()[-1] == "next: step 3, in which it failed"
+    assert ("Fatal Python error: Segmentation fault" in done.stderr) == (fault == "SIGSEGV")
+
+
+def test_death_at_another_step(tmp_path):
+    path = fail(tmp_path, Fate("os._exit", "step", 2))
+    crash = read_crash(path)
+    write_crash(replace(crash, step=2, actions=pickle.dumps([ACTIONS] * 4)), path)
+    done = command(path)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "the process died (exit code 7) at another step: step 3 instead of step 2"
+
+
+def test_timeout(tmp_path):
+    path = fail(tmp_path, Fate("loop", "step", 2))
+    done = command(path, "--timeout", "0.5")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "did not finish within 0.5 s again at the same step: step 3"
+    assert "in forever" in done.stderr
+
+
+@pytest.mark.parametrize("fault", ["raise", "os._exit"])
+def test_not_reproduced(fault, tmp_path):
+    """The fault comes from steps of earlier episodes, which a replay does not repeat."""
+    done = command(fail(tmp_path, Fate(fault, "step", 6), length=4))
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well. The failure may depend on earlier")
+
+
+def test_another_step(raised, replay):
+    crash = read_crash(raised)
+    write_crash(replace(crash, step=5, actions=pickle.dumps([ACTIONS] * 5)), raised)
+    done = replay(raised)
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1].endswith("at another step: step 3 instead of step 5")
+
+
+def test_lost_beginning(tmp_path, replay):
+    done = replay(fail(tmp_path, Fate("raise", "step", 9), kept=4))
+    assert done.exit_code == 3
+    assert "the file has only the last 4 of 10 steps" in done.stdout
+
+
+def test_until(raised, replay):
+    done = replay(raised, "--until", "2")
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[-1] == "stopped before step 2"
+
+
+def test_debugger(raised):
+    """It stops in the frame that raised."""
+    done = command(raised, "--pdb", text="p make.__name__\nq\n")
+    assert done.returncode == 0, done.stderr
+    assert "'SimulatorError'" in done.stdout
+
+
+def test_nothing_is_unpickled_before_the_warning(raised, tmp_path):
+    """A file of somebody else's runs code, but not before the warning."""
+    noted = tmp_path / "noted"
+
+    class Malicious:
+        def __reduce__(self):
+            return os.mkdir, (str(noted),)
+
+    crash = replace(read_crash(raised), constructor=pickle.dumps(Malicious()))
+    write_crash(crash, raised)
+    assert read_crash(raised) == crash
+    assert not noted.exists()
+    done = command(raised)
+    assert noted.exists()  # which is what the warning is about
+    assert "open only files of people you trust" in done.stdout
+    assert done.returncode == 2
+
+
+def damaged(content: bytes, how: str) -> bytes:
+    header, line, body = content.split(b"\n", 2)
+    if how == "another file":
+        return b"{}"
+    if how == "empty":
+        return b""
+    if how == "newer":
+        return b"\n".join([header[:-1] + b"999", line, body])
+    if how == "truncated":
+        return content[:-10]
+    if how == "longer":
+        return content + b"x"
+    if how == "flipped":
+        return content[:-10] + bytes([content[-10] ^ 1]) + content[-9:]
+    if how == "no header":
+        return header + b"\n[]\n" + body
+    fields = json.loads(line)
+    del fields["mode"]
+    return b"\n".join([header, json.dumps(fields).encode(), body])
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("another file", "is no replay"),
+        ("empty", "is no replay"),
+        ("newer", "has version 999 of this format"),
+        ("truncated", "is not whole"),
+        ("longer", "is not whole"),
+        ("flipped", "is damaged"),
+        ("no header", "is not whole"),
+        ("no mode", "is not whole"),
+    ],
+)
+def test_damaged_files(how, text, raised, replay):
+    raised.write_bytes(damaged(raised.read_bytes(), how))
+    done = replay(raised)
+    assert done.exit_code == 2
+    assert text in done.stderr
+    assert "hint: " in done.stderr
+    assert done.stdout == ""
+
+
+def test_missing_file(replay, tmp_path):
+    done = replay(tmp_path / "none.replay")
+    assert done.exit_code == 2
+    assert "none.replay cannot be read: No such file or directory" in done.stderr
+
+
+def test_missing_module(raised):
+    """The file names the folders on the path of its writer; one without them needs the module."""
+    write_crash(replace(read_crash(raised), sys_path=[], folder=""), raised)
+    done = command(raised)
+    assert done.returncode == 2
+    assert "the file needs the module 'simulators'" in done.stderr
+
+
+def test_help(replay):
+    done = replay("--help")
+    assert "open only files of people you trust" in " ".join(done.stdout.split())
+    assert "--in-process" in done.stdout

@@ -1,0 +1,405 @@
+"""`replay=`: each failure has a file, from which it happens again at the same step."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode
+from helpers.setups import TWO_WORKERS, Setup, rest
+from pettingzoo.utils import parallel_to_aec
+from simulators.counting import ACTIONS, Counting
+from simulators.crashing import Fate, crashing
+from simulators.failing import Fragile
+from simulators.seeded_faults import Tank, TankDicts
+
+from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartPolicy, WorkerCrashed, WorkerTimeout, make
+from marl_parallel.cli.replay import Outcome, replay
+from marl_parallel.core.replay import Crash, read_crash
+from marl_parallel.vector import StackedVecEnv
+
+pytestmark = pytest.mark.release_independent
+
+APART, PACKED = Setup("process", True, 2), Setup("process", True, 1)
+SETUPS = [*(setup for setup in TWO_WORKERS if setup.backend != "ray"), PACKED, Setup("portable", True, 2)]
+MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
+COMBINATIONS = [
+    pair if pair[0] is APART or pair[1] == "SAME_STEP" else rest(*pair) for pair in itertools.product(SETUPS, MODES)
+]
+NO_LIMIT = RestartPolicy(rate_limit=None)
+COMMAND = re.compile(r"Replay it with: marl-parallel replay (\S+)")
+
+
+def turn_based() -> Any:
+    return parallel_to_aec(Tank())
+
+
+KINDS = {"parallel": (Tank, None), "dict": (TankDicts, None), "turns": (turn_based, "aec-turn-based")}
+
+
+@pytest.fixture(autouse=True)
+def same_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+@pytest.fixture
+def again(capsys) -> Callable[[Path], tuple[Outcome, str]]:
+    """Replays a file; returns the outcome and all that was printed."""
+
+    def run(path: Path, **options: Any) -> tuple[Outcome, str]:
+        capsys.readouterr()
+        outcome = replay(path, **{"debugger": False, "until": None, "timeout": None, "in_process": True, **options})
+        printed = capsys.readouterr()
+        return outcome, printed.out + printed.err
+
+    return run
+
+
+def draw(rng: np.random.Generator, acting: Sequence[Sequence[Any]]) -> list[dict[Any, int]]:
+    return [{agent: int(rng.integers(3)) for agent in agents} for agents in acting]
+
+
+def play(env: ParallelEnv, steps: int, seed: int = 0) -> list[str]:
+    """Random steps; episodes that are over begin again by `reset` where they do not by themselves. Returns reports."""
+    rng, reports = np.random.default_rng(seed), []
+    env.reset()
+    for _ in range(steps):
+        *_, terminated, truncated, infos = env.step(draw(rng, env.acting))
+        reports += [info["__common__"]["error"] for info in infos if "error" in info.get("__common__", {})]
+        over = [i for i in range(env.num_envs) if terminated[i]["__all__"] or truncated[i]["__all__"]]
+        if env.runner.batch.mode is AutoresetMode.DISABLED and over:
+            infos = env.reset(env_ids=over)[1]
+            reports += [info["__common__"]["error"] for info in infos if "error" in info.get("__common__", {})]
+    return reports
+
+
+def file_of(report: str) -> Path:
+    (path,) = COMMAND.findall(report)
+    return Path(path)
+
+
+def same(report: str, again: Callable[..., tuple[Outcome, str]]) -> Crash:
+    """Check that the failure of a report happens again: the same error, with the same level, at the same step."""
+    path = file_of(report)
+    crash = read_crash(path)
+    outcome, printed = again(path)
+    (level,) = {*re.findall(r"overflow at [\d.]+", report)}
+    assert outcome is Outcome.SAME_STEP, printed
+    assert f"failed with SimulatorError: {level} again at the same step: step {crash.step}\n" in printed
+    return crash
+
+
+@pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
+def test_each_restart_has_a_file(setup, mode, build, again, tmp_path, caplog):
+    how: dict[str, Any] = {
+        "on_error": "restart",
+        "restart_policy": NO_LIMIT,
+        "replay": 50,
+        "replay_dir": tmp_path / "new" / "folder",
+    }
+    env = build([Tank] * 4, setup, mode, **how)
+    reports = play(env, 60)
+    files = {file_of(report) for report in reports}
+    assert len(files) == len(reports) == env.stats().faults >= 5
+    assert {*(tmp_path / "new" / "folder").iterdir()} == files
+    assert {*map(Path, COMMAND.findall(caplog.text))} == files
+    crashes = [same(report, again) for report in reports]
+    assert {crash.env_id for crash in crashes} > {0}
+    assert any(crash.restarts for crash in crashes)
+    assert any(crash.number for crash in crashes)
+    assert not any(path.stat().st_mode & 0o077 for path in files)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), rest(APART), rest(Setup("process", False, 2))], ids=str)
+def test_raised_error_names_a_file(setup, kind, mode, build, again, tmp_path):
+    constructor, adapter = KINDS[kind]
+    episodes = set()
+    for seed in range(4):
+        env = build([constructor] * 2, setup, mode, seed, adapter=adapter, replay=50, replay_dir=tmp_path)
+        with pytest.raises(EnvError) as caught:
+            play(env, 600, seed)
+        crash = same(str(caught.value), again)
+        episodes.add(crash.number)
+        assert (crash.mode, crash.restarts) == (mode, 0)
+    assert max(episodes) > 0  # also in a later episode
+    assert len([*tmp_path.iterdir()]) == 4
+
+
+@pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
+def test_recycled_environments(setup, mode, build, again, tmp_path):
+    """A spare has its own seeds; the failures of one that is only a spare have no file."""
+    how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
+    env = build([Tank] * 4, setup, mode, recycle=RecyclePolicy(max_episodes=2), **how)
+    reports = play(env, 60)
+    stats = env.stats()
+    assert stats.recycled >= 10
+    assert len(reports) == stats.faults >= 5
+    crashes = [same(report, again) for report in reports]
+    assert {crash.restarts for crash in crashes} > {0}
+    assert {crash.number for crash in crashes} == {0, 1}
+
+
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_requested_restarts(setup, mode, build, again, tmp_path):
+    env = build([Tank] * 4, setup, mode, replay=50, replay_dir=tmp_path)
+    env.reset()
+    env.step(draw(np.random.default_rng(0), env.acting))
+    env.restart([1, 2])
+    with pytest.raises(EnvError) as caught:
+        play(env, 300)
+    crash = same(str(caught.value), again)
+    assert crash.restarts == (crash.env_id in (1, 2))
+
+
+def test_python_codec(build, again, tmp_path, monkeypatch):
+    monkeypatch.setattr("marl_parallel.core.worker.open_codec", lambda *args, **kwargs: None)
+    env = build([Tank] * 2, Setup("serial", True, 1), replay=50, replay_dir=tmp_path)
+    with pytest.raises(EnvError) as caught:
+        play(env, 300)
+    same(str(caught.value), again)
+
+
+@pytest.mark.parametrize("setup", [APART, Setup("thread", True, 2)], ids=str)
+def test_send_and_recv(setup, build, again, tmp_path):
+    how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
+    env = build([Tank] * 4, setup, **how)
+    rng, reports = np.random.default_rng(0), []
+    env.reset_async()
+    for _ in range(120):
+        batch = env.recv(min_envs=1)
+        reports += [info["__common__"]["error"] for info in batch.infos if "error" in info.get("__common__", {})]
+        acting = env.acting
+        env.send(draw(rng, [acting[env_id] for env_id in batch.env_ids]), batch.env_ids)
+    assert len(reports) >= 3
+    assert any(crash.number for crash in [same(report, again) for report in reports])
+
+
+def test_array_actions(build, again, tmp_path):
+    env = build([Tank] * 2, APART, replay=50, replay_dir=tmp_path)
+    stacked, rng = StackedVecEnv(env), np.random.default_rng(0)
+    stacked.reset()
+    with pytest.raises(EnvError) as caught:  # noqa: PT012
+        for _ in range(300):
+            stacked.step(rng.integers(3, size=(2, 2)))
+    same(str(caught.value), again)
+
+
+def test_seeds_and_options_of_resets(build, again, tmp_path):
+    env = build([Tank] * 2, APART, "DISABLED", replay=50, replay_dir=tmp_path)
+    env.reset()
+    env.reset(seed=[7, None], options={"level": 2.5})
+    env.reset(env_ids=[0], options={"level": 4.9})
+    with pytest.raises(EnvError) as caught:
+        env.step([dict.fromkeys(ACTIONS, 2)] * 2)
+    crash = same(str(caught.value), again)
+    assert (crash.env_id, crash.seed, crash.number, crash.step) == (0, 7, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "words"),
+    [("step", 3, "step 3"), ("reset", 0, "the reset that begins the episode"), ("automatic", 2, "step 2")],
+)
+def test_place_of_the_failure(place, step, words, build, again, tmp_path):
+    """A failure in an automatic reset counts for the step that ended the episode."""
+    fate = Fate("raise", "step", 2) if place == "step" else Fate("raise", "reset", 1 if place == "automatic" else 0)
+    constructor = crashing(lambda seed: Counting(2 if place == "automatic" else None, seed=seed), {(1, 0): fate})
+    env = build([constructor] * 2, APART, replay=9, replay_dir=tmp_path)
+    with pytest.raises(EnvError) as caught:  # noqa: PT012
+        env.reset()
+        for _ in range(3):
+            env.step([ACTIONS] * 2)
+    outcome, printed = again(file_of(str(caught.value)))
+    assert outcome is Outcome.SAME_STEP
+    assert read_crash(file_of(str(caught.value))).step == step
+    assert f"again at the same step: {words}\n" in printed
+
+
+def test_render(build, again, tmp_path):
+    env = build([Tank] * 2, APART, "DISABLED", replay=50, replay_dir=tmp_path)
+    env.reset(options={"level": 5.0})
+    with pytest.raises(EnvError, match="cannot draw 5") as caught:
+        env.render()
+    assert again(file_of(str(caught.value)))[0] is Outcome.SAME_STEP
+
+
+@pytest.mark.parametrize("setup", [APART, PACKED], ids=str)
+@pytest.mark.parametrize("fault", ["os._exit", "SIGKILL", rest("SIGSEGV")])
+def test_deaths_have_files(fault, setup, build, tmp_path):
+    """The failed environment's only, with the step that ran; the replacement's death has another."""
+    fates = {(1, 0): Fate(fault, "step", 2), (1, 1): Fate(fault, "step", 1)}
+    how: dict[str, Any] = {"on_error": "restart", "replay": 9, "replay_dir": tmp_path}
+    env = build([crashing(Counting, fates)] * 2, setup, **how)
+    env.reset()
+    infos = [env.step([ACTIONS] * 2)[4][1] for _ in range(5)]
+    files = [file_of(info["__common__"]["error"]) for info in infos if "error" in info.get("__common__", {})]
+    assert {*tmp_path.iterdir()} == {*files}
+    found = [read_crash(path) for path in files]
+    assert [(one.env_id, one.step, one.restarts, one.error) for one in found] == [
+        (1, 3, 0, "WorkerCrashed"), (1, 2, 1, "WorkerCrashed"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["process", "thread"])
+def test_timeouts_have_files(backend, build, again, tmp_path):
+    hangs = Fate("loop", "step", 1) if backend == "process" else None
+
+    def overflow(level: float) -> None:
+        import time
+
+        time.sleep(1.5)
+
+    constructor = crashing(Counting, {(1, 0): hangs}) if hangs else lambda: Tank(overflow)
+    env = build([constructor] * 2, Setup(backend, True, 2), step_timeout=0.3, replay=9, replay_dir=tmp_path)
+    env.reset(options=None if hangs else [{}, {"level": 9.0}])
+    with pytest.raises(WorkerTimeout) as caught:  # noqa: PT012
+        for _ in range(2):
+            env.step([ACTIONS] * 2)
+    crash = read_crash(file_of(str(caught.value)))
+    assert (crash.env_id, crash.error, crash.step) == (1, "WorkerTimeout", 2 if hangs else 1)
+
+
+def test_fewer_steps_than_the_episode(build, again, tmp_path):
+    """The state at the first kept step is unknown: the replay says so, and runs nothing."""
+    env = build([crashing(Counting, {(1, 0): Fate("raise", "step", 9)})] * 2, APART, replay=4, replay_dir=tmp_path)
+    env.reset()
+    with pytest.raises(EnvError) as caught:  # noqa: PT012
+        for _ in range(10):
+            env.step([ACTIONS] * 2)
+    path = file_of(str(caught.value))
+    crash = read_crash(path)
+    assert (crash.step, crash.first_step, crash.complete) == (10, 7, False)
+    outcome, printed = again(path)
+    assert outcome is Outcome.UNREACHABLE
+    assert "the file has only the last 4 of 10 steps" in printed
+    assert "pass replay=10 or more" in printed
+    assert "next:" not in printed
+
+
+def test_not_more_than_these_steps_are_stored(build, tmp_path):
+    env = build([Counting] * 2, APART, replay=4, replay_dir=tmp_path)
+    env.reset()
+    for count in range(1, 8):
+        env.step([ACTIONS] * 2)
+        stored = env.runner.pool.histories._histories
+        assert [len(one.steps) for one in stored] == [min(count, 4)] * 2
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_off_by_default(build, tmp_path, monkeypatch):
+    """Nothing is stored, no file is written, and resets without a seed get none."""
+    monkeypatch.chdir(tmp_path)
+    env = build([crashing(Counting, {(1, 0): Fate("raise", "step", 2)})] * 2, APART)
+    env.reset()
+    assert env.runner.pool.histories is None
+    assert env.reset()[0][1]["long"][0] == 43
+    env.step([ACTIONS] * 2)
+    env.step([ACTIONS] * 2)
+    with pytest.raises(EnvError) as caught:
+        env.step([ACTIONS] * 2)
+    assert "marl-parallel replay" not in str(caught.value)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_derived_seeds(build, tmp_path):
+    """Equal for equal seeds, different for each reset and each environment."""
+    seeds = []
+    for _ in range(2):
+        env = build([Counting] * 2, APART, replay=4, replay_dir=tmp_path)
+        seeds.append([[one["long"][0] for one in env.reset()[0]] for _ in range(3)])
+    assert seeds[0] == seeds[1]
+    assert seeds[0][0] == [42, 43]
+    assert len({seed for pair in seeds[0] for seed in pair}) == 6
+
+
+def test_file_that_cannot_be_written(build, tmp_path, caplog):
+    """The error is the simulator's; the log says why there is no file."""
+    env = build([crashing(Counting, {(1, 0): Fate("raise")})] * 2, APART, replay=4, replay_dir=tmp_path / "folder")
+    env.reset()
+    (tmp_path / "folder").rmdir()
+    (tmp_path / "folder").touch()
+    with pytest.raises(EnvError, match="bad terrain") as caught:
+        env.step([ACTIONS] * 2)
+    assert "marl-parallel replay" not in str(caught.value)
+    assert "no replay of environment 1 could be written" in caplog.text
+
+
+def test_default_folder(build, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = build([crashing(Counting, {(0, 0): Fate("os._exit")})], APART, replay=4)
+    env.reset()
+    with pytest.raises(WorkerCrashed) as caught:
+        env.step([ACTIONS])
+    assert file_of(str(caught.value)).parent == tmp_path / "marl_parallel-replays"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"replay": 0}, ValueError, "replay"),
+        ({"replay": -1}, ValueError, "replay"),
+        ({"replay": True}, TypeError, "replay must be how many steps"),
+        ({"replay": "x"}, TypeError, "replay"),
+        ({"replay": 1.5}, TypeError, "replay"),
+        ({"replay_dir": "somewhere"}, ValueError, "without replay="),
+        ({"replay": 5, "replay_dir": "file"}, ValueError, "no folder can be made there"),
+        ({"replay": 5, "replay_dir": "file/below"}, ValueError, "no folder can be made there"),
+        ({"replay": 5, "replay_dir": "nul\0"}, ValueError, "no folder can be made there"),
+        ({"replay": 5, "replay_dir": 3}, TypeError, "replay_dir must be the path"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(wrong, error, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "notes").mkdir()
+
+    def constructor(env_id: int, seed: int) -> Fragile:
+        return Fragile({}, tmp_path / "notes", env_id=env_id, seed=seed)
+
+    with pytest.raises(error, match=text):
+        ParallelEnv([constructor] * 2, **wrong)
+    assert [*(tmp_path / "notes").iterdir()] == []
+    assert not (tmp_path / "somewhere").exists()
+
+
+def test_make_passes_it_on(tmp_path):
+    with make(Counting, 2, num_workers=1, replay=4, replay_dir=tmp_path) as env:
+        assert getattr(env.runner.pool, "histories", None) is not None
+
+
+@pytest.mark.parametrize(("name", "most"), [("mpe2.simple_spread_v3", 30.0), ("mpe2.simple_speaker_listener_v4", 8.0)])
+def test_pettingzoo_environments(name, most, build, again, tmp_path):
+    """The observations of the failing step, which are in the error, are the same."""
+    make_env = importlib.import_module(name).parallel_env
+
+    def constructor() -> Any:
+        env = make_env(max_cycles=6)
+        step = env.step
+
+        def failing(actions: dict) -> Any:
+            result = step(actions)
+            total = float(sum(np.abs(one).sum() for one in result[0].values()))
+            if total > most:
+                raise RuntimeError(f"overflow at {total!r}")
+            return result
+
+        env.step = failing
+        return env
+
+    env = build([constructor] * 4, APART, on_error="restart", restart_policy=NO_LIMIT, replay=50, replay_dir=tmp_path)
+    reports = play(env, 60)
+    assert reports
+    for report in reports:
+        outcome, printed = again(file_of(report))
+        assert outcome is Outcome.SAME_STEP, printed
+        assert {*re.findall(r"overflow at [\d.]+", printed)} == {*re.findall(r"overflow at [\d.]+", report)}
