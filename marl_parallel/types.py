@@ -5,11 +5,16 @@ Calls out of order raise errors of `gymnasium.error`, bad arguments Python's own
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -214,7 +219,7 @@ class RecyclePolicy:
             raise TypeError(f"max_episodes must be an integer or None, got {episodes!r}")
         if episodes is not None and episodes < 1:
             raise ValueError(f"max_episodes must be at least 1, got {episodes}; None stands for no limit")
-        limits = [getattr(self, field.name) for field in fields(self)]
+        limits = [getattr(self, one.name) for one in fields(self)]
         if all(limit is None for limit in limits):
             raise ValueError("a RecyclePolicy needs a limit, such as RecyclePolicy(max_memory_mb=4000)")
         soft, hard = self.max_memory_mb, self.kill_above_mb
@@ -248,6 +253,49 @@ OnRestart: TypeAlias = Callable[[RestartEvent], object]
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """How long the steps of simulators took: counts, which can be added and subtracted.
+
+    Attributes:
+        counts: How many steps took at least `bounds()[i]` seconds and less than the next bound. The first one also has
+            shorter steps, the last one longer ones.
+
+    Example:
+        >>> times = StepTimes((0,) * 40 + (98, 2) + (0,) * 70)
+        >>> f"{1e3 * times.quantile(0.5):.2f} ms, {1e3 * times.quantile(0.99):.2f} ms"
+        '1.10 ms, 1.34 ms'
+    """
+
+    SIZE: ClassVar[int] = 112
+    counts: tuple[int, ...] = (0,) * SIZE
+
+    @staticmethod
+    def bounds() -> list[float]:
+        """The shortest durations of the counts, in seconds, from 1 us to 224 s; four equal parts of each octave."""
+        return [2.0 ** (place // 4 - 20) * (1 + place % 4 / 4) for place in range(StepTimes.SIZE)]
+
+    @property
+    def total(self) -> int:
+        """The number of steps."""
+        return sum(self.counts)
+
+    def quantile(self, fraction: float) -> float:
+        """The seconds that so many steps did not exceed: 0.5 gives the median, to within 25 %; NaN without a step."""
+        left, bounds = fraction * self.total, [*self.bounds(), 256.0]
+        if not self.total:
+            return math.nan
+        place = next(i for i, upto in enumerate(itertools.accumulate(self.counts)) if upto >= left and upto)
+        before = sum(self.counts[:place])
+        return bounds[place] + (left - before) / self.counts[place] * (bounds[place + 1] - bounds[place])
+
+    def __add__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(tuple(map(operator.add, self.counts, other.counts)))
+
+    def __sub__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(tuple(map(operator.sub, self.counts, other.counts)))
+
+
+@dataclass(frozen=True)
 class WorkerStats:
     """What one worker has done, including the workers that it replaced.
 
@@ -262,6 +310,9 @@ class WorkerStats:
         simulator_s: Seconds inside the simulators.
         transport_s: Seconds spent on reading actions and writing transitions.
         waiting_s: Seconds without work.
+        step_times: How long the steps inside the simulators took.
+        restart_kinds: `restarts` by what led to them: `"exception"`, `"death"` or `"timeout"` of the environment
+            itself, `"neighbour"` for those of another one in its worker process, or `"request"`.
     """
 
     steps: int = 0
@@ -272,6 +323,8 @@ class WorkerStats:
     simulator_s: float = 0.0
     transport_s: float = 0.0
     waiting_s: float = 0.0
+    step_times: StepTimes = StepTimes()
+    restart_kinds: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -284,7 +337,11 @@ class Stats(WorkerStats):
     def of(cls, workers: Iterable[WorkerStats]) -> Stats:
         """The sums of workers' statistics."""
         workers = tuple(workers)
-        sums = {f.name: sum(getattr(worker, f.name) for worker in workers) for f in fields(WorkerStats)}
+        none = WorkerStats()
+        sums = {
+            name: functools.reduce(operator.add, [getattr(worker, name) for worker in workers], getattr(none, name))
+            for name in [one.name for one in fields(WorkerStats)]
+        }
         return cls(**sums, workers=workers)
 
     def __str__(self) -> str:
@@ -298,7 +355,7 @@ class Stats(WorkerStats):
             worker 1  1,200      48         0       0         0        0.000        0.000      0.500
             all       2,400      96         0       0         0        0.261        0.012      0.503
         """
-        names = [field.name for field in fields(WorkerStats)]
+        names = [one.name for one in fields(WorkerStats) if isinstance(getattr(self, one.name), int | float)]
         lines = [["", *(name.replace("_", " ") for name in names)]]
         for label, own in [*((f"worker {i}", own) for i, own in enumerate(self.workers)), ("all", self)]:
             values = [getattr(own, name) for name in names]

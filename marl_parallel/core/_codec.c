@@ -95,6 +95,7 @@ enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
 enum { SOME = 0, ALL_IN_ORDER = 1 };
 enum { NP_FALSE_CODE = 2, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
+#define STEP_TIMES 112 /* `StepTimes.SIZE` */
 
 static PyObject *name_fast, *name_infos, *name_metadata, *time_monotonic, *defaultdict;
 static const char action_mask[] = "action_mask";
@@ -951,9 +952,17 @@ static PyObject *read_actions(const Codec *codec, char *record) {
     return dict;
 }
 
+/* Count a step that took so many seconds, as `duration_place` in `worker_status.py` says. */
+static void count_step(int64_t *times, double seconds) {
+    int64_t bits;
+    memcpy(&bits, &seconds, sizeof bits);
+    int64_t place = (bits >> 50) - ((1023 - 20) << 2); /* the exponent and two bits of the fraction; from 2**-20 s */
+    times[place < 0 ? 0 : place < STEP_TIMES ? place : STEP_TIMES - 1] += 1;
+}
+
 /* Step one environment. `result` is what Python has to go on with: NULL if nothing is left to do or after FAILED. */
-static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t *status, PyObject *is_forked,
-                        PyObject **result) {
+static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t *status, int64_t *times,
+                        PyObject *is_forked, PyObject **result) {
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return FAILED;
@@ -968,7 +977,9 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
     *result = PyObject_CallFunctionObjArgs(PyTuple_GetItem(fast, 0), actions, NULL);
     Py_DECREF(actions);
     if (*PyByteArray_AsString(is_forked)) return *result == NULL ? FAILED : LEFT; /* Python ends this process */
-    codec->inside += monotonic() - began;
+    double seconds = monotonic() - began;
+    codec->inside += seconds;
+    count_step(times, seconds);
     codec->steps += 1;
     running[0] = -running[0];
     if (*result == NULL) return FAILED;
@@ -1008,11 +1019,11 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
 }
 
 PyDoc_STRVAR(run_doc,
-    "run(env_ids, first, episodes, status, is_forked) -> None | (place, letter, value)\n--\n\n"
+    "run(env_ids, first, episodes, status, times, is_forked) -> None | (place, letter, value)\n--\n\n"
     "Step environments with the actions in their records, from the place `first` on, and write their transitions.\n"
     "`episodes` is a dict by environment; the attribute `fast` of an episode is None or three: the simulator's `step`;\n"
     "None, or a function whose result is false if Python has to interpret the step; and whether this result is a\n"
-    "`turn`. `status` is the array of the worker's status.\n"
+    "`turn`. `status` is the array of the worker's status, `times` that of its step times.\n"
     "If a simulator forks, the child has a 1 in the bytearray `is_forked`; there, `run` returns as soon as its step\n"
     "does, and writes nothing.\n\n"
     "Returns None when all are done; else where it stopped, a letter, and a value: \"c\" if the step has to be called,\n"
@@ -1021,11 +1032,16 @@ PyDoc_STRVAR(run_doc,
 
 static PyObject *codec_run(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *episodes, *status, *is_forked;
+    PyObject *env_ids, *episodes, *status, *times, *is_forked;
     Py_ssize_t first;
-    if (!PyArg_ParseTuple(args, "O!nO!O!O!:run", &PyTuple_Type, &env_ids, &first, &PyDict_Type, &episodes,
-                          &PyArray_Type, &status, &PyByteArray_Type, &is_forked))
+    if (!PyArg_ParseTuple(args, "O!nO!O!O!O!:run", &PyTuple_Type, &env_ids, &first, &PyDict_Type, &episodes,
+                          &PyArray_Type, &status, &PyArray_Type, &times, &PyByteArray_Type, &is_forked))
         return NULL;
+    if (PyArray_SIZE((PyArrayObject *)times) != STEP_TIMES) {
+        PyErr_SetString(PyExc_ValueError, "times has another size");
+        return NULL;
+    }
+    int64_t *counts = PyArray_DATA((PyArrayObject *)times);
     int64_t *numbers = PyArray_DATA((PyArrayObject *)status);
     Py_ssize_t size = PyTuple_Size(env_ids);
     for (codec->place = first; codec->place < size; codec->place++) {
@@ -1039,7 +1055,7 @@ static PyObject *codec_run(PyObject *self, PyObject *args) {
         if (fast == NULL) return NULL;
         Outcome outcome = LEFT;
         if (fast != Py_None && PyTuple_CheckExact(fast) && PyTuple_Size(fast) == 3)
-            outcome = step_one(codec, env_id, fast, numbers, is_forked, &result);
+            outcome = step_one(codec, env_id, fast, numbers, counts, is_forked, &result);
         Py_DECREF(fast);
         if (outcome == FAILED) return NULL;
         if (outcome == LEFT && result == NULL) return Py_BuildValue("(nsO)", codec->place, "c", Py_None);

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -115,6 +116,7 @@ class Pool:
         self._errors: list[ParallelEnvError] | None = None  # of environments rebuilt in the present `execute`
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
+        self._counting = threading.RLock()  # held where statistics move from a worker that ends: others may read them
 
     def restart_on_faults(self) -> None:
         """From now on, rebuild environments that fail."""
@@ -566,10 +568,11 @@ class Pool:
         if replaces:
             queue = self._queues[worker]
             queue.requests.clear()
-            queue.past, queue.posted, queue.suspect = self._done_by(worker), 0, None
-            queue.built = queue.share
+            queue.posted, queue.suspect, queue.built = 0, None, queue.share
             queue.preparing.clear()
-            self.backend.replace(worker)
+            with self._counting:
+                queue.past = self._done_by(worker)
+                self.backend.replace(worker)
             self._set_step_all(worker)
             if self.recycler is not None:
                 self.recycler.forget(worker)
@@ -580,7 +583,7 @@ class Pool:
                 )
             if self.tracer is not None:
                 self.tracer.note_replaced(queue.position)
-        payload = {slot.env_id: recovery.rebuild_request(slot) for slot in slots}
+        payload = {slot.env_id: recovery.rebuild_request(slot, error) for slot in slots}
         self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
         self.prepare_again(payload)
         if replaces:
@@ -633,7 +636,7 @@ class Pool:
         payload = {}
         for slot in [self.slots[env_id] for env_id in env_ids]:
             slot.rebuilds += 1
-            slot.restarts += 1
+            slot.restarts["request"] += 1
             payload[slot.env_id] = rebuilder.request(slot, slot.rebuilds)
             slot.fault = slot.latest = slot.saved = slot.masks = None
             slot.acting, slot.alive, slot.over, slot.has_reset = [], [], False, False
@@ -948,8 +951,9 @@ class Pool:
     def _remove(self, worker: int) -> None:
         """Forget a worker that is gone."""
         assert self.recycler is not None
-        done, queue = self._done_by(worker), self._queues.pop(worker)
-        self._past[queue.position] = Stats.of([self._past[queue.position], done])
+        with self._counting:
+            done, queue = self._done_by(worker), self._queues.pop(worker)
+            self._past[queue.position] = Stats.of([self._past[queue.position], done])
         self._for_spares -= sum(request.message in _FOR_SPARES for request, _, _ in queue.requests)
         self.recycler.forget(worker)
 
@@ -964,15 +968,26 @@ class Pool:
         """Counts and times so far, with those of workers that have been replaced."""
         if not self.closed:
             self.backend.look()
-        return Stats.of(map(self._stats_of, range(len(self.shares))))
+        with self._counting:
+            return Stats.of(map(self._stats_of, range(len(self.shares))))
 
     def _stats_of(self, position: int) -> WorkerStats:
-        workers = [worker for worker, queue in self._queues.items() if queue.position == position]
+        workers = [worker for worker, queue in [*self._queues.items()] if queue.position == position]
         done = Stats.of([self._past[position], *map(self._done_by, workers)])
         slots = [self.slots[env_id] for env_id in self.shares[position]]
-        restarts, faults = sum(slot.restarts for slot in slots), sum(slot.counted_faults for slot in slots)
-        times = done.simulator_s, done.transport_s, done.waiting_s
-        return WorkerStats(done.steps, done.resets, restarts, faults, sum(slot.recycled for slot in slots), *times)
+        kinds = sum([slot.restarts for slot in slots], Counter())
+        faults, recycled = sum(slot.counted_faults for slot in slots), sum(slot.recycled for slot in slots)
+        times = done.simulator_s, done.transport_s, done.waiting_s, done.step_times
+        return WorkerStats(done.steps, done.resets, kinds.total(), faults, recycled, *times, kinds)
+
+    def memory(self) -> list[int | None]:
+        """Bytes of memory of each worker and what its simulators have started; None if that is not known."""
+        found: list[int | None] = [None] * len(self.shares)
+        for worker, queue in [*self._queues.items()]:
+            nbytes = None if self.closed else self.backend.memory(worker)
+            if nbytes is not None:
+                found[queue.position] = nbytes + (found[queue.position] or 0)
+        return found
 
     def _done_by(self, worker: int) -> WorkerStats:
         """The steps, resets and seconds of a worker and those that it has replaced after faults."""

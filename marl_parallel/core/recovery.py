@@ -25,7 +25,15 @@ from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.reports import first_line, logger
 from marl_parallel.core.slots import Fault, Slot, Snapshot
 from marl_parallel.core.worker_status import Activity, Running
-from marl_parallel.types import OnRestart, ParallelEnvError, RestartEvent, RestartLimitExceeded, RestartPolicy
+from marl_parallel.types import (
+    EnvError,
+    OnRestart,
+    ParallelEnvError,
+    RestartEvent,
+    RestartLimitExceeded,
+    RestartPolicy,
+    WorkerTimeout,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +70,7 @@ class Recovery:
         for env_id, rebuild in rebuilds.items():
             kind: Literal["fault", "neighbour"] = "fault" if env_id in error.env_ids else "neighbour"
             slot = self.slots[env_id]
-            event = RestartEvent(env_id, slot.worker, kind, error, rebuild.plan.seeds[env_id], slot.restarts)
+            event = RestartEvent(env_id, slot.worker, kind, error, rebuild.plan.seeds[env_id], slot.restarts.total())
             try:
                 self.on_restart(event)
             except Exception:
@@ -129,10 +137,10 @@ class Recovery:
             fault = fault._replace(dicts=dicts, report=report)
         slot.fault = fault._replace(next_result=None)
 
-    def rebuild_request(self, slot: Slot) -> Rebuild:
+    def rebuild_request(self, slot: Slot, error: ParallelEnvError) -> Rebuild:
         """The request to rebuild an environment after a fault; counts the restart."""
         slot.rebuilds += 1
-        slot.restarts += 1
+        slot.restarts[_kind_of(error) if slot.env_id in error.env_ids else "neighbour"] += 1
         request = self.request(slot, slot.rebuilds)
         keywords = slot.reset_keywords
         if slot.options:
@@ -203,3 +211,10 @@ class Recovery:
         if slot.fault.interrupted is None and not slot.has_reset:
             return False
         return slot.fault.interrupted is Message.RESET or self.plan.mode is AutoresetMode.SAME_STEP
+
+
+def _kind_of(error: ParallelEnvError) -> str:
+    """The kind of a fault in `WorkerStats.restart_kinds`."""
+    if isinstance(error, EnvError):
+        return "exception"
+    return "timeout" if isinstance(error, WorkerTimeout) else "death"

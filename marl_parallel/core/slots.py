@@ -7,7 +7,7 @@ has not begun a request, the request's own timeout runs from when the worker was
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class Slot:
 
     fault: Fault | None = None  # that is not reported yet
     rebuilds: int = 0  # how often the environment has been constructed again, for whatever reason
-    restarts: int = 0  # how often after a fault, or on request
+    restarts: Counter[str] = field(default_factory=Counter)  # after faults and on request, by `restart_kinds`
     recycled: int = 0  # how often it has been replaced by a spare
     counted_faults: int = 0  # those that count against it
     recent_faults: deque[float] = field(default_factory=deque)  # when the latest of these were

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class EpisodeStatistics:
         finished: The episodes that ended in the latest step; the runner makes it empty before each.
         ended: By environment, how many episodes have ended.
         in_infos: Whether infos have the statistics of each agent whose part of the episode has ended.
+        listeners: Called with each episode that has ended.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class EpisodeStatistics:
     ) -> None:
         self.finished: list[FinishedEpisode] = []
         self.ended = [0] * num_envs
+        self.listeners: list[Callable[[FinishedEpisode], None]] = []
         self.in_infos = in_infos
         self._agents, self._mode = [*agents], mode
         self._places = {agent: place for place, agent in enumerate(agents)}
@@ -126,7 +128,10 @@ class EpisodeStatistics:
         """Note the end of an episode; the next one begins in the same step, or with a reset."""
         self.ended[env_id] += 1
         returns, lengths = self._sums(env_id, totals)
-        self.finished.append(FinishedEpisode(env_id, returns, lengths, int(totals[-1]), terminated, truncated))
+        episode = FinishedEpisode(env_id, returns, lengths, int(totals[-1]), terminated, truncated)
+        self.finished.append(episode)
+        for listener in self.listeners:
+            listener(episode)
         self._reset(env_id, -1 if self._mode is AutoresetMode.NEXT_STEP else 0)
 
     def _sums(self, env_id: int, totals: Sequence[float]) -> tuple[dict[AgentID, Any], dict[AgentID, int]]:

@@ -23,7 +23,7 @@ from weakref import WeakSet
 import numpy as np
 
 from marl_parallel.core.exclusive import end_returning_copy
-from marl_parallel.types import WorkerStats
+from marl_parallel.types import StepTimes, WorkerStats
 
 
 class Activity(IntEnum):
@@ -42,6 +42,9 @@ class Activity(IntEnum):
         return "start" if self in (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE) else "step"
 
 
+_STEP = int(Activity.STEP)
+
+
 class Running(NamedTuple):
     """An environment in the middle of something."""
 
@@ -56,15 +59,25 @@ class Running(NamedTuple):
 # `_ENV` is an environment's number plus one while its simulator runs, minus that from when it returns until the next
 # one's runs, that plus `_SETTLED` when the request has been carried out, and 0 before anything has started.
 _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _BUSY, _WAITING, _PARTS, _ENDED = range(9)
+# The counts of `StepTimes` follow.
 _RUNNING = struct.Struct("=qqd")
 _SUMS = struct.Struct(f"=3dq{len(Activity)}q")
 _SETTLED = 1 << 40
+_TIMES = 16
+_SECONDS, _BITS = struct.Struct("=d"), struct.Struct("=q")
+
+
+def duration_place(seconds: float) -> int:
+    """The place of a duration in the counts of `StepTimes`; compiled code computes the same."""
+    (bits,) = _BITS.unpack(_SECONDS.pack(seconds))
+    place = (bits >> 50) - ((1023 - 20) << 2)  # the exponent and two bits of the fraction; from 2**-20 s
+    return int(min(max(place, 0), StepTimes.SIZE - 1))
 
 
 class WorkerStatus:
     """A worker's status, over a buffer of `NBYTES` zeroed bytes, aligned to 8, that worker and parent share."""
 
-    NBYTES = 128
+    NBYTES = 8 * (_TIMES + StepTimes.SIZE)
 
     def __init__(self, buffer: Any) -> None:
         view = memoryview(buffer).cast("B")[: self.NBYTES]
@@ -73,8 +86,9 @@ class WorkerStatus:
         self._entered = self._inside = self._busy = self._waited = 0.0
         self._parts = 0
         self._ended = [0] * len(Activity)
-        # For compiled code: the numbers; and a flag that is set in a forked child, where they must not be written.
-        self.for_codec = np.frombuffer(view, np.int64), bytearray(1)
+        # For compiled code: numbers, step times, and a flag that is set in a forked child, which must not write them.
+        numbers = np.frombuffer(view, np.int64)
+        self.for_codec = numbers, numbers[_TIMES:], bytearray(1)
         _of_this_process.add(self)
 
     # -- written by the worker ---------------------------------------------------------------------------------------
@@ -85,10 +99,13 @@ class WorkerStatus:
 
     def leave(self) -> None:
         """Note that the simulator has returned, or raised; `end_request` writes sums and counts."""
-        self._inside += time.monotonic() - self._entered
+        seconds = time.monotonic() - self._entered
+        self._inside += seconds
         ints = self._ints
         ints[0] = -ints[0]
         self._ended[ints[1]] += 1
+        if ints[1] == _STEP:
+            ints[_TIMES + duration_place(seconds)] += 1
 
     def add_steps(self, seconds: float, steps: int) -> None:
         """Add steps for which compiled code has written what `enter` and `leave` do."""
@@ -176,7 +193,10 @@ class WorkerStatus:
     def stats(self) -> WorkerStats:
         ints, (inside, busy, waited) = self._ints, self._floats[_SIMULATOR:_PARTS]
         steps, resets = ints[_ENDED + Activity.STEP], ints[_ENDED + Activity.RESET]
-        return WorkerStats(steps, resets, simulator_s=inside, transport_s=max(busy - inside, 0.0), waiting_s=waited)
+        return WorkerStats(
+            steps, resets, simulator_s=inside, transport_s=max(busy - inside, 0.0), waiting_s=waited,
+            step_times=StepTimes(tuple(ints[_TIMES:].tolist())),
+        )  # fmt: skip
 
 
 _of_this_process: WeakSet[WorkerStatus] = WeakSet()
@@ -189,7 +209,7 @@ def _guard_in_forked_child() -> None:
     """
     for status in list(_of_this_process):
         vars(status).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
-        status.for_codec[1][0] = 1
+        status.for_codec[-1][0] = 1
     _of_this_process.clear()
 
 
