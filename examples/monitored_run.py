@@ -2,8 +2,8 @@
 
     python examples/monitored_run.py
 
-It needs `pip install -e ".[mpe,monitoring]"`, prints the address of the metrics, and runs until Ctrl-C. `docs/monitoring.md`
-says how Prometheus and Grafana read them; `examples/grafana.json` is a dashboard.
+It needs `pip install -e ".[mpe,monitoring]"`, prints the address of the metrics, and runs until Ctrl-C.
+`docs/monitoring.md` says how Prometheus and Grafana read them; `examples/grafana.json` is a dashboard.
 """
 
 import argparse

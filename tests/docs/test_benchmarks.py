@@ -458,3 +458,13 @@ def test_calibration_of_microseconds(synthetic):
         env.step({})
         took.append(time.perf_counter() - begun)
     assert 0.5e-3 < np.median(took) < 2e-3
+
+
+@pytest.mark.rest
+def test_soak(tmp_path):
+    result = run("soak.py", "--hours", "0.02", "--output", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "soak.json").read_text())
+    assert (report["mismatches"], report["hangs"], report["processes left"]) == (0, 0, 0)
+    assert report["faults"] > 0
+    assert report["recycled"] > 0
