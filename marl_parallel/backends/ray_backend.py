@@ -39,10 +39,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from marl_parallel.backends.ray_worker import ProcessInfo, RayNodeMonitor, RayWorker, unpack
-from marl_parallel.core.backend import Backend, usable_cpus
+from marl_parallel.core.backend import GENERATIONS, Backend, usable_cpus
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.records import WITH_ACTIONS, RecordSlices
+from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordSlices
 from marl_parallel.core.reports import logger
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.types import ParallelEnvError
@@ -72,8 +72,9 @@ class Pending(NamedTuple):
 class Actor:
     """The driver's state of one worker."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, *, spare: bool = False) -> None:
         self.handle = handle
+        self.spare = spare  # whether it was started beside the others, so that the batch goes on if it cannot start
         # References to its `ProcessInfo`, then to its node monitor's reply; None once it has started.
         self.starting = handle.process_info.remote()
         self.since = time.monotonic()  # when it was requested, or the first one that it replaces and never started
@@ -84,6 +85,8 @@ class Actor:
         self.sent = 0  # how many orders were sent
         self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES))  # as of the latest result or `look`
         self.clock_offset = 0.0  # this machine's clock minus its own, in seconds, at most
+        self.memory: int | None = None  # bytes
+        self.memory_asked: Any = None  # reference to the monitor's next answer
         self.closed = False  # whether it has closed its environments
 
     def update(self, status: bytes, now: float) -> None:
@@ -125,6 +128,8 @@ class RayBackend(Backend):
         4
     """
 
+    has_spares = True
+
     def __init__(
         self,
         address: str | None = None,
@@ -153,7 +158,12 @@ class RayBackend(Backend):
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._disconnect: weakref.finalize[..., Any] | None = None
         self._group: PlacementGroup | None = None
-        self._actors: list[Actor] = []
+        self._actors: dict[int, Actor] = {}  # by worker
+        self._shares: dict[int, Sequence[int]] = {}
+        self._first: list[range] = []  # the shares at the start; each has a bundle of the placement group
+        self._added: set[int] = set()  # workers that have been started beside others
+        self._owners: dict[int, int] = {}  # the worker that has written an environment's record last
+        self._ends: list[Any] = []  # references of ends that nobody has waited for
         self._slices: RecordSlices | None = None
         self._lost: list[tuple[int, Reply | Lost]] = []
         self._interrupted = False
@@ -174,7 +184,7 @@ class RayBackend(Backend):
         return self._disconnect is not None
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares = shares
+        self._first, self._shares = [*shares], dict(enumerate(shares))
         self._connect(start=True)
         if _connection.own_cluster:
             self._resources = {_SLOT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
@@ -192,8 +202,9 @@ class RayBackend(Backend):
                     )
             for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
                 _monitor_of(node, self._runtime_env)  # so that it starts at the same time as the workers
-            self._actors = [self._new_actor(worker) for worker in range(len(shares))]
-            self.statuses = [actor.status for actor in self._actors]
+            self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(GENERATIONS * count)]
+            for worker in self._shares:
+                self._set_actor(worker)
             # All workers are up before the first request, so that no constructor's time runs before it can begin.
             for worker, lost in self.wait():
                 assert isinstance(lost, Lost)
@@ -202,28 +213,72 @@ class RayBackend(Backend):
             self.stop(0.0)
             raise
 
-    def _new_actor(self, worker: int) -> Actor:
+    def _set_actor(self, worker: int, *, spare: bool = False) -> Actor:
+        """Start the actor of a worker.
+
+        One beside the first ones takes no CPUs: its bundle has those of the worker that it will replace. Other
+        resources cannot be shared, so with those it is placed anywhere.
+        """
         resources = dict(self._resources)
+        bundle = next(place for place, first in enumerate(self._first) if self._shares[worker][0] in first)
+        strategy: Any = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        if worker in self._added:
+            resources.pop("CPU", None)
+            resources.pop(_SLOT, None)
+            if resources:
+                strategy = "DEFAULT"
         actor = ray.remote(RayWorker).options(
             num_cpus=resources.pop("CPU", 0),
             num_gpus=resources.pop("GPU", 0),
             resources=resources,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=worker),
+            scheduling_strategy=strategy,
             runtime_env=self._runtime_env,
             max_restarts=0,
         )
         path = [*map(os.path.abspath, sys.path)]
-        return Actor(actor.remote(self._shares[worker], self._num_threads, self._token, path))
+        handle = actor.remote(self._shares[worker], self._num_threads, self._token, path)
+        self._actors[worker] = new = Actor(handle, spare=spare)
+        self.statuses[worker] = new.status
+        return new
 
     def replace(self, worker: int) -> None:
         if self._group is None or not ray.is_initialized():
             return  # closed meanwhile by a signal handler
         old = self._actors[worker]
-        _end([old])
-        self._actors[worker] = new = self._new_actor(worker)
+        for end in _kill([old]):
+            _monitor_result(end)
+        new = self._set_actor(worker)
         if old.starting is not None:
             new.since = old.since
-        self.statuses[worker] = new.status
+
+    def add(self, worker: int, share: Sequence[int]) -> None:
+        if self._group is None or not ray.is_initialized():
+            return  # likewise
+        self._shares[worker] = share
+        self._added.add(worker)
+        self._set_actor(worker, spare=True)
+
+    def remove(self, worker: int, *, kill: bool) -> bool:
+        if worker not in self._actors:
+            return True
+        if not kill and not self._actors[worker].closed:
+            return False
+        actor = self._actors.pop(worker)
+        del self._shares[worker]
+        if ray.is_initialized():
+            self._ends += _kill([actor])
+        return True
+
+    def memory(self, worker: int) -> int | None:
+        """As of the last call, so that nobody waits for a machine; but the first call for an actor waits."""
+        actor = self._actors.get(worker)
+        if actor is None or actor.monitor is None or not ray.is_initialized():
+            return None
+        if actor.memory_asked is None or ray.wait([actor.memory_asked], timeout=0)[0]:
+            ref = actor.memory_asked or actor.monitor.memory.remote(actor.key)
+            actor.memory = _monitor_result(ref)
+            actor.memory_asked = actor.monitor.memory.remote(actor.key)
+        return actor.memory
 
     def allocate(self, layout: Layout) -> Any:
         block = mmap.mmap(-1, layout.nbytes)
@@ -246,6 +301,8 @@ class RayBackend(Backend):
         if request.message is Message.CLOSE and actor.monitor is not None:
             actor.monitor.discard.remote(actor.key)
         env_ids = self._env_ids(worker, request)
+        if request.message in WITH_RESULTS:
+            self._owners.update(dict.fromkeys(env_ids, worker))
         # One order for each environment if each gets a reply of its own as soon as it is done, else one for all.
         parts = [request._replace(env_ids=(env_id,)) for env_id in env_ids] if request.each else [request]
         for place, part in enumerate(parts, 1):
@@ -265,7 +322,7 @@ class RayBackend(Backend):
         replies, self._lost = self._lost, []
         while not self._interrupted and not any(isinstance(reply, Lost) for _, reply in replies):
             expected = {}  # the worker of each reference to a next result
-            for worker, actor in enumerate(self._actors):
+            for worker, actor in self._actors.items():
                 if actor.starting is not None:
                     expected[actor.starting] = worker
                 elif actor.pending:
@@ -281,19 +338,23 @@ class RayBackend(Backend):
                 break
             if results:
                 continue
-            for worker, actor in enumerate(self._actors):  # all others would wait for one that never starts
+            for worker, actor in self._actors.items():  # all others would wait for one that never starts
                 if actor.starting is not None and time.monotonic() - actor.since > self._placement_timeout:
-                    raise ParallelEnvError(
-                        f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
-                        f"{self._placement_timeout:g} s: {_shortage(self._resources, 1)}. Add nodes, or raise "
-                        "RayBackend(placement_timeout=)",
-                        env_ids=[*self._shares[worker]],
-                        worker=worker,
-                    )
+                    text = self._never_started(worker)
+                    if not actor.spare:
+                        raise ParallelEnvError(text, env_ids=[*self._shares[worker]], worker=worker)
+                    replies.append((worker, Lost(None, "", text)))
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
             self.look()
         return replies
+
+    def _never_started(self, worker: int, reason: str = "") -> str:
+        return (
+            f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
+            f"{self._placement_timeout:g} s: {reason or _shortage(self._resources, 1)}. Add nodes, or raise "
+            "RayBackend(placement_timeout=)"
+        )
 
     def _receive(self, worker: int, packed: Any) -> list[Reply | Lost]:
         """The replies of a worker, from its result or from Ray's error in its place."""
@@ -339,7 +400,7 @@ class RayBackend(Backend):
         if now - self._statuses_read < _STATUS_INTERVAL_S:
             return
         self._statuses_read = now
-        busy = {actor.key: actor for actor in self._actors if actor.pending}
+        busy = {actor.key: actor for actor in self._actors.values() if actor.pending}
         for ref in [monitor.statuses.remote(keys) for monitor, keys in _by_monitor(busy.values()).items()]:
             moment, statuses = _monitor_result(ref) or (0.0, {})
             for key, status in statuses.items():
@@ -357,11 +418,12 @@ class RayBackend(Backend):
 
     def _fetch_last_state(self, worker: int, *, kill: bool) -> tuple[list[Reply], Lost]:
         """Copy the records of a dead worker; returns its replies that have not arrived, and how it died."""
-        actor, slices, share = self._actors[worker], self._slices, self._shares[worker]
-        span = (0, 0) if slices is None else slices.places(share)
+        actor, slices = self._actors[worker], self._slices
+        share = [env_id for env_id in self._shares[worker] if self._owners.get(env_id) == worker]
+        places = [] if slices is None else [slices.place(env_id) for env_id in share]
         last_state = None
         if actor.monitor is not None:
-            last_state = _monitor_result(actor.monitor.last_state.remote(actor.key, span, kill=kill))
+            last_state = _monitor_result(actor.monitor.last_state.remote(actor.key, places, kill=kill))
         if last_state is None:
             return [], Lost(None, "")
         status, records, saved, lost = last_state
@@ -383,6 +445,14 @@ class RayBackend(Backend):
                 _connection.monitors = {key: one for key, one in monitors.items() if one is not actor.monitor}
             self._note_start(worker, watched=False)
             return []
+        if actor.starting is not None and self._slices is not None and not actor.spare:
+            # It has not begun, so this is no fault of its environments. Ray may not know yet that a machine is gone.
+            if time.monotonic() - actor.since > self._placement_timeout:
+                why = self._never_started(worker, reason)
+                raise ParallelEnvError(why, env_ids=[*self._shares[worker]], worker=worker)
+            self.replace(worker)
+            self._actors[worker].waiting = actor.waiting
+            return []
         replies, lost = self._fetch_last_state(worker, kill=False)
         if actor.starting is not None:
             reason = text
@@ -392,13 +462,14 @@ class RayBackend(Backend):
         return [*replies, lost._replace(reason="" if reason == _PROCESS_DIED else reason)]
 
     def stop(self, timeout: float) -> list[int]:
-        actors, self._actors = self._actors, []
+        actors, self._actors = [*self._actors.values()], {}
         group, self._group = self._group, None
         if ray.is_initialized():
             ends = [actor.handle.__ray_terminate__.remote() for actor in actors if actor.closed]
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=timeout)
-            _end(actors)
+            for end in [*self._ends, *_kill(actors)]:
+                _monitor_result(end)
             if group is not None:
                 remove_placement_group(group)
         if self._disconnect is not None:
@@ -437,13 +508,12 @@ def _monitor_result(ref: Any) -> Any:
     return None if isinstance(result, RayError) else result
 
 
-def _end(actors: Sequence[Actor]) -> None:
-    """Kill workers, whatever they are doing, with all processes that they have started."""
+def _kill(actors: Sequence[Actor]) -> list[Any]:
+    """Kill workers, whatever they are doing; returns references to the ends of all processes that they have started."""
     ends = [monitor.end.remote(keys) for monitor, keys in _by_monitor(actors).items()]
     for actor in actors:
         ray.kill(actor.handle)
-    for end in ends:
-        _monitor_result(end)
+    return ends
 
 
 def _by_monitor(actors: Iterable[Actor]) -> dict[Any, list[int]]:

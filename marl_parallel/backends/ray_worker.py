@@ -239,6 +239,9 @@ class RayNodeMonitor:
         """`time.monotonic` on this machine, and the status of workers."""
         return time.monotonic(), {key: bytes(self._workers[key].status) for key in keys}
 
+    def memory(self, key: int) -> int | None:
+        return descendants.memory_of(self._workers[key].pid)
+
     def discard(self, key: int) -> None:
         """Have a worker skip what it has not begun yet."""
         WorkerStatus(self._workers[key].status).discard()
@@ -247,17 +250,17 @@ class RayNodeMonitor:
         return self._workers[key].crash.stack(self._workers[key].pid, harmless=harmless)
 
     def last_state(
-        self, key: int, span: tuple[int, int], *, kill: bool
+        self, key: int, places: Iterable[tuple[int, int]], *, kill: bool
     ) -> tuple[bytes, bytes, list[tuple[int, Reply]], Lost]:
-        """The state of a worker that is dead, dying or to be killed; its records lie at `span` in the block.
+        """The state of a worker that is dead, dying or to be killed; its records lie at these places in the block.
 
         Returns its status, its whole records, its saved replies with the numbers of their orders, and how it died.
         """
-        worker, (start, stop) = self._workers[key], span
+        worker = self._workers[key]
         if kill:
             worker.kill()
         wait([worker.handle], _DEATH_TIMEOUT_S)
-        records = os.pread(worker.files.block, stop - start, start)
+        records = b"".join([os.pread(worker.files.block, stop - start, start) for start, stop in places])
         replies = os.pread(worker.files.replies, os.fstat(worker.files.replies).st_size, 0)
         lost = Lost(exitcode_of(worker.handle), worker.crash.text())
         return bytes(worker.status), records, saved_replies(replies), lost

@@ -405,9 +405,9 @@ class RecordSlices:
         start = self._layout.transition_header
         self._records[_rows(env_ids), start : start + slices.shape[1]] = slices
 
-    def places(self, env_ids: range) -> tuple[int, int]:
-        """The first and last offset of neighbouring records in a block, in bytes."""
-        return env_ids.start * self._layout.stride, env_ids.stop * self._layout.stride
+    def place(self, env_id: int) -> tuple[int, int]:
+        """The first and last offset of a record in a block, in bytes."""
+        return env_id * self._layout.stride, (env_id + 1) * self._layout.stride
 
     def put_records(self, env_ids: Sequence[int], records: bytes) -> None:
         """Write the results out of whole records."""
