@@ -7,7 +7,6 @@ It needs `pip install matplotlib`, a Prometheus server, and a run that it reads,
 
 import argparse
 import json
-import re
 import time
 import urllib.parse
 import urllib.request
@@ -33,7 +32,9 @@ def curves(target):
     with urllib.request.urlopen(f"{args.server}/api/v1/query_range?{urllib.parse.urlencode(question)}") as answer:
         found = json.load(answer)["data"]["result"]
     for series in found:
-        label = re.sub(r"{{(\w+)}}", lambda name, of=series: of["metric"].get(name[1], ""), target["legendFormat"])
+        label = target["legendFormat"]
+        for name, value in series["metric"].items():
+            label = label.replace(f"{{{{{name}}}}}", value)
         times, values = zip(*series["values"])
         yield label, [(moment - end) / 60 for moment in times], [float(value) for value in values]
 

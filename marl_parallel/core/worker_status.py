@@ -55,10 +55,10 @@ class Running(NamedTuple):
 
 
 # Numbers of 8 bytes: what is running and since when; whether requests are discarded; then what `_SUMS` packs: seconds
-# in simulators, at work and waiting, the number of parts of requests started, and how often each activity has ended.
+# in simulators, in transport and waiting, the number of parts of requests started, and how often each activity has ended.
 # `_ENV` is an environment's number plus one while its simulator runs, minus that from when it returns until the next
 # one's runs, that plus `_SETTLED` when the request has been carried out, and 0 before anything has started.
-_ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _BUSY, _WAITING, _PARTS, _ENDED = range(9)
+_ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _TRANSPORT, _WAITING, _PARTS, _ENDED = range(9)
 # The counts of `StepTimes` follow.
 _RUNNING = struct.Struct("=qqd")
 _SUMS = struct.Struct(f"=3dq{len(Activity)}q")
@@ -83,7 +83,7 @@ class WorkerStatus:
         view = memoryview(buffer).cast("B")[: self.NBYTES]
         self._view, self._ints, self._floats = view, view.cast("q"), view.cast("d")
         self._changed = time.monotonic()  # when the worker last began or finished a request
-        self._entered = self._inside = self._busy = self._waited = 0.0
+        self._entered = self._inside = self._busy = self._transport = self._waited = 0.0
         self._parts = 0
         self._ended = [0] * len(Activity)
         # For compiled code: numbers, step times, and a flag that is set in a forked child, which must not write them.
@@ -138,7 +138,8 @@ class WorkerStatus:
         if (env := ints[0]) < 0:
             ints[0] = _SETTLED - env
         self._busy += now - self._changed
-        sums = (self._inside, self._busy, self._waited, self._parts, *self._ended)
+        self._transport = max(self._transport, self._busy - self._inside)  # no sum ever decreases
+        sums = (self._inside, self._transport, self._waited, self._parts, *self._ended)
         _SUMS.pack_into(self._view, 8 * _SIMULATOR, *sums)
         self._changed = now
         return now
@@ -191,10 +192,10 @@ class WorkerStatus:
 
     @property
     def stats(self) -> WorkerStats:
-        ints, (inside, busy, waited) = self._ints, self._floats[_SIMULATOR:_PARTS]
+        ints, (inside, transport, waited) = self._ints, self._floats[_SIMULATOR:_PARTS]
         steps, resets = ints[_ENDED + Activity.STEP], ints[_ENDED + Activity.RESET]
         return WorkerStats(
-            steps, resets, simulator_s=inside, transport_s=max(busy - inside, 0.0), waiting_s=waited,
+            steps, resets, simulator_s=inside, transport_s=transport, waiting_s=waited,
             step_times=StepTimes(tuple(ints[_TIMES:].tolist())),
         )  # fmt: skip
 

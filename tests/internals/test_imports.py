@@ -20,7 +20,7 @@ LEVELS = [
     {"backends", "arguments", "planning"},
     {"runner"},
     {"parallel_env"},
-    {"recording", "vector", "wrappers"},
+    {"monitoring", "recording", "vector", "wrappers"},
     {"rollout", "making"},
     {"marl_parallel"},
     {"cli"},

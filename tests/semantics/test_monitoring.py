@@ -384,7 +384,7 @@ def test_metrics_while_a_step_hangs(build):
 
 def test_counts_never_decrease(build):
     """While workers die and are recycled, another thread reads."""
-    fates = {(i, n): Fate("os._exit", "step", 5 + 3 * i + n) for i in range(4) for n in range(3)}
+    fates = {(i, n): Fate("os._exit", "step", 5 + 3 * i + n) for i in range(4) for n in range(2)}
     env = build(
         [crashing(Rewarding, fates)] * 4, APART, on_error="restart",
         restart_policy=RestartPolicy(rate_limit=None), recycle=RecyclePolicy(max_episodes=3),
@@ -408,15 +408,15 @@ def test_counts_never_decrease(build):
         reader = threading.Thread(target=read)
         reader.start()
         env.reset()
-        play(env, 300)
+        play(env, 120)
         over.set()
         reader.join()
     assert not errors
-    assert env.stats().recycled > 4
-    assert env.stats().restart_kinds["death"] > 2
+    assert env.stats().recycled > 10
+    assert env.stats().restart_kinds["death"] >= 2
     assert len(readings) > 20
     for earlier, later in itertools.pairwise(readings):
-        assert all(later[key] >= number for key, number in earlier.items())
+        assert not {key: (number, later[key]) for key, number in earlier.items() if later[key] < number}
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -489,7 +489,7 @@ def test_dashboard_and_table_name_all_metrics(build):
 
 
 def test_monitored_run():
-    command = [sys.executable, "examples/monitored_run.py", "--seconds", "6", "--port", "0", "--fault-every", "400"]
+    command = [sys.executable, "examples/monitored_run.py", "--seconds", "4", "--port", "0", "--fault-every", "400"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("http://127.0.0.1:")
