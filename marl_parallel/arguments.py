@@ -192,6 +192,17 @@ def checked_callback(on_restart: Any, restarts: bool) -> OnRestart | None:
     return callback
 
 
+def check_isolate_rng(isolate_rng: Any, backend: Backend) -> None:
+    """Raise for anything but True or False, and for True where workers use the same generators at once."""
+    if not isinstance(isolate_rng, bool):
+        raise TypeError(f"isolate_rng must be True or False, got {isolate_rng!r}")
+    if isolate_rng and not backend.can_isolate_rng:
+        raise ValueError(
+            "isolate_rng=True is impossible with threads, which use the generators of this process at the same time: "
+            'pass backend="process" or "serial"'
+        )
+
+
 def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: Backend) -> int:
     """The number of workers: at most one for each environment, and by default one for each CPU."""
     workers = None if num_workers is None else min(checked_integer(num_workers, "num_workers"), num_envs)

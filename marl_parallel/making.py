@@ -76,6 +76,7 @@ class ParallelEnvArguments(TypedDict, total=False):
     recycle: RecyclePolicy | None
     replay: int | None
     replay_dir: str | os.PathLike[str] | None
+    isolate_rng: bool
 
 
 _CONSTRUCTOR_NAMES = ("parallel_env", "env", "raw_env")  # in a module, in this order

@@ -178,6 +178,9 @@ class ParallelEnv:
             error then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. None for no
             files. See `docs/faults.md`.
         replay_dir: Folder of these files, made if it is missing; None for `marl_parallel-replays` in the current one.
+        isolate_rng: True for simulators that draw from `random`, `numpy.random` or torch's generator instead of one of
+            their own: each environment gets states of its own, so that results do not depend on the number of
+            workers. Not with `backend="thread"`. See `docs/seeding.md`.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -238,6 +241,7 @@ class ParallelEnv:
         recycle: RecyclePolicy | None = None,
         replay: int | None = None,
         replay_dir: str | os.PathLike[str] | None = None,
+        isolate_rng: bool = False,
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors)
         mode = arguments.autoreset_mode(auto_reset)
@@ -268,7 +272,7 @@ class ParallelEnv:
                 "seed": base, "adapter": adapter, "shared_memory": shared_memory, "copy": copy, "context": context,
                 "check_actions": check_actions, "reset_timeout": reset_timeout, "start_timeout": start_timeout,
                 "step_timeout": min(limits.step or math.inf, planning.STEP_TIMEOUT_S),
-                "worker_threads": worker_threads, "wait": wait,
+                "worker_threads": worker_threads, "wait": wait, "isolate_rng": isolate_rng,
             }  # fmt: skip
 
             def open_env(workers: int) -> ParallelEnv:
@@ -277,6 +281,7 @@ class ParallelEnv:
             self.plan = planning.plan(open_env, len(constructors), can_be_serial=not needs_processes)
             backend = self.plan["arguments"]["backend"]
         opened = open_backend(backend, context=context, worker_threads=worker_threads, wait=wait)
+        arguments.check_isolate_rng(isolate_rng, opened)
         if unenforced and not opened.enforces_timeouts:
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
@@ -306,7 +311,7 @@ class ParallelEnv:
             began = time.monotonic()
             local_modules: list[ModuleType] = []
             described, plan, built = construct(
-                pool, constructors, seeds, mode, adapter, restarts, kept is not None, local_modules
+                pool, constructors, seeds, mode, adapter, restarts, kept is not None, isolate_rng, local_modules
             )
             schema = common_schema(described)
             layout = Layout(schema, len(seeds), arrays=shared_memory)

@@ -94,6 +94,8 @@ class SerialBackend(_LocalBackend):
 class ThreadBackend(_LocalBackend):
     """One thread for each worker, a queue to each and one queue back."""
 
+    can_isolate_rng = False
+
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         super().start(shares, most_requests)
         self._requests: list[SimpleQueue[Request | None]] = [SimpleQueue() for _ in shares]

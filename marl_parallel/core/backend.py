@@ -70,6 +70,7 @@ class Backend(ABC):
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
         has_spares: Whether `add` can start workers after `start`; their numbers are less than `GENERATIONS` times
             the number of the first ones.
+        can_isolate_rng: Whether environments of different workers do not use the same process-wide generators at once.
         keeps_logs: Whether what workers write to stdout and stderr can go to files.
         log_dir: The folder of these files, set before `start`; None for the output of this program.
     """
@@ -79,6 +80,7 @@ class Backend(ABC):
     side_by_side: ClassVar[bool] = True
     shares_memory: ClassVar[bool] = False
     has_spares: ClassVar[bool] = False
+    can_isolate_rng: ClassVar[bool] = True
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
     statuses: list[WorkerStatus]

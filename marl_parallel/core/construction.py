@@ -172,6 +172,7 @@ def construct(
     adapter: str | Constructor | None,
     restarts: bool,
     derived_seeds: bool,
+    isolate_rng: bool,
     local_modules: list[ModuleType],
 ) -> tuple[list[Schema], Plan, dict[int, Built]]:
     """Build all environments in their workers; returns their descriptions, the plan of all, and the results by env id.
@@ -189,7 +190,7 @@ def construct(
         how_adapted = pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
         plan = Plan(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
-            derived_seeds=derived_seeds, registrations=registrations,
+            derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
         )  # fmt: skip
         requests = {}
         for worker, share in enumerate(pool.shares):

@@ -105,6 +105,7 @@ class Plan(NamedTuple):
     traced: bool = False  # whether the worker begins to trace, if it does not do so yet
     rebuilds: int = 0  # how often these environments have been rebuilt
     described: bytes = b""  # the pickled `Schema` of all environments, for those that are rebuilt
+    isolate_rng: bool = False  # whether each environment has process-wide generators of its own
     derived_seeds: bool = False  # whether resets without a seed get a derived one, see `episode.derived_seed`
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import random
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +35,7 @@ from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
+from marl_parallel.core.generators import GeneratorStates, seed_generators
 from marl_parallel.core.messages import (
     STEPPED,
     Answer,
@@ -68,7 +68,7 @@ class Worker:
     Args:
         status: The status that it writes.
         attach: Returns the memory of the block for a layout.
-        own_process: Whether it may seed the process-wide generators before each constructor.
+        own_process: Whether it seeds the process-wide generators before each constructor, since nobody else uses them.
         in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
     """
 
@@ -83,6 +83,7 @@ class Worker:
         self._all: tuple[int, ...] = ()  # its environments
         self._layout: Layout | None = None
         self._restarts = False
+        self._generators: GeneratorStates | None = None  # if each environment has states of its own
         self._registrations = b""  # those that have been installed
         self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be
@@ -97,10 +98,14 @@ class Worker:
         """Carry out a request in each environment it names, and `send` the reply, or one for each environment."""
         self._send, env_ids = send, request.env_ids
         parts = [(env_id,) for env_id in env_ids] if request.each and env_ids is not None else (env_ids,)
-        for place, ids in enumerate(parts, 1):
-            if request.message is not Message.CLOSE and self._status.discarded:
-                return  # everything is being closed: no caller receives the results
-            self._carry_out(request, ids, last=place == len(parts))
+        try:
+            for place, ids in enumerate(parts, 1):
+                if request.message is not Message.CLOSE and self._status.discarded:
+                    return  # everything is being closed: no caller receives the results
+                self._carry_out(request, ids, last=place == len(parts))
+        finally:
+            if self._in_line and self._generators is not None:
+                self._generators.switch(None)
 
     def _carry_out(self, request: Request, env_ids: Sequence[int] | None, *, last: bool) -> None:
         message, _, payload, _, prompt = request
@@ -109,11 +114,15 @@ class Worker:
         handler: Callable[[int, Any], Any] = getattr(self, f"_{message.name.lower()}")
         # All actions are in the block. A trace stores each step, which compiled code does not.
         codec = self._codec if message is Message.STEP and payload is None and not is_traced(self._status) else None
+        if self._generators is not None and len(ids) > 1:
+            codec = None
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         place = 0
         while place < len(ids):
             try:
+                if self._generators is not None:
+                    self._generators.switch(ids[place])
                 if codec is None:
                     result = handler(ids[place], payload)
                 else:
@@ -152,6 +161,8 @@ class Worker:
             for env_id in ids:
                 if env_id not in failures and not self._episodes[env_id].awaits_reset:
                     try:
+                        if self._generators is not None:
+                            self._generators.switch(env_id)
                         self._state(env_id, None)
                     except BaseException as error:
                         self._check_not_forked(error)
@@ -176,13 +187,15 @@ class Worker:
 
     def _access(self, env_id: int, plan: Plan) -> Built:
         seed = self._seeds[env_id] = plan.seeds[env_id]
+        if plan.isolate_rng and self._generators is None:
+            self._generators = GeneratorStates()
+            self._generators.switch(env_id)
         with self._status.during(env_id, Activity.CONSTRUCTOR):
-            if self._own_process:
-                random.seed(seed)
-                np.random.seed(seed % 2**32)
-                if plan.registrations != self._registrations:
-                    self._registrations = plan.registrations
-                    install_registrations(plan.registrations)
+            if self._own_process or plan.isolate_rng:
+                seed_generators(seed)
+            if self._own_process and plan.registrations != self._registrations:
+                self._registrations = plan.registrations
+                install_registrations(plan.registrations)
             try:
                 constructor, how_adapted = loads(plan.constructors[env_id]), loads(plan.adapter)
             except ModuleNotFoundError as error:
@@ -198,6 +211,8 @@ class Worker:
                 if isinstance(error, NotAnEnvironment | InvalidAgents):
                     raise Refusal(TypeError if isinstance(error, TypeError) else ValueError, str(error)) from None
                 raise
+        if plan.isolate_rng:
+            seed_generators(seed)  # again, since the constructor may have loaded torch
         if plan.traced:
             trace(self._status, on=True)
         seeding = (seed, 0) if plan.derived_seeds else None
@@ -256,6 +271,8 @@ class Worker:
         keywords = loads(payload[env_id])
         if keywords.get("seed") is not None:
             self._seeds[env_id] = keywords["seed"]
+            if self._generators is not None:
+                seed_generators(keywords["seed"])
         return self._write(env_id, self._episodes[env_id].reset(self._accepted(env_id, keywords)))
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:

@@ -1,0 +1,240 @@
+"""`isolate_rng=True`: simulators that draw from process-wide generators do not depend on their neighbours."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers.comparison import assert_same
+from helpers.setups import ALL_SETUPS, Setup, rest
+from pettingzoo import ParallelEnv as PettingZooEnv
+from simulators.crashing import seed_of
+
+from marl_parallel import ParallelEnv, RecyclePolicy
+from marl_parallel.types import installed
+
+HAS_TORCH = installed("torch")
+ACTIONS = {"a": 0}
+SPACE = spaces.Box(-np.inf, np.inf, (4,), np.float64)
+SETUPS = [*(setup for setup in ALL_SETUPS if setup.backend != "thread"), rest(Setup("portable", True, 2))]
+
+
+class Drawing(PettingZooEnv):
+    """Episodes of a length drawn at their beginning; all draws are from process-wide generators."""
+
+    metadata = {"name": "drawing", "render_modes": ["rgb_array"]}  # noqa: RUF012
+    possible_agents = ["a"]  # noqa: RUF012
+    render_mode = "rgb_array"
+
+    def __init__(self) -> None:
+        if HAS_TORCH:
+            import torch  # noqa: F401
+        self.agents: list[str] = []
+        self.offset = random.random()
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        return SPACE
+
+    def action_space(self, agent: str) -> spaces.Space:
+        return spaces.Discrete(2)
+
+    def _drawn(self) -> dict[str, np.ndarray]:
+        torch = sys.modules["torch"].rand(()).item() if HAS_TORCH else 0.0
+        return {"a": np.array([self.offset, random.random(), np.random.random(), torch])}
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.agents, self.left = ["a"], random.randint(1, 4)
+        return self._drawn(), {"a": {}}
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.left -= 1
+        over = self.left == 0
+        self.agents = [] if over else ["a"]
+        return self._drawn(), {"a": np.random.normal()}, {"a": over}, {"a": False}, {"a": {}}
+
+    def render(self) -> np.ndarray:
+        return np.full((1, 1, 3), random.randint(0, 255), np.uint8)
+
+    def state(self) -> np.ndarray:
+        return np.array([np.random.random()])
+
+    @property
+    def state_space(self) -> spaces.Space:
+        return spaces.Box(0.0, 1.0, (1,), np.float64)
+
+    def die(self) -> None:
+        sys.exit(3)
+
+    def throw(self) -> float:
+        return random.random()
+
+
+class Generators:
+    """What `random`, `numpy.random` and torch draw, but of objects."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        self.python, self.numpy = random.Random(seed), np.random.RandomState(seed % 2**32)
+        if HAS_TORCH:
+            import torch
+
+            self.torch = torch.Generator().manual_seed(seed)
+
+    def draw(self) -> list[float]:
+        of_torch = 0.0
+        if HAS_TORCH:
+            import torch
+
+            of_torch = torch.rand((), generator=self.torch).item()
+        return [self.python.random(), self.numpy.random_sample(), of_torch]
+
+
+class Reference:
+    """One `Drawing` in a plain loop, with generators of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.offset = Generators(seed).python.random()
+
+    def reset(self, seed: int | None = None) -> np.ndarray:
+        if seed is not None:
+            self.generators = Generators(seed)
+        self.left = self.generators.python.randint(1, 4)
+        return self._drawn()
+
+    def _drawn(self) -> np.ndarray:
+        return np.array([self.offset, *self.generators.draw()])
+
+    def step(self) -> tuple[np.ndarray, float, bool]:
+        """An episode that ends is followed by the next one, as of "SAME_STEP"."""
+        self.left -= 1
+        over = self.left == 0
+        observed, reward = self._drawn(), self.generators.numpy.normal()
+        return self.reset() if over else observed, reward, over
+
+
+def compare(env: ParallelEnv, references: list[Reference], steps: int) -> None:
+    for _ in range(steps):
+        observations, rewards, terminateds, _, _ = env.step([ACTIONS] * len(references))
+        expected = [one.step() for one in references]
+        assert_same(observations, tuple({"a": observed} for observed, *_ in expected))
+        assert [one["a"] for one in rewards] == [reward for _, reward, _ in expected]
+        assert [one["__all__"] for one in terminateds] == [over for *_, over in expected]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_like_plain_loops(setup, build):
+    """With any number of workers; a reset with a seed seeds the generators, one without goes on with them."""
+    env = build([Drawing] * 4, setup, isolate_rng=True)
+    references = [Reference(42 + i) for i in range(4)]
+    assert_same(env.reset()[0], tuple({"a": one.reset(one.seed)} for one in references))
+    compare(env, references, 20)
+    assert_same(env.reset(env_ids=[2, 1])[0], tuple({"a": references[i].reset()} for i in (2, 1)))
+    compare(env, references, 5)
+    assert_same(
+        env.reset(seed=[7, None, 7, 8])[0],
+        tuple({"a": references[i].reset(seed)} for i, seed in enumerate([7, None, 7, 8])),
+    )
+    compare(env, references, 5)
+
+
+@pytest.mark.parametrize(
+    "setup", [Setup("process", True, 1), Setup("process", False, 2), Setup("serial", True, 1)], ids=str
+)
+def test_other_calls(setup, build):
+    """`call`, `render` and `state` draw from the generators of their environment, too."""
+    env = build([Drawing] * 3, setup, isolate_rng=True)
+    references = [Reference(42 + i) for i in range(3)]
+    env.reset()
+    for one in references:
+        one.reset(one.seed)
+    assert list(env.call("throw", env_ids=[1])) == [references[1].generators.python.random()]
+    assert [frame[0, 0, 0] for frame in env.render(tile=False)] == [
+        one.generators.python.randint(0, 255) for one in references
+    ]
+    assert [float(one[0]) for one in env.state()] == [one.generators.numpy.random_sample() for one in references]
+    compare(env, references, 10)
+
+
+def test_send_and_recv(build):
+    env = build([Drawing] * 4, Setup("process", True, 2), isolate_rng=True)
+    references = [Reference(42 + i) for i in range(4)]
+    env.reset_async()
+    first = set(range(4))
+    for _ in range(60):
+        batch = env.recv(min_envs=1)
+        for env_id, observed in zip(batch.env_ids, batch.observations):
+            one = references[env_id]
+            expected = one.reset(one.seed) if env_id in first else one.step()[0]
+            first.discard(env_id)
+            assert_same(observed, {"a": expected})
+        env.send([ACTIONS] * len(batch.env_ids), batch.env_ids)
+
+
+@pytest.mark.parametrize(
+    "setup", [Setup("process", True, 1), Setup("process", True, 2), Setup("serial", True, 1)], ids=str
+)
+def test_recycled_and_restarted(setup, build):
+    """New environments have generators with their own seeds, and change nothing for the others."""
+    env = build([Drawing] * 2, setup, isolate_rng=True, recycle=RecyclePolicy(max_episodes=3))
+    references, left = [Reference(42 + i) for i in range(2)], [3, 3]
+    env.reset()
+    for one in references:
+        one.reset(one.seed)
+    rebuilds = [0, 0]
+    for _ in range(60):
+        observations, *_ = env.step([ACTIONS] * 2)
+        for i, observed in enumerate(observations):
+            expected, _, over = references[i].step()
+            left[i] -= over
+            if left[i] == 0:
+                rebuilds[i] += 1
+                references[i], left[i] = Reference(seed_of(42, i, rebuilds[i])), 3
+                expected = references[i].reset(references[i].seed)
+            assert_same(observed, {"a": expected})
+    assert sum(rebuilds) >= 6
+    env.restart([1])
+    again = Reference(seed_of(42, 1, rebuilds[1] + 1))
+    assert_same(env.reset(env_ids=[1])[0], ({"a": again.reset(again.seed)},))
+
+
+def test_the_callers_generators_are_left_alone(build):
+    """Also in line, where they are those of the simulators."""
+    random.seed(1)
+    np.random.seed(2)
+    expected = random.Random(1).random(), np.random.RandomState(2).random_sample()
+    env = build([Drawing] * 2, Setup("serial", True, 1), isolate_rng=True)
+    env.reset()
+    env.step([ACTIONS] * 2)
+    with pytest.raises(Exception, match="SystemExit"):
+        env.call("die", env_ids=[1])
+    assert (random.random(), np.random.random()) == expected
+
+
+def test_off_by_default(build):
+    """Then neighbours in one process draw from one stream."""
+    results = []
+    for workers in (1, 2):
+        env = build([Drawing] * 2, Setup("process", True, workers))
+        results.append([one["a"][1] for one in env.reset()[0]])
+    assert results[0] != results[1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"isolate_rng": 1}, TypeError, "must be True or False"),
+        ({"isolate_rng": None}, TypeError, "must be True or False"),
+        ({"isolate_rng": True, "backend": "thread"}, ValueError, "impossible with threads"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(wrong: dict[str, Any], error, text):
+    with pytest.raises(error, match=text):
+        ParallelEnv([Drawing], **wrong)
