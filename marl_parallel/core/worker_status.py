@@ -55,7 +55,7 @@ class Running(NamedTuple):
 
 
 # Numbers of 8 bytes: what is running and since when; whether requests are discarded; then what `_SUMS` packs: seconds
-# in simulators, in transport and waiting, the number of parts of requests started, and how often each activity has ended.
+# in simulators, in transport and waiting, the number of parts of requests begun, and how often each activity has ended.
 # `_ENV` is an environment's number plus one while its simulator runs, minus that from when it returns until the next
 # one's runs, that plus `_SETTLED` when the request has been carried out, and 0 before anything has started.
 _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _TRANSPORT, _WAITING, _PARTS, _ENDED = range(9)
