@@ -643,12 +643,16 @@ class ParallelEnv:
         self.runner.send_reset(seed, options, env_ids)
 
     @exclusive("recv")
-    def recv(self, min_envs: int | None = None, timeout: float | None = None) -> StepBatch:
+    def recv(
+        self, min_envs: int | None = None, timeout: float | None = None, *, window: float | None = None
+    ) -> StepBatch:
         """Return the results of all environments in flight that are ready, in order of completion.
 
         Args:
             min_envs: How many to wait for; None for all in flight, 0 for none.
             timeout: Seconds to wait at most; None for no limit.
+            window: For so many seconds, wait for all in flight; after that, for `min_envs`. So `recv(1, window=0.2)`
+                returns larger batches than `recv(1)`, and never later than `recv(1)` or 0.2 s, whichever is later.
 
         Raises:
             NoAsyncCallError: Nothing is in flight.
@@ -665,7 +669,7 @@ class ParallelEnv:
             ...     env.recv().env_ids
             (2,)
         """
-        ids, _, extras = self.runner.recv(min_envs, timeout)
+        ids, _, extras = self.runner.recv(min_envs, timeout, window=window)
         return StepBatch(ids, *self.runner.batch.read(ids, extras))
 
     # -- calls, attributes, frames, state ---------------------------------------------------------------------------

@@ -135,7 +135,11 @@ class BatchRunner:
         self.pool.send(Message.STEP, env_ids, written or None, together=together)
 
     def recv(
-        self, min_envs: int | None = None, timeout: float | None = None, env_ids: Sequence[int] | None = None
+        self,
+        min_envs: int | None = None,
+        timeout: float | None = None,
+        env_ids: Sequence[int] | None = None,
+        window: float | None = None,
     ) -> Results:
         """Wait for results of `send` and `send_reset`, and return all that are ready; as `ParallelEnv.recv`.
 
@@ -150,7 +154,11 @@ class BatchRunner:
         number = in_flight if min_envs is None else checked_integer(min_envs, "min_envs", 0, " or None")
         if number > in_flight:
             raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
-        some = {} if env_ids is None else {"env_ids": env_ids}  # never of native simulators
+        some: dict[str, Any] = {} if env_ids is None else {"env_ids": env_ids}  # never of native simulators
+        if window is not None:
+            if isinstance(self.pool, NativePool):
+                raise ValueError(f"window={window!r}, but native simulators return whole batches: pass None")
+            some["window"] = checked_timeout(window, "window", zero=True)
         results = self.pool.recv(number, checked_timeout(timeout, "timeout", zero=True), **some)
         self.batch.statistics.finished = []
         self._note_resets(results.resets, results.extras)

@@ -132,8 +132,17 @@ class Pool:
         """
         self._call(self._send, message, env_ids, payloads, together)
 
-    def recv(self, at_least: int, timeout: float | None = None, env_ids: Sequence[int] | None = None) -> Results:
+    def recv(
+        self,
+        at_least: int,
+        timeout: float | None = None,
+        env_ids: Sequence[int] | None = None,
+        *,
+        window: float = 0.0,
+    ) -> Results:
         """Wait for the results of so many environments, and take all that are here; or wait for all of `env_ids`.
+
+        For `window` seconds, wait for all in flight.
 
         Raises:
             TimeoutError: There were fewer within `timeout` seconds. Nothing is lost.
@@ -141,7 +150,7 @@ class Pool:
             ClosedEnvironmentError: Another thread has closed everything.
         """
         slots = self.slots if env_ids is None else [self.slots[env_id] for env_id in env_ids]
-        results: Results | None = self._call(self._recv, at_least, timeout, slots)
+        results: Results | None = self._call(self._recv, at_least, timeout, slots, window)
         if results is None:
             raise TimeoutError(
                 f"{sum(slot.done for slot in slots)} of at least {at_least} environments were ready within "
@@ -313,25 +322,14 @@ class Pool:
                 self.histories.note(worker, request)
         self.backend.post(requests, together=together)
 
-    def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> Results | None:
+    def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot], window: float = 0.0) -> Results | None:
         """The results of all slots, or of some that are all waited for; None after the timeout."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        ids = None if slots is self.slots else {slot.env_id for slot in slots}
-        while True:
-            queues = [*self._queues.values()]
-            if ids is not None:
-                queues = [self._queues[worker] for worker in dict.fromkeys([slot.worker for slot in slots])]
-            missing = at_least - (self._done if ids is None else sum([slot.done for slot in slots]))
-            patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            batches = sum([queue.one_reply if ids is None else queue.owes_one_reply(ids) for queue in queues])
-            if ids is not None and missing <= 0 and not batches:
-                break
-            replies = 1 if self._for_spares else max(min(missing, batches or missing), 1)
-            self._wait_once(patience if missing > 0 or batches else 0.0, replies)
-            if ids is None and self._done >= at_least and not sum([queue.one_reply for queue in self._queues.values()]):
-                break
-            if patience == 0.0:
-                return None
+        if window:
+            began = time.monotonic()
+            self._wait_for(self.in_flight, window if timeout is None else min(window, timeout), self.slots)
+            timeout = None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
+        if not self._wait_for(at_least, timeout, slots):
+            return None
         done = [slot for slot in slots if slot.done]
         done.sort(key=lambda slot: slot.completed)  # ties by number
         resets = [slot.env_id for slot in done if slot.request is Message.RESET]
@@ -344,6 +342,26 @@ class Pool:
             self.recovery is None or not (extras or resets or self._rebuilding())
         )
         return Results(tuple([slot.env_id for slot in done]), resets, extras)
+
+    def _wait_for(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> bool:
+        """Wait for so many results of all slots, or of some that are all waited for; False after the timeout."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        ids = None if slots is self.slots else {slot.env_id for slot in slots}
+        while True:
+            queues = [*self._queues.values()]
+            if ids is not None:
+                queues = [self._queues[worker] for worker in dict.fromkeys([slot.worker for slot in slots])]
+            missing = at_least - (self._done if ids is None else sum([slot.done for slot in slots]))
+            patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            batches = sum([queue.one_reply if ids is None else queue.owes_one_reply(ids) for queue in queues])
+            if ids is not None and missing <= 0 and not batches:
+                return True
+            replies = 1 if self._for_spares else max(min(missing, batches or missing), 1)
+            self._wait_once(patience if missing > 0 or batches else 0.0, replies)
+            if ids is None and self._done >= at_least and not sum([queue.one_reply for queue in self._queues.values()]):
+                return True
+            if patience == 0.0:
+                return False
 
     def _execute(self, requests: Mapping[int, Request]) -> tuple[dict[int, Any], list[ParallelEnvError]]:
         while self._rebuilding():
