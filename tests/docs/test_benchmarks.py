@@ -144,6 +144,7 @@ def test_failing_baseline_is_reported(tmp_path):
     assert str(tmp_path) in result.stderr
 
 
+@pytest.mark.rest
 def test_async_stepping(tmp_path):
     result = run("async_stepping.py", "--quick", "--output", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -158,6 +159,7 @@ def test_async_stepping(tmp_path):
     assert "| simulators compute | 1 |" in shown
 
 
+@pytest.mark.rest
 def test_recovery(tmp_path):
     result = run("recovery.py", "--quick", "--output", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -188,6 +190,7 @@ def test_many_agents(tmp_path):
     assert "| pettingzoo | half observed | SAME_STEP | dicts |" in shown
 
 
+@pytest.mark.rest
 def test_compare_facades(tmp_path):
     result = run("compare_facades.py", "--quick", "--output", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -458,6 +461,12 @@ def test_calibration_of_microseconds(synthetic):
         env.step({})
         took.append(time.perf_counter() - begun)
     assert 0.5e-3 < np.median(took) < 2e-3
+
+
+def test_isolated_generators():
+    result = run("isolated_generators.py", "--steps", "5", "--repeats", "1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(" µs per environment step") == 2
 
 
 @pytest.mark.rest
