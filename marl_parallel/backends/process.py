@@ -326,9 +326,10 @@ class ProcessBackend(Backend):
         self._interrupted = False
         self._control, self._records = Block(), Block()
 
-    def start(self, shares: Sequence[range], most_requests: int) -> None:
+    def start(self, shares: Sequence[Sequence[int]], most_requests: int, *, room: int | None = None) -> None:
+        """As `Backend.start`; numbers of workers are less than `room`, by default `GENERATIONS` for each share."""
         self._shares: dict[int, Sequence[int]] = {}
-        most = GENERATIONS * len(shares)
+        most = GENERATIONS * len(shares) if room is None else room
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         self._control_buffer = self._control.allocate(control_nbytes(most, self._capacity))
         self._wake = Semaphore(self._control_buffer, _WAKE)

@@ -11,6 +11,7 @@ actors are in `ray_worker.py`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 import os
@@ -49,8 +50,8 @@ from marl_parallel.types import ParallelEnvError
 
 __doctest_requires__ = ["ray"]
 
-_POLL_S = 0.1  # how often `wait` checks whether it is interrupted
-_STATUS_INTERVAL_S = 0.01
+POLL_S = 0.1  # how often `wait` checks whether it is interrupted
+STATUS_INTERVAL_S = 0.01
 _MONITOR_TIMEOUT_S = 5.0  # a monitor has nothing else to do
 _WARN_AFTER_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -113,6 +114,11 @@ class RayBackend(Backend):
         runtime_env: Ray's `runtime_env` of the actors: packages, files, environment variables.
         placement_timeout: Seconds to wait for room in the cluster and for workers to start, replacements included.
             For a cluster that grows by itself, allow enough time for that.
+        num_nodes: Number of nodes that workers are shared out to. With this or `workers_per_node`, the workers of a
+            node are processes that share its memory, served by one actor, and a batch is one call for each node: for
+            many workers. Else each worker is an actor of its own.
+        workers_per_node: Number of workers on each node; None shares all workers out to `num_nodes`. Without
+            `num_nodes`, there are as many nodes as the workers need.
         num_threads: BLAS, OpenMP and torch threads in each worker; None leaves them alone.
 
     Raises:
@@ -130,6 +136,13 @@ class RayBackend(Backend):
 
     has_spares = True
 
+    def __new__(cls, *args: Any, num_nodes: Any = None, workers_per_node: Any = None, **kwargs: Any) -> RayBackend:
+        if cls is RayBackend and not (num_nodes is None and workers_per_node is None):
+            from marl_parallel.backends.ray_nodes import RayNodesBackend
+
+            cls = RayNodesBackend
+        return super().__new__(cls)
+
     def __init__(
         self,
         address: str | None = None,
@@ -138,6 +151,8 @@ class RayBackend(Backend):
         placement: str = "SPREAD",
         runtime_env: Mapping[str, Any] | None = None,
         *,
+        num_nodes: int | None = None,
+        workers_per_node: int | None = None,
         placement_timeout: float = 60.0,
         num_threads: int | None = 1,
     ) -> None:
@@ -151,9 +166,12 @@ class RayBackend(Backend):
                     "num_cpus=0.1 is enough"
                 )
         _check_positive("placement_timeout", placement_timeout, Real, "a number")
-        if num_threads is not None:
-            _check_positive("num_threads", num_threads, Integral, "None or an integer")
+        counts = {"num_nodes": num_nodes, "workers_per_node": workers_per_node, "num_threads": num_threads}
+        for name, number in counts.items():
+            if number is not None:
+                _check_positive(name, number, Integral, "None or an integer")
         self._address, self._placement, self._num_threads = address, placement, num_threads
+        self._num_nodes, self._workers_per_node = num_nodes, workers_per_node
         self._placement_timeout = placement_timeout
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._disconnect: weakref.finalize[..., Any] | None = None
@@ -183,23 +201,18 @@ class RayBackend(Backend):
             self._disconnect = weakref.finalize(self, disconnect)
         return self._disconnect is not None
 
-    def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._first, self._shares = [*shares], dict(enumerate(shares))
+    def _connect_or_start(self) -> None:
         self._connect(start=True)
         if _connection.own_cluster:
             self._resources = {_SLOT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
+
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
+        self._first, self._shares = [*shares], dict(enumerate(shares))
+        self._connect_or_start()
         try:
-            count, timeout = len(shares), self._placement_timeout
-            self._group = placement_group([dict(self._resources)] * count, strategy=self._placement)
-            before_warning = min(_WARN_AFTER_S, timeout)
-            if not self._group.wait(before_warning):
-                logger.warning("waiting for room in the Ray cluster: %s", _shortage(self._resources, count))
-                if not self._group.wait(timeout - before_warning):
-                    raise ParallelEnvError(
-                        f"the Ray cluster has no room after {timeout:g} s: {_shortage(self._resources, count)}. Ask "
-                        "for fewer workers (num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add "
-                        "nodes"
-                    )
+            count = len(shares)
+            self._reserve([dict(self._resources)] * count, "workers")
+            assert self._group is not None
             for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
                 _monitor_of(node, self._runtime_env)  # so that it starts at the same time as the workers
             self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(GENERATIONS * count)]
@@ -212,6 +225,20 @@ class RayBackend(Backend):
         except BaseException:
             self.stop(0.0)
             raise
+
+    def _reserve(self, bundles: list[dict[str, float]], of: str) -> None:
+        """Set resources aside, and wait until there is room; there is a bundle for each of the workers or nodes."""
+        timeout = self._placement_timeout
+        self._group = placement_group(bundles, strategy=self._placement)
+        before_warning = min(_WARN_AFTER_S, timeout)
+        if not self._group.wait(before_warning):
+            shortage = functools.partial(shortage_of, bundles[0], len(bundles), of)
+            logger.warning("waiting for room in the Ray cluster: %s", shortage())
+            if not self._group.wait(timeout - before_warning):
+                raise ParallelEnvError(
+                    f"the Ray cluster has no room after {timeout:g} s: {shortage()}. Ask for fewer workers "
+                    "(num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add nodes"
+                )
 
     def _set_actor(self, worker: int, *, spare: bool = False) -> Actor:
         """Start the actor of a worker.
@@ -246,7 +273,7 @@ class RayBackend(Backend):
             return  # closed meanwhile by a signal handler
         old = self._actors[worker]
         for end in _kill([old]):
-            _monitor_result(end)
+            monitor_result(end)
         new = self._set_actor(worker)
         if old.starting is not None:
             new.since = old.since
@@ -276,7 +303,7 @@ class RayBackend(Backend):
             return None
         if actor.memory_asked is None or ray.wait([actor.memory_asked], timeout=0)[0]:
             ref = actor.memory_asked or actor.monitor.memory.remote(actor.key)
-            actor.memory = _monitor_result(ref)
+            actor.memory = monitor_result(ref)
             actor.memory_asked = actor.monitor.memory.remote(actor.key)
         return actor.memory
 
@@ -331,7 +358,7 @@ class RayBackend(Backend):
                 break
             missing = at_least - len(replies)
             left = max(deadline - time.monotonic(), 0.0)
-            results = _results([*expected], missing, min(left, _POLL_S))
+            results = results_of([*expected], missing, min(left, POLL_S))
             for ref, result in results:
                 replies += [(expected[ref], reply) for reply in self._receive(expected[ref], result)]
             if missing <= 0 or (left == 0.0 and not results):
@@ -352,7 +379,7 @@ class RayBackend(Backend):
     def _never_started(self, worker: int, reason: str = "") -> str:
         return (
             f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
-            f"{self._placement_timeout:g} s: {reason or _shortage(self._resources, 1)}. Add nodes, or raise "
+            f"{self._placement_timeout:g} s: {reason or shortage_of(self._resources, 1)}. Add nodes, or raise "
             "RayBackend(placement_timeout=)"
         )
 
@@ -397,12 +424,12 @@ class RayBackend(Backend):
 
     def look(self) -> None:
         now = time.monotonic()
-        if now - self._statuses_read < _STATUS_INTERVAL_S:
+        if now - self._statuses_read < STATUS_INTERVAL_S:
             return
         self._statuses_read = now
         busy = {actor.key: actor for actor in self._actors.values() if actor.pending}
         for ref in [monitor.statuses.remote(keys) for monitor, keys in _by_monitor(busy.values()).items()]:
-            moment, statuses = _monitor_result(ref) or (0.0, {})
+            moment, statuses = monitor_result(ref) or (0.0, {})
             for key, status in statuses.items():
                 busy[key].update(status, moment)
 
@@ -411,7 +438,7 @@ class RayBackend(Backend):
 
     def stack(self, worker: int, *, harmless: bool = False) -> str:
         monitor, key = self._actors[worker].monitor, self._actors[worker].key
-        return "" if monitor is None else _monitor_result(monitor.stack.remote(key, harmless=harmless)) or ""
+        return "" if monitor is None else monitor_result(monitor.stack.remote(key, harmless=harmless)) or ""
 
     def end(self, worker: int) -> list[Reply]:
         return self._fetch_last_state(worker, kill=True)[0]
@@ -423,7 +450,7 @@ class RayBackend(Backend):
         places = [] if slices is None else [slices.place(env_id) for env_id in share]
         last_state = None
         if actor.monitor is not None:
-            last_state = _monitor_result(actor.monitor.last_state.remote(actor.key, places, kill=kill))
+            last_state = monitor_result(actor.monitor.last_state.remote(actor.key, places, kill=kill))
         if last_state is None:
             return [], Lost(None, "")
         status, records, saved, lost = last_state
@@ -435,9 +462,7 @@ class RayBackend(Backend):
 
     def _note_death(self, worker: int, error: RayError) -> list[Reply | Lost]:
         """The last replies of a worker that is dead, or whose monitor is, by Ray's error."""
-        actor, text = self._actors[worker], str(error).strip()
-        because = _BECAUSE.search(text)
-        reason = because[1] if because else text.partition("\n")[0].rstrip(".") or type(error).__name__
+        actor, text, reason = self._actors[worker], str(error).strip(), reason_of(error)
         if actor.starting is not None and actor.monitor is not None:
             logger.warning("the node monitor of environments %s is dead: %s", [*self._shares[worker]], reason)
             with _lock:  # `_monitor_of` starts another one
@@ -469,7 +494,7 @@ class RayBackend(Backend):
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=timeout)
             for end in [*self._ends, *_kill(actors)]:
-                _monitor_result(end)
+                monitor_result(end)
             if group is not None:
                 remove_placement_group(group)
         if self._disconnect is not None:
@@ -481,7 +506,7 @@ class RayBackend(Backend):
             self._disconnect.detach()
 
 
-def _results(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any]]:
+def results_of(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any]]:
     """Wait for at most `count` results (0: all that are ready); returns references with results or Ray's errors."""
     if count >= len(refs):
         with contextlib.suppress(RayError):  # one is late or lost
@@ -494,6 +519,13 @@ def _results(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any
         return [(ref, _get(ref)) for ref in ready]
 
 
+def reason_of(error: RayError) -> str:
+    """Why an actor is dead, by Ray's error."""
+    text = str(error).strip()
+    because = _BECAUSE.search(text)
+    return because[1] if because else text.partition("\n")[0].rstrip(".") or type(error).__name__
+
+
 def _get(ref: Any, timeout: float | None = None) -> Any:
     """A result, or Ray's error in its place."""
     try:
@@ -502,7 +534,7 @@ def _get(ref: Any, timeout: float | None = None) -> Any:
         return error
 
 
-def _monitor_result(ref: Any) -> Any:
+def monitor_result(ref: Any) -> Any:
     """The result of a node monitor; None if it is dead."""
     result = _get(ref, _MONITOR_TIMEOUT_S)
     return None if isinstance(result, RayError) else result
@@ -627,11 +659,12 @@ def _check_reachable(address: str) -> None:
             pass
 
 
-def _shortage(resources: Mapping[str, float], count: int) -> str:
+def shortage_of(resources: Mapping[str, float], count: int, of: str = "workers") -> str:
+    """What so many workers or nodes want, and what the cluster has."""
     total, free = ray.cluster_resources(), ray.available_resources()
     each = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
     there = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in resources)
-    needed = f"it wants {each}" if count == 1 else f"{count} workers want {each} each"
+    needed = f"it wants {each}" if count == 1 else f"{count} {of} want {each} each"
     return f"{needed}, the {sum(node['Alive'] for node in ray.nodes())} nodes have {there} together"
 
 
