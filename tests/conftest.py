@@ -104,7 +104,9 @@ class MachineLock:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--setups", choices=["once", "rest", "all", "ray", "ray-nodes"], default="once", help="see tests/conftest.py")
+    parser.addoption(
+        "--setups", choices=["once", "rest", "all", "ray", "ray-nodes"], default="once", help="see tests/conftest.py"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
