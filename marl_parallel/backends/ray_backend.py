@@ -273,7 +273,7 @@ class RayBackend(Backend):
             return  # closed meanwhile by a signal handler
         old = self._actors[worker]
         for end in _kill([old]):
-            monitor_result(end)
+            _monitor_result(end)
         new = self._set_actor(worker)
         if old.starting is not None:
             new.since = old.since
@@ -303,7 +303,7 @@ class RayBackend(Backend):
             return None
         if actor.memory_asked is None or ray.wait([actor.memory_asked], timeout=0)[0]:
             ref = actor.memory_asked or actor.monitor.memory.remote(actor.key)
-            actor.memory = monitor_result(ref)
+            actor.memory = _monitor_result(ref)
             actor.memory_asked = actor.monitor.memory.remote(actor.key)
         return actor.memory
 
@@ -429,7 +429,7 @@ class RayBackend(Backend):
         self._statuses_read = now
         busy = {actor.key: actor for actor in self._actors.values() if actor.pending}
         for ref in [monitor.statuses.remote(keys) for monitor, keys in _by_monitor(busy.values()).items()]:
-            moment, statuses = monitor_result(ref) or (0.0, {})
+            moment, statuses = _monitor_result(ref) or (0.0, {})
             for key, status in statuses.items():
                 busy[key].update(status, moment)
 
@@ -438,7 +438,7 @@ class RayBackend(Backend):
 
     def stack(self, worker: int, *, harmless: bool = False) -> str:
         monitor, key = self._actors[worker].monitor, self._actors[worker].key
-        return "" if monitor is None else monitor_result(monitor.stack.remote(key, harmless=harmless)) or ""
+        return "" if monitor is None else _monitor_result(monitor.stack.remote(key, harmless=harmless)) or ""
 
     def end(self, worker: int) -> list[Reply]:
         return self._fetch_last_state(worker, kill=True)[0]
@@ -450,7 +450,7 @@ class RayBackend(Backend):
         places = [] if slices is None else [slices.place(env_id) for env_id in share]
         last_state = None
         if actor.monitor is not None:
-            last_state = monitor_result(actor.monitor.last_state.remote(actor.key, places, kill=kill))
+            last_state = _monitor_result(actor.monitor.last_state.remote(actor.key, places, kill=kill))
         if last_state is None:
             return [], Lost(None, "")
         status, records, saved, lost = last_state
@@ -494,7 +494,7 @@ class RayBackend(Backend):
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=timeout)
             for end in [*self._ends, *_kill(actors)]:
-                monitor_result(end)
+                _monitor_result(end)
             if group is not None:
                 remove_placement_group(group)
         if self._disconnect is not None:
@@ -534,7 +534,7 @@ def _get(ref: Any, timeout: float | None = None) -> Any:
         return error
 
 
-def monitor_result(ref: Any) -> Any:
+def _monitor_result(ref: Any) -> Any:
     """The result of a node monitor; None if it is dead."""
     result = _get(ref, _MONITOR_TIMEOUT_S)
     return None if isinstance(result, RayError) else result

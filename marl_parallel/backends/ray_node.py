@@ -16,7 +16,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -76,17 +76,19 @@ class _Turns:
     """A lock with priority: `exchange` waits with it and lets everybody else go first.
 
     Args:
-        interrupt: Makes who waits with the lock return soon.
+        interrupt: Makes `exchange` return soon from what it does with the lock.
     """
 
-    def __init__(self, interrupt: Any) -> None:
+    def __init__(self, interrupt: Callable[[], None]) -> None:
         self._interrupt = interrupt
         self._next, self._lock = threading.Lock(), threading.Lock()
+        self._is_last = False  # whether `exchange` has the lock
 
     @contextmanager
     def first(self) -> Iterator[None]:
         with self._next:
-            self._interrupt()
+            if self._is_last:
+                self._interrupt()
             self._lock.acquire()
         try:
             yield
@@ -97,9 +99,11 @@ class _Turns:
     def last(self) -> Iterator[None]:
         with self._next:
             self._lock.acquire()
+            self._is_last = True
         try:
             yield
         finally:
+            self._is_last = False
             self._lock.release()
 
 
@@ -274,14 +278,17 @@ class RayNode:
         with self._turns.first():
             return self._backend.stack(self._places[worker], harmless=harmless)
 
-    def end(self, worker: int, after: int, seen: int) -> Packed:
+    def end(self, worker: int, after: int, seen: int, start: int | None = None) -> Packed:
         """End a worker, after the order of a number; returns all its replies that the driver has not seen.
 
-        `seen` is the number of the last exchange whose results the driver has.
+        `seen` is the number of the last exchange whose results the driver has, `start` how often the worker was
+        started: if the driver did not wait for this call, it may have been started again.
         """
         self._await_order(after)
         with self._turns.first():
-            start = self._starts[worker]
+            start = self._starts[worker] if start is None else start
+            if worker not in self._places or self._starts[worker] != start:
+                return pack(self._results([]))
             returned = self._returned if seen < self._exchanges else []
             replies = [one for one in [*returned, *self._replies] if one[:2] == (worker, start)]
             self._replies = [one for one in self._replies if one[0] != worker]
@@ -289,11 +296,11 @@ class RayNode:
             self._owed[worker], self._hurries = 0, self._waits
             return pack(self._results([*replies, (worker, start, Lost(None, ""))]))
 
-    def remove(self, worker: int, after: int, *, kill: bool) -> bool:
-        """As `Backend.remove`, after the order of a number."""
+    def remove(self, worker: int, after: int, start: int | None = None, *, kill: bool) -> bool:
+        """As `Backend.remove`, after the order of a number; `start` as for `end`."""
         self._await_order(after)
         with self._turns.first():
-            if worker not in self._places:
+            if worker not in self._places or start not in (None, self._starts[worker]):
                 return True
             if not self._backend.remove(self._places[worker], kill=kill):
                 return False

@@ -29,7 +29,6 @@ from marl_parallel.backends.ray_backend import (
     POLL_S,
     STATUS_INTERVAL_S,
     RayBackend,
-    monitor_result,
     reason_of,
     results_of,
     shortage_of,
@@ -42,7 +41,8 @@ from marl_parallel.core.records import WITH_ACTIONS, RecordPlaces, RecordSlices
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.types import ParallelEnvError
 
-_STOPPED_WITHIN_S = 5.0
+_ANSWERS_WITHIN_S = 5.0
+_ENDS_WITHIN_S = 30.0
 
 
 class Node:
@@ -190,7 +190,7 @@ class RayNodesBackend(RayBackend):
         if node is None:
             return True
         if node.lost is None and ray.is_initialized():
-            if monitor_result(node.control("remove", worker, node.orders, kill=kill)) is False:
+            if _answer(node.control("remove", worker, node.orders, node.started[worker], kill=kill)) is False:
                 return False
             node.starts = [start for start in node.starts if start[0] != worker]
             for requests, _ in node.waiting:
@@ -204,7 +204,7 @@ class RayNodesBackend(RayBackend):
         self._slices = RecordSlices(layout, block)
         self._record_places = RecordPlaces.of(layout)
         for allocated in [node.control("allocate", self._record_places) for node in self._nodes]:
-            monitor_result(allocated)  # a death is noticed with the next request
+            _answer(allocated)  # a death is noticed with the next request
         return block
 
     # -- requests and replies --------------------------------------------------------------------------------------
@@ -212,9 +212,10 @@ class RayNodesBackend(RayBackend):
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._changed = True
         by_node: dict[Node, dict[int, Request]] = {}
+        connected = ray.is_initialized()
         for worker, request in requests.items():
             node = self._node_of.get(worker)
-            if node is None or not ray.is_initialized():
+            if node is None or not connected:
                 self._lost.append((worker, Lost(None, "", "Ray has been shut down")))
             elif node.lost is not None:
                 self._lost.append((worker, Lost(None, "", node.lost)))
@@ -390,7 +391,7 @@ class RayNodesBackend(RayBackend):
         self._looked, self._changed = time.monotonic(), False
         nodes = [node for node in self._nodes if node.lost is None and node.starting is None]
         for node, ref in [(node, node.control("look", hurry=hurry and node.waits_for_more)) for node in nodes]:
-            if (answer := monitor_result(ref)) is not None:
+            if (answer := _answer(ref)) is not None:
                 self._update(node, *answer)
 
     def _update(self, node: Node, now: float, statuses: Mapping[int, tuple[int, bytes]]) -> None:
@@ -409,7 +410,7 @@ class RayNodesBackend(RayBackend):
             return None
         asked, last = node.memory.get(worker, (None, None))
         if asked is None or ray.wait([asked], timeout=0)[0]:
-            last = monitor_result(asked or node.control("memory", worker))
+            last = _answer(asked or node.control("memory", worker))
             node.memory[worker] = node.control("memory", worker), last
         return last
 
@@ -417,13 +418,14 @@ class RayNodesBackend(RayBackend):
         node = self._node_of.get(worker)
         if node is None or node.lost is not None or node.starting is not None or not ray.is_initialized():
             return ""
-        return monitor_result(node.control("stack", worker, harmless=harmless)) or ""
+        return _answer(node.control("stack", worker, harmless=harmless)) or ""
 
     def end(self, worker: int) -> list[Reply]:
         node = self._node_of[worker]
         if node.lost is not None or node.starting is not None:
             return []
-        packed = monitor_result(node.control("end", worker, node.orders, node.seen))
+        ended = node.control("end", worker, node.orders, node.seen, node.started[worker])
+        packed = _answer(ended, _ENDS_WITHIN_S)
         if packed is None:
             return []
         node.pending[worker].clear()
@@ -435,7 +437,17 @@ class RayNodesBackend(RayBackend):
             able = [node for node in nodes if node.lost is None and node.starting is None]
             ends = [node.control("stop", timeout) for node in able]
             if ends:
-                ray.wait(ends, num_returns=len(ends), timeout=timeout + _STOPPED_WITHIN_S)
+                ray.wait(ends, num_returns=len(ends), timeout=timeout + _ANSWERS_WITHIN_S)
             for node in nodes:
                 ray.kill(node.handle)
         return super().stop(timeout)
+
+
+def _answer(ref: Any, timeout: float = _ANSWERS_WITHIN_S) -> Any:
+    """The result of a call beside the exchange; None if the node is gone, or does not answer in time."""
+    try:
+        return ray.get(ref, timeout=timeout)
+    except RayTaskError:
+        raise
+    except RayError:
+        return None

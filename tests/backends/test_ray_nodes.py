@@ -208,7 +208,7 @@ def test_killed_worker(single_node):
 def test_lost_node(end, three_nodes):
     """Its environments are restarted elsewhere, each counts once; the others equal the reference."""
     reference = Reference([Skirmish] * 6, AutoresetMode.SAME_STEP, 42)
-    backend = RayBackend(num_cpus=0.5, num_nodes=3, workers_per_node=2)
+    backend = RayBackend(num_cpus=0.5, num_nodes=3, workers_per_node=2, placement_timeout=300)
     with ParallelEnv([Skirmish] * 6, backend=backend, num_workers=6, on_error="restart") as env:
         assert_same(env.reset(), reference.reset())
         before, node = env.call(pid_of), nodes_of(env)[2]
@@ -218,7 +218,7 @@ def test_lost_node(end, three_nodes):
             place = place_of(node)
             (doomed,) = (one for one in three_nodes.worker_nodes if one.node_id == place)
             three_nodes.remove_node(doomed, allow_graceful=False)
-        marks, since, time_, deadline = [False] * 6, 0, 0, time.monotonic() + 120
+        marks, since, time_, deadline = [False] * 6, 0, 0, time.monotonic() + 300
         while since < 5:
             assert time.monotonic() < deadline
             actions = actions_of(Skirmish, 6, time_)
