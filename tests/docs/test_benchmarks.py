@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -467,6 +468,12 @@ def test_isolated_generators():
     result = run("isolated_generators.py", "--steps", "5", "--repeats", "1")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(" µs per environment step") == 2
+
+
+def test_recycling():
+    result = run("recycling.py", "--seconds", "0.5", "--episodes", "3")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"an environment is replaced: median [\d.]+ ms, .* \([1-9]\d* steps\)", result.stdout)
 
 
 @pytest.mark.rest
