@@ -698,7 +698,7 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_open()
-        if runner.pool.seeds_stale and not runner.pool.in_flight:
+        if runner.pool.seeds_stale and not runner.pool.in_flight and not runner.calling:
             self._update_seeds()
         return runner.seeds
 
@@ -732,14 +732,53 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_idle("call")
+        ids, pickle = runner.checked_ids(env_ids), self._pickled_call(name, args, kwargs)
+        return self._unpickled(Message.CALL, ids, pickle, runner.pool.execute_in(Message.CALL, ids, pickle()))
+
+    @exclusive("call_async")
+    def call_async(
+        self, name: str | Callable[..., Any], /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any
+    ) -> None:
+        """Begin to call a method of each environment and return; `call_wait` has the results. Arguments as of `call`.
+
+        Until then, all other calls raise `AlreadyPendingCallError`, except `stats`, `seed` and `close`.
+        """
+        runner = self.runner
+        runner.check_idle("call_async")
+        ids, pickle = runner.checked_ids(env_ids), self._pickled_call(name, args, kwargs)
+        runner.begin_call(Message.CALL, ids, pickle())
+        self._called = ids, pickle
+
+    @exclusive("call_wait")
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """The results of `call_async`, as of `call`, which also has its errors.
+
+        Args:
+            timeout: Seconds to wait at most; None for no limit.
+
+        Raises:
+            NoAsyncCallError: No call is in flight.
+            TimeoutError: The calls have not ended in time. Nothing is lost, and this can be called again.
+
+        Example:
+            >>> from mpe2 import simple_spread_v3
+            >>> with ParallelEnv([simple_spread_v3.parallel_env] * 2, num_workers=2) as env:
+            ...     env.call_async("observation_space", "agent_0")
+            ...     spaces = env.call_wait(timeout=10.0)
+            >>> [space.shape for space in spaces]
+            [(18,), (18,)]
+        """
+        results = self.runner.finish_call(timeout)
+        ids, pickle = self._called
+        return self._unpickled(Message.CALL, ids, pickle, results)
+
+    def _pickled_call(
+        self, name: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], bytes]:
         if not isinstance(name, str) and not callable(name):
             raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
-        what = f"the arguments of {name!r}"
-        return self._execute_pickled(
-            Message.CALL,
-            runner.checked_ids(env_ids),
-            lambda: dumps_for_workers((name, args, kwargs), what, runner.local_modules),
-        )
+        modules = self.runner.local_modules
+        return lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", modules)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of each environment, as by `call`; of a method, the result without arguments."""
@@ -760,21 +799,23 @@ class ParallelEnv:
         if not isinstance(values, list | tuple):
             values = [values] * len(ids)
         arguments.one_for_each(values, ids, "one value")
-        self._execute_pickled(
-            Message.ASSIGN,
-            ids,
-            lambda: {
+
+        def pickle() -> dict[int, bytes]:
+            return {
                 env_id: dumps_for_workers((name, value), f"the value for environment {env_id}", runner.local_modules)
                 for env_id, value in zip(ids, values)
-            },
-        )
+            }
 
-    def _execute_pickled(
-        self, message: Message, env_ids: tuple[int, ...], pickle: Callable[[], Any]
+        self._unpickled(Message.ASSIGN, ids, pickle, runner.pool.execute_in(Message.ASSIGN, ids, pickle()))
+
+    def _unpickled(
+        self, message: Message, env_ids: tuple[int, ...], pickle: Callable[[], Any], results: dict[int, Any]
     ) -> tuple[Any, ...]:
-        """Execute a request with values of the caller's; modules that workers cannot import are pickled with them."""
+        """The results of a request with values of the caller's, which `pickle` makes again.
+
+        It is repeated with the modules that workers could not import pickled with them.
+        """
         runner = self.runner
-        results: dict[int, Any] = runner.pool.execute_in(message, env_ids, pickle())
         while again := add_missing_modules(runner.local_modules, results, "what is sent to"):
             for env_id in again:
                 del results[env_id]

@@ -422,7 +422,7 @@ def _failure(error: BaseException, doing: Activity | Message, partially_written:
     below = error.__traceback__
     while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):
         below = below.tb_next
-    error.__traceback__ = below or error.__traceback__
+    error = error.with_traceback(below or error.__traceback__)  # a class may refuse to set attributes
     lines = traceback.format_exception(error)
     try:
         exception = dumps(error)
