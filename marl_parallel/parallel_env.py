@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from marl_parallel import arguments, planning
 from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
+from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
@@ -524,6 +525,7 @@ class ParallelEnv:
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
+        drain: bool = False,
     ) -> tuple[Dicts, Dicts]:
         """Begin new episodes.
 
@@ -532,6 +534,7 @@ class ParallelEnv:
                 one seed, or None for no seed, for each of `env_ids`.
             options: Passed to each environment's own `reset`.
             env_ids: Which environments.
+            drain: True first waits for all environments in flight, and drops their results.
 
         Returns:
             Observations and infos: two tuples of dicts by agent, in the order of `env_ids`.
@@ -539,8 +542,14 @@ class ParallelEnv:
         Raises:
             ValueError: A wrong number of seeds, or options that the environments' `reset` does not take.
         """
-        ids, extras = self.runner.reset(seed, options, env_ids)
-        observations, _, _, _, infos = self.runner.batch.read(ids, extras)
+        runner = self.runner
+        if drain:
+            runner.check_reset(seed, options, env_ids)
+            if runner.pool.in_flight:
+                dropped, _, extras = runner.recv()
+                runner.batch.read(dropped, extras)
+        ids, extras = runner.reset(seed, options, env_ids)
+        observations, _, _, _, infos = runner.batch.read(ids, extras)
         return observations, infos
 
     def step(
@@ -833,6 +842,46 @@ class ParallelEnv:
                         f"{type(error).__name__}: {error}"
                     ) from error
         return tuple(results.get(env_id) for env_id in env_ids)
+
+    def set_parameters(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
+        """Set parameters of environments that keep the options of `reset` (ML-Agents), without a reset.
+
+        They are as of the options of `reset`, and an environment that is constructed again gets them, too.
+        `env.call("get_properties")` returns those of each environment.
+
+        Args:
+            parameters: By name; Unity gets them with the next step.
+            env_ids: Which environments.
+
+        Raises:
+            NotImplementedError: The environments keep no options.
+            ValueError: `parameters` have another form than the options of `reset`.
+        """
+        runner = self.runner
+        if not (runner.schema.options_last and runner.takes_options):
+            raise NotImplementedError(
+                "these environments do not keep options of reset: pass reset(options=), or use call or set_attr"
+            )
+        ids = runner.checked_ids(env_ids)
+        runner.schema.check_options(parameters)
+        self.call("set_parameters", parameters, env_ids=ids)
+        runner.note_options(ids, parameters)
+
+    def timers(self) -> dict[str, Any]:
+        """The trees of ML-Agents' timers (`@timed`, `hierarchical_timer`) of all workers, merged.
+
+        Simulators of any kind may use these timers. Workers that have been replaced are left out.
+
+        Returns:
+            As of `mlagents_envs.timers.get_timer_tree`: `"total"` seconds, `"count"`, `"self"` and `"children"` by
+            name. No children if no worker has loaded `mlagents_envs`.
+        """
+        pool = self.runner.pool
+        if isinstance(pool, NativePool):
+            raise NotImplementedError(f"{pool.name} has no workers with timers")
+        self.runner.check_open()
+        first = [share[0] for share in pool.present_shares().values()]
+        return {"name": "root", **merged_timers(self.call(timer_tree, env_ids=first))}
 
     @exclusive("render")
     def render(self, *, tile: bool = False, env_ids: Sequence[int] | None = None) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -103,6 +103,28 @@ class BatchRunner:
         self.batch.statistics.finished = []
         self._note_resets(ids, extras)
         return ids, extras
+
+    def check_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
+        """Raise the errors of `reset` that are about its arguments."""
+        ids = self.checked_ids(env_ids)
+        self._check_takes(options)
+        self.check_seed(seed)
+        for env_options in checked_options(options, ids):
+            if env_options is not None:
+                self.schema.check_options(env_options)
+        if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
+            seeds_of(seed, ids)
+        elif seed is not None:
+            base_seed(seed)
+
+    def note_options(self, env_ids: Sequence[int], options: Mapping[str, Any]) -> None:
+        """Note options that environments which keep them have now: they may be constructed again."""
+        pool = self.pool
+        assert isinstance(pool, Pool)
+        assert pool.rebuilder is not None
+        for env_id in env_ids:
+            pool.rebuilder.reset_options(env_id, {**options})
+        pool.prepare_again(env_ids)
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
         """Begin new episodes and return; `recv` has the results. Arguments and errors as of `reset`."""
@@ -369,10 +391,13 @@ class BatchRunner:
         if text is not None:
             warnings.warn(text, UserWarning, stacklevel=5)
 
-    def _reset_keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> dict[int, bytes]:
-        """By environment, the pickled keywords of its reset; the seeds are noted."""
+    def _check_takes(self, options: Options) -> None:
         if options is not None and not self.takes_options:
             raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
+
+    def _reset_keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> dict[int, bytes]:
+        """By environment, the pickled keywords of its reset; the seeds are noted."""
+        self._check_takes(options)
         self.check_seed(seed)
         pool = self.pool
         if isinstance(pool, NativePool):
