@@ -236,10 +236,11 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
 class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     """RLlib's multi-agent env runner, with environments that step in worker processes.
 
-    `config.env` is a name registered with `ray.tune.register_env` or with Gymnasium, or a class. What it names is called
-    with the `EnvContext`, whose `vector_index` is the number of the environment. It may make RLlib's `MultiAgentEnv` and
-    anything else that `ParallelEnv` takes, such as a PettingZoo environment. `env_config["parallel_env"]` has arguments
-    for `ParallelEnv` (`num_workers`, `on_error`, `step_timeout`, ...) and `scalarize`; the environments do not see it.
+    `config.env` is a name registered with `ray.tune.register_env` or with Gymnasium, or a class. What it names is
+    called with the `EnvContext`, whose `vector_index` is the number of the environment. It may make RLlib's
+    `MultiAgentEnv` and anything else that `ParallelEnv` takes, such as a PettingZoo environment.
+    `env_config["parallel_env"]` has arguments for `ParallelEnv` (`num_workers`, `on_error`, `step_timeout`, ...) and
+    `scalarize`; the environments do not see it.
     By default remote runners share the CPUs of the machine evenly, or each uses `num_cpus_per_env_runner` if that is
     more; a local runner uses all. RLlib's check of each environment runs in its worker, unless `disable_env_checking`
     is set. `docs/facades.md` has its seeds and restarts.

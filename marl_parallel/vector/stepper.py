@@ -209,6 +209,43 @@ class ArrayStepper(OfParallelEnv):
         self.in_flight = True
 
     @exclusive("step_async")
+    def send_some(self, actions: Sequence[Mapping[Any, Any]], env_ids: Sequence[int]) -> None:
+        """Begin to step some environments, while others may be in flight; `receive_some` has the results.
+
+        Args:
+            actions: A dict by agent for each of `env_ids`, as of `ParallelEnv.send`, which also has the errors.
+            env_ids: Which environments.
+        """
+        self.runner.claim(self._facade)
+        ids = self.runner.checked_ids(env_ids)
+        self.runner.check_idle("step_async", ids)
+        self.runner.check_has_reset(ids, "step_async")
+        check_one_for_each(actions, ids)
+        self.runner.send(ids, self.runner.batch.write_actions(ids, actions))
+
+    @exclusive("reset_async")
+    def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None) -> None:
+        """Begin to reset some environments, while others may be in flight; `receive_some` has the results."""
+        self.runner.claim(self._facade)
+        self.runner.send_reset(seed, None, env_ids)
+
+    @exclusive("recv")
+    def receive_some(
+        self, min_envs: int = 1, timeout: float | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...], Arrays]:
+        """Wait for some results of `send_some` and `send_some_resets`; arguments and errors as of `ParallelEnv.recv`.
+
+        Returns:
+            The environments that were stepped, those that were reset, and the arrays, of which only the rows of these
+            environments are valid.
+        """
+        last = self.view.last()
+        results = self.runner.recv(min_envs, timeout)
+        ids = sorted(results.env_ids)
+        arrays = self._noted(self.view.read_some(ids, results.extras, last))
+        return tuple(i for i in ids if i not in results.resets), tuple(sorted(results.resets)), arrays
+
+    @exclusive("step_async")
     def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
         """As `send`, with a dict by agent for each environment, as of `ParallelEnv.step`."""
         self._check_may_step("step_async")
