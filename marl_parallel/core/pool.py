@@ -26,7 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
@@ -233,6 +233,19 @@ class Pool:
         """As `execute`: one request to environments; `payload` is the same for all, or a dict by environment."""
         return self.execute(self._requests(message, env_ids, payload))
 
+    def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
+        """Begin what `execute_in` does, and return; `finish` comes next, and nothing else before it."""
+        self._call(self._begin, self._requests(message, env_ids, payload))
+
+    def finish(self, timeout: float | None) -> dict[int, Any]:
+        """The results of `begin_in`, as of `execute`; `TimeoutError` after so many seconds, which loses nothing."""
+        results = self._call(self._finish_all, timeout)
+        if results is None:
+            raise TimeoutError(f"the calls were not finished within {timeout:g} s; nothing is lost, wait again")
+        if results[1]:
+            raise results[1][0]
+        return cast("dict[int, Any]", results[0])
+
     def execute_in_each_worker(self, message: Message, payload: Any = None) -> dict[int, Any]:
         """As `execute`: one request to one environment of each worker."""
         return self.execute(
@@ -364,13 +377,27 @@ class Pool:
                 return False
 
     def _execute(self, requests: Mapping[int, Request]) -> tuple[dict[int, Any], list[ParallelEnvError]]:
+        self._begin(requests)
+        done = self._finish_all(None)
+        assert done is not None  # there is no timeout
+        return done
+
+    def _begin(self, requests: Mapping[int, Request]) -> None:
         while self._rebuilding():
             self._wait_once(None, 1)
-        errors: list[ParallelEnvError] = []
-        self._results, self._errors = {}, errors
+        self._results, self._errors = {}, []
         self._post(requests, together=True)
+
+    def _finish_all(self, timeout: float | None) -> tuple[dict[int, Any], list[ParallelEnvError]] | None:
+        """Wait for the requests of `_begin`; None after the timeout."""
+        deadline, patience = None if timeout is None else time.monotonic() + timeout, None
         while (busy := self._owed()) or self._rebuilding():
-            self._wait_once(None, 1 if self._for_spares else busy or 1)
+            if patience == 0.0:
+                return None
+            patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            self._wait_once(patience, 1 if self._for_spares else busy or 1)
+        errors = self._errors
+        assert errors is not None
         results, self._results, self._errors = self._results, {}, None
         return {} if errors else {env_id: self.read(env_id, results[env_id]) for env_id in sorted(results)}, errors
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import Space, spaces
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
@@ -25,6 +26,7 @@ from marl_parallel.action_masks import choices_of, declares_mask
 from marl_parallel.adapters import AgentID, Schema
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.native import NativePool
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
@@ -130,6 +132,10 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
+        self._sent: dict[int, Any] = {}  # by environment in flight, the row that was sent; None for a reset
+        self._rows_of: dict[int, Any] = {}  # likewise, of those whose results are in `_stepped`
+        self._stepped: dict[int, TensorDictBase] = {}  # results that the caller has not received
+        self._begun: dict[int, TensorDictBase] = {}  # likewise of resets
         n = env.num_envs
         actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
@@ -229,6 +235,126 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     def __del__(self) -> None:
         """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
+
+    # -- some environments at a time, as in TorchRL's `AsyncEnvPool` ---------------------------------------------------
+
+    def async_reset_send(
+        self, tensordict: TensorDictBase | None = None, env_index: int | Sequence[int] | None = None
+    ) -> None:
+        """Begin to reset some environments, and return; `async_reset_recv` has the results.
+
+        Args:
+            tensordict: Its `"env_index"` has the environments, if `env_index` is None.
+            env_index: The environments; None for all without a `tensordict`.
+
+        Raises:
+            AlreadyPendingCallError: One of them is in flight.
+            NotImplementedError: The environment was made with `return_state`, or native simulators step in it.
+        """
+        ids = self._indices(tensordict, env_index)
+        due = self._seed is not None and self._unseeded[list(ids)].any()
+        seeds = [self._seed + i if self._unseeded[i] else None for i in ids] if due and self._seed is not None else None
+        self._stepper.send_some_resets(ids, seeds)
+        self._unseeded[list(ids)] = False
+        self._sent.update(dict.fromkeys(ids))
+
+    def async_reset_recv(self, min_get: int = 1, *, timeout: float | None = None) -> TensorDictBase:
+        """The first observations of all environments whose reset is ready, at least `min_get`, as of `reset`.
+
+        Args:
+            min_get: How many to wait for.
+            timeout: Seconds to wait at most for each; None for no limit.
+
+        Returns:
+            A tensordict of batch size `[environments]`, with `"env_index"`, `[environments]`, in this order.
+
+        Raises:
+            ValueError: Fewer than `min_get` resets are in flight.
+            TimeoutError: Nothing is lost, and this can be called again.
+        """
+        ids, results = self._received(
+            self._begun, [i for i, sent in self._sent.items() if sent is None], min_get, timeout
+        )
+        return results.set("env_index", torch.tensor(ids, device=self.device))
+
+    def async_step_send(self, tensordict: TensorDictBase, env_index: int | Sequence[int] | None = None) -> None:
+        """Begin to step some environments, and return; `async_step_recv` has the results.
+
+        Args:
+            tensordict: With the actions, of batch size `[environments]`, or `[]` for one.
+            env_index: The environments, in the order of the rows; None for those of its `"env_index"`.
+
+        Raises:
+            AlreadyPendingCallError: One of them is in flight.
+            NotImplementedError: As of `async_reset_send`.
+        """
+        ids = self._indices(tensordict, env_index)
+        rows = tensordict if tensordict.batch_dims else tensordict.unsqueeze(0)
+        if rows.batch_size != (len(ids),):
+            raise ValueError(f"expected a row for each of the environments {[*ids]}, got batch size {rows.batch_size}")
+        of_env: list[dict[AgentID, Any]] = [{} for _ in ids]
+        acting = self._runner.batch.acting
+        for name, group in self._groups.items():
+            arrays = _action_arrays(name, group.action_space, rows.get((name, "action"), None))
+            for place, agent in enumerate(group.agents):
+                for row, env_id in enumerate(ids):
+                    if agent in acting[env_id]:
+                        of_env[row][agent] = tree_map(lambda array, at=(row, place): array[at], arrays)
+        self._stepper.send_some(of_env, ids)
+        self._sent.update(zip(ids, rows.unbind(0)))
+
+    def async_step_recv(self, min_get: int = 1, *, timeout: float | None = None) -> TensorDictBase:
+        """The results of all environments whose step is ready, at least `min_get`; arguments and errors as of
+        `async_reset_recv`.
+
+        Returns:
+            The rows of `async_step_send`, with `"next"` as of `step`, and with `"env_index"`. Environments whose
+            `"done"` is set have to be reset.
+        """
+        sent = {env_id: row for env_id, row in self._sent.items() if row is not None}
+        ids, results = self._received(self._stepped, [*sent], min_get, timeout)
+        rows: TensorDictBase = torch.stack([self._rows_of.pop(env_id) for env_id in ids])
+        return rows.set("next", results).set("env_index", torch.tensor(ids, device=self.device))
+
+    def _received(
+        self, arrived: dict[int, TensorDictBase], in_flight: Sequence[int], min_get: int, timeout: float | None
+    ) -> tuple[list[int], TensorDictBase]:
+        """Wait until so many results of one kind have arrived, and take them."""
+        if not 1 <= min_get <= len(arrived) + len(in_flight):
+            raise ValueError(f"min_get={min_get}, but {len(arrived) + len(in_flight)} of these are in flight")
+        while len(arrived) < min_get:
+            stepped, begun, arrays = self._stepper.receive_some(1, timeout)
+            self._ended[list(begun)] = False
+            own = (arrays.terminations | arrays.truncations) & ~self._ended
+            tensors = self._tensors(arrays, own)
+            for name, group in self._groups.items():
+                rewards = group.rewards(arrays).astype(np.float32)
+                rewards = rewards[..., None] if group.reward_space is None else rewards
+                tensors.get(name).set("reward", torch.from_numpy(rewards))
+            for env_id in stepped:
+                self._stepped[env_id], self._rows_of[env_id] = tensors[env_id], self._sent.pop(env_id)
+            for env_id in begun:
+                del self._sent[env_id]
+                self._begun[env_id] = tensors[env_id].exclude(*[(name, "reward") for name in self._groups])
+            self.infos.update(arrays.infos)
+        ids = [*arrived]
+        results: TensorDictBase = torch.stack([arrived.pop(env_id) for env_id in ids])
+        return ids, results
+
+    def _indices(self, tensordict: TensorDictBase | None, env_index: int | Sequence[int] | None) -> tuple[int, ...]:
+        if isinstance(self._runner.pool, NativePool) or self._returns_state:
+            raise NotImplementedError(
+                "native simulators, and environments made with return_state=True, are stepped all at once: use step"
+            )
+        if env_index is None and tensordict is not None:
+            index = tensordict.get("env_index", None)
+            if index is None:
+                raise ValueError('pass env_index, or a tensordict with "env_index"')
+            env_index = [int(one) for one in torch.as_tensor(index).reshape(-1)]
+        ids = self._runner.checked_ids([env_index] if isinstance(env_index, int) else env_index)
+        if waiting := [env_id for env_id in ids if env_id in self._stepped or env_id in self._begun]:
+            raise AlreadyPendingCallError(f"the results of environments {waiting} have not been received", "send")
+        return ids
 
     # -- masks and results -----------------------------------------------------------------------------------------
 

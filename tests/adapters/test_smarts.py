@@ -94,6 +94,7 @@ if __name__ == "__main__":
         env_constructors = [partial(make_env, sim_name=f"sim_{{ind}}") for ind in range(2)]
         env = ParallelEnv(env_constructors=env_constructors, auto_reset=auto_reset, seed=42)
         returned.append((env.batch_size, getattr(env, "action_space", None) == made.action_space))
+        returned.append(getattr(env, "observation_space", None) == made.observation_space)
         observations, infos = env.reset()
         returned.append(simplified((observations, infos)))
         rng = np.random.default_rng(0)
@@ -160,10 +161,10 @@ def test_example_with_only_the_import_changed(scenario, tmp_path, actions, obser
 @pytest.mark.parametrize(("actions", "observations"), OTHERS)
 def test_example_with_all_other_options(scenario, tmp_path, actions, observations):
     """Comparing with SMARTS's own takes long; agents of these episodes live at most 8 and 12 steps."""
-    (num_envs, same_space), (seen, infos), *steps = example(
+    (num_envs, same_space), same_observation_space, (seen, infos), *steps = example(
         scenario, tmp_path, "from marl_parallel import ParallelEnv", actions, observations
     )
-    assert (num_envs, same_space) == (2, True)
+    assert (num_envs, same_space, same_observation_space) == (2, True, True)
     agents = {"Agent_0", "Agent_1"}
     assert all({*one} == agents for one in (*seen, *infos))
     automatic = steps[:16]
@@ -176,6 +177,28 @@ def test_example_with_all_other_options(scenario, tmp_path, actions, observation
                 assert {*observed[env_id]} == agents
             for value in observed[env_id].values():
                 assert (value[0] == "Observation") if observations == "unformatted" else "ego_vehicle_state" in value
+
+
+SEEDS = """
+from functools import partial
+
+from marl_parallel import ParallelEnv
+
+with ParallelEnv([partial(make_env, sim_name=f"sim_{ind}") for ind in range(2)], True, seed=42) as env:
+    print(env.batch_size, *env.seed())
+    env.reset()
+    print(*env.seed())
+"""
+
+
+def test_seeds(scenario, tmp_path):
+    """Those of the simulators, from their constructors; SMARTS's own `seed()` needs an older Gymnasium."""
+    file = tmp_path / "seeds.py"
+    file.write_text(setup(scenario, "multi_agent", "multi_agent") + SEEDS)
+    variables = {**os.environ, **VARIABLES}
+    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=540, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["2 42 43", "42 43"]
 
 
 OURS = {"final_obs", "reset_info"}
