@@ -171,6 +171,11 @@ class InfoColumns(Mapping[int, dict[Any, Any]]):
         self.received, self.agents = received, agents
         self._by_env: dict[int, dict[Any, Any]] = {}
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether all agents have infos of the same keys."""
+        return isinstance(self.received.infos, dict)
+
     def __len__(self) -> int:
         return len(self._env_ids())
 
