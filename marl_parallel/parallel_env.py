@@ -351,10 +351,11 @@ class ParallelEnv:
     def from_native(cls, simulator: NativeSimulator) -> ParallelEnv:
         """Wrap a simulator that steps many environments by itself, without workers; `close` closes it.
 
-        Episodes begin again with the next step (`NEXT_STEP`). It is an error to pass a seed or options to `reset`, or a
-        timeout or another `min_envs` than `batch_size` or all in flight to `recv`, or to start a trace. After a partial
-        reset, facades return the other environments' observations from the arrays returned last. Nothing else may use
-        the simulator.
+        Episodes begin again with the next step (`NEXT_STEP`). A seed for `reset` seeds all environments again, if the
+        simulator can do that. It is an error to pass options to `reset`, or a timeout or another `min_envs` than
+        `batch_size` or all in flight to `recv`, or to start a trace. After a partial reset, facades return the other
+        environments' observations from the arrays returned last. Nothing else may use the simulator. See
+        `docs/simulators.md`.
         """
         check_agents(simulator.schema.possible_agents, simulator.name)
         env = cls.__new__(cls)
@@ -368,27 +369,49 @@ class ParallelEnv:
     @classmethod
     def from_envpool(
         cls,
-        task: str,
-        num_envs: int,
+        task: Any,
+        num_envs: int | None = None,
         batch_size: int | None = None,
         num_threads: int | None = None,
         seed: int | Sequence[int] | None = 42,
+        *,
+        frame_skip: int | None = None,
         **task_arguments: Any,
     ) -> ParallelEnv:
         """Wrap a task of EnvPool, whose environments run in its own threads; restrictions as of `from_native`.
 
+        The agent of a single-player task is `agent_0`; players are `agent_0`, ... In turn-based games, such as those of
+        PGX, all players are observed, and the one whose turn it is acts, by the action mask that the game has.
+
         Args:
-            task: Its name in EnvPool. The agent of a single-player task is `agent_0`; players are `agent_0`, ...
+            task: Its name in EnvPool, or with `ALE/` before it, as Gymnasium's names of Atari games. Or a pool that
+                `envpool.make_gymnasium` has made, without other arguments; nothing else may use it.
             num_envs: The number of environments.
             batch_size: How many results `recv` returns at a time, the first that are ready; None for all in flight.
             num_threads: Of EnvPool; None lets it choose.
-            seed: Environment i is seeded with `seed + i`; a sequence has one for each; None draws a base seed.
+            seed: Environment i is seeded with `seed + i`; a sequence has one for each; None draws a base seed. A seed
+                for `reset` makes the pool again, unless it was passed here.
+            frame_skip: How often each action is carried out, with the rewards added up. Tasks with an argument of this
+                name do it themselves; others must have one player.
             task_arguments: For EnvPool, such as `max_episode_steps`.
-        """
-        from marl_parallel.backends.envpool import open_pool
 
-        numbers, seeds = arguments.pool_arguments(num_envs, batch_size, num_threads, seed)
-        return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
+        Raises:
+            ImportError: EnvPool is not installed, or of a release that is not supported.
+            TypeError, ValueError: There is no such task; or an argument is wrong, or none of EnvPool's.
+        """
+        from marl_parallel.backends import envpool
+
+        if not isinstance(task, str):
+            if num_envs is not None or batch_size is not None or num_threads is not None or task_arguments:
+                raise TypeError("a pool has been made with arguments of its own: pass it alone")
+            return cls.from_native(envpool.wrap_pool(task))
+        if num_envs is None:
+            raise TypeError(f"num_envs is missing: how many environments of {task!r}?")
+        batch_size = num_envs if batch_size is None else batch_size
+        numbers = arguments.pool_arguments(num_envs, batch_size=batch_size, num_threads=num_threads)
+        times = None if frame_skip is None else arguments.checked_integer(frame_skip, "frame_skip")
+        seeds = arguments.pool_seeds(seed, range(num_envs), "EnvPool")
+        return cls.from_native(envpool.open_pool(task, seeds, {**numbers, **task_arguments}, times))
 
     def _close_at_exit(self, pool: Pool | NativePool) -> None:
         """Close the pool when the interpreter exits or this object is collected."""
@@ -1016,7 +1039,12 @@ class ParallelEnv:
 
     def __repr__(self) -> str:
         runner = self.runner
-        backend = runner.pool.name if isinstance(runner.pool, NativePool) else type(runner.pool.backend).__name__
+        if isinstance(runner.pool, NativePool):
+            return (
+                f"{type(self).__name__}({runner.pool.name}, num_envs={self.num_envs}, batch_size={self.batch_size}, "
+                f"agents={self.possible_agents}, auto_reset={runner.mode.name}, closed={runner.pool.closed})"
+            )
+        backend = type(runner.pool.backend).__name__
         return (
             f"{type(self).__name__}(num_envs={self.num_envs}, agents={self.possible_agents}, "
             f"num_workers={self.num_workers}, backend={backend}, auto_reset={runner.mode.name}, "

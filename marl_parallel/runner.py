@@ -19,14 +19,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
-import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.action_masks import ActionSampler
 from marl_parallel.adapters import AgentID, Schema
-from marl_parallel.arguments import base_seed, checked_ids, checked_integer, checked_options, checked_timeout, seeds_of
+from marl_parallel.arguments import (
+    base_seed,
+    checked_ids,
+    checked_integer,
+    checked_options,
+    checked_timeout,
+    is_sequence_of_seeds,
+    pool_seeds,
+    seeds_of,
+)
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.construction import SeedCheck
@@ -329,7 +337,7 @@ class BatchRunner:
 
     def check_seed(self, seed: Any) -> None:
         """Raise `ValueError` for a seed if `reset` accepts none."""
-        if seed is not None and isinstance(self.pool, NativePool):
+        if seed is not None and isinstance(self.pool, NativePool) and not self.pool.reseeds:
             raise ValueError(f"seed={seed!r}, but these environments are seeded only once, when they are made")
 
     def check_mode(self, facade: str, modes: Collection[AutoresetMode]) -> None:
@@ -395,13 +403,13 @@ class BatchRunner:
         if options is not None and not self.takes_options:
             raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
 
-    def _reset_keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> dict[int, bytes]:
-        """By environment, the pickled keywords of its reset; the seeds are noted."""
+    def _reset_keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> Any:
+        """By environment, the pickled keywords of its reset; of native simulators, the new seeds. Seeds are noted."""
         self._check_takes(options)
         self.check_seed(seed)
         pool = self.pool
         if isinstance(pool, NativePool):
-            return {}
+            return None if seed is None else self._seeds_of_all(env_ids, seed, pool.name)
         if seed is not None and self.schema.seeded_when_made:
             warnings.warn(
                 f"seed={seed!r} is refused: these environments are seeded when they are made; pass it to ParallelEnv, "
@@ -412,9 +420,8 @@ class BatchRunner:
             seed = None
         base = self._base_seed
         seeds: list[int | None] = [None] * len(env_ids)
-        is_one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
-        if isinstance(seed, Sequence | np.ndarray) and not is_one:
-            seeds = seeds_of(seed, env_ids)
+        if is_sequence_of_seeds(seed):
+            seeds = seeds_of(cast(Sequence[int | None], seed), env_ids)
         elif seed is not None:
             base = base_seed(seed)
             seeds = [base + env_id for env_id in env_ids]
@@ -445,3 +452,15 @@ class BatchRunner:
             rebuilder.base_seed = base
             pool.prepare_again()
         return keywords
+
+    def _seeds_of_all(self, env_ids: Sequence[int], seed: Seeds, name: str) -> list[int]:
+        """The new seeds of a native simulator, which are noted."""
+        if len(env_ids) < self.num_envs:
+            raise ValueError(
+                f"seed={seed!r} for environments {[*env_ids]}, but these environments are seeded all at once: reset all"
+            )
+        by_env = dict(zip(env_ids, pool_seeds(seed, env_ids, name)))
+        seeds = [by_env[env_id] for env_id in self.env_ids]
+        self._base_seed, self.seeds, self._sampler_seeds = seeds[0], tuple(seeds), [*seeds]
+        self._samplers.clear()
+        return seeds

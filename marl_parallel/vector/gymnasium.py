@@ -208,7 +208,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     def _infos(self, arrays: Arrays, done: Sequence[int] = ()) -> dict[str, Any]:
         """Infos by row; those of rows that are `done` have the last observation and info, as Gymnasium's SAME_STEP."""
         infos: dict[str, Any] = {}
-        if not done and type(arrays.infos) is InfoColumns:
+        if not done and type(arrays.infos) is InfoColumns and arrays.infos.are_alike:
             infos = self._rows.infos(arrays.infos)
         elif arrays.infos or done:
             per_env, possible_agents = len(self.agents), self._stepper.view.agents

@@ -66,7 +66,10 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
     Only `_reset` resets environments, which TorchRL's loops call; see `docs/facades.md`. The seed of `set_seed` takes
-    effect at each environment's next reset.
+    effect at each environment's next reset; native simulators, such as EnvPool, must then all be reset at once.
+
+    With `flatten`, what a group holds is at the root, without the axis of agents, as in TorchRL's environments of one
+    agent: `"observation"`, `"action"`, `"mask"`, `"present"`: `[n, ...]`; `"reward"`: `[n, 1]`.
 
     Args:
         env: Made with `auto_reset=False`, or `from_envpool`. No other facade may step it.
@@ -76,6 +79,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         device: Of the tensors; simulators stay on the CPU.
         info_masks: Whether groups have action masks also if their observation spaces declare none: those of infos.
         return_state: Whether to return the global state, which takes a request to the simulators after each step.
+        flatten: Whether the only agent's values are at the root, as of an environment without agents.
 
     Attributes:
         group_map: The agents of each group, by its name.
@@ -84,7 +88,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     Raises:
         TypeError, ValueError: As `ArrayStepper`, or a group has different spaces, or one without a form in tensors; no
-            group has an action space for `info_masks`, or environments no `state_space` for `return_state`.
+            group has an action space for `info_masks`, or environments no `state_space` for `return_state`; there are
+            several agents with `flatten`.
 
     Example:
         >>> from marl_parallel import make
@@ -103,6 +108,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         *,
         info_masks: bool = False,
         return_state: bool = False,
+        flatten: bool = False,
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would all show the last one.
         stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, vectors=True, partial_resets=True)
@@ -111,6 +117,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._stepper, self._runner, self.env = stepper, stepper.runner, env
         self._guard = CallGuard(self._runner.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
+        if flatten and len(env.possible_agents) != 1:
+            raise ValueError(f"flatten=True is for one agent, but the agents are {env.possible_agents}")
+        self._flat = flatten
         self.group_map = _grouped(group_map, self._runner.schema)
         self._groups = {
             name: AgentRows(stepper, agents, vectors_for="TorchRLEnv") for name, agents in self.group_map.items()
@@ -139,18 +148,19 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         n = env.num_envs
         actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
-            shape = n, len(group.agents)
+            shape = (n,) if flatten else (n, len(group.agents))
             objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
-            actions[name] = Composite(_specs("action", group.action_space, shape), shape=shape)
+            acted = _specs("action", group.action_space, shape)
             seen = _specs("observation", group.space, shape)
             masks = {key: _flag_spec(shape) for key in ("mask", "present")}
             if name in self._num_choices:
                 seen.pop(_MASK_IN_OBSERVATION, None)
                 masks[ACTION_MASK] = _flag_spec((*shape, self._num_choices[name]))
-            observations[name] = Composite({**seen, **masks}, shape=shape)
-            reward = Unbounded(shape=(*shape, *objectives), dtype=torch.float32)
-            rewards[name] = Composite({"reward": reward}, shape=shape)
-            dones[name] = Composite({flag: _flag_spec((*shape, 1)) for flag in _FLAGS}, shape=shape)
+            reward = {"reward": Unbounded(shape=(*shape, *objectives), dtype=torch.float32)}
+            flags = {flag: _flag_spec((*shape, 1)) for flag in _FLAGS}
+            parts = (actions, acted), (observations, {**seen, **masks}), (rewards, reward), (dones, flags)
+            for whole, of_group in parts:
+                whole.update(of_group if flatten else {name: Composite(of_group, shape=shape)})
         for flag in _FLAGS:
             dones[flag] = _flag_spec((n, 1))
         if self._runner.restarts:
@@ -207,7 +217,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
         actions = [
-            Stacked(group.agents, _action_arrays(name, group.action_space, tensordict.get((name, "action"), None)))
+            Stacked(group.agents, _action_arrays(self._at(name, "action"), group.action_space, tensordict, self._flat))
             for name, group in self._groups.items()
         ]
         if self._runner.mode is AutoresetMode.NEXT_STEP:
@@ -218,10 +228,10 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         for name, group in self._groups.items():
             rewards = group.rewards(arrays).astype(np.float32)
             rewards = rewards[..., None] if group.reward_space is None else rewards
-            result.get(name).set("reward", torch.from_numpy(rewards))
+            result.set(self._at(name, "reward"), torch.from_numpy(rewards[:, 0] if self._flat else rewards))
         if ids is None:
             return result
-        for name in self._groups:
+        for name in () if self._flat else self._groups:
             # `rollout(break_when_all_done=True)` adds these to some steps only, which it cannot stack then.
             tensordict.get(name).pop("_neg_step", None)
         stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=result.device)
@@ -387,10 +397,18 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
                 masks[ACTION_MASK] = self._stepper.action_masks(group.agents)
             flags = {flag: group.of(values)[..., None] for flag, values in of_agents.items()}
             of_group = {key: torch.from_numpy(array) for key, array in {**seen, **masks, **flags}.items()}
-            result[name] = TensorDict(of_group, batch_size=(n, len(group.agents)), device=self.device)
-            if name in self._num_choices:
-                self.full_action_spec[name, "action"].update_mask(result[name][ACTION_MASK].clone())
-        return TensorDict(result, batch_size=(n,), device=self.device)
+            if self._flat:
+                result.update({key: tensor[:, 0] for key, tensor in of_group.items() if key not in _FLAGS})
+            else:
+                result[name] = TensorDict(of_group, batch_size=(n, len(group.agents)), device=self.device)
+        tensors = TensorDict(result, batch_size=(n,), device=self.device)
+        for name in self._num_choices:
+            self.full_action_spec[self._at(name, "action")].update_mask(tensors[self._at(name, ACTION_MASK)].clone())
+        return tensors
+
+    def _at(self, group: str, key: str) -> Any:
+        """The key of a value of a group."""
+        return key if self._flat else (group, key)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -472,10 +490,12 @@ def _key(name: str, path: tuple[Any, ...]) -> Any:
     return (name, *map(str, path)) if path else name
 
 
-def _action_arrays(name: str, space: Space[Any], actions: Any) -> Any:
-    """The actions of a group in arrays, in the form of their space."""
+def _action_arrays(key: Any, space: Space[Any], tensordict: TensorDictBase, is_flat: bool) -> Any:
+    """The actions of a group in arrays, in the form of their space; without an axis of agents if `is_flat`."""
+    actions: Any = tensordict.get(key, None)
     if actions is None:
-        raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
+        whose = "" if is_flat else f" for the group {key[0]!r}"
+        raise ValueError(f"no actions{whose}: there is no {key!r}")
     paths = (path for path, _ in leaves(space))
 
     def of_leaf(leaf: Space[Any]) -> NDArray[Any]:
@@ -484,7 +504,7 @@ def _action_arrays(name: str, space: Space[Any], actions: Any) -> Any:
         array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
         if array.dtype.kind in "biu" and np.any(start := getattr(leaf, "start", 0)):  # those in tensors count from 0
             array = array.astype(np.int64) + start
-        return array
+        return array[:, None] if is_flat else array
 
     return tree_map(of_leaf, space)
 
