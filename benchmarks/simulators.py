@@ -1,12 +1,12 @@
 """Run third-party simulators in `ParallelEnv`, each in an environment with the releases that it needs.
 
-    python benchmarks/simulators.py                  all of them: some hours; writes results/simulators.*
-    python benchmarks/simulators.py rware "MPE2"     those with one of these texts in their name; the others' results stay
-    python benchmarks/simulators.py --markdown       print the saved results
+    python benchmarks/simulators.py                all of them: some hours; writes results/simulators.*
+    python benchmarks/simulators.py rware MPE2     those with one of these texts in their name; other results stay
+    python benchmarks/simulators.py --markdown     print the saved results
 
-`tests/simulators/real.py` is the table of simulators. Their environments are made in `--cache`, with pip, and kept there.
-For each simulator, `tests/helpers/real_simulators.py` steps four environments with random legal actions and over ends of
-episodes: in a plain loop, in two worker processes, in the caller's process, and through two facades. It kills a worker
+`tests/simulators/real.py` is the table of simulators. Their environments are made in `--cache`, with pip, and kept
+there. For each simulator, `tests/helpers/real_simulators.py` steps four environments with random legal actions and over
+ends of episodes: in a plain loop, in two worker processes, in the caller's process, and through two facades. It kills a worker
 under `on_error="restart"`, and measures the throughput of two workers relative to a plain loop. Simulators that cannot
 be installed, or that fail in the plain loop, are listed with their own error.
 """
@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import typer
 from options import AsMarkdown, Output, Repeats, Seconds
 
-from marl_parallel.cli.report import in_one_line, machine, progress
+from marl_parallel.cli.report import machine, progress
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # before this folder, where `simulators` is this file
@@ -119,7 +119,9 @@ def own_requirements() -> list[str]:
 def error_of_pip(text: str) -> str:
     """The line that says most, without paths."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = [line for line in lines if re.match(r"(ERROR: (?!Failed building|Could not build)|\w*Error: |\w*error: )", line)]
+    found = [
+        line for line in lines if re.match(r"(ERROR: (?!Failed building|Could not build)|\w*Error: |\w*error: )", line)
+    ]
     return one_line((found or lines or ["pip failed"])[-1])
 
 
@@ -153,7 +155,7 @@ def normal(name: str) -> str:
 def examine(name: str, cache: Path, seconds: float, repeats: int, timeout: float) -> Result:
     """Run one simulator and compare."""
     simulator = real.SIMULATORS[name]
-    described = in_one_line({**machine(), "versions": {}})
+    described = "{cpu}, {cpus} CPUs; {system}; Python {python}; {date}".format(**machine())
     try:
         python = interpreter(simulator.install, cache)
     except CannotInstall as error:
@@ -169,14 +171,10 @@ def examine(name: str, cache: Path, seconds: float, repeats: int, timeout: float
     variables = simulator.variables_with(python)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        (folder / "script.py").write_text(runs.text_of(simulator))
-        if simulator.prepare:
-            (folder / "prepare.py").write_text(simulator.prepare)
-            done = subprocess.run(
-                [str(python), "prepare.py"], cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True
-            )
-            if done.returncode:
-                return Result(status=FAILS_ALONE, errors={"prepare": one_line(done.stderr)}, **known)
+        try:
+            runs.prepare(simulator, folder, variables, str(python))
+        except subprocess.CalledProcessError as error:
+            return Result(status=FAILS_ALONE, errors={"prepare": one_line(error.stderr)}, **known)
         others = ["about", *simulator.parallel_runs, *simulator.facades, "restart"]
         groups = [[run] for run in simulator.plain_runs] + [others]
         with ThreadPoolExecutor(2) as pool:
@@ -240,7 +238,7 @@ def read(path: Path) -> dict[str, Result]:
 
 
 def save(results: Mapping[str, Result], folder: Path) -> None:
-    """Write `simulators.json` and `simulators.md`, in the order of the table, without simulators that it no longer has."""
+    """Write `simulators.json` and `simulators.md`, in the order of the table."""
     kept = [results[name] for name in real.SIMULATORS if name in results]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{NAME}.json").write_text(json.dumps([asdict(one) for one in kept], indent=1) + "\n")
@@ -257,8 +255,8 @@ EQUALS = {
 def markdown(results: Sequence[Result]) -> str:
     """Tables of what works and of what does not, with notes."""
     lines = [
-        "| simulator | kind | agents | masks | equals, bit for bit | `PettingZooVecEnv`, `StackedVecEnv` | killed worker "
-        "| plain loop | 2 workers |",
+        "| simulator | kind | agents | masks | equals | `PettingZooVecEnv`, `StackedVecEnv` | killed worker | plain loop "
+        "| 2 workers |",
         "|---|---|---:|---|---|---|---|---:|---:|",
     ]
     marks: dict[str, int] = {}
@@ -289,8 +287,10 @@ def markdown(results: Sequence[Result]) -> str:
         )]  # fmt: skip
     described = sorted({one.machine for one in results})
     notes.append(
-        "Plain loop: wall time of one environment step. 2 workers: throughput with four environments in two worker processes "
-        "relative to it. Measured on two CPUs that other programs used as well. " + "; ".join(described) + "."
+        "Equals: bit for bit. Plain loop: wall time of one environment step. 2 workers: throughput with four environments "
+        "in two worker processes, relative to it. Measured on two CPUs that other programs used as well. "
+        + "; ".join(described)
+        + "."
     )
     return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n"
 

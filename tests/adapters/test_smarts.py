@@ -10,33 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sumo
 from helpers import TESTS
 from helpers.comparison import assert_same
-from helpers.real_simulators import Rollout, assert_equal, merged, report, rollouts, script
+from helpers.real_simulators import assert_equal, merged, report, rollouts, script
+from simulators.real import SIMULATORS, is_absent, without_absent_agents
 
 pytestmark = pytest.mark.needs("smarts", "sumo")
 
 OPTIONS = ("multi_agent", "full", "unformatted")
-VARIABLES = {
-    "SUMO_HOME": sumo.SUMO_HOME,
-    "PATH": f"{os.environ['PATH']}{os.pathsep}{sumo.SUMO_HOME}/bin",
-    "PYTHONHASHSEED": "0",  # SMARTS iterates over sets of names
-}
-
-SCENARIO = """
-from pathlib import Path
-
-from smarts.sstudio import gen_scenario
-from smarts.sstudio import sstypes as t
-
-traffic = t.Traffic(
-    engine="SMARTS",
-    flows=[t.Flow(route=t.RandomRoute(), rate=600, end=60, actors={t.TrafficActor("car"): 1})],
-)
-missions = [t.Mission(t.Route(begin=("A0B0", lane, 10), end=("B0C0", lane, "max"))) for lane in (0, 1)]
-gen_scenario(t.Scenario(traffic={"basic": traffic}, ego_missions=missions), output_dir=Path(__file__).parent)
-"""
+SIMULATOR = SIMULATORS["SMARTS hiway-v1"]
+VARIABLES = SIMULATOR.variables_with(Path(sys.executable))
 
 SETUP = """
 import gymnasium as gym
@@ -117,15 +100,10 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory):
     """A folder with a small grid of roads, light traffic and two missions."""
-    folder = tmp_path_factory.mktemp("grid")
-    grid = ["--grid", "--grid.number", "3", "--grid.length", "120", "--default.lanenumber", "2"]
+    folder = tmp_path_factory.mktemp("smarts")
     variables = {**os.environ, **VARIABLES}
-    netgenerate = str(Path(sumo.SUMO_HOME) / "bin" / "netgenerate")
-    subprocess.run([netgenerate, *grid, "-o", str(folder / "map.net.xml")], check=True, env=variables)
-    (folder / "scenario.py").write_text(SCENARIO)
-    scl = str(Path(sys.executable).with_name("scl"))
-    subprocess.run([scl, "scenario", "build", str(folder)], check=True, env=variables, timeout=300)
-    return folder
+    subprocess.run([sys.executable, "-c", SIMULATOR.prepare], check=True, cwd=folder, env=variables, timeout=300)
+    return folder / "grid"
 
 
 def setup(scenario, actions, observations):
@@ -181,25 +159,13 @@ def test_example_with_all_other_options(scenario, tmp_path, actions, observation
 OURS = {"final_obs", "reset_info"}
 
 
-def inactive(observation):
-    """Whether it is a filled-in observation of an absent agent: most of its values are random."""
-    return "ego_vehicle_state" in observation and not observation["active"]
-
-
-def without_inactive(value):
-    """The same without the observations of absent agents."""
-    if isinstance(value, dict):
-        return {} if inactive(value) else {key: without_inactive(item) for key, item in value.items()}
-    return type(value)(map(without_inactive, value)) if type(value) in (tuple, list) else value
-
-
 def as_theirs(results):
     """Without the last observation and the infos of an automatic reset, which SMARTS's own `ParallelEnv` drops.
 
     NumPy's scalars become arrays without dimensions on both sides: our observations are what their spaces say.
     """
     if isinstance(results, dict):
-        if inactive(results):
+        if is_absent(results):
             return {}
         saved = {key: value for key, value in results.items() if not (isinstance(value, dict) and {*value} <= OURS)}
         return {key: as_theirs(value) for key, value in saved.items() if key not in OURS}
@@ -217,5 +183,4 @@ def test_equals_plain_loops_with_the_same_neighbours(scenario, tmp_path, actions
     report(f"SMARTS {actions} {observations}", of)
     expected = merged(of["plain 0,1"], of["plain 2,3"])
     assert all(ends > 0 for ends in expected.ends)
-    actual, expected = (Rollout(*without_inactive(tuple(rollout))) for rollout in (of["process"], expected))
-    assert_equal(actual, expected, "process")
+    assert_equal(*map(without_absent_agents, (of["process"], expected)), "process")

@@ -3,7 +3,7 @@
 A script begins with the simulator's own lines, defines `make` and ends with `real_simulators.main(make)`; see `script`.
 Run as `script.py OUT RUN`, it pickles the results of a run into OUT:
 
-plain 0,1           steps environments 0 and 1 in a plain loop (`reference.ReferenceEnv`, sharing no code with the package)
+plain 0,1           steps environments 0 and 1 in a plain loop (`reference.ReferenceEnv`, without the package's code)
 process, serial     steps `ParallelEnv` with this backend, with the same actions, which `Actor` chooses
 PettingZooVecEnv    the same through a facade; the rewards
 StackedVecEnv       likewise
@@ -38,10 +38,10 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from simulators.real import Follows, Simulator
 
 from helpers import TESTS, reference
 from helpers.comparison import assert_same
-from simulators.real import Follows, Simulator
 
 SEED = 42
 NUM_ENVS = 4
@@ -338,7 +338,8 @@ def restart(
 
     Returns:
         The environments of the worker that was killed, those that `__common__` reports as restarted, whether the former
-        were truncated, how many restarts the statistics count, whether all go on, and processes left after `close`.
+        were truncated, how many restarts the statistics count, whether all go on, the names of programs that ran, and
+        the command lines of processes left after `close`.
     """
     from marl_parallel import ParallelEnv
 
@@ -374,7 +375,8 @@ def restart(
         "truncated": {*lost} <= {*truncated},
         "counted": counted,
         "goes on": all(results[0]),
-        "left": sorted(name for _, name in left),
+        "started": sorted({Path(command.split(" ")[0]).name for _, command in started}),
+        "left": sorted(command for _, command in left),
     }
 
 
@@ -551,8 +553,9 @@ def structure(value: Any) -> Any:
     return type(value)
 
 
-def report(name: str, of: Mapping[str, Rollout]) -> None:
-    """Print the times; `pytest -rP` shows them."""
+def report(name: str, of: Mapping[str, Any]) -> None:
+    """Print the times of rollouts; `pytest -rP` shows them."""
+    of = {run: rollout for run, rollout in of.items() if isinstance(rollout, Rollout)}
     seconds = ", ".join(f"{run} {rollout.seconds:.1f} s" for run, rollout in of.items())
     first = next(iter(of.values()))
     print(f"{name}: {len(first.steps[0])} batches, episode ends {first.ends}; {seconds}")
@@ -561,9 +564,30 @@ def report(name: str, of: Mapping[str, Rollout]) -> None:
 # -- entries of the table ---------------------------------------------------------------------------------------------
 
 
-def text_of(simulator: Simulator) -> str:
-    """The script of an entry."""
-    return script(simulator.setup, simulator.make, f"batches={simulator.batches}, {simulator.options}")
+def runs_of(simulator: Simulator, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
+    """The results of an entry's runs and of `more` ones, with this interpreter; fails at the first error."""
+    variables = simulator.variables_with(Path(sys.executable))
+    prepare(simulator, folder, variables)
+    groups = [[run] for run in simulator.plain_runs] + [["about", *simulator.parallel_runs, *more]]
+    found: dict[str, Any] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for of in pool.map(lambda group: results(folder, group, variables), groups):
+            for run, (result, error) in of.items():
+                assert not error, f"{run}: {error}"
+                is_rollout = run in simulator.plain_runs or run in simulator.parallel_runs
+                found[run] = Rollout(*result) if is_rollout else result
+    return found
+
+
+def prepare(simulator: Simulator, folder: Path, variables: Mapping[str, str], python: str = sys.executable) -> None:
+    """Write the script of an entry, after running its `prepare`; `CalledProcessError` with what that printed."""
+    (folder / "script.py").write_text(
+        script(simulator.setup, simulator.make, f"batches={simulator.batches}, {simulator.options}")
+    )
+    if simulator.prepare:
+        (folder / "prepare.py").write_text(simulator.prepare)
+        everything = {**os.environ, **variables}
+        subprocess.run([python, "prepare.py"], check=True, cwd=folder, env=everything, capture_output=True, text=True)
 
 
 def check_equality(simulator: Simulator, of: Mapping[str, Rollout]) -> None:

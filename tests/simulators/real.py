@@ -1,4 +1,4 @@
-"""The table of third-party simulators that this package is tested with: how to install and construct them, what to expect.
+"""The table of third-party simulators that this package is tested with: how to construct them, and what to expect.
 
 `helpers/real_simulators.py` runs an entry, `tests/adapters/test_real_simulators.py` those that CI installs, and
 `benchmarks/simulators.py` all of them, each in the environment that it needs. Nothing is imported here but the standard
@@ -18,9 +18,9 @@ from typing import Any
 
 INSTALLS = {
     "simulators": (
-        "box2d==2.3.10 gymnasium==1.4.0 highway-env==1.12.1 lbforaging==2.0.0 magent2==0.3.4 momaland==0.2.0 mpe2==1.1.1 "
-        "numpy==1.26.4 open-spiel==2.0.2 pandas==3.0.6 pettingzoo==1.27.0 pymunk rware==2.0.0 shimmy[gym-v26]==2.0.1 "
-        "torch==2.13.0 vmas==1.5.2"
+        "box2d==2.3.10 gymnasium==1.4.0 highway-env==1.12.1 lbforaging==2.0.0 magent2==0.3.4 momaland==0.2.0 "
+        "mpe2==1.1.1 numpy==1.26.4 open-spiel==2.0.2 pandas==3.0.6 pettingzoo==1.27.0 pymunk rware==2.0.0 "
+        "shimmy[gym-v26]==2.0.1 torch==2.13.0 vmas==1.5.2"
     ),
     "classic": "pettingzoo[classic]==1.27.0",
     "mamujoco": "gymnasium-robotics==1.4.2",
@@ -139,9 +139,24 @@ def without_sampled_actions(rollout: Any) -> Any:
     return rollout
 
 
+def is_absent(observation: Any) -> bool:
+    """Whether it is what SMARTS fills in for an absent agent."""
+    return "ego_vehicle_state" in observation and not observation["active"]
+
+
+def without_absent_agents(value: Any) -> Any:
+    """Without SMARTS's observations of absent agents: most of their values are random."""
+    if isinstance(value, dict):
+        return {} if is_absent(value) else {key: without_absent_agents(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(without_absent_agents, value))
+    return type(value)(map(without_absent_agents, value)) if type(value) in (tuple, list) else value
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 
 SIMULATORS: dict[str, Simulator] = {}
+AEC = "PettingZoo AEC"
 
 
 def add(name: str, *arguments: Any, **more: Any) -> None:
@@ -150,7 +165,8 @@ def add(name: str, *arguments: Any, **more: Any) -> None:
 
 for _name, _agents in {
     "simple_adversary_v3": 3, "simple_crypto_v3": 3, "simple_push_v3": 2, "simple_reference_v3": 2,
-    "simple_speaker_listener_v4": 2, "simple_spread_v3": 3, "simple_tag_v3": 4, "simple_v3": 1, "simple_world_comm_v3": 6,
+    "simple_speaker_listener_v4": 2, "simple_spread_v3": 3, "simple_tag_v3": 4, "simple_v3": 1,
+    "simple_world_comm_v3": 6,
 }.items():  # fmt: skip
     add(f"MPE2 {_name}", "simulators", f"{_name}.parallel_env()", _agents, f"from mpe2 import {_name}")
 
@@ -180,3 +196,208 @@ for _name, _setup in {"rware-tiny-2ag-v2": "\nimport rware", "rware:rware-tiny-2
         f"import gymnasium as gym{_setup}",
         kind="tuple",
     )
+
+# -- PettingZoo's own --
+for _name, _arguments, _agents in (
+    ("cooperative_pong_v6", "max_cycles=60", 2),
+    ("knights_archers_zombies_v11", "max_cycles=60", 4),
+    ("pistonball_v6", "max_cycles=30, n_pistons=6", 6),
+):
+    add(
+        f"PettingZoo butterfly {_name}",
+        "simulators",
+        f"{_name}.parallel_env({_arguments})",
+        _agents,
+        f"from pettingzoo.butterfly import {_name}",
+    )
+for _name, _arguments, _agents in (
+    ("multiwalker_v9", "max_cycles=60", 3),
+    ("pursuit_v5", "max_cycles=60", 8),
+):
+    add(
+        f"PettingZoo sisl {_name}",
+        "simulators",
+        f"{_name}.parallel_env({_arguments})",
+        _agents,
+        f"from pettingzoo.sisl import {_name}",
+    )
+for _name, _agents, _masks in (
+    ("chess_v6", 2, True),
+    ("connect_four_v3", 2, True),
+    ("gin_rummy_v4", 2, True),
+    ("go_v5", 2, True),
+    ("hanabi_v5", 2, True),
+    ("leduc_holdem_v4", 2, True),
+    ("rps_v2", 2, False),
+    ("texas_holdem_no_limit_v6", 2, True),
+    ("texas_holdem_v4", 2, True),
+    ("tictactoe_v3", 2, True),
+):
+    add(
+        f"PettingZoo classic {_name}",
+        "classic",
+        f"{_name}.env({'board_size=5' if _name == 'go_v5' else ''})",
+        _agents,
+        f"from pettingzoo.classic import {_name}",
+        kind=AEC,
+        masks=_masks,
+    )
+
+# -- further ones that fit the same environment --
+add(
+    "MAgent2 battle_v4",
+    "simulators",
+    "battle_v4.parallel_env(map_size=14, max_cycles=60)",
+    12,
+    "from magent2.environments import battle_v4",
+)
+_WALKER = "from momaland.envs.multiwalker_stability import momultiwalker_stability_v0 as _env"
+add("MOMAland walker", "simulators", "_env.env(max_cycles=60)", 3, _WALKER, kind=AEC)
+add("MOMAland walker, parallel", "simulators", "_env.parallel_env(max_cycles=60)", 3, _WALKER)
+add(
+    "MOMAland connect4",
+    "simulators",
+    "moconnect4_v0.env()",
+    2,
+    "from momaland.envs.connect4 import moconnect4_v0",
+    kind=AEC,
+    masks=True,
+)
+_SHIMMY = "from shimmy import OpenSpielCompatibilityV0"
+add(
+    "OpenSpiel connect_four",
+    "simulators",
+    "OpenSpielCompatibilityV0(game_name='connect_four')",
+    2,
+    _SHIMMY,
+    kind=AEC,
+    masks=True,
+)
+add(
+    "OpenSpiel backgammon",
+    "simulators",
+    "OpenSpielCompatibilityV0(game_name='backgammon')",
+    2,
+    _SHIMMY,
+    kind=AEC,
+    masks=True,
+    follows=Follows.IN_FORM,
+    why="No seed reaches the generator of its dice: two plain loops differ.",
+)
+_CROSSING = {
+    "observation": {
+        "type": "MultiAgentObservation",
+        "observation_config": {"type": "Kinematics", "normalize": False},
+    },
+    "initial_vehicle_count": 1,
+    "spawn_probability": 0.05,
+    "simulation_frequency": 3,
+    "duration": 8,
+}
+"""Little traffic, and observations without pandas' work: highway-env's steps are slow."""
+for _version in ("v0", "v1"):
+    add(
+        f"highway-env intersection-multi-agent-{_version}",
+        "simulators",
+        f"gym.make('intersection-multi-agent-{_version}', config={_CROSSING})",
+        2,
+        "import gymnasium as gym\nimport highway_env",
+        kind="tuple",
+        comparable=without_sampled_actions,
+        why="Without the infos of resets that highway-env samples from an unseeded space.",
+    )
+_VMAS = "num_envs=1, wrapper='gymnasium', terminated_truncated=True, max_steps=60, seed=0"
+for _name, _arguments, _kind in (("balance", "", "tuple"), ("balance, dict_spaces", "dict_spaces=True, ", "dict")):
+    add(
+        f"VMAS {_name}",
+        "simulators",
+        f"vmas.make_env('balance', {_arguments}{_VMAS})",
+        3,
+        "import vmas",
+        kind=_kind,
+        follows=Follows.WITH_NEIGHBOURS,
+        why="It draws from torch's generator, which environments of one process share.",
+    )
+
+# -- with pins of their own --
+_SUMO = {"SUMO_HOME": "{site}/sumo", "PATH": "{path}" + os.pathsep + "{site}/sumo/bin"}
+_NETS = "from pathlib import Path\n\nimport sumo_rl\n\nnets = Path(sumo_rl.__file__).parent / 'nets' / '2x2grid'"
+_GRID = (
+    "sumo_rl.parallel_env(net_file=str(nets / '2x2.net.xml'), route_file=str(nets / '2x2.rou.xml'), use_gui=False, "
+    "num_seconds=300)"
+)
+add("SUMO-RL 2x2grid", "sumo", _GRID, 4, _NETS, variables=_SUMO)
+add(
+    "SUMO-RL 2x2grid, libsumo",
+    "sumo",
+    _GRID,
+    4,
+    _NETS,
+    variables={**_SUMO, "LIBSUMO_AS_TRACI": "1"},
+    options="envs_per_worker=1",
+    measured=False,
+)
+
+SMARTS_GRID = """
+# Makes the folder `grid`: a small grid of roads with light traffic, and two missions.
+import subprocess
+import sys
+from pathlib import Path
+
+import sumo
+
+SCENARIO = '''
+from pathlib import Path
+
+from smarts.sstudio import gen_scenario
+from smarts.sstudio import sstypes as t
+
+traffic = t.Traffic(
+    engine="SMARTS",
+    flows=[t.Flow(route=t.RandomRoute(), rate=600, end=60, actors={t.TrafficActor("car"): 1})],
+)
+missions = [t.Mission(t.Route(begin=("A0B0", lane, 10), end=("B0C0", lane, "max"))) for lane in (0, 1)]
+gen_scenario(t.Scenario(traffic={"basic": traffic}, ego_missions=missions), output_dir=Path(__file__).parent)
+'''
+
+folder = Path("grid")
+folder.mkdir()
+roads = ["--grid", "--grid.number", "3", "--grid.length", "120", "--default.lanenumber", "2"]
+subprocess.run([Path(sumo.SUMO_HOME, "bin", "netgenerate"), *roads, "-o", folder / "map.net.xml"], check=True)
+(folder / "scenario.py").write_text(SCENARIO)
+subprocess.run([Path(sys.executable).with_name("scl"), "scenario", "build", folder], check=True, timeout=300)
+"""
+_SMARTS = """
+from pathlib import Path
+
+import gymnasium as gym
+from smarts.core.agent_interface import AgentInterface
+from smarts.core.controllers import ActionSpaceType
+
+GRID = str(Path("grid").resolve())
+agent_interfaces = {
+    f"Agent_{i}": AgentInterface(
+        waypoint_paths=True, action=ActionSpaceType.Lane, max_episode_steps=max_episode_steps
+    )
+    for i, max_episode_steps in enumerate((8, 12))
+}
+"""
+add(
+    "SMARTS hiway-v1",
+    "smarts",
+    "gym.make('smarts.env:hiway-v1', scenarios=[GRID], agent_interfaces=agent_interfaces, headless=True, seed=seed)",
+    2,
+    _SMARTS,
+    kind="dict",
+    follows=Follows.WITH_NEIGHBOURS,
+    why="It draws from generators that environments of one process share; without observations of absent agents, most "
+    "of whose values are random.",
+    comparable=without_absent_agents,
+    batches=30,
+    variables={**_SUMO, "PYTHONHASHSEED": "0"},  # it iterates over sets of names
+    prepare=SMARTS_GRID,
+)
+
+
+if __name__ == "__main__":
+    print(INSTALLS[sys.argv[1]])
