@@ -38,6 +38,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from pettingzoo import ParallelEnv as PettingZooEnv
 from simulators.real import Follows, Simulator
 
 from helpers import TESTS, reference
@@ -179,7 +180,9 @@ def plain(env: Any) -> Any:
         return TupleAsDict(env)
     if type(env).__module__.startswith("vmas."):
         return SharedFlags(env)
-    if type(env.unwrapped).__module__.startswith("smarts."):
+    if isinstance(env, PettingZooEnv) and type(env).observation_space is PettingZooEnv.observation_space:
+        env.observation_spaces = dict.fromkeys(env.possible_agents)  # it declares none
+    if type(getattr(env, "unwrapped", env)).__module__.startswith("smarts."):
         env.possible_agents = sorted(env.unwrapped.agent_ids)
     return env
 
@@ -271,7 +274,7 @@ def facade_rollout(
     """Step a facade with the actions of `parallel_rollout`; the rewards of each step, by agent and environment."""
     from marl_parallel import ParallelEnv, vector
 
-    options = {"num_workers": 2, "start_timeout": 300, **arguments}
+    options = {"start_timeout": 300, **(arguments or {"num_workers": 2})}
     with getattr(vector, facade)(ParallelEnv([make] * num_envs, seed=SEED, **options)) as env:
         parallel, rewards = env.parallel_env, []
         declared = parallel.action_space
@@ -343,7 +346,7 @@ def restart(
     """
     from marl_parallel import ParallelEnv
 
-    options = {"num_workers": 2, "start_timeout": 300, **arguments}
+    options = {"start_timeout": 300, **(arguments or {"num_workers": 2})}
     with ParallelEnv([make] * num_envs, seed=SEED, on_error="restart", **options) as env:
         declared = getattr(env, "action_space", {})
         actors = [Actor(i, declared.__getitem__, choose) for i in range(num_envs)]
