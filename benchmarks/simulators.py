@@ -6,9 +6,9 @@
 
 `tests/simulators/real.py` is the table of simulators. Their environments are made in `--cache`, with pip, and kept
 there. For each simulator, `tests/helpers/real_simulators.py` steps four environments with random legal actions and over
-ends of episodes: in a plain loop, in two worker processes, in the caller's process, and through two facades. It kills a worker
-under `on_error="restart"`, and measures the throughput of two workers relative to a plain loop. Simulators that cannot
-be installed, or that fail in the plain loop, are listed with their own error.
+ends of episodes: in a plain loop, in two worker processes, in the caller's process, and through two facades. It kills a
+worker under `on_error="restart"`, and measures the throughput of two workers relative to a plain loop. Simulators that
+cannot be installed, or that fail in the plain loop, are listed with their own error.
 """
 
 from __future__ import annotations
@@ -133,13 +133,12 @@ def one_line(text: str) -> str:
 
 def versions(python: Path, requirements: str) -> dict[str, str]:
     """The versions of the requirements, and of what all simulators depend on."""
-    listed = subprocess.run(
-        [str(python), "-m", "pip", "list", "--format=json", "--disable-pip-version-check"],
-        capture_output=True,
-        text=True,
-        check=True,
+    program = (
+        "import json; from importlib.metadata import distributions; "
+        "print(json.dumps({one.name: one.version for one in distributions()}))"
     )
-    installed = {normal(one["name"]): one["version"] for one in json.loads(listed.stdout)}
+    listed = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)
+    installed = {normal(name): version for name, version in json.loads(listed.stdout).items()}
     names = [re.split(r"[=<>\[ ]", word)[0] for word in requirements.split() if not word.startswith("-")]
     wanted = dict.fromkeys(normal(name) for name in (*names, "numpy", "gymnasium", "pettingzoo"))
     return {name: installed[name] for name in wanted if name in installed}
@@ -255,8 +254,8 @@ EQUALS = {
 def markdown(results: Sequence[Result]) -> str:
     """Tables of what works and of what does not, with notes."""
     lines = [
-        "| simulator | kind | agents | masks | equals | `PettingZooVecEnv`, `StackedVecEnv` | killed worker | plain loop "
-        "| 2 workers |",
+        "| simulator | kind | agents | masks | equals | `PettingZooVecEnv`, `StackedVecEnv` | killed worker "
+        "| plain loop | 2 workers |",
         "|---|---|---:|---|---|---|---|---:|---:|",
     ]
     marks: dict[str, int] = {}
@@ -287,8 +286,8 @@ def markdown(results: Sequence[Result]) -> str:
         )]  # fmt: skip
     described = sorted({one.machine for one in results})
     notes.append(
-        "Equals: bit for bit. Plain loop: wall time of one environment step. 2 workers: throughput with four environments "
-        "in two worker processes, relative to it. Measured on two CPUs that other programs used as well. "
+        "Equals: bit for bit. Plain loop: wall time of one environment step. 2 workers: throughput with four "
+        "environments in two worker processes, relative to it. Measured on two CPUs that other programs used as well. "
         + "; ".join(described)
         + "."
     )

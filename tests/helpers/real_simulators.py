@@ -96,7 +96,9 @@ class Actor:
         if agent not in self.spaces:
             self.spaces[agent] = copy.deepcopy(self.space_of(agent))
             self.spaces[agent].seed(100 * self.env_id + len(self.spaces))
-        return self.spaces[agent].sample() if mask is None else self.spaces[agent].sample(np.asarray(mask, np.int8))
+        if mask is None or not isinstance(self.spaces[agent], spaces.Discrete):  # Generals masks the cells of a map
+            return self.spaces[agent].sample()
+        return self.spaces[agent].sample(np.asarray(mask, np.int8))
 
 
 def masks_of(observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> dict[Any, Any]:

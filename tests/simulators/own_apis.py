@@ -109,3 +109,34 @@ class Cards(DictEnv):
         over = bool(self.env.is_over())
         payoffs = map(float, self.env.get_payoffs()) if over else [0.0] * self.env.num_players
         return observations, dict(enumerate(payoffs)), self.flags(over), self.flags(False), infos
+
+
+class Jax(DictEnv):
+    """An environment of JaxMARL: pure functions of a key and a state."""
+
+    def __init__(self, name: str) -> None:
+        import jax
+        import jaxmarl
+
+        self.random, self.env = jax.random, jaxmarl.make(name)
+        self.key, agents = self.random.PRNGKey(0), self.env.agents
+        seen, acted = self.env.observation_space(agents[0]), self.env.action_space(agents[0])
+        super().__init__(agents, spaces.Box(-np.inf, np.inf, seen.shape, np.float32), spaces.Discrete(int(acted.n)))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict, dict]:
+        if seed is not None:
+            self.key = self.random.PRNGKey(seed)
+        self.key, key = self.random.split(self.key)
+        observations, self.game = self.env.reset(key)
+        return self.arrays(observations), {agent: {} for agent in self.possible_agents}
+
+    def arrays(self, observations: dict) -> dict:
+        return {agent: np.array(observations[agent], np.float32) for agent in self.possible_agents}
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.key, key = self.random.split(self.key)
+        # `step` would begin the next episode.
+        observations, self.game, rewards, dones, _ = self.env.step_env(key, self.game, actions)
+        given = {agent: float(rewards[agent]) for agent in self.possible_agents}
+        infos: dict = {agent: {} for agent in self.possible_agents}
+        return self.arrays(observations), given, self.flags(bool(dones["__all__"])), self.flags(False), infos

@@ -425,6 +425,7 @@ add(
     "grid_dims=(4, 4), mountain_density=0, city_density=0, general_positions=[(0, 0), (0, 1)]))",
     2,
     "from generals import GridFactory, PettingZooGenerals\nfrom generals.agents import RandomAgent",
+    masks=True,
     batches=500,  # games of random players are long
 )
 add(
@@ -435,10 +436,57 @@ add(
     "from PyFlyt.pz_envs import MAQuadXHoverEnvV2",
 )
 
+add(
+    "Flatland",
+    "flatland",
+    "PettingzooFlatland(env_generator(n_agents=3, x_dim=30, y_dim=30, seed=seed, obs_builder_object="
+    "FlattenedNormalizedTreeObsForRailEnv(max_depth=1, predictor=ShortestPathPredictorForRailEnv(max_depth=20)))[0])"
+    ".parallel_env()",
+    3,
+    "from flatland.env_generation.env_generator import env_generator\n"
+    "from flatland.envs.predictions import ShortestPathPredictorForRailEnv\n"
+    "from flatland.ml.observations.flatten_tree_observation_for_rail_env import FlattenedNormalizedTreeObsForRailEnv\n"
+    "from flatland.ml.pettingzoo.wrappers import PettingzooFlatland",
+    batches=600,  # episodes are long
+)
+add(
+    "MetaDrive roundabout",
+    "metadrive",
+    "MultiAgentRoundaboutEnv({'num_agents': 4, 'horizon': 60})",
+    4,
+    "from metadrive.envs.marl_envs import MultiAgentRoundaboutEnv",
+    kind="dict",
+)
+add(
+    "POGEMA",
+    "pogema",
+    "pogema_v0(GridConfig(num_agents=3))",
+    3,
+    "from pogema import GridConfig, pogema_v0",
+    kind="tuple",
+)
+add(
+    "CityLearn",
+    "citylearn",
+    "CityLearnEnv('citylearn_challenge_2023_phase_1')",
+    3,
+    "from citylearn.citylearn import CityLearnEnv",
+)
+add("SMAClite", "smaclite", "gym.make('smaclite/2s3z-v0')", 5, "import gymnasium as gym\nimport smaclite", kind="tuple")
+add("SMACv2", "smacv2", "StarCraft2Env(map_name='3m')", 3, "from smacv2.env import StarCraft2Env")
+add(
+    "Melting Pot clean_up",
+    "meltingpot",
+    "MeltingPotCompatibilityV0(substrate_name='clean_up', render_mode=None)",
+    7,
+    "from shimmy import MeltingPotCompatibilityV0",
+)
+
 # -- with an API of their own, through a wrapper --
 _WRAPPERS = "from simulators import own_apis"
-add("Laser Learning Environment level 4", "lle", "own_apis.Lasers(4)", 4, _WRAPPERS, kind="dict", masks=True)
+add("Laser Learning Environment level 4", "lle", "own_apis.Lasers(4)", 2, _WRAPPERS, kind="dict", masks=True)
 add("RLCard limit-holdem", "rlcard", "own_apis.Cards('limit-holdem', seed)", 2, _WRAPPERS, kind="dict", masks=True)
+add("JaxMARL MPE_simple_spread_v3", "jaxmarl", "own_apis.Jax('MPE_simple_spread_v3')", 3, _WRAPPERS, kind="dict")
 add("Overcooked-AI cramped_room", "overcooked", "own_apis.Kitchen('cramped_room', 60)", 2, _WRAPPERS, kind="dict")
 
 
