@@ -37,7 +37,7 @@ agent_interfaces = {{
 }}
 
 
-def make_env(sim_name, seed):
+def make_env(sim_name, seed, agent_interfaces=agent_interfaces):
     return gym.make(
         "smarts.env:hiway-v1",
         scenarios=[SCENARIO],
@@ -97,6 +97,75 @@ if __name__ == "__main__":
 """
 
 
+CHECKS = """
+import pickle
+import sys
+from functools import partial
+
+from helpers.real_simulators import simplified
+
+from marl_parallel import ParallelEnv
+
+BATCHES = 10
+
+
+def short(steps):
+    # Both agents of an environment stop after so many steps.
+    return {
+        agent: AgentInterface(waypoint_paths=True, action=ActionSpaceType.Lane, max_episode_steps=steps)
+        for agent in agent_interfaces
+    }
+
+
+def actions():
+    return dict.fromkeys(agent_interfaces, 0)
+
+
+def over_in_plain_loop(env, auto_reset):
+    overs = []
+    env.reset()
+    for _ in range(BATCHES):
+        over = env.step(actions())[2]["__all__"]
+        overs.append(bool(over))
+        if over and auto_reset:
+            env.reset()
+    return overs
+
+
+found = {"expected": {}, "actual": {}}
+lengths = (3, 5)
+alone = [make_env(f"alone_{steps}", 42 + i, agent_interfaces=short(steps)) for i, steps in enumerate(lengths)]
+reset, step = alone[0].reset(), alone[0].step(actions())
+try:
+    ParallelEnv(alone, auto_reset=True)
+except TypeError as error:
+    found["not callable"] = str(error)
+for auto_reset in (True, False):
+    found["expected"][auto_reset] = [over_in_plain_loop(env, auto_reset) for env in alone]
+    constructors = [
+        partial(make_env, sim_name=f"sim_{steps}", agent_interfaces=short(steps)) for steps in lengths
+    ]
+    env = ParallelEnv(env_constructors=constructors, auto_reset=auto_reset, seed=42)
+    found["spaces"] = (
+        env.observation_space == alone[0].observation_space, env.action_space == alone[0].action_space
+    )
+    found["batch size"], found["seeds"] = env.batch_size, tuple(env.seed())
+    found["reset"] = simplified((reset, env.reset()))
+    overs = []
+    for number in range(BATCHES):
+        results = env.step([actions(), actions()])
+        if number == 0:
+            found["step"] = simplified((step, results))
+        overs.append([bool(terminateds["__all__"]) for terminateds in results[2]])
+    found["actual"][auto_reset] = [list(of_one) for of_one in zip(*overs)]
+    env.close()
+for env in alone:
+    env.close()
+with open(sys.argv[1], "wb") as file:
+    pickle.dump(found, file)
+"""
+
+
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory):
     """A folder with a small grid of roads, light traffic and two missions."""
@@ -112,8 +181,13 @@ def setup(scenario, actions, observations):
 
 def example(scenario, folder, import_line, actions, observations):
     """The results of `EXAMPLE` with one of the two `ParallelEnv`."""
+    return returned_by(folder, setup(scenario, actions, observations) + EXAMPLE.format(import_line=import_line))
+
+
+def returned_by(folder, program):
+    """What a program pickles into the file that it is started with."""
     file = folder / "example.py"
-    file.write_text(setup(scenario, actions, observations) + EXAMPLE.format(import_line=import_line))
+    file.write_text(program)
     variables = {**os.environ, **VARIABLES, "PYTHONPATH": str(TESTS)}
     command = [sys.executable, str(file), str(folder / "returned")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=variables)
@@ -154,6 +228,43 @@ def test_example_with_all_other_options(scenario, tmp_path, actions, observation
                 assert {*observed[env_id]} == agents
             for value in observed[env_id].values():
                 assert (value[0] == "Observation") if observations == "unformatted" else "ego_vehicle_state" in value
+
+
+@pytest.mark.parametrize("option", ["multi_agent", "full"])
+def test_what_its_own_class_promises(scenario, tmp_path, option):
+    """Spaces, seeds, batch size, outputs, and episodes that end independently of each other."""
+    found = returned_by(tmp_path, setup(scenario, option, option) + CHECKS)
+    assert "callable" in found["not callable"]
+    assert found["spaces"] == (True, True)
+    assert found["batch size"] == 2
+    assert found["seeds"] == (42, 43)
+
+    (seen, _), batch = found["reset"]
+    assert [len(part) for part in batch] == [2, 2]
+    assert all(form(one) == form(seen) for one in batch[0])
+
+    alone, results = found["step"]
+    assert [len(part) for part in results] == [2] * 5
+    for env_id in range(2):
+        observed, rewards, terminateds, truncateds, infos = (part[env_id] for part in results)
+        assert form(observed) == form(alone[0])
+        assert all(type(reward) in (float, np.float64) for reward in rewards.values())
+        assert all(isinstance(flag, bool | np.bool_) for flags in (terminateds, truncateds) for flag in flags.values())
+        assert [{*part} - {"__all__"} for part in (rewards, terminateds, infos)] == [{*alone[1]}] * 3
+
+    assert found["actual"] == found["expected"]
+    first, second = found["actual"][True]
+    assert first != second
+    assert True in first
+    assert False in first[first.index(True) + 1 :]
+    assert all(all(overs[overs.index(True) :]) for overs in found["actual"][False])
+
+
+def form(value):
+    """The keys, shapes and dtypes of an observation."""
+    if isinstance(value, dict):
+        return {key: form(item) for key, item in value.items()}
+    return tuple(map(form, value)) if isinstance(value, tuple) else (np.shape(value), np.asarray(value).dtype)
 
 
 OURS = {"final_obs", "reset_info"}
