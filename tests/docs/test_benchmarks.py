@@ -550,7 +550,7 @@ def test_names_of_simulators(simulators):
     ("text", "shown"),
     [
         (
-            "ERROR: Could not find a version that satisfies the requirement x\nERROR: No matching distribution found for x",
+            "ERROR: Could not find a version that satisfies it\nERROR: No matching distribution found for x",
             "ERROR: No matching distribution found for x",
         ),
         ('  File "/usr/lib/python3/a.py"\nOSError: no /usr/lib/python3/b.so here\n', "OSError: no ... here"),

@@ -140,3 +140,34 @@ class Jax(DictEnv):
         given = {agent: float(rewards[agent]) for agent in self.possible_agents}
         infos: dict = {agent: {} for agent in self.possible_agents}
         return self.arrays(observations), given, self.flags(bool(dones["__all__"])), self.flags(False), infos
+
+
+class ConnectX(DictEnv):
+    """Kaggle's Connect X: only the player whose turn it is gets an observation, and acts."""
+
+    def __init__(self) -> None:
+        import kaggle_environments
+
+        self.env = kaggle_environments.make("connectx")
+        self.columns, cells = (
+            self.env.configuration.columns,
+            self.env.configuration.columns * self.env.configuration.rows,
+        )
+        super().__init__([0, 1], spaces.Box(0, 2, (cells,), np.float32), spaces.Discrete(self.columns))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict, dict]:
+        self.env.reset(2)
+        return self.turn()
+
+    def turn(self) -> tuple[dict, dict]:
+        board = np.array(self.env.state[0].observation.board, np.float32)
+        mask = (board[: self.columns] == 0).astype(np.int8)
+        players = [player for player in self.possible_agents if self.env.state[player].status == "ACTIVE"]
+        return dict.fromkeys(players, board), {player: {"action_mask": mask} for player in players}
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        self.env.step([int(actions[player]) if player in actions else None for player in self.possible_agents])
+        over = bool(self.env.done)
+        rewards = {player: float(self.env.state[player].reward or 0) for player in self.possible_agents}
+        observations, infos = self.turn()
+        return observations, rewards, self.flags(over), self.flags(False), infos

@@ -487,6 +487,7 @@ _WRAPPERS = "from simulators import own_apis"
 add("Laser Learning Environment level 4", "lle", "own_apis.Lasers(4)", 2, _WRAPPERS, kind="dict", masks=True)
 add("RLCard limit-holdem", "rlcard", "own_apis.Cards('limit-holdem', seed)", 2, _WRAPPERS, kind="dict", masks=True)
 add("JaxMARL MPE_simple_spread_v3", "jaxmarl", "own_apis.Jax('MPE_simple_spread_v3')", 3, _WRAPPERS, kind="dict")
+add("Kaggle connectx", "kaggle", "own_apis.ConnectX()", 2, _WRAPPERS, kind="dict", masks=True)
 add("Overcooked-AI cramped_room", "overcooked", "own_apis.Kitchen('cramped_room', 60)", 2, _WRAPPERS, kind="dict")
 
 
