@@ -327,7 +327,7 @@ class Rollout:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
         arrays, part = self.arrays, self._parts[self._next]
         place = part.time, part.rows
-        seen = [None if array is None else _at(array, place) for array in (*arrays[:4], arrays.states)]
+        seen = [_at(array, place) for array in (*arrays[:4], arrays.states)]
         return Current._make([*seen, part.env_ids])
 
     def step(self, actions: Grouped, **extras: Any) -> Current:
