@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.construction import missing_arguments
 from marl_parallel.core.replay import FOLDER
-from marl_parallel.types import OnRestart, RecyclePolicy, RestartPolicy
+from marl_parallel.types import RecyclePolicy, RestartPolicy
 
 _POOL_SEEDS = 2**31  # seeds of native simulators: EnvPool's are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
@@ -182,14 +182,12 @@ def check_recycle(recycle: Any, restarts: bool) -> None:
         raise ValueError('kill_above_mb is a fault of the environments it kills: pass on_error="restart", too')
 
 
-def checked_callback(on_restart: Any, restarts: bool) -> OnRestart | None:
-    """A function for `RestartEvent`s; `ValueError` if it would never be called."""
+def check_callback(on_restart: Any, restarts: bool) -> None:
+    """Raise for anything but a function, or None, and for a function that would never be called."""
     if on_restart is not None and not callable(on_restart):
         raise TypeError(f"on_restart must be a function of a RestartEvent, or None, got {on_restart!r}")
     if on_restart is not None and not restarts:
         raise ValueError('on_restart is never called without restarts: pass on_error="restart", too')
-    callback: OnRestart | None = on_restart
-    return callback
 
 
 def check_isolate_rng(isolate_rng: Any, backend: Backend) -> None:

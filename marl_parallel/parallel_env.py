@@ -249,7 +249,7 @@ class ParallelEnv:
         timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
         restarts = arguments.restarts(on_error, restart_policy)
-        on_restart = arguments.checked_callback(on_restart, restarts)
+        arguments.check_callback(on_restart, restarts)
         arguments.check_recycle(recycle, restarts)
         warn_after = arguments.checked_timeout(warn_after, "warn_after")
         if worker_threads is not None:

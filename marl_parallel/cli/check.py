@@ -66,6 +66,7 @@ from marl_parallel.core.transition import ALL, Transition, is_empty_info
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.parallel_env import START_TIMEOUT_S, ParallelEnv
 from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
+from marl_parallel.vector.rows import bounds
 
 SEED = 42
 AFTER = -1  # the key, in place of an environment's number, of the trace of a second, unseeded episode
@@ -976,11 +977,7 @@ def _array_mismatch(value: Any, space: Any) -> tuple[str, str, Severity] | None:
         return f"has dtype {array.dtype}, but its space says {space.dtype}", advice, severity
     if array.dtype.kind == "f" and np.isnan(array).any():
         return "contains NaN", "find where it comes from, such as a division by zero", PROBLEM
-    if isinstance(space, spaces.Box):
-        low, high = space.low, space.high
-    else:
-        low = np.broadcast_to(getattr(space, "start", 0), array.shape)
-        high = low + (space.nvec - 1 if isinstance(space, spaces.MultiDiscrete) else 1)
+    low, high = (np.broadcast_to(bound, array.shape) for bound in bounds(space))
     outside = np.argwhere((array < low) | (array > high))
     if not len(outside):
         return None

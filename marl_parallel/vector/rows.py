@@ -59,9 +59,8 @@ class AgentRows:
                     )
         column_of = {agent: column for column, agent in enumerate(view.agents)}
         columns = [column_of[agent] for agent in agents]
-        groups = enumerate(view.groups)
-        self._group, positions = next((n, group.positions) for n, group in groups if columns[0] in group.positions)
-        members = np.searchsorted(positions, columns)
+        self._group, _ = view.places[agents[0]]
+        members = np.array([view.places[agent][1] for agent in agents])
         self.columns = evenly_spaced(columns) or columns  # among all agents
         self._member_of, self._members = members, evenly_spaced(members.tolist()) or members  # among those of the group
         self.space, self.action_space = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
