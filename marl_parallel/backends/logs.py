@@ -9,7 +9,6 @@ from pathlib import Path
 from types import TracebackType
 
 from marl_parallel.backends import interpreter
-from marl_parallel.backends.memory import lifted
 from marl_parallel.core.reports import logger
 
 _TAIL_LINES = 20
@@ -45,7 +44,7 @@ class WorkerLog:
     def _open(self) -> None:
         assert self._path is not None
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-        self.fd = lifted(os.open(self._path, flags, 0o666))
+        self.fd = os.open(self._path, flags, 0o666)
         self._start = os.lseek(self.fd, 0, os.SEEK_END)
         if self._start:
             os.lseek(self.fd, -1, os.SEEK_END)

@@ -36,7 +36,7 @@ from typing import Any
 from marl_parallel.backends.descendants import memory_of
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.logs import WorkerLog
-from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, lifted, mapped, socket_pair
+from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
 from marl_parallel.core import codec, reports
 from marl_parallel.core.backend import GENERATIONS, Backend, usable_cpus
 from marl_parallel.core.columns import Layout, span_of
@@ -244,7 +244,7 @@ class Channel:
                 if not ancillary:
                     text = "a large message was lost, since this process has too many files open; raise `ulimit -n`"
                     raise OSError(errno.EMFILE, text)
-                fd = lifted(*_FD.unpack(ancillary[0][2]))
+                (fd,) = _FD.unpack(ancillary[0][2])
                 with open(fd, "rb"), mmap.mmap(fd, 0, prot=mmap.PROT_READ) as content:
                     return pickle.loads(content)
             self._parts += memoryview(packet)[1:]
