@@ -40,7 +40,7 @@ from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapp
 from marl_parallel.core import codec, reports
 from marl_parallel.core.backend import GENERATIONS, Backend, usable_cpus
 from marl_parallel.core.columns import Layout, span_of
-from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Lost, Message, Reply, Request
+from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -60,8 +60,6 @@ _CODE_NBYTES = 16  # with its moment
 _ON_CHANNEL, _STEP, _DONE = 0, 1, 2  # the message is on the channel; step the environments; they have been stepped
 _KIND = 3  # the mask of the kind
 _LAST = _EACH = 1 << 2  # no other reply to the request follows; reply for each environment
-_PROMPT = 1 << 3  # reply at once for an environment that has infos
-_STEP_PROMPTLY = _STEP | _PROMPT
 _ALL_DONE = _DONE | _LAST
 
 
@@ -430,14 +428,12 @@ class ProcessBackend(Backend):
                 continue
             if request is STEP_ALL:
                 code = _STEP
-            elif request is STEP_ALL_PROMPTLY:
-                code = _STEP_PROMPTLY
             else:
-                message, env_ids, payload, each, prompt = request
+                message, env_ids, payload, each = request
                 span = None if env_ids is None else span_of(env_ids)
                 code = _ON_CHANNEL
                 if message is Message.STEP and payload is None and (env_ids is None or span is not None):
-                    code = _code_of(_STEP | each * _EACH | prompt * _PROMPT, span)
+                    code = _code_of(_STEP | each * _EACH, span)
             queue = handle.queues.requests  # as `Queue.put`, which would cost as much again
             place = queue.written % queue.capacity
             queue.codes[place] = code
@@ -647,10 +643,8 @@ def main(index: int, fds: Sequence[int]) -> None:
         code = queues.requests.take()
         if code == _STEP:
             request = STEP_ALL
-        elif code == _STEP_PROMPTLY:
-            request = STEP_ALL_PROMPTLY
         elif code & _KIND == _STEP:
-            request = Request(Message.STEP, _env_ids_of(code), each=bool(code & _EACH), prompt=bool(code & _PROMPT))
+            request = Request(Message.STEP, _env_ids_of(code), each=bool(code & _EACH))
         else:
             request = channel.receive()
         worker.execute(request, send)
