@@ -39,7 +39,7 @@ from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
 from marl_parallel.core import codec, reports
 from marl_parallel.core.backend import GENERATIONS, Backend, usable_cpus
-from marl_parallel.core.columns import Layout, span_of
+from marl_parallel.core.columns import span_of
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
@@ -302,6 +302,7 @@ class _Handle:
     process: WorkerProcess
     channel: Channel
     queues: QueuePair
+    share: Sequence[int]
     log: WorkerLog
     expected: int = 0
     lost: Lost | None = None
@@ -325,7 +326,6 @@ class ProcessBackend(Backend):
         self._control, self._records = Block(), Block()
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares: dict[int, Sequence[int]] = {}
         most = GENERATIONS * len(shares)
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         self._control_buffer = self._control.allocate(control_nbytes(most, self._capacity))
@@ -341,11 +341,23 @@ class ProcessBackend(Backend):
             self.add(worker, share)
 
     def add(self, worker: int, share: Sequence[int]) -> None:
-        if self._launcher is None:
+        launcher = self._launcher
+        if launcher is None:
             return  # closed meanwhile by a signal handler
-        self._shares[worker] = share
-        self._handles[worker] = self._launched(self._launcher, worker)
-        self.statuses[worker] = self._handles[worker].queues.status
+        queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)
+        ours, theirs = socket_pair()
+        channel = Channel(ours)
+        try:
+            with theirs, WorkerLog(self.log_dir, worker, share) as log:
+                fds = [theirs.fileno(), self._control.fd, self._records.fd]
+                process = launcher.launch(worker, fds, share, log.fd)
+                log.mark_start(process.pid)
+            channel.put((self._wait, self._own_cpu, self._capacity))
+        except BaseException:
+            channel.close()
+            raise
+        self._handles[worker] = _Handle(process, channel, queues, share, log)
+        self.statuses[worker] = queues.status
 
     def remove(self, worker: int, *, kill: bool) -> bool:
         if self._launcher is None:
@@ -359,7 +371,7 @@ class ProcessBackend(Backend):
                 return False
         handle.channel.close()
         self._partial.pop(worker, None)
-        del self._handles[worker], self._shares[worker]
+        del self._handles[worker]
         return True
 
     def cpu_seconds(self, worker: int) -> float | None:
@@ -378,22 +390,6 @@ class ProcessBackend(Backend):
         handle = self._handles.get(worker)
         return None if handle is None else memory_of(handle.process.pid)
 
-    def _launched(self, launcher: Launcher, worker: int) -> _Handle:
-        queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)
-        ours, theirs = socket_pair()
-        channel = Channel(ours)
-        try:
-            share = self._shares[worker]
-            with theirs, WorkerLog(self.log_dir, worker, share) as log:
-                fds = [theirs.fileno(), self._control.fd, self._records.fd]
-                process = launcher.launch(worker, fds, share, log.fd)
-                log.mark_start(process.pid)
-            channel.put((self._wait, self._own_cpu, self._capacity))
-        except BaseException:
-            channel.close()
-            raise
-        return _Handle(process, channel, queues, log)
-
     def end(self, worker: int) -> list[Reply]:
         if self._launcher is None:
             return []  # closed meanwhile by a signal handler
@@ -407,11 +403,7 @@ class ProcessBackend(Backend):
         self._await_death(old, patience=0.0)
         old.channel.close()
         self._partial.pop(worker, None)
-        self._handles[worker] = new = self._launched(self._launcher, worker)
-        self.statuses[worker] = new.queues.status
-
-    def allocate(self, layout: Layout) -> Any:
-        return self._records.allocate(layout.nbytes)
+        self.add(worker, old.share)
 
     def extend(self, nbytes: int) -> Any:
         return self._records.allocate(nbytes)
@@ -580,15 +572,15 @@ class ProcessBackend(Backend):
             at_last.callback(self._release)
             if launcher is not None:
                 at_last.callback(launcher.close)
-                processes = {worker: handle.process for worker, handle in self._handles.items()}
-                if alive := launcher.wait_gone([*processes.values()], timeout):
-                    for worker, process in processes.items():
-                        if process in alive and timeout >= reports.WARNS_AFTER_S:
-                            stack = launcher.stack(process)
-                            text = reports.still_running(worker, self._shares[worker], timeout, stack)
+                processes = [handle.process for handle in self._handles.values()]
+                if alive := launcher.wait_gone(processes, timeout):
+                    for worker, handle in self._handles.items():
+                        if handle.process in alive and timeout >= reports.WARNS_AFTER_S:
+                            stack = launcher.stack(handle.process)
+                            text = reports.still_running(worker, handle.share, timeout, stack)
                             reports.logger.warning("%s", text)
-                        launcher.kill(process, signal.SIGTERM)
-                    launcher.wait_gone([*processes.values()], _TERMINATED_WITHIN_S)
+                        launcher.kill(handle.process, signal.SIGTERM)
+                    launcher.wait_gone(processes, _TERMINATED_WITHIN_S)
         return []
 
     def _release(self) -> None:
