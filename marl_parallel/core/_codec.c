@@ -73,7 +73,7 @@ typedef struct {
     PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
     double *rewards;
     PyObject *totals_array;    /* None, or what plain transitions that are read are added to: */
-    double *totals;            /* by record, the sum of each agent's rewards and the number of steps; NULL for None */
+    double *totals;            /* by record: each agent's sum of rewards, and steps; all steps. NULL for None */
     double inside;             /* seconds in simulators since the last `sums` */
     long long steps;
     Py_ssize_t place;          /* of `run`: the environment that it is at */
@@ -785,9 +785,9 @@ static PyObject *pickled_infos(PyObject *extras, PyObject *env_id) {
 /* Add the rewards of a plain record, and one step, to its totals. */
 static void add_totals(const Codec *codec, Py_ssize_t number) {
     const double *rewards = (const double *)(codec->base + number * codec->stride + codec->header + 8);
-    double *totals = codec->totals + number * (codec->n + 1);
+    double *totals = codec->totals + number * (2 * codec->n + 1);
     for (Py_ssize_t i = 0; i < codec->n; i++) totals[i] += rewards[i];
-    totals[codec->n] += 1;
+    for (Py_ssize_t i = codec->n; i <= 2 * codec->n; i++) totals[i] += 1;
 }
 
 /* Put the five dicts of one record into the lists, or only infos that are not all empty; LEFT if it is not plain. */
@@ -1162,8 +1162,8 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     if (totals != Py_None) {
         PyArrayObject *array = (PyArrayObject *)totals;
         if (!PyArray_Check(totals) || PyArray_TYPE(array) != NPY_DOUBLE || !PyArray_ISCARRAY(array) ||
-            PyArray_SIZE(array) != codec->records * (codec->n + 1)) {
-            PyErr_SetString(PyExc_ValueError, "totals must be None or float64 (records, agents + 1), contiguous");
+            PyArray_SIZE(array) != codec->records * (2 * codec->n + 1)) {
+            PyErr_SetString(PyExc_ValueError, "totals must be None or float64 (records, 2 * agents + 1), contiguous");
             return -1;
         }
         codec->totals = PyArray_DATA(array);
