@@ -22,6 +22,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
 #define NPY_TARGET_VERSION NPY_1_22_API_VERSION
 #include <numpy/arrayobject.h>
@@ -66,8 +67,7 @@ typedef struct {
     PyObject *number_types, *reward_types; /* tuples of types, by tag */
     Py_ssize_t floats;         /* so many of the reward types are floats; the others are integers */
     PyObject *np_false;
-    PyObject *no_values, *no_flags, *no_np_flags, *only_all; /* dicts, copied for each environment */
-    int everywhere, infos_bit, flag_bits, acting_bit; /* the presence of an agent in a plain transition; its bits */
+    PyObject *no_values, *no_flags, *no_np_flags, *only_all; /* dicts, of which each environment gets copies */
     int64_t step_activity;
     PyObject **values;         /* of one dict, by agent */
     PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
@@ -82,6 +82,7 @@ typedef struct {
 /* As in `records.py`. */
 enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, UNKNOWN = 0xC4 };
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
+enum { FLAG_BITS = 12, INFOS_BIT = 16, ACTING_BIT = 64, EVERYWHERE = 127 };
 enum { SOME = 0, ALL_IN_ORDER = 1 };
 enum { NP_FALSE_CODE = 2, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
@@ -666,9 +667,9 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
             memset(next, flag_code, n);
             next[n] = 0;
         }
-        int presence = codec->everywhere & ~(are_empty && !none ? 0 : codec->infos_bit);
-        if (only_all) presence &= ~codec->flag_bits;
-        memset(next, turn ? presence & ~codec->acting_bit : presence, n);
+        int presence = EVERYWHERE & ~(are_empty && !none ? 0 : INFOS_BIT);
+        if (only_all) presence &= ~FLAG_BITS;
+        memset(next, turn ? presence & ~ACTING_BIT : presence, n);
         if (turn) next[turn - 1] = (char)presence;
         *word = code;
     }
@@ -1064,10 +1065,6 @@ static PyObject *codec_sums(PyObject *self, PyObject *Py_UNUSED(ignored)) {
     return Py_BuildValue("(dL)", inside, steps);
 }
 
-static PyObject *codec_place(PyObject *self, void *Py_UNUSED(closure)) {
-    return PyLong_FromSsize_t(((Codec *)self)->place);
-}
-
 /* -- construction ------------------------------------------------------------------------------------------------- */
 
 static void free_nodes(Node *nodes, Py_ssize_t size) {
@@ -1131,30 +1128,32 @@ static int build_node(Node *node, PyObject *form) {
 }
 
 PyDoc_STRVAR(codec_doc,
-    "Codec(block, stride, agents, all_key, headers, actions, observations, types, presence, activity, infos)\n--\n\n"
+    "Codec(block, stride, agents, all_key, headers, actions, observations, types, dicts, activity, infos, totals)\n--\n\n"
     "See `codec.py`, which makes the arguments of a layout.");
 
 static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     Codec *codec = (Codec *)self;
-    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *totals;
+    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *dicts[4], *totals;
     long long activity;
     if (codec->block != NULL || (keywords != NULL && PyDict_Size(keywords) > 0)) {
         PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(iiii)L(nn)O", &PyArray_Type, &block, &codec->stride,
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(O!O!O!O!)L(nn)O", &PyArray_Type, &block, &codec->stride,
                           &PyTuple_Type, &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
                           &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false,
-                          &codec->everywhere, &codec->infos_bit, &codec->flag_bits, &codec->acting_bit, &activity,
-                          &codec->infos, &codec->infos_nbytes, &totals))
+                          &PyDict_Type, &dicts[0], &PyDict_Type, &dicts[1], &PyDict_Type, &dicts[2], &PyDict_Type,
+                          &dicts[3], &activity, &codec->infos, &codec->infos_nbytes, &totals))
         return -1;
     codec->step_activity = activity;
     codec->n = PyTuple_Size(agents);
     codec->base = PyArray_DATA((PyArrayObject *)block);
     codec->records = codec->stride > 0 ? PyArray_SIZE((PyArrayObject *)block) / codec->stride : 0;
     PyObject **owned[] = {&codec->block, &codec->agents, &codec->all, &codec->number_types, &codec->reward_types,
-                          &codec->np_false, &codec->totals_array};
-    PyObject *objects[] = {block, agents, all, numbers, rewards, np_false, totals};
+                          &codec->np_false, &codec->no_values, &codec->no_flags, &codec->no_np_flags,
+                          &codec->only_all, &codec->totals_array};
+    PyObject *objects[] = {block, agents, all, numbers, rewards, np_false, dicts[0], dicts[1], dicts[2], dicts[3],
+                           totals};
     for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) {
         Py_INCREF(objects[i]);
         *owned[i] = objects[i];
@@ -1171,26 +1170,10 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     codec->values = PyMem_Calloc((size_t)codec->n + 1, sizeof(PyObject *));
     codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
     codec->keys = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, sizeof(PyObject *));
-    codec->no_values = PyDict_New();
-    codec->no_flags = PyDict_New();
-    codec->no_np_flags = PyDict_New();
-    codec->only_all = PyDict_New();
     if (codec->values == NULL || codec->rewards == NULL || codec->keys == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    if (codec->no_values == NULL || codec->no_flags == NULL || codec->no_np_flags == NULL || codec->only_all == NULL)
-        return -1;
-    for (Py_ssize_t i = 0; i < codec->n; i++) {
-        PyObject *agent = PyTuple_GetItem(agents, i);
-        if (PyDict_SetItem(codec->no_values, agent, Py_None) < 0 ||
-            PyDict_SetItem(codec->no_flags, agent, Py_False) < 0 ||
-            PyDict_SetItem(codec->no_np_flags, agent, np_false) < 0)
-            return -1;
-    }
-    if (PyDict_SetItem(codec->no_flags, all, Py_False) < 0 || PyDict_SetItem(codec->no_np_flags, all, Py_False) < 0 ||
-        PyDict_SetItem(codec->only_all, all, Py_False) < 0)
-        return -1;
     if (codec->n == 0) return 0; /* nothing is plain */
     Node **nodes[] = {&codec->actions, &codec->observations};
     PyObject *forms[] = {actions, observations};
@@ -1233,9 +1216,9 @@ static PyMethodDef codec_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef codec_attributes[] = {
-    {"place", codec_place, NULL, "The place of the environment that `run` stepped last.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef codec_members[] = {
+    {"place", T_PYSSIZET, offsetof(Codec, place), READONLY, "The place of the environment that `run` stepped last."},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot codec_slots[] = {
@@ -1244,7 +1227,7 @@ static PyType_Slot codec_slots[] = {
     {Py_tp_new, PyType_GenericNew},
     {Py_tp_dealloc, codec_dealloc},
     {Py_tp_methods, codec_methods},
-    {Py_tp_getset, codec_attributes},
+    {Py_tp_members, codec_members},
     {0, NULL},
 };
 
