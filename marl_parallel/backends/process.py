@@ -29,7 +29,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,9 +182,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self.unsent: deque[bytes] = deque()  # pickled messages; a part of the first one may have been sent
-        self._packets = _packets_of(b"")  # of the first one
-        self._packet: tuple[bytes, list[int]] | None = None  # the next one to be sent
+        self.unsent: deque[tuple[bytes, list[int]]] = deque()  # packets, with descriptors to send along and to close
         self._parts = bytearray()  # the received part of a message
 
     def fileno(self) -> int:
@@ -192,16 +190,13 @@ class Channel:
 
     def put(self, message: Any) -> None:
         """Send as much of an object as can be sent without waiting; `flush` sends the rest."""
-        self.unsent.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self.unsent.extend(_packets_of(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
         self.flush()
 
     def flush(self) -> bool:
         """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
-            if self._packet is None:
-                self._packets = _packets_of(self.unsent[0])
-                self._packet = next(self._packets)
-            packet, fds = self._packet
+            packet, fds = self.unsent[0]
             try:
                 socket.send_fds(self._socket, [packet], fds)
             except (BrokenPipeError, ConnectionResetError) as error:
@@ -211,10 +206,12 @@ class Channel:
                 if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                     return False
                 raise
-            self._packet = next(self._packets, None)
-            if self._packet is None:
-                self.unsent.popleft()
+            self._drop_packet()
         return True
+
+    def _drop_packet(self) -> None:
+        for fd in self.unsent.popleft()[1]:
+            os.close(fd)
 
     def finish(self) -> None:
         while not self.flush():
@@ -257,22 +254,16 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-        self._packets.close()
-        self._packet = None
-        self.unsent.clear()
+        while self.unsent:
+            self._drop_packet()
 
 
-def _packets_of(body: bytes) -> Generator[tuple[bytes, list[int]], None, None]:
-    """The packets of a message, with the descriptors to send along, which are open until the next packet."""
+def _packets_of(body: bytes) -> list[tuple[bytes, list[int]]]:
+    """The packets of a message, each with the descriptors to send along."""
     if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
-        try:
-            yield bytes([_IN_FILE]), [fd]
-        finally:
-            os.close(fd)
-        return
-    for start in range(0, len(body), _PACKET_NBYTES):
-        stop = start + _PACKET_NBYTES
-        yield bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop], []
+        return [(bytes([_IN_FILE]), [fd])]
+    parts = [body[start : start + _PACKET_NBYTES] for start in range(0, len(body), _PACKET_NBYTES)]
+    return [*((bytes([_PART]) + part, []) for part in parts[:-1]), (bytes([_WHOLE]) + parts[-1], [])]
 
 
 def _file_of(body: bytes) -> int:
@@ -348,7 +339,7 @@ class ProcessBackend(Backend):
         ours, theirs = socket_pair()
         channel = Channel(ours)
         try:
-            with theirs, WorkerLog(self.log_dir, worker, share) as log:
+            with theirs, contextlib.closing(WorkerLog(self.log_dir, worker, share)) as log:
                 fds = [theirs.fileno(), self._control.fd, self._records.fd]
                 process = launcher.launch(worker, fds, share, log.fd)
                 log.mark_start(process.pid)

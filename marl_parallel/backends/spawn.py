@@ -228,7 +228,8 @@ class _WorkerProcess:
         self._crash_file = CrashFile()
         self._connection, theirs = multiprocessing.Pipe()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
-        with contextlib.ExitStack() as on_error, theirs, WorkerLog(log_dir, worker, share) as self.log:
+        self.log = WorkerLog(log_dir, worker, share)
+        with contextlib.ExitStack() as on_error, theirs, contextlib.closing(self.log):
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
             handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
