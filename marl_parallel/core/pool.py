@@ -36,7 +36,6 @@ from marl_parallel.core.backend import GENERATIONS, Backend
 from marl_parallel.core.episode import recycled, renewed
 from marl_parallel.core.messages import (
     STEP_ALL,
-    STEP_ALL_PROMPTLY,
     STEPPED,
     Ended,
     Failure,
@@ -121,7 +120,6 @@ class Pool:
     def restart_on_faults(self) -> None:
         """From now on, rebuild environments that fail."""
         self.recovery, self._advice, self._reads_at_once = self.rebuilder, "", False
-        self._step_all = dict.fromkeys(self._step_all, STEP_ALL_PROMPTLY)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -282,9 +280,8 @@ class Pool:
             env_ids = [env_id for env_id in env_ids if self._goes_out(self.slots[env_id], message, payloads)]
         if self.recycler is not None:
             env_ids = self._without_recycled(self.recycler, message, env_ids, payloads)
-        prompt = together and self.recovery is not None
         alone = together and not any(queue.requests for queue in self._queues.values())
-        self._post(self._requests(message, env_ids, payloads, each=not together, prompt=prompt), together=alone)
+        self._post(self._requests(message, env_ids, payloads, each=not together), together=alone)
 
     def _note_sent(self, message: Message, env_ids: Sequence[int]) -> None:
         for env_id in env_ids:
@@ -306,7 +303,7 @@ class Pool:
         return fault is None
 
     def _requests(
-        self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False, prompt: bool = False
+        self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False
     ) -> dict[int, Request]:
         """One request for each worker that has some of the environments."""
         shares: dict[int, list[int]] = {}
@@ -317,7 +314,7 @@ class Pool:
             part = payload
             if isinstance(payload, dict):
                 part = {env_id: payload[env_id] for env_id in ids if env_id in payload} or None
-            requests[worker] = Request(message, tuple(ids), part, each, prompt)
+            requests[worker] = Request(message, tuple(ids), part, each)
         return requests
 
     def _post(self, requests: Mapping[int, Request], *, together: bool) -> None:
@@ -893,9 +890,9 @@ class Pool:
         if not queue.share:
             self._step_all.pop(worker, None)
         elif tuple(queue.share) == tuple(queue.built):
-            self._step_all[worker] = STEP_ALL if self.recovery is None else STEP_ALL_PROMPTLY
+            self._step_all[worker] = STEP_ALL
         else:
-            self._step_all[worker] = Request(Message.STEP, queue.share, prompt=self.recovery is not None)
+            self._step_all[worker] = Request(Message.STEP, queue.share)
 
     def _apply_for_spares(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
         """Apply the reply to a request of this section."""

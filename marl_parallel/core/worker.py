@@ -108,8 +108,10 @@ class Worker:
                 self._generators.switch(None)
 
     def _carry_out(self, request: Request, env_ids: Sequence[int] | None, *, last: bool) -> None:
-        message, _, payload, _, prompt = request
+        message, _, payload, each = request
         self._status.begin_request()
+        # Send extras and failures ahead of the one reply for all, so that the death of this process does not lose them.
+        prompt = self._restarts and not each and (message is Message.STEP or message is Message.RESET)
         ids = self._all if env_ids is None else tuple(env_ids)
         handler: Callable[[int, Any], Any] = getattr(self, f"_{message.name.lower()}")
         # All actions are in the block. A trace stores each step, which compiled code does not.
