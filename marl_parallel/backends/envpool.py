@@ -24,8 +24,9 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.spaces import tree_map
+from marl_parallel.types import how_to_install
 
-_INSTALL = 'pip install "marl-parallel[envpool]"'
+_INSTALL = how_to_install("envpool")
 _IDS = ("env_id", "players.env_id", "players.id")  # inputs that name the environment and player of a row
 
 

@@ -202,7 +202,8 @@ def test_missing_extra(module):
     code = f"import sys; sys.modules[{module!r}] = None; from marl_parallel.cli import main; main()"
     result = python("-c", code)
     assert result.returncode == 1
-    assert result.stderr.strip() == f'error: the command line needs {module}: pip install "marl-parallel[cli]"'
+    install = 'pip install "marl-parallel[cli]", or in a checkout: pip install -e ".[cli]"'
+    assert result.stderr.strip() == f"error: the command line needs {module}: {install}"
 
 
 def test_missing_internal_module_is_not_reported_as_missing_extra():
