@@ -1,4 +1,4 @@
-"""The command line `marl-parallel`: `check`, `tune` and `bench`.
+"""The command line `marl-parallel`: `check`, `tune`, `bench`, `record`, `replay` and `doctor`.
 
 The libraries that only the commands need (typer, rich, matplotlib, psutil) come with the extra `cli`.
 """
