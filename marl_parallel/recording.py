@@ -19,6 +19,7 @@ from marl_parallel.arguments import checked_integer
 from marl_parallel.core.batch import Dicts
 from marl_parallel.core.spaces import padded_array
 from marl_parallel.parallel_env import ParallelEnv, tiled
+from marl_parallel.types import how_to_install
 
 Policy: TypeAlias = Callable[[Dicts], Sequence[Mapping[AgentID, Any]]]
 """Takes the observations of all environments, a tuple of dicts by agent, and returns what `step` takes."""
@@ -199,5 +200,5 @@ def _libraries() -> tuple[Any, ...]:
         import imageio_ffmpeg  # noqa: F401
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:
-        raise ImportError(f'videos need imageio and Pillow: pip install "marl-parallel[video]" ({error})') from error
+        raise ImportError(f"videos need imageio and Pillow: {how_to_install('video')} ({error})") from error
     return imageio.v2, Image, ImageDraw, ImageFont

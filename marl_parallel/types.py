@@ -37,6 +37,11 @@ def installed(library: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra, and the one for a checkout of the repository."""
+    return f'pip install "marl-parallel[{extra}]", or in a checkout: pip install -e ".[{extra}]"'
+
+
 class ParallelEnvError(RuntimeError):
     """Something went wrong in a worker.
 

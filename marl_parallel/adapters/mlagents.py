@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from marl_parallel.adapters.attributes import AgentID
 from marl_parallel.adapters.protocol import ALL, Adapter, Dicts, GroupSpaces, Rules
+from marl_parallel.types import how_to_install
 
 __doctest_requires__ = ["mlagents_envs"]
 
@@ -330,7 +331,7 @@ def _import(module: str) -> Any:
     except (ImportError, AttributeError, TypeError) as error:
         raise ImportError(
             "ML-Agents needs mlagents-envs>=0.28 with protobuf<3.21 and numpy>=2: "
-            f'pip install "marl-parallel[mlagents]" ({str(error).splitlines()[0]})'
+            f"{how_to_install('mlagents')} ({str(error).splitlines()[0]})"
         ) from error
 
 

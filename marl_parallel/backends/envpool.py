@@ -30,8 +30,9 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.repeated_actions import RepeatedActions
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.spaces import leaves, tree_map
+from marl_parallel.types import how_to_install
 
-_INSTALL = 'pip install "marl-parallel[envpool]"'
+_INSTALL = how_to_install("envpool")
 _IDS = ("env_id", "players.env_id", "players.id")  # inputs that name the environment and player of a row
 _TURN, _LEGAL = "info:current_player", "info:legal_action_mask"
 

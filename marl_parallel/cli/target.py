@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def parsed_size(text: str) -> int:
 # -- environments ------------------------------------------------------------------------------------------------------
 
 
-def constructor_of(target: str, env_kwargs: str = "{}") -> Callable[..., Any]:
+def constructor_of(target: str, env_kwargs: str = "{}") -> functools.partial[Any]:
     """The constructor of an environment that is named as `ENV`, with keywords from a JSON object."""
     try:
         keywords = json.loads(env_kwargs)

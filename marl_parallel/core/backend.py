@@ -20,7 +20,12 @@ from marl_parallel.core.worker_status import WorkerStatus
 def usable_cpus() -> int:
     """How many CPUs this process may use, by its affinity mask and the quota of its control groups, rounded up."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(math.ceil(min(cpus, _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))), 1)
+    return max(math.ceil(min(cpus, cpu_quota())), 1)
+
+
+def cpu_quota() -> float:
+    """The CPUs that the control groups of this process leave it, such as 1.5; infinity without a quota."""
+    return _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
 
 
 @functools.cache

@@ -557,7 +557,7 @@ def test_missing_or_unsupported_version(source, text, tmp_path):
     )  # fmt: skip
     output = done.stderr.splitlines()[-1]
     assert output.startswith(f"ImportError: {text}")
-    assert output.endswith('pip install "marl-parallel[envpool]"')
+    assert output.endswith('pip install "marl-parallel[envpool]", or in a checkout: pip install -e ".[envpool]"')
 
 
 # -- overhead ----------------------------------------------------------------------------------------------------------
