@@ -2,7 +2,7 @@
 
     python examples/agents_that_die.py
 
-It needs `pip install "marl-parallel[examples]"`. Two archers and two knights share a network,
+It needs `pip install -e ".[examples]"`. Two archers and two knights share a network,
 and get a reward of 1 for each zombie they kill. An agent that a zombie reaches dies, while the others continue. The
 episode ends when a zombie gets past them. Rows of dead agents are zeros:
 

@@ -3,7 +3,7 @@
     python examples/async_ippo.py                    both ways, and a plot of their returns over the seconds they took
     python examples/async_ippo.py --num-workers 2    no gain on two CPUs: the simulators use both
 
-It needs `pip install "marl-parallel[examples]"`. In turns, the policy waits until all environments have been stepped,
+It needs `pip install -e ".[examples]"`. In turns, the policy waits until all environments have been stepped,
 then they wait for the policy. In halves, the policy acts for the first half that is ready while the others step. In
 both ways each environment makes the same number of steps with the same agents between two updates, so they differ only
 in time. With several workers, random numbers differ as well, since the order of results then depends on timing.

@@ -4,7 +4,7 @@
     python examples/ippo_simple_spread.py --check           three seeds; fails unless they learn
     python examples/ippo_simple_spread.py --video out.gif   also a video of the trained agents
 
-It needs `pip install "marl-parallel[examples]"`. `StackedVecEnv` has arrays over environments and agents, `Rollout`
+It needs `pip install -e ".[examples]"`. `StackedVecEnv` has arrays over environments and agents, `Rollout`
 collects its steps, and one network acts for all agents. The same `--seed` gives the same returns, with every number of
 workers.
 """

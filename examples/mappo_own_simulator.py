@@ -2,7 +2,7 @@
 
     python examples/mappo_own_simulator.py
 
-It needs `pip install "marl-parallel[examples]"`. `Warehouse` is a simulator with dicts. Its observations have an
+It needs `pip install -e ".[examples]"`. `Warehouse` is a simulator with dicts. Its observations have an
 `action_mask`, and `state()` is what the critic sees. The three lines marked with `(1)` to `(3)` are all that
 `marl_parallel` needs; the rest is a policy and PPO. The same `--seed` gives the same returns.
 """

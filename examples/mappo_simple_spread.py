@@ -2,7 +2,7 @@
 
     python examples/mappo_simple_spread.py
 
-It needs `pip install "marl-parallel[examples]"`. `StackedVecEnv(with_state=True)` has the observations of all agents
+It needs `pip install -e ".[examples]"`. `StackedVecEnv(with_state=True)` has the observations of all agents
 and the states of all environments. When an episode is over, its last observations and its last state are there, too, so
 that the critic can compute the value of a truncated episode's last state.
 """

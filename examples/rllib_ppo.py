@@ -3,7 +3,7 @@
     python examples/rllib_ppo.py
     python examples/rllib_ppo.py --num-env-runners 1 --iterations 5
 
-It needs `pip install "marl-parallel[mpe,rllib]" torch`. The only line to add to an RLlib script is
+It needs `pip install -e ".[mpe,rllib]" torch`. The only line to add to an RLlib script is
 `env_runner_cls=...`. Episodes are truncated after 25 steps here and never terminate: the runner passes their last
 observation and `truncated` to RLlib, and RLlib's PPO adds the value of that observation. The next episode begins with a
 step of its own, which RLlib's runners need.

@@ -3,7 +3,7 @@
     python examples/sb3_parameter_sharing.py
     python examples/sb3_parameter_sharing.py --smoke
 
-It needs `pip install "marl-parallel[mpe,sb3]"`. Eight environments with three agents are 24 rows, which PPO treats as
+It needs `pip install -e ".[mpe,sb3]"`. Eight environments with three agents are 24 rows, which PPO treats as
 24 environments. Every episode is truncated after 25 steps here and does not terminate, so the value of its last state
 counts. At the last step, the infos of each row have `TimeLimit.truncated` and the last observation of the episode
 (`terminal_observation`), and PPO adds the value of that observation to the reward.

@@ -3,7 +3,7 @@
     python examples/torchrl_mappo.py
     python examples/torchrl_mappo.py --smoke
 
-It needs `pip install "marl-parallel[mpe,torchrl]"`. The environments have `auto_reset=False`, since TorchRL resets them
+It needs `pip install -e ".[mpe,torchrl]"`. The environments have `auto_reset=False`, since TorchRL resets them
 itself: `"next"` has the last observation of an episode, and the first of the next one comes with the next step.
 Episodes are truncated after 25 steps here: `done` is set and `terminated` is not. Advantages end there, but the value
 of the last observation counts, since the episode could have continued.

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.types import FinishedEpisode, Stats, StepTimes, WorkerStats, installed
+from marl_parallel.types import FinishedEpisode, Stats, StepTimes, WorkerStats, how_to_install, installed
 
 PORT = 9464
 """The port of `Monitor.serve`."""
@@ -203,7 +203,7 @@ class Monitor:
             raise RuntimeError(f"the metrics are served already, at port {self._server[0].server_port}")
         if not installed("prometheus_client"):
             raise ModuleNotFoundError(
-                "serve needs prometheus-client: pip install 'marl-parallel[monitoring]'", name="prometheus_client"
+                f"serve needs prometheus-client: {how_to_install('monitoring')}", name="prometheus_client"
             )
         from prometheus_client import CollectorRegistry, start_http_server
 

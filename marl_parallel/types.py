@@ -37,6 +37,11 @@ def installed(library: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra, and the one for a checkout of the repository."""
+    return f'pip install "marl-parallel[{extra}]", or in a checkout: pip install -e ".[{extra}]"'
+
+
 class ParallelEnvError(RuntimeError):
     """Something went wrong in a worker.
 
@@ -48,7 +53,7 @@ class ParallelEnvError(RuntimeError):
     def __init__(
         self, message: str, *, env_ids: Iterable[int] = (), worker: int | None = None, **attributes: Any
     ) -> None:
-        super().__init__(message)
+        RuntimeError.__init__(self, message)  # not the one of an environment's exception, which `EnvError` may be, too
         self.env_ids = tuple(env_ids)
         self.worker = worker
         vars(self).update(attributes)  # those that subclasses declare
@@ -56,6 +61,11 @@ class ParallelEnvError(RuntimeError):
 
 class EnvError(ParallelEnvError):
     """An environment raised. `__cause__` is the original exception if it could be pickled.
+
+    It is also an instance of that exception's class, with its attributes, so that `except ZeroDivisionError` finds it,
+    too. Not so where that would mislead: `AttributeError`, `StopIteration`, `StopAsyncIteration`, Gymnasium's errors
+    about the order of calls, `SystemExit` and other exceptions that are no `Exception`, and classes that do not allow
+    it.
 
     Attributes:
         method: The method that was running: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...; or

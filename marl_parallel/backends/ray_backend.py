@@ -31,10 +31,12 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from marl_parallel.types import ParallelEnvError, how_to_install
+
 try:
     import ray
 except ImportError as error:
-    raise ImportError(f'backend="ray" needs Ray: pip install "marl-parallel[ray]" ({error})') from error
+    raise ImportError(f'backend="ray" needs Ray: {how_to_install("ray")} ({error})') from error
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -46,7 +48,6 @@ from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordSlices
 from marl_parallel.core.reports import logger
 from marl_parallel.core.worker_status import WorkerStatus
-from marl_parallel.types import ParallelEnvError
 
 __doctest_requires__ = ["ray"]
 

@@ -134,15 +134,12 @@ class RayNode:
     # -- starting --------------------------------------------------------------------------------------------------
 
     def start(
-        self, shares: Mapping[int, Sequence[int]], room: int, most_requests: int, places: RecordPlaces | None
+        self, shares: Mapping[int, Sequence[int]], most_requests: int, places: RecordPlaces | None
     ) -> tuple[str, float]:
-        """Start workers; returns the id of the node, and `time.monotonic` there.
-
-        With replacements and spares there are at most `room` workers at a time.
-        """
+        """Start workers; returns the id of the node, and `time.monotonic` there."""
         if places is not None:
             self.allocate(places)
-        self._backend.start([*shares.values()], most_requests, room=room)
+        self._backend.start([*shares.values()], most_requests)
         for place, (worker, share) in enumerate(shares.items()):
             self._shares[worker], self._owed[worker], self._starts[worker] = share, 0, 0
             self._places[worker], self._workers[place] = place, worker
@@ -278,7 +275,7 @@ class RayNode:
         with self._turns.first():
             return self._backend.stack(self._places[worker], harmless=harmless)
 
-    def end(self, worker: int, after: int, seen: int, start: int | None = None) -> Packed:
+    def end(self, worker: int, after: int, seen: int, start: int) -> Packed:
         """End a worker, after the order of a number; returns all its replies that the driver has not seen.
 
         `seen` is the number of the last exchange whose results the driver has, `start` how often the worker was
@@ -286,7 +283,6 @@ class RayNode:
         """
         self._await_order(after)
         with self._turns.first():
-            start = self._starts[worker] if start is None else start
             if worker not in self._places or self._starts[worker] != start:
                 return pack(self._results([]))
             returned = self._returned if seen < self._exchanges else []
@@ -296,11 +292,11 @@ class RayNode:
             self._owed[worker], self._hurries = 0, self._waits
             return pack(self._results([*replies, (worker, start, Lost(None, ""))]))
 
-    def remove(self, worker: int, after: int, start: int | None = None, *, kill: bool) -> bool:
+    def remove(self, worker: int, after: int, start: int, *, kill: bool) -> bool:
         """As `Backend.remove`, after the order of a number; `start` as for `end`."""
         self._await_order(after)
         with self._turns.first():
-            if worker not in self._places or start not in (None, self._starts[worker]):
+            if worker not in self._places or start != self._starts[worker]:
                 return True
             if not self._backend.remove(self._places[worker], kill=kill):
                 return False

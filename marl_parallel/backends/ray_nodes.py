@@ -144,8 +144,7 @@ class RayNodesBackend(RayBackend):
         )
         node = Node(actor.remote(self._num_threads, [*map(os.path.abspath, sys.path)]), bundle)
         shares = {worker: self._shares[worker] for worker in workers}
-        room = GENERATIONS * len(shares)
-        node.starting = node.control("start", shares, room, self._most_requests, self._record_places)
+        node.starting = node.control("start", shares, self._most_requests, self._record_places)
         node.pending = {worker: deque() for worker in shares}
         return node
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +15,14 @@ import typer
 import marl_parallel as package
 from marl_parallel.backends import NAMES
 from marl_parallel.cli import check as checking
+from marl_parallel.cli import doctor as examining
 from marl_parallel.cli import measure as measuring
+from marl_parallel.cli import record as recording
 from marl_parallel.cli import replay as replaying
 from marl_parallel.cli import report as reporting
 from marl_parallel.cli.check import BACKENDS
 from marl_parallel.cli.measure import ASYNC, FACADES, STEP
+from marl_parallel.cli.output import check_writable, deliver, report_written
 from marl_parallel.cli.report import Report, machine, progress
 from marl_parallel.cli.target import (
     CommandError,
@@ -47,7 +51,8 @@ EnvArgument = Annotated[
     ),
 ]
 EnvKwargs = Annotated[str, typer.Option(help="Keywords for the environment, as JSON.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the results as JSON, and nothing else.")]
+Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Save the results here, as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 _ENVS_PER_CPU = 16
@@ -83,7 +88,8 @@ def bench(
     env_kwargs: EnvKwargs = "{}",
     seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="The number of rounds; each measures everything.")] = 5,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save everything here.")] = None,
+    as_json: AsJson = False,
+    output: Output = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Save the table here.")] = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Save a picture here (.png, .svg, .pdf).")
@@ -104,25 +110,22 @@ def bench(
         if plot_file is not None and plot_file.suffix.lower() not in reporting.FORMATS:
             formats = " ".join(reporting.FORMATS)
             raise CommandError(f"--plot {plot_file}: no picture is saved as {plot_file.suffix!r}", formats)
-        writers = {reporting.write_json: json_file, reporting.write_csv: csv_file, reporting.save_plot: plot_file}
-        outputs = [(path, write) for write, path in writers.items() if path is not None]
-        for path, _ in outputs:  # before anything is measured
-            if path.is_dir():
-                raise CommandError(f"{path} is a directory", "name a file")
-            above = next(folder for folder in path.absolute().parents if folder.exists())  # the others will be created
-            if not above.is_dir():
-                raise CommandError(f"{path}: {above} is no directory", "name a file in a directory")
+        check_writable(output, csv_file, plot_file)
         described = machine(distributions_of(env))
-        with progress(measuring.num_turns(len(against), repeats)) as on_turn:
+        turns = measuring.num_turns(len(against), repeats)
+        with progress(turns) as on_turn, stdout_to_stderr() if as_json else nullcontext():
             measurements = measuring.measure(
                 env, constructor, num_envs, against, seconds=seconds, repeats=repeats, on_turn=on_turn
             )
         settings = {"seconds": seconds, "repeats": repeats, "env_kwargs": json.loads(env_kwargs)}
         report = Report(described, settings, measurements)
-        reporting.show(report)
-        for path, write in outputs:
-            write(report, path)
-            typer.echo(f"wrote {path}", err=True)
+        if not as_json:
+            reporting.show(report)
+        deliver(asdict(report), as_json, output)
+        for path, write in ((csv_file, reporting.write_csv), (plot_file, reporting.save_plot)):
+            if path is not None:
+                write(report, path)
+                report_written(path)
 
 
 @app.command()
@@ -134,6 +137,7 @@ def check(
     seconds: Annotated[float, typer.Option(min=0.01, help="How long each run lasts, at most.")] = 2.0,
     steps: Annotated[int, typer.Option(min=1, help="How many steps each run has, at most.")] = 200,
     as_json: AsJson = False,
+    output: Output = None,
     debug: Debug = False,
 ) -> None:
     """Check ENV alone and with every backend: its API, spaces, determinism, pickling, processes, and what steps cost.
@@ -146,12 +150,12 @@ def check(
     with short_errors(debug):
         job = checking.Job("alone", env, env_kwargs, timeout=timeout, seconds=seconds, steps=steps)
         names = names_in(backends, BACKENDS)
-        with progress(4 + len(names), "checking") as on_start:
+        check_writable(output)
+        with progress(4 + len(names), "checking") as on_start, stdout_to_stderr() if as_json else nullcontext():
             result = checking.examine(job, names, on_start)
-        if as_json:
-            typer.echo(json.dumps(result.as_json(), indent=2))
-        else:
+        if not as_json:
             checking.show(result)
+        deliver(result.as_json(), as_json, output)
     raise typer.Exit(0 if result.healthy else 1)
 
 
@@ -173,6 +177,7 @@ def tune(
     ] = 0,
     seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 0.5,
     as_json: AsJson = False,
+    output: Output = None,
     debug: Debug = False,
 ) -> None:
     """Find the number of workers and of environments in each that step ENV fastest, by measuring.
@@ -184,6 +189,7 @@ def tune(
     [bold]Example[/bold]:  marl-parallel tune mpe2.simple_spread_v3 --memory 2GB
     """
     with short_errors(debug), stdout_to_stderr() if as_json else nullcontext():
+        check_writable(output)
         cpus = usable_cpus()
         powers_of_two = [2**n for n in range(cpus.bit_length())]
         settings = measuring.grid(
@@ -202,10 +208,71 @@ def tune(
             in_turns = measuring.compare(constructor, adapted, seconds, best, measure)
     result = reporting.tune_result(env, json.loads(env_kwargs), best, trials, in_turns)
     result |= {"machine": described, "memory_limit": limit}
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
-    else:
+    if not as_json:
         reporting.show_tune(result)
+    deliver(result, as_json, output)
+
+
+@app.command()
+def doctor(as_json: AsJson = False, output: Output = None, debug: Debug = False) -> None:
+    """Print what a bug report needs: versions, CPUs and their quota, memory, limits, the codec, how workers start, Ray.
+
+    Two worker processes are started and stepped. The exit code is 1 if that fails.
+
+    [bold]Example[/bold]:  marl-parallel doctor --output doctor.json
+    """
+    with short_errors(debug):
+        check_writable(output)
+        with stdout_to_stderr():
+            facts, works = examining.examine()
+        if not as_json:
+            typer.echo(examining.as_text(facts))
+        deliver(dict(facts), as_json, output)
+    raise typer.Exit(0 if works else 1)
+
+
+@app.command()
+def record(
+    env: EnvArgument,
+    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="The video: a .gif or an .mp4.")],
+    num_envs: Annotated[int, typer.Option(min=1, help="The number of environments, shown in a grid.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="The number of steps.")] = 200,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="module:function or path/to/file.py:function, which takes the observations of all environments and "
+            "returns actions for `step`.",
+            show_default="random actions",
+        ),
+    ] = "",
+    env_kwargs: EnvKwargs = "{}",
+    seed: Annotated[int, typer.Option(help="The seed of environment 0; the others have the next ones.")] = 42,
+    workers: Annotated[
+        int, typer.Option(min=0, help="The number of workers; 0: one for each CPU.", show_default="one for each CPU")
+    ] = 0,
+    fps: Annotated[
+        float | None, typer.Option(min=0.1, help="Frames per second.", show_default="the environment's, else 30")
+    ] = None,
+    tile_width: Annotated[
+        int | None, typer.Option(min=1, help="Pixels of each environment's frame.", show_default="as rendered")
+    ] = None,
+    labels: Annotated[bool, typer.Option(help="Show the number and the return of each environment.")] = True,
+    debug: Debug = False,
+) -> None:
+    """Step environments and save a video of all of them, with random actions or those of a policy.
+
+    The environments are constructed with render_mode="rgb_array", unless --env-kwargs has a render_mode. It needs the
+    extra `video`.
+
+    [bold]Example[/bold]:  marl-parallel record mpe2.simple_spread_v3 --output spread.gif --steps 50
+    """
+    with short_errors(debug):
+        check_writable(output)
+        recording.record(
+            env, output, num_envs, steps, policy, env_kwargs, seed, workers or None,
+            fps=fps, tile_width=tile_width, labels=labels,
+        )  # fmt: skip
+        report_written(output)
 
 
 @app.command()
@@ -236,11 +303,6 @@ def replay(
 
     [bold]Example[/bold]:  marl-parallel replay marl_parallel-replays/env-3-20260131-120000-4711-0.replay --pdb
     """
-    try:
+    with short_errors(debug, replaying.Outcome.UNUSABLE):
         outcome = replaying.replay(file, debugger=debugger, until=until, timeout=timeout, in_process=in_process)
-    except CommandError as error:
-        if debug:
-            raise
-        typer.echo(f"error: {error}\nhint: {error.args[1]}", err=True)
-        outcome = replaying.Outcome.UNUSABLE
     raise typer.Exit(int(outcome))

@@ -127,7 +127,7 @@ def show_tune(result: dict[str, Any]) -> None:
     """Print a `tune_result` with its machine: the settings, the fastest first, the advice and the line to paste."""
     console, best, pays_off = Console(), result["best"], result["pays_off"]
     table = _table(result["environment"], box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for heading in ("workers", "in each", "envs", "by", "steps/s", "± %", "rounds", "memory", ""):
+    for heading in ("workers", "per worker", "environments", "by", "steps/s", "± %", "rounds", "memory", ""):
         table.add_column(heading, justify="left" if heading in ("by", "") else "right", no_wrap=True)
     for trial in result["trials"]:
         remark, style = ("", None) if trial["fits"] else ("too large", "dim")

@@ -20,7 +20,12 @@ from marl_parallel.core.worker_status import WorkerStatus
 def usable_cpus() -> int:
     """How many CPUs this process may use, by its affinity mask and the quota of its control groups, rounded up."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(math.ceil(min(cpus, _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")))), 1)
+    return max(math.ceil(min(cpus, cpu_quota())), 1)
+
+
+def cpu_quota() -> float:
+    """The CPUs that the control groups of this process leave it, such as 1.5; infinity without a quota."""
+    return _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
 
 
 @functools.cache
@@ -114,12 +119,12 @@ class Backend(ABC):
         At most `most_requests` requests and replies are in flight for one worker.
         """
 
-    @abstractmethod
     def allocate(self, layout: Layout) -> Any:
         """Return zeroed, writable memory for a layout; called once, before the first request that uses it.
 
         It stays readable for as long as anything refers to it, also after `stop`.
         """
+        return self.extend(layout.nbytes)
 
     def extend(self, nbytes: int) -> Any:
         """Return memory of this size, larger than that of `allocate`; only if `shares_memory`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from marl_parallel.types import installed
+from marl_parallel.types import how_to_install, installed
 
 if TYPE_CHECKING:
     from marl_parallel.vector.agilerl import AgileRLVecEnv as AgileRLVecEnv
@@ -61,8 +61,7 @@ def __getattr__(name: str) -> Any:
         title = _MODULES[module][1]
         if not title:
             raise
-        install = f'pip install "marl-parallel[{module}]"'
-        raise ImportError(f"{name} needs {title}: {install} ({error})", name=error.name) from error
+        raise ImportError(f"{name} needs {title}: {how_to_install(module)} ({error})", name=error.name) from error
 
 
 def __dir__() -> list[str]:

@@ -335,7 +335,8 @@ class SB3RolloutBuffer(RolloutBuffer):
 
     Args:
         acting_in: The `SB3VecEnv`, or a wrapper around it.
-        arguments, keywords: Those of `RolloutBuffer`, which the algorithm passes.
+        *arguments: Those of `RolloutBuffer`, which the algorithm passes.
+        **keywords: Likewise.
 
     Example:
         >>> from stable_baselines3 import PPO

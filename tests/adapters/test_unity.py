@@ -240,7 +240,7 @@ def test_failures_are_reported_in_one_line(error, detail, monkeypatch):
             use()
         assert str(caught.value) == (
             "ML-Agents needs mlagents-envs>=0.28 with protobuf<3.21 and numpy>=2: "
-            f'pip install "marl-parallel[mlagents]" ({detail})'
+            f'pip install "marl-parallel[mlagents]", or in a checkout: pip install -e ".[mlagents]" ({detail})'
         )
 
 

@@ -95,7 +95,7 @@ def test_bench_saves_its_measurements(bench, tmp_path):
         SPREAD,
         *BRIEF,
         *("--backends", "serial,thread", "--env-kwargs", '{"N": 2}'),
-        *("--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])),
+        *("--output", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])),
     )
     assert result.exit_code == 0, result.output
     who = [Contender("loop"), Contender("serial"), Contender("thread", 1), Contender("thread", 2)]
@@ -113,7 +113,7 @@ def test_bench_of_every_way_to_step(bench, tmp_path):
     path = tmp_path / "result.json"
     plot = tmp_path / "result.svg"
     more = ("--async", "--facade", "pettingzoo,gymnasium", "--backends", "thread")
-    result = bench(SPREAD, *BRIEF, *more, "--json", str(path), "--plot", str(plot))
+    result = bench(SPREAD, *BRIEF, *more, "--output", str(path), "--plot", str(plot))
     assert result.exit_code == 0, result.output
     ways = ("step", "async", "pettingzoo", "gymnasium")
     who = [Contender("loop"), *(Contender("thread", workers, way) for workers in (1, 2) for way in ways)]
@@ -160,7 +160,7 @@ def test_working_directory_is_on_the_path(file, tmp_path):
         ([SPREAD, "--facade", "sb3"], ["sb3", "gymnasium"]),
         ([MIXED, *BRIEF, "--facade", "gymnasium"], ["rows need equal spaces", "--facade pettingzoo"]),
         ([SPREAD, "--plot", "plot.docx"], ["docx", ".png"]),
-        ([SPREAD, "--json", "."], ["directory"]),
+        ([SPREAD, "--output", "."], ["directory"]),
         ([SPREAD, "--csv", f"{__file__}/new/a.csv"], [f"{__file__} is no directory"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
@@ -202,7 +202,8 @@ def test_missing_extra(module):
     code = f"import sys; sys.modules[{module!r}] = None; from marl_parallel.cli import main; main()"
     result = python("-c", code)
     assert result.returncode == 1
-    assert result.stderr.strip() == f'error: the command line needs {module}: pip install "marl-parallel[cli]"'
+    install = 'pip install "marl-parallel[cli]", or in a checkout: pip install -e ".[cli]"'
+    assert result.stderr.strip() == f"error: the command line needs {module}: {install}"
 
 
 def test_missing_internal_module_is_not_reported_as_missing_extra():

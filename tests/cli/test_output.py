@@ -14,6 +14,7 @@ pytestmark = pytest.mark.release_independent
 
 BENCH = ("--num-envs", "1", "--workers", "1", "--backend", "serial", "--seconds", "0.001", "--repeats", "1")
 TUNE = ("--workers", "1", "--envs-per-worker", "1", "--seconds", "0.001")
+CHECK = ("--backends", "serial", "--seconds", "0.01", "--steps", "2")
 FILE = """
     import os
     import sys
@@ -76,11 +77,21 @@ def test_simulator_that_exits_is_an_error(command, name, more, folder):
     assert "sys.exit" in done.stderr
 
 
-def test_json_output_excludes_prints_of_the_simulator(folder):
-    done = run("tune", "wordy.py:Talkative", *TUNE, "--json", folder=folder)
+@pytest.mark.parametrize(("command", "arguments"), [("bench", BENCH), ("tune", TUNE), ("check", CHECK)])
+def test_json_output_excludes_prints_of_the_simulator(command, arguments, folder):
+    """Every command prints the same as it saves, and nothing else."""
+    done = run(command, "wordy.py:Talkative", *arguments, "--json", "--output", "new/result.json", folder=folder)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["best"]["num_workers"] == 1
+    result = json.loads(done.stdout)
+    assert result == json.loads((folder / "new" / "result.json").read_text())
+    if command == "tune":
+        assert result["best"]["num_workers"] == 1
+    elif command == "bench":
+        assert [one["backend"] for one in result["measurements"]] == ["loop", "serial"]
+    else:
+        assert result["healthy"]
     assert {"made", "reset"} <= {*done.stderr.splitlines()}
+    assert "wrote new/result.json" in done.stderr.splitlines()
 
 
 @pytest.mark.parametrize(("command", "arguments"), [("bench", BENCH), ("tune", TUNE)])

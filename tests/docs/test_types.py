@@ -80,12 +80,24 @@ def test_pyright(files):
     checked("pyright", "--pythonpath", sys.executable, cwd=folder)
 
 
+USE = """
+from marl_parallel import make
+reveal_type(make("CartPole-v1"))
+reveal_type(make("CartPole-v1", facade="gymnasium", num_envs=2, on_error="restart"))
+"""
+
+
+def test_mypy_resolves_an_editable_install(tmp_path):
+    """From outside the checkout, in a project that uses the package."""
+    (tmp_path / "use.py").write_text(USE)
+    output = checked("mypy", "--cache-dir", str(tmp_path / "cache"), "use.py", cwd=tmp_path)
+    types = re.findall(r'Revealed type is "(.*)"', output)
+    assert types == ["marl_parallel.parallel_env.ParallelEnv", "marl_parallel.vector.gymnasium.GymnasiumVectorEnv"]
+
+
 def test_pyright_resolves_an_editable_install(tmp_path):
-    """From outside the checkout, as an editor does in a project that uses the package."""
-    text = 'from marl_parallel import make\nreveal_type(make("CartPole-v1"))\n'
-    (tmp_path / "use.py").write_text(
-        f'{text}reveal_type(make("CartPole-v1", facade="gymnasium", num_envs=2, on_error="restart"))\n'
-    )
+    """The same, as an editor does it."""
+    (tmp_path / "use.py").write_text(USE)
     output = checked("pyright", "--pythonpath", sys.executable, "use.py", cwd=tmp_path)
     assert re.findall(r'Type of "make.*" is "(\w+)"', output) == ["ParallelEnv", "GymnasiumVectorEnv"]
     (tmp_path / "use.py").write_text('from marl_parallel import make\nmake("CartPole-v1", on_error="retry")\n')

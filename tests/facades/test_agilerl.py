@@ -311,7 +311,10 @@ def test_missing_library():
     program = "import sys; sys.modules['agilerl'] = None; from marl_parallel import vector; vector.AgileRLVecEnv"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "ImportError: AgileRLVecEnv needs" in done.stderr
-    assert 'pip install "marl-parallel[agilerl]" (No module named' in done.stderr
+    assert (
+        'pip install "marl-parallel[agilerl]", or in a checkout: pip install -e ".[agilerl]" (No module named'
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])

@@ -245,7 +245,9 @@ except ImportError as error:
     print(error)
 """
     output = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert 'pip install "marl-parallel[rllib]"' in output.stdout, output.stderr
+    assert 'pip install "marl-parallel[rllib]", or in a checkout: pip install -e ".[rllib]"' in output.stdout, (
+        output.stderr
+    )
 
 
 def test_vector_rewards_are_scalarized():

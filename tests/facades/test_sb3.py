@@ -374,7 +374,7 @@ def test_missing_library():
     program = "import sys; sys.modules['stable_baselines3'] = None; from marl_parallel import vector; vector.SB3VecEnv"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "ImportError: SB3VecEnv needs" in done.stderr
-    assert 'pip install "marl-parallel[sb3]" (No module named' in done.stderr
+    assert 'pip install "marl-parallel[sb3]", or in a checkout: pip install -e ".[sb3]" (No module named' in done.stderr
 
 
 @pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])

@@ -1,37 +1,87 @@
-"""What `setup.py` builds, with every kind of Python."""
+"""What `setup.py` builds, with every kind of Python, and what the package says about itself."""
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 import sysconfig
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers import ROOT
 
+import marl_parallel
+
+VARIABLES = ("MARL_PARALLEL_PURE", "GITHUB_SERVER_URL", "GITHUB_REPOSITORY")
+
+
+@pytest.fixture
+def run_setup(monkeypatch):
+    """Runs `setup.py` with environment variables; returns the arguments that it passes to setuptools."""
+
+    def run(**environ: str) -> dict[str, Any]:
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        built = dict[str, Any]()
+
+        def extension(name: str, sources: list[str], **arguments: Any) -> SimpleNamespace:
+            return SimpleNamespace(name=name, sources=sources, **arguments)
+
+        # The real one need not be installed where the tests run.
+        setuptools = SimpleNamespace(Extension=extension, setup=lambda **arguments: built.update(arguments))
+        monkeypatch.setitem(sys.modules, "setuptools", setuptools)
+        runpy.run_path(str(ROOT / "setup.py"))
+        return built
+
+    return run
+
 
 @pytest.mark.parametrize(
-    ("free_threaded", "modules", "wheel"),
+    ("free_threaded", "environ", "modules", "wheel"),
     [
-        (None, ["marl_parallel.core._codec"], {"bdist_wheel": {"py_limited_api": "cp310"}}),  # on Windows
-        (0, ["marl_parallel.core._codec"], {"bdist_wheel": {"py_limited_api": "cp310"}}),
-        (1, [], {}),
+        (None, {}, ["marl_parallel.core._codec"], {"bdist_wheel": {"py_limited_api": "cp310"}}),  # on Windows
+        (0, {}, ["marl_parallel.core._codec"], {"bdist_wheel": {"py_limited_api": "cp310"}}),
+        (0, {"MARL_PARALLEL_PURE": "1"}, [], {}),
+        (1, {}, [], {}),
     ],
 )
-def test_compiled_code_and_wheels(free_threaded, modules, wheel, monkeypatch):
+def test_compiled_code_and_wheels(free_threaded, environ, modules, wheel, monkeypatch, run_setup):
     """Free-threaded builds have no limited API: they get no compiled code, and wheels without its tag."""
-    variable, built = sysconfig.get_config_var, dict[str, Any]()
+    variable = sysconfig.get_config_var
     monkeypatch.setattr(sysconfig, "get_config_var", lambda n: free_threaded if n == "Py_GIL_DISABLED" else variable(n))
-
-    def extension(name: str, sources: list[str], **arguments: Any) -> SimpleNamespace:
-        return SimpleNamespace(name=name, sources=sources, **arguments)
-
-    # The real one need not be installed where the tests run.
-    setuptools = SimpleNamespace(Extension=extension, setup=lambda **arguments: built.update(arguments))
-    monkeypatch.setitem(sys.modules, "setuptools", setuptools)
-    runpy.run_path(str(ROOT / "setup.py"))
+    built = run_setup(**environ)
     assert [module.name for module in built["ext_modules"]] == modules
     assert all(module.optional and module.py_limited_api for module in built["ext_modules"])
     assert built["options"] == wheel
+
+
+def test_links_of_a_package_lead_to_the_repository_that_built_it(run_setup):
+    readme = (ROOT / "README.md").read_text()
+    assert run_setup()["long_description"] == readme
+    built = run_setup(GITHUB_SERVER_URL="https://example.org", GITHUB_REPOSITORY="owner/name")
+    home = "https://example.org/owner/name"
+    assert built["project_urls"]["Source"] == home
+    assert all(url.startswith(home) for url in built["project_urls"].values())
+    text = built["long_description"]
+    targets = re.findall(r"(!?)\[[^]\n]*\]\(([^)\s]+)\)", text)
+    assert len(targets) > 10
+    for picture, target in targets:
+        assert target.startswith(("https://", "#"))
+        kind = f"{home}/{'raw' if picture else 'blob'}/main/"
+        if target.startswith(home):
+            assert target.startswith(kind)
+            assert (ROOT / target.removeprefix(kind).partition("#")[0]).is_file()
+    # Nothing else has changed.
+    assert re.sub(rf"{home}/(raw|blob)/main/", "", text) == readme
+
+
+def test_one_version():
+    assert version("marl-parallel") == marl_parallel.__version__
+    lines = [*(ROOT / "pyproject.toml").read_text().splitlines(), *(ROOT / "CITATION.cff").read_text().splitlines()]
+    assert [line for line in lines if re.match(r"version\s*[:=] *[\"\d]", line)] == []
+    assert f"## [{marl_parallel.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -15,7 +15,8 @@ from helpers import ROOT
 PACKAGE = ROOT / "marl_parallel"
 
 LEVELS = [
-    {"action_masks", "types", "adapters"},
+    {"types"},
+    {"action_masks", "adapters"},
     {"core"},
     {"backends", "arguments", "planning"},
     {"runner"},

@@ -312,5 +312,5 @@ def test_missing_library(library):
         "marl_parallel.record_video(env, 'never.gif', 2)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert 'pip install "marl-parallel[video]"' in done.stderr
+    assert 'pip install "marl-parallel[video]", or in a checkout: pip install -e ".[video]"' in done.stderr
     assert done.stderr.splitlines()[-1].startswith("ImportError: videos need ")

@@ -1,0 +1,39 @@
+"""`--json` and `--output`, which mean the same in every command: print the results as JSON, and save them as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from marl_parallel.cli.target import CommandError
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise a `CommandError` if a path cannot be that of a new file: before a command does its work."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise CommandError(f"{path} is a directory", "name a file")
+        above = next(folder for folder in path.absolute().parents if folder.exists())  # the others will be created
+        if not above.is_dir():
+            raise CommandError(f"{path}: {above} is no directory", "name a file in a directory")
+
+
+def deliver(values: dict[str, Any], as_json: bool, output: Path | None) -> None:
+    """Print results as JSON if `as_json`, and save the same in a file if there is a path."""
+    text = json.dumps(values, indent=2)
+    if as_json:
+        typer.echo(text)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n")
+        report_written(output)
+
+
+def report_written(path: Path) -> None:
+    """Say on standard error where a file is."""
+    typer.echo(f"wrote {path}", err=True)

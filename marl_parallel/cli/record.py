@@ -1,0 +1,51 @@
+"""`marl-parallel record`: a video of environments that are named on the command line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from marl_parallel.cli.target import CommandError, constructor_of
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.recording import record_video
+
+_MODE = "render_mode"
+
+
+def record(
+    environment: str,
+    path: Path,
+    num_envs: int,
+    steps: int,
+    policy: str,
+    env_kwargs: str,
+    seed: int,
+    num_workers: int | None,
+    **options: Any,
+) -> None:
+    """Step environments with a policy that is named as they are, and write a video; `options` are `record_video`'s."""
+    act = constructor_of(policy) if policy else None
+    constructor = _rendering(constructor_of(environment, env_kwargs))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ParallelEnv([constructor] * num_envs, "NEXT_STEP", seed, num_workers=num_workers) as env:
+        if env.render_mode != "rgb_array":
+            raise CommandError(
+                f"{environment} does not render arrays: its render_mode is {env.render_mode!r}",
+                'let its constructor take render_mode="rgb_array", and have the attribute `render_mode`',
+            )
+        record_video(env, path, steps, act, **options)
+
+
+def _rendering(constructor: functools.partial[Any]) -> Callable[..., Any]:
+    """The constructor with `render_mode="rgb_array"`, where it takes that and has no other."""
+    try:
+        parameters = inspect.signature(constructor.func).parameters
+    except (TypeError, ValueError):  # no readable signature
+        return constructor
+    takes = _MODE in parameters or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    if not takes or _MODE in constructor.keywords:
+        return constructor
+    return functools.partial(constructor, render_mode="rgb_array")
