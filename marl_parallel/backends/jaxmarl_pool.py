@@ -20,6 +20,7 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.schema import alike
 from marl_parallel.core.transition import ALL
+from marl_parallel.types import how_to_install
 
 try:
     import jax
@@ -27,7 +28,7 @@ try:
     from jax import numpy as jnp
 except ImportError as failed:
     raise ImportError(
-        f'this simulator needs JaxMARL, which cannot be imported ({failed}): pip install "marl-parallel[jaxmarl]"'
+        f"this simulator needs JaxMARL, which cannot be imported ({failed}): {how_to_install('jaxmarl')}"
     ) from failed
 
 __doctest_requires__ = ["jaxmarl"]

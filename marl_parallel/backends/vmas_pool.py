@@ -19,13 +19,14 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import tree_map
+from marl_parallel.types import how_to_install
 
 try:
     import torch
     import vmas
 except ImportError as failed:
     raise ImportError(
-        f'this simulator needs VMAS, which cannot be imported ({failed}): pip install "marl-parallel[vmas]"'
+        f"this simulator needs VMAS, which cannot be imported ({failed}): {how_to_install('vmas')}"
     ) from failed
 
 __doctest_requires__ = ["vmas"]

@@ -225,10 +225,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
         result = self._tensors(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
-        for name, group in self._groups.items():
-            rewards = group.rewards(arrays).astype(np.float32)
-            rewards = rewards[..., None] if group.reward_space is None else rewards
-            result.set(self._at(name, "reward"), torch.from_numpy(rewards[:, 0] if self._flat else rewards))
+        self._set_rewards(result, arrays)
         if ids is None:
             return result
         for name in () if self._flat else self._groups:
@@ -237,6 +234,12 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=result.device)
         stepped[ids] = True
         return result.where(stepped, self._skip_tensordict(tensordict))
+
+    def _set_rewards(self, tensordict: TensorDictBase, arrays: Arrays) -> None:
+        for name, group in self._groups.items():
+            rewards = group.rewards(arrays).astype(np.float32)
+            rewards = rewards[..., None] if group.reward_space is None else rewards
+            tensordict.set(self._at(name, "reward"), torch.from_numpy(rewards[:, 0] if self._flat else rewards))
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the environment; idempotent."""
@@ -305,7 +308,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         of_env: list[dict[AgentID, Any]] = [{} for _ in ids]
         acting = self._runner.batch.acting
         for name, group in self._groups.items():
-            arrays = _action_arrays(name, group.action_space, rows.get((name, "action"), None))
+            arrays = _action_arrays(self._at(name, "action"), group.action_space, rows, self._flat)
             for place, agent in enumerate(group.agents):
                 for row, env_id in enumerate(ids):
                     if agent in acting[env_id]:
@@ -337,15 +340,12 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             self._ended[list(begun)] = False
             own = (arrays.terminations | arrays.truncations) & ~self._ended
             tensors = self._tensors(arrays, own)
-            for name, group in self._groups.items():
-                rewards = group.rewards(arrays).astype(np.float32)
-                rewards = rewards[..., None] if group.reward_space is None else rewards
-                tensors.get(name).set("reward", torch.from_numpy(rewards))
+            self._set_rewards(tensors, arrays)
             for env_id in stepped:
                 self._stepped[env_id], self._rows_of[env_id] = tensors[env_id], self._sent.pop(env_id)
             for env_id in begun:
                 del self._sent[env_id]
-                self._begun[env_id] = tensors[env_id].exclude(*[(name, "reward") for name in self._groups])
+                self._begun[env_id] = tensors[env_id].exclude(*[self._at(name, "reward") for name in self._groups])
             self.infos.update(arrays.infos)
         ids = [*arrived]
         results: TensorDictBase = torch.stack([arrived.pop(env_id) for env_id in ids])
