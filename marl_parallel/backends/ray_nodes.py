@@ -203,7 +203,7 @@ class RayNodesBackend(RayBackend):
         self._slices = RecordSlices(layout, block)
         self._record_places = RecordPlaces.of(layout)
         for allocated in [node.control("allocate", self._record_places) for node in self._nodes]:
-            _answer(allocated)  # a death is noticed with the next request
+            _answer(allocated, timeout=None)  # a death is noticed with the next request
         return block
 
     # -- requests and replies --------------------------------------------------------------------------------------
@@ -264,10 +264,12 @@ class RayNodesBackend(RayBackend):
                 self._check_start(node)
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
-            self._look(hurry=True)
             hurried = {node.in_flight: node for node in self._nodes_in_use() if node.in_flight and node.waits_for_more}
             if hurried:
+                self._look(hurry=True)
                 replies += self._collect(hurried, len(hurried), POLL_S)[1]
+            else:
+                self.look()
         return replies
 
     def _nodes_in_use(self) -> list[Node]:
@@ -314,8 +316,8 @@ class RayNodesBackend(RayBackend):
         node.in_flight, node.seen = None, results.number
         replies = []
         for worker, start, reply in self._apply(node, results):
-            if start != node.started[worker]:
-                continue  # of a process that has been replaced; `end` has returned it
+            if start != node.started[worker] or worker not in node.pending:
+                continue  # of a process that has been replaced, so that `end` has returned it; or removed
             if isinstance(reply, Lost):
                 node.pending[worker].clear()
             elif reply.last:
@@ -442,7 +444,7 @@ class RayNodesBackend(RayBackend):
         return super().stop(timeout)
 
 
-def _answer(ref: Any, timeout: float = _ANSWERS_WITHIN_S) -> Any:
+def _answer(ref: Any, timeout: float | None = _ANSWERS_WITHIN_S) -> Any:
     """The result of a call beside the exchange; None if the node is gone, or does not answer in time."""
     try:
         return ray.get(ref, timeout=timeout)
