@@ -211,7 +211,7 @@ def ours(actors: int, envs_each: int) -> Iterator[tuple[Step, ParallelEnv]]:
     from marl_parallel import RayBackend  # not needed to show saved results
 
     count = actors * envs_each
-    with ParallelEnv([Waiting] * count, backend=RayBackend(num_cpus=CPU_SHARE), num_workers=actors) as env:
+    with ParallelEnv([Waiting] * count, seed=None, backend=RayBackend(num_cpus=CPU_SHARE), num_workers=actors) as env:
         env.reset()
         batches = itertools.cycle(draw_actions(dict(env.action_space.spaces), count))
         yield lambda: env.step(next(batches)), env
@@ -224,7 +224,7 @@ def by_node(nodes: int, workers: int, observation_size: int = 18) -> Iterator[tu
 
     count = nodes * workers * K
     backend = RayBackend(num_cpus=CPU_SHARE, num_nodes=nodes, workers_per_node=workers)
-    with ParallelEnv([functools.partial(Waiting, observation_size)] * count, backend=backend) as env:
+    with ParallelEnv([functools.partial(Waiting, observation_size)] * count, seed=None, backend=backend) as env:
         env.reset()
         batches = itertools.cycle(draw_actions(dict(env.action_space.spaces), count))
         yield lambda: env.step(next(batches)), env

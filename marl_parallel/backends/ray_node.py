@@ -268,8 +268,9 @@ class RayNode:
             return time.monotonic(), {worker: self._status(worker) for worker in self._places}
 
     def memory(self, worker: int) -> int | None:
-        with self._turns.first():
-            return self._backend.memory(self._places[worker]) if worker in self._places else None
+        """As `Backend.memory`; reading it takes a while, so others go on meanwhile."""
+        place = self._places.get(worker)
+        return None if place is None else self._backend.memory(place)
 
     def stack(self, worker: int, *, harmless: bool) -> str:
         with self._turns.first():
