@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Echo:
         time.sleep(WAIT_S)
         return data
 
-    def stream(self):
+    def stream(self) -> Iterator[bytes]:
         while True:
             yield bytes(NBYTES)
 
