@@ -25,7 +25,6 @@ class EpisodeStatistics:
     Attributes:
         totals: float64 `(num_envs, agents + 1)`: the sums of rewards, and the number of steps. It is -1 if the next
             transition is a reset, which does not count.
-        finished: The episodes that ended in the latest step; the runner makes it empty before each.
         ended: By environment, how many episodes have ended.
         in_infos: Whether infos have the statistics of each agent whose part of the episode has ended.
         listeners: Called with each episode that has ended.
@@ -34,7 +33,8 @@ class EpisodeStatistics:
     def __init__(
         self, num_envs: int, agents: Sequence[AgentID], mode: AutoresetMode, *, in_infos: bool = False
     ) -> None:
-        self.finished: list[FinishedEpisode] = []
+        self._finished: list[FinishedEpisode] = []
+        self._columns: list[tuple[Any, ...]] = []  # episodes that have ended, in arrays: made when they are asked for
         self.ended = [0] * num_envs
         self.listeners: list[Callable[[FinishedEpisode], None]] = []
         self.in_infos = in_infos
@@ -46,6 +46,20 @@ class EpisodeStatistics:
         # Sums and steps of agents that are not declared, and of rewards that are vectors.
         self._others: dict[int, dict[AgentID, list[Any]]] = {}
         self._ended: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos
+
+    @property
+    def finished(self) -> list[FinishedEpisode]:
+        """The episodes that ended in the latest step; the runner makes it empty before each."""
+        for columns in self._columns:
+            for env_id, totals, terminated, truncated in zip(*(column.tolist() for column in columns)):
+                sums = dict(zip(self._agents, totals)), dict.fromkeys(self._agents, int(totals[-1]))
+                self._finished.append(FinishedEpisode(env_id, *sums, int(totals[-1]), terminated, truncated))
+        self._columns = []
+        return self._finished
+
+    @finished.setter
+    def finished(self, episodes: list[FinishedEpisode]) -> None:
+        self._finished, self._columns = episodes, []
 
     def begin(self, env_ids: Sequence[int]) -> None:
         """Note that the next transition of some environments is a reset."""
@@ -118,9 +132,22 @@ class EpisodeStatistics:
         self._steps[ids] += 1
         for row in np.flatnonzero(~present.all(axis=1)).tolist():
             self._miss(int(ids[row]), np.flatnonzero(~present[row]).tolist())
-        for env_id in ids[received.elapsed == 0].tolist():
+        begun, over = ids[received.elapsed == 0], np.flatnonzero(received.terminated | received.truncated)
+        if not self._missed and not self.listeners:  # all at once
+            self.totals[begun] = 0.0
+            if len(over):
+                env_ids = ids[over]
+                self._columns.append(
+                    (env_ids, self.totals[env_ids], received.terminated[over], received.truncated[over])
+                )
+                self.totals[env_ids] = 0.0
+                self._steps[env_ids] = -1
+                for env_id in env_ids.tolist():
+                    self.ended[env_id] += 1
+            return
+        for env_id in begun.tolist():
             self._reset(env_id, 0)
-        for row in np.flatnonzero(received.terminated | received.truncated).tolist():
+        for row in over.tolist():
             flags = bool(received.terminated[row]), bool(received.truncated[row])
             self._finish(int(ids[row]), self.totals[ids[row]].tolist(), *flags)
 
