@@ -122,7 +122,8 @@ def error_of_pip(text: str) -> str:
     found = [
         line for line in lines if re.match(r"(ERROR: (?!Failed building|Could not build)|\w*Error: |\w*error: )", line)
     ]
-    return one_line((found or lines or ["pip failed"])[-1])
+    conflicts = [line for line in found if "conflicting dependencies" in line]
+    return one_line((conflicts or found or lines or ["pip failed"])[-1])
 
 
 def one_line(text: str) -> str:

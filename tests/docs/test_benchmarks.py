@@ -553,6 +553,11 @@ def test_names_of_simulators(simulators):
             "ERROR: Could not find a version that satisfies it\nERROR: No matching distribution found for x",
             "ERROR: No matching distribution found for x",
         ),
+        (
+            "ERROR: Cannot install a and b because these package versions have conflicting dependencies.\n"
+            "ERROR: ResolutionImpossible: for help visit x",
+            "ERROR: Cannot install a and b because these package versions have conflicting dependencies.",
+        ),
         ('  File "/usr/lib/python3/a.py"\nOSError: no /usr/lib/python3/b.so here\n', "OSError: no ... here"),
     ],
 )
