@@ -493,6 +493,7 @@ def test_soak(tmp_path):
     assert report["recycled"] > 0
 
 
+@pytest.mark.rest
 def test_simulator_that_works(simulators, monkeypatch, tmp_path):
     """With this environment in place of one of its own."""
     monkeypatch.setattr(simulators, "interpreter", lambda *_: Path(sys.executable))

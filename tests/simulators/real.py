@@ -40,7 +40,6 @@ INSTALLS = {
     "cogrid": "cogrid==0.3.2",
     "lle": "laser-learning-environment==2.13.0",
     "rlcard": "rlcard==1.2.0",
-    "grid2op": "grid2op==1.12.6 lightsim2grid",
     "smaclite": "smaclite",
     "overcooked": "overcooked-ai==1.1.0 scipy numpy<2",
     "flatland": "flatland-rl==4.3.0 ray[tune] pandas requests pyarrow",
