@@ -289,6 +289,9 @@ def markdown(results: Sequence[Result]) -> str:
             f"| {one.name} | {one.status if one.status != FAILS else what} | {cell(error)} |"
             for one in broken for what, error in [*one.errors.items()][:1]
         )]  # fmt: skip
+    absent = [name for name in real.SIMULATORS if name not in {one.name for one in results}]
+    if absent:
+        notes.append(f"In the table, but not in these results: {', '.join(absent)}.")
     loads = [one.load for one in results if one.load is not None and one.speed_up is not None]
     used = ""
     if loads and max(loads) > 1:
