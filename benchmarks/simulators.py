@@ -289,6 +289,17 @@ def markdown(results: Sequence[Result]) -> str:
             f"| {one.name} | {one.status if one.status != FAILS else what} | {cell(error)} |"
             for one in broken for what, error in [*one.errors.items()][:1]
         )]  # fmt: skip
+    known = [one.name for one in results if one.name in real.SIMULATORS]
+    notes.append(
+        "How they are constructed:\n\n| simulator | environment | constructor |\n|---|---|---|\n"
+        + "\n".join(
+            f"| {name} | {real.SIMULATORS[name].install} | {cell(shortened(real.SIMULATORS[name].make))} |"
+            for name in known
+        )
+    )
+    installs = dict.fromkeys(real.SIMULATORS[name].install for name in known)
+    notes.append("The environments, beside this package:")
+    notes.append("\n".join(f"- {name}: `{real.INSTALLS[name]}`" for name in installs))
     absent = [name for name in real.SIMULATORS if name not in {one.name for one in results}]
     if absent:
         notes.append(f"In the table, but not in these results: {', '.join(absent)}.")
@@ -305,6 +316,10 @@ def markdown(results: Sequence[Result]) -> str:
         f"environments in two worker processes, relative to it. {'; '.join(described)}.{used}"
     )
     return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n"
+
+
+def shortened(text: str, length: int = 110) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def cell(text: str) -> str:
