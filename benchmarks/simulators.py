@@ -118,12 +118,14 @@ def own_requirements() -> list[str]:
     return [name.replace(" ", "") for name, _, extra in every if not extra or extra.strip() == 'extra == "cli"']
 
 
+VAGUE = ("ERROR: Failed", "ERROR: Could not build", "error: failed-", "error: subprocess-", "error: metadata-")
+"""How errors begin that only say that a build failed."""
+
+
 def error_of_pip(text: str) -> str:
     """The line that says most, without paths."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = [
-        line for line in lines if re.match(r"(ERROR: (?!Failed building|Could not build)|\w*Error: |\w*error: )", line)
-    ]
+    found = [line for line in lines if re.search(r"(ERROR|[a-zA-Z]*[Ee]rror): ", line) and not line.startswith(VAGUE)]
     conflicts = [line for line in found if "conflicting dependencies" in line]
     return one_line((conflicts or found or lines or ["pip failed"])[-1])
 

@@ -559,6 +559,11 @@ def test_names_of_simulators(simulators):
             "ERROR: ResolutionImpossible: for help visit x",
             "ERROR: Cannot install a and b because these package versions have conflicting dependencies.",
         ),
+        (
+            "  OSError: no file here\n  error: <urlopen error>\nERROR: Failed building wheel for x\n"
+            "error: failed-wheel-build-for-install",
+            "error: <urlopen error>",
+        ),
         ('  File "/usr/lib/python3/a.py"\nOSError: no /usr/lib/python3/b.so here\n', "OSError: no ... here"),
     ],
 )
