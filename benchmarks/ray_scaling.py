@@ -2,6 +2,8 @@
 
     python benchmarks/ray_scaling.py              some five minutes; writes results/ray_scaling.*
     python benchmarks/ray_scaling.py --quick      half a minute; writes only where --output says so
+    python benchmarks/ray_scaling.py --nodes      one actor for the workers of a node, in turns with an actor per worker
+    python benchmarks/ray_scaling.py --simulate   the cost model of a run with --nodes, extended to a thousand workers
     python benchmarks/ray_scaling.py --markdown   the section for the README, from the saved JSON
 
 Simulators wait here instead of computing, so that more actors than CPUs behave like actors on many machines. The work
@@ -10,19 +12,23 @@ of the actors and of Ray is still done by the CPUs of this machine, so several m
 A batch of `k` environments in each of `A` actors takes `k x s + c0 + c1 x A` with steps of `s`: the simulators' time,
 the constant cost of a batch, and the cost per actor. The constants are fitted to the measurements. A simulator waits
 somewhat longer than requested; `s` is the time that it takes.
+
+With `--nodes`, a batch over `N` nodes with `W` workers altogether takes `k x s + c0 + c1 x N + c2 x W + c3 x M` for `M`
+megabytes of results.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -51,7 +57,7 @@ STEP_MS = (0, 1, 5, 20)
 PACKINGS = ((1, 8), (2, 1), (2, 4), (2, 8), (4, 8), (8, 8), (16, 8))
 """Actors, and environments in each."""
 
-K = 8
+K, AGENTS = 8, 3
 CPU_SHARE = 0.05
 """CPUs that each actor requests from Ray: actors mostly wait."""
 
@@ -60,12 +66,23 @@ WAITING_ACTORS, WAITING_ENVS, WAITING_MS = 4, 32, 5
 GOOD = 0.9
 OURS, PLAIN = "marl_parallel", "one Ray actor per environment"
 
+NODES = "marl_parallel, one actor per node"
+NODES_NAME = "ray_nodes"
+NODE_PACKINGS = ((1, 1), (1, 4), (1, 8), (2, 4), (2, 8))
+"""Nodes, and workers on each."""
+
+LARGE = 4096
+"""Numbers that each agent observes where the cost of bytes is measured."""
+
+SIMULATED_NODES, SIMULATED_WORKERS = (8, 64, 512), 16
+MOST_DRIVERS = 1024
+
 
 class Waiting(Synthetic):
     """Waits in each step for the time that `be_slow` has set."""
 
-    def __init__(self) -> None:
-        super().__init__(waits=True)
+    def __init__(self, observation_size: int = 18) -> None:
+        super().__init__(waits=True, observation_size=observation_size)
         self._costs = itertools.repeat(0)
 
     def be_slow(self, step_ms: float) -> None:
@@ -89,8 +106,10 @@ class Measured:
         spread: Half the distance between the best and the worst round, as a share of the median.
         steps_per_second: Environment steps per second.
         efficiency: The share of the time in which simulators step; None for steps of 0 ms and for `PLAIN`.
-        driver_us: CPU time of the driver's process per actor and batch.
+        driver_us: CPU time of the driver's process per actor and batch; of `NODES`, per worker and batch.
         rounds: Milliseconds of a batch in each round.
+        nodes: Number of nodes of `NODES`; 0 for others.
+        observation_size: Numbers that each agent observes.
     """
 
     contender: str
@@ -104,6 +123,8 @@ class Measured:
     efficiency: float | None
     driver_us: float
     rounds: list[float]
+    nodes: int = 0
+    observation_size: int = 18
 
 
 @dataclass(frozen=True)
@@ -143,6 +164,45 @@ class Report:
         ]
 
 
+@dataclass(frozen=True)
+class NodesReport:
+    """The measurements of one actor per node and what they are compared with, and the constants fitted to them.
+
+    Attributes:
+        machine, settings, measured: As of a `Report`.
+        once_us: c0, the constant cost of a batch in microseconds.
+        node_us, worker_us, mb_us: c1, c2 and c3, the costs per node, worker and megabyte.
+    """
+
+    machine: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    measured: list[Measured] = field(default_factory=list)
+    once_us: float = 0.0
+    node_us: float = 0.0
+    worker_us: float = 0.0
+    mb_us: float = 0.0
+
+    def batch_us(self, nodes: float, workers: float, step_ms: float, observation_size: int = 18) -> float:
+        """The wall time of a batch with one driver, by the formula."""
+        cost = self.once_us + self.node_us * nodes + self.worker_us * workers
+        return 1000 * step_ms * K + cost + self.mb_us * megabytes(workers, observation_size)
+
+    def efficiency(self, nodes: float, workers: float, step_ms: float) -> float:
+        """The share of the time in which simulators step."""
+        return 1000 * step_ms * K / self.batch_us(nodes, workers, step_ms)
+
+    def drivers(self, nodes: int, step_ms: float) -> int | None:
+        """The fewest drivers with which simulators step for at least `GOOD` of the time; None if none are enough.
+
+        Each has an equal part of the workers of the nodes, or of the nodes.
+        """
+        for count in (2**n for n in range(MOST_DRIVERS.bit_length())):
+            workers = max(nodes * SIMULATED_WORKERS / count, 1.0)
+            if self.efficiency(max(nodes / count, 1.0), workers, step_ms) >= GOOD:
+                return count
+        return None
+
+
 Step = Callable[[], object]
 
 
@@ -152,6 +212,19 @@ def ours(actors: int, envs_each: int) -> Iterator[tuple[Step, ParallelEnv]]:
 
     count = actors * envs_each
     with ParallelEnv([Waiting] * count, backend=RayBackend(num_cpus=CPU_SHARE), num_workers=actors) as env:
+        env.reset()
+        batches = itertools.cycle(draw_actions(dict(env.action_space.spaces), count))
+        yield lambda: env.step(next(batches)), env
+
+
+@contextmanager
+def by_node(nodes: int, workers: int, observation_size: int = 18) -> Iterator[tuple[Step, ParallelEnv]]:
+    """As `ours`, with `K` environments in each worker, and so many workers on each node."""
+    from marl_parallel import RayBackend
+
+    count = nodes * workers * K
+    backend = RayBackend(num_cpus=CPU_SHARE, num_nodes=nodes, workers_per_node=workers)
+    with ParallelEnv([functools.partial(Waiting, observation_size)] * count, backend=backend) as env:
         env.reset()
         batches = itertools.cycle(draw_actions(dict(env.action_space.spaces), count))
         yield lambda: env.step(next(batches)), env
@@ -252,6 +325,57 @@ def run(packings: Sequence[tuple[int, int]], step_ms: Sequence[float], seconds: 
     return Report(described, {"seconds": seconds, "repeats": repeats}, measured, once, each)
 
 
+def run_nodes(
+    packings: Sequence[tuple[int, int]], step_ms: Sequence[float], seconds: float, repeats: int
+) -> NodesReport:
+    """Measure one actor per node in turns with one actor per worker, and with one plain actor per environment."""
+    described = machine(("ray",))
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    measured: list[Measured] = []
+    try:
+        with progress(len(packings) * len(step_ms) + 2) as on_turn:
+            for nodes, workers in packings:
+                total = nodes * workers
+                with by_node(nodes, workers) as (step, env), ours(total, K) as (before, others):
+                    for wait in step_ms:
+                        on_turn(f"{nodes} x {workers} workers with {K} environments, {wait} ms")
+                        both = {NODES: (step, env), OURS: (before, others)}
+                        rounds = in_turns(both, wait, seconds, repeats)
+                        ours_by_node = summary(NODES, total, K, wait, rounds[NODES])
+                        measured.append(replace(ours_by_node, nodes=nodes))
+                        measured.append(summary(OURS, total, K, wait, rounds[OURS]))
+            on_turn("large observations")
+            with by_node(1, 2) as small, by_node(1, 2, LARGE) as large:
+                rounds = in_turns({"small": small, "large": large}, 0, seconds, repeats)
+                for name, size in (("small", 18), ("large", LARGE)):
+                    one = summary(NODES, 2, K, 0, rounds[name])
+                    measured.append(replace(one, nodes=1, observation_size=size))
+            on_turn("plain actors")
+            with by_node(1, PEER_ENVS // K) as (step, env), plain(PEER_ENVS) as other:
+                rounds = in_turns({NODES: (step, env), PLAIN: (other, None)}, 0, seconds, repeats)
+                measured.append(replace(summary(NODES, PEER_ENVS // K, K, 0, rounds[NODES]), nodes=1))
+                measured.append(summary(PLAIN, PEER_ENVS, 1, 0, rounds[PLAIN]))
+    finally:
+        ray.shutdown()
+    return NodesReport(described, {"seconds": seconds, "repeats": repeats}, measured, *fitted_to_nodes(measured))
+
+
+def in_turns(
+    contenders: Mapping[str, tuple[Step, ParallelEnv | None]], step_ms: float, seconds: float, repeats: int
+) -> dict[str, list[Round]]:
+    for step, env in contenders.values():
+        if env is not None:
+            env.call("be_slow", step_ms)
+        timed(step, seconds / 4)
+    rounds: dict[str, list[Round]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, (step, env) in contenders.items():
+            rounds[name].append(timed(step, seconds, env))
+    return rounds
+
+
 def against_plain(seconds: float, repeats: int) -> list[Measured]:
     """Measure steps of 0 ms in turns: 16 environments in two actors, and one plain actor for each environment."""
     with ExitStack() as stack:
@@ -267,6 +391,21 @@ def against_plain(seconds: float, repeats: int) -> list[Measured]:
         summary(OURS, 2, PEER_ENVS // 2, 0, rounds[OURS]),
         summary(PLAIN, PEER_ENVS, 1, 0, rounds[PLAIN]),
     ]
+
+
+def fitted_to_nodes(measured: Sequence[Measured]) -> tuple[float, float, float, float]:
+    """c0, c1, c2 and c3 by least squares, none negative."""
+    ours_by_node = [one for one in measured if one.contender == NODES]
+    rest = [1e3 * (one.batch_ms - (one.inside_ms or 0.0)) for one in ours_by_node]
+    terms = [[1.0, one.nodes, one.actors, megabytes(one.actors, one.observation_size)] for one in ours_by_node]
+    costs, *_ = np.linalg.lstsq(np.array(terms), np.array(rest), rcond=None)
+    once, per_node, per_worker, per_mb = np.maximum(costs, 0.0).tolist()
+    return once, per_node, per_worker, per_mb
+
+
+def megabytes(workers: float, observation_size: int) -> float:
+    """The results of a batch."""
+    return workers * K * AGENTS * 4 * observation_size / 1e6
 
 
 def fitted(measured: Sequence[Measured]) -> tuple[float, float]:
@@ -342,6 +481,121 @@ def markdown(report: Report) -> str:
     return "\n\n".join([f"![Scaling over Ray actors](benchmarks/results/{NAME}.png)", "\n".join(lines), *notes(report)])
 
 
+def show_nodes(report: NodesReport) -> None:
+    console, shown = Console(), Table(box=SIMPLE_HEAD)
+    for heading in ("nodes x workers", "step", "batch", "one actor per worker", "busy", "before", "driver", "before"):
+        shown.add_column(heading, justify="right")
+    for one, before in itertools.pairwise(report.measured):
+        if (one.contender, before.contender) == (NODES, OURS):
+            shown.add_row(
+                f"{one.nodes} x {one.actors // one.nodes}",
+                f"{one.step_ms:g} ms",
+                f"{one.batch_ms:.2f} ms",
+                f"{before.batch_ms:.2f} ms",
+                *("" if share is None else f"{share:.2f}" for share in (one.efficiency, before.efficiency)),
+                *(f"{cpu:.0f} µs" for cpu in (one.driver_us, before.driver_us)),
+            )
+    console.print(shown)
+    console.print(
+        f"{K} environments in each worker; the driver's own CPU time is per worker and batch. A batch takes `k·s + "
+        f"{report.once_us / 1000:.2f} ms + {report.node_us / 1000:.2f} ms·N + {report.worker_us / 1000:.3f} ms·W + "
+        f"{report.mb_us / 1000:.2f} ms·M` for `N` nodes, `W` workers and `M` megabytes of results.",
+        highlight=False,
+    )
+    both = [one for one in report.measured if one.contender == PLAIN]
+    if both:
+        other = both[-1]
+        own = report.measured[report.measured.index(other) - 1]
+        console.print(
+            f"Steps of 0 ms, {PEER_ENVS} environments: {1e6 / own.steps_per_second:.0f} µs per environment step, "
+            f"{1e6 / other.steps_per_second:.0f} µs with one plain Ray actor per environment and dicts: "
+            f"{own.steps_per_second / other.steps_per_second:.1f} times as much.",
+            highlight=False,
+        )
+    console.print(f"{in_one_line(report.machine)}.", highlight=False, style="dim")
+
+
+def simulation(report: NodesReport) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells: what one driver reaches by the formula, and how many drivers are enough."""
+    headings = [
+        "nodes x workers",
+        "environments",
+        "step",
+        "busy, one driver",
+        "steps/s, one driver",
+        "drivers",
+        "steps/s",
+    ]
+    cells = []
+    for nodes, wait in itertools.product(SIMULATED_NODES, [wait for wait in STEP_MS if wait]):
+        workers = nodes * SIMULATED_WORKERS
+        share, drivers = report.efficiency(nodes, workers, wait), report.drivers(nodes, wait)
+        ideal = workers * 1000 / wait
+        reached = 0.0
+        if drivers is not None:
+            part = max(nodes / drivers, 1.0), max(workers / drivers, 1.0)
+            reached = ideal * report.efficiency(*part, wait)
+        cells.append([
+            f"{nodes} x {SIMULATED_WORKERS}", f"{workers * K:,}", f"{wait:g} ms", f"{share:.2f}",
+            f"{ideal * share:,.0f}", str(drivers or "none is enough"), f"{reached:,.0f}" if reached else "",
+        ])  # fmt: skip
+    return headings, cells
+
+
+def assumptions(report: NodesReport) -> list[list[str]]:
+    """Each number of the formula, what it stands for, and what is assumed of it."""
+    return [
+        ["c0", f"{report.once_us:.0f} µs", "a batch", "the same for any number of nodes"],
+        ["c1", f"{report.node_us:.0f} µs", "a node",
+         "measured with two nodes on one machine, so without a network; nodes work side by side"],
+        ["c2", f"{report.worker_us:.0f} µs", f"a worker of {K} environments",
+         "measured with workers that share the driver's CPUs; with CPUs of their own they can only be faster"],
+        ["c3", f"{report.mb_us:.0f} µs", "a megabyte",
+         "measured through the memory of one machine; a network of 10 Gbit/s takes 800 µs"],
+        ["s", "", "a step", "all steps take the same time; with uneven ones, send and recv are faster"],
+        ["drivers", "", "several drivers",
+         "each has a machine and an equal part of the workers; in a batch they exchange nothing with each other"],
+    ]  # fmt: skip
+
+
+def show_simulation(report: NodesReport) -> None:
+    console = Console()
+    for title, headings, cells in (
+        (f"Busy for {100 * GOOD:.0f} % of the time, by the formula", *simulation(report)),
+        ("Assumptions", ["", "measured", "cost of", "assumed"], assumptions(report)),
+    ):
+        shown = Table(box=SIMPLE_HEAD, title=title)
+        for heading in headings:
+            shown.add_column(heading, justify="left" if title == "Assumptions" else "right")
+        for row in cells:
+            shown.add_row(*row)
+        console.print(shown)
+    console.print(f"{in_one_line(report.machine)}.", highlight=False, style="dim")
+
+
+def save_simulation(report: NodesReport, path: Path) -> None:
+    """The share of the time in which simulators step, by number of nodes of one driver."""
+    figure = framed(6.4, 3.8)
+    panel = figure.subplots()
+    reach = np.geomspace(1, max(SIMULATED_NODES), 60)
+    for wait, colour in zip([wait for wait in STEP_MS if wait], [*COLOURS.values(), *OTHER_COLOURS]):
+        shares = [report.efficiency(nodes, nodes * SIMULATED_WORKERS, wait) for nodes in reach]
+        panel.plot(reach, shares, color=colour, linewidth=1, label=f"steps of {wait:g} ms")
+    panel.axhline(GOOD, color="black", linestyle="dashed", linewidth=0.8)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks([2**n for n in range(10)], [str(2**n) for n in range(10)])
+    panel.set_ylim(0, 1.05)
+    text = f"nodes of one driver, {SIMULATED_WORKERS} workers of {K} environments on each (by the formula)"
+    panel.set_xlabel(text, fontsize=8)
+    panel.set_ylabel("share of the time in which simulators step", fontsize=8)
+    panel.tick_params(labelsize=7)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(fontsize=7, frameon=False)
+    figure.supxlabel(in_one_line(report.machine), x=0.995, ha="right", fontsize=4, color=GREY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
 def save_plot(report: Report, path: Path) -> None:
     """The share of the time in which simulators step, by number of actors: measured, and by the formula."""
     figure = framed(6.4, 3.8)
@@ -381,8 +635,25 @@ def main(
     repeats: Repeats = 5,
     output: Output = None,
     as_markdown: AsMarkdown = False,
+    nodes: Annotated[bool, typer.Option("--nodes", help="Measure one actor per node.")] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Extend the saved measurements of --nodes.")] = False,
 ) -> None:
     """Measure throughput by number of Ray actors."""
+    if simulate:
+        directory = output or RESULTS
+        saved = json.loads((directory / f"{NODES_NAME}.json").read_text())
+        by_formula = NodesReport(**{**saved, "measured": [Measured(**values) for values in saved["measured"]]})
+        show_simulation(by_formula)
+        save_simulation(by_formula, directory / f"{NODES_NAME}.png")
+        return
+    if nodes:
+        chosen, waits = (((1, 2), (2, 1)), (0, 1)) if quick else (NODE_PACKINGS, STEP_MS)
+        measured = run_nodes(chosen, waits, 0.1 if quick else seconds, 2 if quick else repeats)
+        show_nodes(measured)
+        if (directory := output or (None if quick else RESULTS)) is not None:
+            write_json(measured, directory / f"{NODES_NAME}.json")
+            write_rows(measured.measured, directory / f"{NODES_NAME}.csv")
+        return
     if as_markdown:
         print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
         return

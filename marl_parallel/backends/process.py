@@ -316,7 +316,7 @@ class ProcessBackend(Backend):
         self._interrupted = False
         self._control, self._records = Block(), Block()
 
-    def start(self, shares: Sequence[range], most_requests: int) -> None:
+    def start(self, shares: Sequence[Sequence[int]], most_requests: int) -> None:
         most = GENERATIONS * len(shares)
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         self._control_buffer = self._control.allocate(control_nbytes(most, self._capacity))

@@ -11,6 +11,7 @@ actors are in `ray_worker.py`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 import os
@@ -50,8 +51,8 @@ from marl_parallel.core.worker_status import WorkerStatus
 
 __doctest_requires__ = ["ray"]
 
-_POLL_S = 0.1  # how often `wait` checks whether it is interrupted
-_STATUS_INTERVAL_S = 0.01
+POLL_S = 0.1  # how often `wait` checks whether it is interrupted
+STATUS_INTERVAL_S = 0.01
 _MONITOR_TIMEOUT_S = 5.0  # a monitor has nothing else to do
 _WARN_AFTER_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -114,6 +115,11 @@ class RayBackend(Backend):
         runtime_env: Ray's `runtime_env` of the actors: packages, files, environment variables.
         placement_timeout: Seconds to wait for room in the cluster and for workers to start, replacements included.
             For a cluster that grows by itself, allow enough time for that.
+        num_nodes: Number of nodes that workers are shared out to. With this or `workers_per_node`, the workers of a
+            node are processes that share its memory, served by one actor, and a batch is one call for each node: for
+            many workers. Else each worker is an actor of its own.
+        workers_per_node: Number of workers on each node; None shares all workers out to `num_nodes`. Without
+            `num_nodes`, there are as many nodes as the workers need.
         num_threads: BLAS, OpenMP and torch threads in each worker; None leaves them alone.
 
     Raises:
@@ -131,6 +137,13 @@ class RayBackend(Backend):
 
     has_spares = True
 
+    def __new__(cls, *args: Any, num_nodes: Any = None, workers_per_node: Any = None, **kwargs: Any) -> RayBackend:
+        if cls is RayBackend and not (num_nodes is None and workers_per_node is None):
+            from marl_parallel.backends.ray_nodes import RayNodesBackend
+
+            cls = RayNodesBackend
+        return super().__new__(cls)
+
     def __init__(
         self,
         address: str | None = None,
@@ -139,6 +152,8 @@ class RayBackend(Backend):
         placement: str = "SPREAD",
         runtime_env: Mapping[str, Any] | None = None,
         *,
+        num_nodes: int | None = None,
+        workers_per_node: int | None = None,
         placement_timeout: float = 60.0,
         num_threads: int | None = 1,
     ) -> None:
@@ -152,9 +167,12 @@ class RayBackend(Backend):
                     "num_cpus=0.1 is enough"
                 )
         _check_positive("placement_timeout", placement_timeout, Real, "a number")
-        if num_threads is not None:
-            _check_positive("num_threads", num_threads, Integral, "None or an integer")
+        counts = {"num_nodes": num_nodes, "workers_per_node": workers_per_node, "num_threads": num_threads}
+        for name, number in counts.items():
+            if number is not None:
+                _check_positive(name, number, Integral, "None or an integer")
         self._address, self._placement, self._num_threads = address, placement, num_threads
+        self._num_nodes, self._workers_per_node = num_nodes, workers_per_node
         self._placement_timeout = placement_timeout
         self._runtime_env = dict(runtime_env) if runtime_env else None
         self._disconnect: weakref.finalize[..., Any] | None = None
@@ -184,23 +202,18 @@ class RayBackend(Backend):
             self._disconnect = weakref.finalize(self, disconnect)
         return self._disconnect is not None
 
-    def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._first, self._shares = [*shares], dict(enumerate(shares))
+    def _connect_or_start(self) -> None:
         self._connect(start=True)
         if _connection.own_cluster:
             self._resources = {_SLOT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
+
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
+        self._first, self._shares = [*shares], dict(enumerate(shares))
+        self._connect_or_start()
         try:
-            count, timeout = len(shares), self._placement_timeout
-            self._group = placement_group([dict(self._resources)] * count, strategy=self._placement)
-            before_warning = min(_WARN_AFTER_S, timeout)
-            if not self._group.wait(before_warning):
-                logger.warning("waiting for room in the Ray cluster: %s", _shortage(self._resources, count))
-                if not self._group.wait(timeout - before_warning):
-                    raise ParallelEnvError(
-                        f"the Ray cluster has no room after {timeout:g} s: {_shortage(self._resources, count)}. Ask "
-                        "for fewer workers (num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add "
-                        "nodes"
-                    )
+            count = len(shares)
+            self._reserve([dict(self._resources)] * count, "workers")
+            assert self._group is not None
             for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
                 _monitor_of(node, self._runtime_env)  # so that it starts at the same time as the workers
             self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(GENERATIONS * count)]
@@ -213,6 +226,20 @@ class RayBackend(Backend):
         except BaseException:
             self.stop(0.0)
             raise
+
+    def _reserve(self, bundles: list[dict[str, float]], of: str) -> None:
+        """Set resources aside, and wait until there is room; there is a bundle for each of the workers or nodes."""
+        timeout = self._placement_timeout
+        self._group = placement_group(bundles, strategy=self._placement)
+        before_warning = min(_WARN_AFTER_S, timeout)
+        if not self._group.wait(before_warning):
+            shortage = functools.partial(shortage_of, bundles[0], len(bundles), of)
+            logger.warning("waiting for room in the Ray cluster: %s", shortage())
+            if not self._group.wait(timeout - before_warning):
+                raise ParallelEnvError(
+                    f"the Ray cluster has no room after {timeout:g} s: {shortage()}. Ask for fewer workers "
+                    "(num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add nodes"
+                )
 
     def _set_actor(self, worker: int, *, spare: bool = False) -> Actor:
         """Start the actor of a worker.
@@ -332,7 +359,7 @@ class RayBackend(Backend):
                 break
             missing = at_least - len(replies)
             left = max(deadline - time.monotonic(), 0.0)
-            results = _results([*expected], missing, min(left, _POLL_S))
+            results = results_of([*expected], missing, min(left, POLL_S))
             for ref, result in results:
                 replies += [(expected[ref], reply) for reply in self._receive(expected[ref], result)]
             if missing <= 0 or (left == 0.0 and not results):
@@ -353,7 +380,7 @@ class RayBackend(Backend):
     def _never_started(self, worker: int, reason: str = "") -> str:
         return (
             f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
-            f"{self._placement_timeout:g} s: {reason or _shortage(self._resources, 1)}. Add nodes, or raise "
+            f"{self._placement_timeout:g} s: {reason or shortage_of(self._resources, 1)}. Add nodes, or raise "
             "RayBackend(placement_timeout=)"
         )
 
@@ -398,7 +425,7 @@ class RayBackend(Backend):
 
     def look(self) -> None:
         now = time.monotonic()
-        if now - self._statuses_read < _STATUS_INTERVAL_S:
+        if now - self._statuses_read < STATUS_INTERVAL_S:
             return
         self._statuses_read = now
         busy = {actor.key: actor for actor in self._actors.values() if actor.pending}
@@ -436,9 +463,7 @@ class RayBackend(Backend):
 
     def _note_death(self, worker: int, error: RayError) -> list[Reply | Lost]:
         """The last replies of a worker that is dead, or whose monitor is, by Ray's error."""
-        actor, text = self._actors[worker], str(error).strip()
-        because = _BECAUSE.search(text)
-        reason = because[1] if because else text.partition("\n")[0].rstrip(".") or type(error).__name__
+        actor, text, reason = self._actors[worker], str(error).strip(), reason_of(error)
         if actor.starting is not None and actor.monitor is not None:
             logger.warning("the node monitor of environments %s is dead: %s", [*self._shares[worker]], reason)
             with _lock:  # `_monitor_of` starts another one
@@ -482,7 +507,7 @@ class RayBackend(Backend):
             self._disconnect.detach()
 
 
-def _results(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any]]:
+def results_of(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any]]:
     """Wait for at most `count` results (0: all that are ready); returns references with results or Ray's errors."""
     if count >= len(refs):
         with contextlib.suppress(RayError):  # one is late or lost
@@ -493,6 +518,13 @@ def _results(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, Any
         return [*zip(ready, ray.get(ready))]
     except RayError:
         return [(ref, _get(ref)) for ref in ready]
+
+
+def reason_of(error: RayError) -> str:
+    """Why an actor is dead, by Ray's error."""
+    text = str(error).strip()
+    because = _BECAUSE.search(text)
+    return because[1] if because else text.partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _get(ref: Any, timeout: float | None = None) -> Any:
@@ -628,11 +660,12 @@ def _check_reachable(address: str) -> None:
             pass
 
 
-def _shortage(resources: Mapping[str, float], count: int) -> str:
+def shortage_of(resources: Mapping[str, float], count: int, of: str = "workers") -> str:
+    """What so many workers or nodes want, and what the cluster has."""
     total, free = ray.cluster_resources(), ray.available_resources()
     each = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
     there = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in resources)
-    needed = f"it wants {each}" if count == 1 else f"{count} workers want {each} each"
+    needed = f"it wants {each}" if count == 1 else f"{count} {of} want {each} each"
     return f"{needed}, the {sum(node['Alive'] for node in ray.nodes())} nodes have {there} together"
 
 

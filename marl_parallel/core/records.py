@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -369,13 +369,27 @@ WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.
 """Requests whose replies are sent with the results that the worker has written."""
 
 
+class RecordPlaces(NamedTuple):
+    """Where records and their parts are: the numbers of a `Layout` that `RecordSlices` needs."""
+
+    num_records: int
+    stride: int
+    nbytes: int
+    transition_header: int
+    step_end: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> RecordPlaces:
+        return cls(*[getattr(layout, name) for name in cls._fields])
+
+
 class RecordSlices:
     """The same part of several records as an array `(records, bytes)`, a copy.
 
     Each end has a block of its own; what one end has written, the other writes into its own.
     """
 
-    def __init__(self, layout: Layout, buffer: Any) -> None:
+    def __init__(self, layout: Layout | RecordPlaces, buffer: Any) -> None:
         shape = layout.num_records, layout.stride
         self._records: NDArray[np.uint8] = np.frombuffer(buffer, np.uint8, layout.nbytes).reshape(shape)
         self._layout = layout
@@ -400,6 +414,10 @@ class RecordSlices:
     def place(self, env_id: int) -> tuple[int, int]:
         """The first and last offset of a record in a block, in bytes."""
         return env_id * self._layout.stride, (env_id + 1) * self._layout.stride
+
+    def records(self, env_ids: Sequence[int]) -> bytes:
+        """Whole records."""
+        return self._records[_rows(env_ids)].tobytes()
 
     def put_records(self, env_ids: Sequence[int], records: bytes) -> None:
         """Write the results out of whole records."""

@@ -150,6 +150,10 @@ class WorkerStatus:
         """Let the worker begin nothing but a CLOSE from now on: no caller receives other results."""
         self._ints[_DISCARDED] = 1
 
+    def copy(self) -> bytes:
+        """All numbers, for `copy_from` on another machine."""
+        return bytes(self._view)
+
     def copy_from(self, others: bytes, ahead: float) -> None:
         """Copy another machine's status, but what the parent writes; this clock is `ahead` by so many seconds."""
         discarded = self._ints[_DISCARDED]

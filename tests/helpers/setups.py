@@ -48,7 +48,7 @@ def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
     """The tests that a run with `--setups=choice` leaves out."""
     if choice == "all":
         return []
-    if choice == "ray":
+    if choice in ("ray", "ray-nodes"):
         return [item for item in items if (setup := _setup_of(item)) is None or setup.backend != "ray"]
     once = _once(items)
     return [item for item in items if (item in once) == (choice == "rest")]

@@ -1,0 +1,315 @@
+"""The actor of one node of a Ray cluster. Its workers are processes of a `ProcessBackend`, whose memory they share.
+
+    driver (ray_nodes.py) --- exchange: requests, all actions in one array -----> RayNode --- queues ---> worker
+                          <-- all replies that are here, results in one array ---          <-- queues ---    processes
+                          --- post, look, stack, end, ... at any time ---------->
+
+`exchange` runs in a thread of its own and returns when there are enough replies. All other methods run beside it, in
+other threads; one at a time uses the `ProcessBackend`. Orders are carried out by number, since calls that run in
+different threads may begin in any order.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import ray
+from numpy.typing import NDArray
+
+from marl_parallel.backends.process import ProcessBackend
+from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
+from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordPlaces, RecordSlices
+
+CONCURRENCY_GROUPS = {"exchange": 1, "control": 4}
+_LARGE_NBYTES = 1 << 20
+
+
+class Order(NamedTuple):
+    """What a node is to do: start workers, then pass on requests."""
+
+    number: int  # from 1
+    starts: Sequence[tuple[int, Sequence[int]]]  # workers, new or in the place of others, with their environments
+    requests: Mapping[int, Request]  # by worker
+    actions: NDArray[Any] | None  # of the requests that have some, in the order of their environments
+    together: bool  # whether the caller waits for all replies to these requests, and there are no others
+    at_least: int  # how many replies an exchange waits for
+
+
+class Results(NamedTuple):
+    """What a node has to say since the last exchange."""
+
+    number: int  # of the exchange, from 1; 0 for what is no exchange
+    now: float  # `time.monotonic` on its machine
+    replies: list[tuple[int, int, Reply | Lost | None]]  # workers, how often each was started, None for `STEPPED`
+    statuses: dict[int, tuple[int, bytes]]  # of workers that are busy or lost, or have done anything but steps; by
+    # worker, how often it was started, and its status
+    env_ids: Sequence[int]  # of the record slices
+    records: NDArray[Any] | None
+    whole: tuple[Sequence[int], bytes] | None  # environments of lost workers, and their whole records
+
+
+Packed: TypeAlias = bytes | tuple[bytes, NDArray[Any]]
+
+
+def pack(results: Results) -> Packed:
+    """Pickle results in the form that Ray is fastest with: one `bytes`, and large records apart, without a copy."""
+    if results.records is None or results.records.nbytes < _LARGE_NBYTES:
+        return pickle.dumps(tuple(results), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(tuple(results._replace(records=None)), pickle.HIGHEST_PROTOCOL), results.records
+
+
+def unpack(packed: Packed) -> Results:
+    """Undo `pack`."""
+    if isinstance(packed, bytes):
+        return Results(*pickle.loads(packed))
+    return Results(*pickle.loads(packed[0]))._replace(records=packed[1])
+
+
+class _Turns:
+    """A lock with priority: `exchange` waits with it and lets everybody else go first.
+
+    Args:
+        interrupt: Makes `exchange` return soon from what it does with the lock.
+    """
+
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
+        self._next, self._lock = threading.Lock(), threading.Lock()
+        self._is_last = False  # whether `exchange` has the lock
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        with self._next:
+            if self._is_last:
+                self._interrupt()
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def last(self) -> Iterator[None]:
+        with self._next:
+            self._lock.acquire()
+            self._is_last = True
+        try:
+            yield
+        finally:
+            self._is_last = False
+            self._lock.release()
+
+
+class RayNode:
+    """The actor of one node; folders of the driver's module search path that exist here are searched last."""
+
+    def __init__(self, num_threads: int | None, path: Sequence[str]) -> None:
+        sys.path += [folder for folder in path if folder not in sys.path and os.path.exists(folder)]
+        self._backend = ProcessBackend(threads=num_threads)
+        self._turns = _Turns(self._backend.interrupt)
+        self._shares: dict[int, Sequence[int]] = {}  # by worker, as the driver numbers them
+        self._places: dict[int, int] = {}  # by worker, its number in the `ProcessBackend`
+        self._workers: dict[int, int] = {}  # by its number there, the worker
+        self._starts: dict[int, int] = {}  # how often each worker was started
+        self._owed: dict[int, int] = {}  # how many requests each worker has not replied to
+        self._owners: dict[int, int] = {}  # the worker that has written an environment's record last
+        self._slices: RecordSlices | None = None
+        self._writes_states = False
+        self._carried_out = 0  # the number of the last order that was carried out
+        self._order_done = threading.Condition()
+        self._exchanges = 0
+        self._replies: list[tuple[int, int, Reply | Lost]] = []  # that no exchange has returned
+        self._returned: list[tuple[int, int, Reply | Lost]] = []  # by the last exchange
+        self._waits = False  # whether an exchange waits for replies
+        self._hurries = False  # whether it is to return at once
+        self._failure: BaseException | None = None  # of an order in a call whose result nobody waits for
+
+    # -- starting --------------------------------------------------------------------------------------------------
+
+    def start(
+        self, shares: Mapping[int, Sequence[int]], most_requests: int, places: RecordPlaces | None
+    ) -> tuple[str, float]:
+        """Start workers; returns the id of the node, and `time.monotonic` there."""
+        if places is not None:
+            self.allocate(places)
+        self._backend.start([*shares.values()], most_requests)
+        for place, (worker, share) in enumerate(shares.items()):
+            self._shares[worker], self._owed[worker], self._starts[worker] = share, 0, 0
+            self._places[worker], self._workers[place] = place, worker
+        return ray.get_runtime_context().get_node_id(), time.monotonic()
+
+    def allocate(self, places: RecordPlaces) -> None:
+        with self._turns.first():
+            self._slices = RecordSlices(places, self._backend.extend(places.nbytes))
+
+    def _start(self, worker: int, share: Sequence[int]) -> None:
+        """Start a worker, or another one in its place."""
+        self._shares[worker], self._owed[worker] = share, 0
+        self._starts[worker] = self._starts.get(worker, 0) + 1
+        if worker in self._places:
+            self._backend.replace(self._places[worker])
+            return
+        place = next(number for number in range(len(self._backend.statuses)) if number not in self._workers)
+        self._backend.add(place, share)
+        self._places[worker], self._workers[place] = place, worker
+
+    # -- requests and replies --------------------------------------------------------------------------------------
+
+    def exchange(self, packed: bytes) -> Packed:
+        """Carry out an order, and wait for replies; returns all that are here."""
+        order = Order(*pickle.loads(packed))
+        self._carry_out(order)
+        self._waits = True
+        while True:
+            with self._turns.last():
+                if self._failure is not None:
+                    raise self._failure
+                missing = order.at_least - len(self._replies)
+                if missing > 0 and not self._hurries:
+                    self._receive(self._backend.wait(None, missing))
+                lost = any(isinstance(reply, Lost) for _, _, reply in self._replies)
+                if lost or self._hurries or len(self._replies) >= order.at_least:
+                    self._exchanges += 1
+                    self._returned, self._replies = self._replies, []
+                    self._waits = self._hurries = False
+                    return pack(self._results(self._returned, self._exchanges))
+
+    def post(self, packed: bytes) -> None:
+        """Carry out an order while an exchange waits."""
+        try:
+            self._carry_out(Order(*pickle.loads(packed)))
+        except BaseException as error:
+            self._failure = error
+            self._backend.interrupt()
+
+    def _carry_out(self, order: Order) -> None:
+        with self._order_done:
+            while self._carried_out < order.number - 1:
+                self._order_done.wait()
+            with self._turns.first():
+                for worker, share in order.starts:
+                    self._start(worker, share)
+                    self._hurries = self._waits  # maybe for replies that will not come
+                self._pass_on(order)
+            self._carried_out = order.number
+            self._order_done.notify_all()
+
+    def _pass_on(self, order: Order) -> None:
+        requests = {self._places[worker]: request for worker, request in order.requests.items()}
+        if not requests:
+            return
+        with_actions: list[int] = []
+        for worker, request in order.requests.items():
+            env_ids = self._shares[worker] if request.env_ids is None else request.env_ids
+            message = request.message
+            self._owed[worker] += 1
+            if message in WITH_ACTIONS:
+                with_actions += env_ids
+            elif message in WITH_RESULTS:
+                self._owners.update(dict.fromkeys(env_ids, worker))
+            if message is Message.WATCH:
+                self._writes_states = request.payload.states
+            elif message is Message.REBUILD:
+                self._writes_states = any(rebuild.watch.states for rebuild in request.payload.values())
+            elif message is Message.CLOSE:
+                self._backend.statuses[self._places[worker]].discard()
+        if order.actions is not None and self._slices is not None:
+            self._slices.put_actions(with_actions, order.actions)
+        self._backend.post(requests, together=order.together)
+
+    def _receive(self, replies: Iterable[tuple[int, Reply | Lost]]) -> None:
+        for place, reply in replies:
+            worker = self._workers[place]
+            if isinstance(reply, Lost):
+                self._owed[worker] = 0
+            else:
+                self._owed[worker] -= reply.last
+            self._replies.append((worker, self._starts[worker], reply))
+
+    def _results(self, replies: Sequence[tuple[int, int, Reply | Lost]], number: int = 0) -> Results:
+        statuses = {worker: self._status(worker) for worker, owed in self._owed.items() if owed}
+        env_ids: list[int] = []
+        lost: list[int] = []
+        states, told = self._writes_states, []
+        for worker, start, reply in replies:
+            if isinstance(reply, Lost):
+                lost += [env_id for env_id in self._shares[worker] if self._owners.get(env_id) == worker]
+                statuses[worker] = self._status(worker)
+            elif reply.message in WITH_RESULTS:
+                env_ids += self._shares[worker] if reply.env_ids is None else reply.env_ids
+                states |= reply.message is Message.STATE
+            if not isinstance(reply, Lost) and reply.message is not Message.STEP:
+                statuses[worker] = self._status(worker)
+            told.append((worker, start, None if reply is STEPPED else reply))
+        records = whole = None
+        if self._slices is not None:
+            if env_ids:
+                records = self._slices.results(env_ids, Message.STEP, states=states)
+            if lost:
+                whole = lost, self._slices.records(lost)
+        return Results(number, time.monotonic(), told, statuses, env_ids, records, whole)
+
+    # -- states and ends of workers --------------------------------------------------------------------------------
+
+    def _status(self, worker: int) -> tuple[int, bytes]:
+        return self._starts[worker], self._backend.statuses[self._places[worker]].copy()
+
+    def look(self, *, hurry: bool) -> tuple[float, dict[int, tuple[int, bytes]]]:
+        """`time.monotonic` on this machine, and the status of each worker; with `hurry`, the exchange returns."""
+        with self._turns.first():
+            self._hurries |= hurry and self._waits
+            return time.monotonic(), {worker: self._status(worker) for worker in self._places}
+
+    def memory(self, worker: int) -> int | None:
+        with self._turns.first():
+            return self._backend.memory(self._places[worker]) if worker in self._places else None
+
+    def stack(self, worker: int, *, harmless: bool) -> str:
+        with self._turns.first():
+            return self._backend.stack(self._places[worker], harmless=harmless)
+
+    def end(self, worker: int, after: int, seen: int, start: int) -> Packed:
+        """End a worker, after the order of a number; returns all its replies that the driver has not seen.
+
+        `seen` is the number of the last exchange whose results the driver has, `start` how often the worker was
+        started: if the driver did not wait for this call, it may have been started again.
+        """
+        self._await_order(after)
+        with self._turns.first():
+            if worker not in self._places or self._starts[worker] != start:
+                return pack(self._results([]))
+            returned = self._returned if seen < self._exchanges else []
+            replies = [one for one in [*returned, *self._replies] if one[:2] == (worker, start)]
+            self._replies = [one for one in self._replies if one[0] != worker]
+            replies += [(worker, start, reply) for reply in self._backend.end(self._places[worker])]
+            self._owed[worker], self._hurries = 0, self._waits
+            return pack(self._results([*replies, (worker, start, Lost(None, ""))]))
+
+    def remove(self, worker: int, after: int, start: int, *, kill: bool) -> bool:
+        """As `Backend.remove`, after the order of a number; `start` as for `end`."""
+        self._await_order(after)
+        with self._turns.first():
+            if worker not in self._places or start != self._starts[worker]:
+                return True
+            if not self._backend.remove(self._places[worker], kill=kill):
+                return False
+            del self._workers[self._places.pop(worker)], self._shares[worker], self._owed[worker]
+            self._replies = [one for one in self._replies if one[0] != worker]
+            return True
+
+    def stop(self, timeout: float) -> None:
+        """As `Backend.stop`; an exchange that waits may never return."""
+        with self._turns.first():
+            self._backend.stop(timeout)
+
+    def _await_order(self, number: int) -> None:
+        with self._order_done:
+            while self._carried_out < number:
+                self._order_done.wait()
