@@ -6,7 +6,10 @@
 Two batches are stepped in turns, each with `send` and `recv`: one has the faults, the leak, restarts and recycling, the
 other has none of these. Each observation tells the seed, the episode, the step and a checksum of all actions. They are
 compared with those of a model here, which knows seeds, actions and the marks in infos only: each difference is a
-mismatch. A `recv` that takes longer than all timeouts together is a hang.
+mismatch. A `recv` that takes longer than all timeouts together is a hang. After each turn, a method of each environment
+is called, where some fail, too.
+
+At the end, programs that step or hang are interrupted and killed: a process that they leave is counted.
 
 The memory is that of this process and all its descendants (PSS): its mean in the last quarter of the run, divided by
 that in the second quarter. The throughput is compared with that of the faultless batch, without the time in which
@@ -19,9 +22,12 @@ import contextlib
 import ctypes
 import functools
 import json
+import logging
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -35,7 +41,7 @@ import typer
 from gymnasium import spaces
 from options import Output
 
-from marl_parallel import ParallelEnv, RecyclePolicy, RestartPolicy
+from marl_parallel import EnvError, ParallelEnv, ParallelEnvError, RecyclePolicy, RestartPolicy
 from marl_parallel.cli.report import in_one_line, machine
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,6 +53,8 @@ MAX_MEMORY_MB = 160
 STEP_TIMEOUT_S, START_TIMEOUT_S = 1.0, 3.0
 HANGS_AFTER_S = 60.0
 TURN_S, REST_S = 20.0, 4.0
+PROGRAMS = 5
+GONE_WITHIN_S = 10.0
 SAMPLE_EVERY_S = 2.0
 AGENTS = ["a", "b"]
 
@@ -96,7 +104,9 @@ ANYWHERE: dict[str, Callable[[], None]] = {
 IN_CONSTRUCTOR = {"exception in the constructor": raises, "constructor that never returns": never_returns}
 VALUES = ("info that does not pickle", "observation that does not pickle", "observation of a wrong shape")
 IN_RESET = tuple(f"{name} in reset" for name in ANYWHERE)
-KINDS = (*ANYWHERE, *IN_RESET, *IN_CONSTRUCTOR, *VALUES)
+IN_CALL = tuple(f"{name} in call" for name in ANYWHERE)
+KINDS = (*ANYWHERE, *IN_RESET, *IN_CALL, *IN_CONSTRUCTOR, *VALUES)
+CLOSES = [lambda: None, raises, never_returns]
 
 
 class Leaking:
@@ -118,6 +128,7 @@ class Leaking:
         if faulty:
             self.fault = str(random.choice(KINDS))
             self.place = int(random.geometric(FAULTS_PER_EPISODE)), int(random.integers(1, EPISODE_STEPS))
+            self.close = CLOSES[random.choice(len(CLOSES), p=[0.9, 0.05, 0.05])]
         time.sleep(CONSTRUCTOR_S)
         if restarts and self.fault in IN_CONSTRUCTOR and random.random() < FAULTS_PER_EPISODE * 10:
             IN_CONSTRUCTOR[self.fault]()
@@ -132,6 +143,12 @@ class Leaking:
         if self.fault in IN_RESET and self.place[0] == self.episode:
             ANYWHERE[self.fault.removesuffix(" in reset")]()
         return self._observed(), {}
+
+    def probe(self) -> int:
+        """Called after each turn."""
+        if self.fault in IN_CALL:
+            ANYWHERE[self.fault.removesuffix(" in call")]()
+        return self.seed
 
     def step(self, actions: dict[str, int]) -> tuple[dict, dict, dict, dict, dict]:
         until = time.perf_counter() + STEP_S
@@ -181,7 +198,7 @@ class Model:
         mark = infos.get("__common__", {})
         if "restarted" in mark or "recycled" in mark:
             seed = int(observations["a"][0])
-            known = [self._derived(self.rebuilds + more) for more in range(1, 20)]
+            known = self.next_seeds()
             if seed not in known:
                 return False
             self.rebuilds += known.index(seed) + 1  # one that fails in its constructor or first reset is never seen
@@ -193,8 +210,10 @@ class Model:
         expected = np.array([self.seed, self.episode, self.time, self.checksum], np.float64)
         return all(np.array_equal(observations.get(agent), expected) for agent in AGENTS)
 
-    def _derived(self, rebuilds: int) -> int:
-        return int(np.random.SeedSequence((42, self.env_id, rebuilds)).generate_state(1)[0] >> 1)
+    def next_seeds(self) -> list[int]:
+        """The seeds after one more rebuild, after two, and so on."""
+        counts = range(self.rebuilds + 1, self.rebuilds + 20)
+        return [int(np.random.SeedSequence((42, self.env_id, n)).generate_state(1)[0] >> 1) for n in counts]
 
 
 class Run:
@@ -242,6 +261,15 @@ class Run:
                 env.send([models[env_id].act() for env_id in batch.env_ids], batch.env_ids)
         self.seconds += time.perf_counter() - began
 
+    def probe(self) -> None:
+        """Call a method of each environment; after a fault, the next result is marked."""
+        for env_id, model in enumerate(self.models):
+            try:
+                (seed,) = self.env.call("probe", env_ids=[env_id])
+            except ParallelEnvError:
+                continue
+            self.mismatches += seed != model.seed and seed not in model.next_seeds()
+
 
 def memory_of_tree() -> float:
     """PSS of this process and its descendants, in MB."""
@@ -252,12 +280,50 @@ def memory_of_tree() -> float:
     return total / 1e6
 
 
+PROGRAM = """
+import sys, time
+from marl_parallel import ParallelEnv
+from gymnasium import spaces
+
+class Stepping:
+    possible_agents = ["a"]
+    observation_space = action_space = spaces.Dict({"a": spaces.Discrete(2)})
+    def reset(self, seed=None, options=None):
+        return {"a": 0}, {}
+    def step(self, actions):
+        while sys.argv[1] == "hangs":
+            time.sleep(0.01)
+        return {"a": 0}, {"a": 0.0}, {"__all__": False}, {"__all__": False}, {}
+
+env = ParallelEnv([Stepping] * 4, num_workers=2)
+env.reset()
+print("reset", flush=True)
+while True:
+    env.step([{"a": 0}] * 4)
+"""
+
+
+def processes_left_by(state: str, number: int) -> int:
+    """How many processes a program leaves that steps or hangs and gets this signal."""
+    command = [sys.executable, "-c", PROGRAM, state]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        time.sleep(0.1)
+        below = psutil.Process(program.pid).children(recursive=True)
+        assert len(below) >= WORKERS
+        program.send_signal(number)
+        program.wait(GONE_WITHIN_S)
+    return len(psutil.wait_procs(below, GONE_WITHIN_S)[1])
+
+
 def main(
     hours: Annotated[float, typer.Option(min=0.001, help="How long to run.")] = 0.5,
     output: Output = None,
 ) -> None:
     """Run, print the figures, and write them to soak.json."""
     folder = output or RESULTS
+    logging.getLogger("marl_parallel").setLevel(logging.ERROR)  # no report for each restart
     soak, faultless = Run(faulty=True), Run(faulty=False)
     memory: list[tuple[float, float]] = []
     began = time.perf_counter()
@@ -269,10 +335,11 @@ def main(
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
-    with soak.env, faultless.env:
+    with faultless.env, contextlib.suppress(EnvError), soak.env:  # some environments raise in their `close`
         while (elapsed := time.perf_counter() - began) < 3600 * hours:
             for run, seconds in ((faultless, REST_S), (soak, TURN_S)):
                 run.turn(min(seconds, 3600 * hours / 4))
+            soak.probe()
             print(
                 f"{elapsed / 60:6.1f} min: {soak.steps:,} steps, {soak.marks['restarted']} restarted, "
                 f"{soak.marks['recycled']} recycled, {soak.mismatches} mismatches, {soak.hangs} hangs, "
@@ -283,7 +350,10 @@ def main(
         elapsed = time.perf_counter() - began
         stopped.set()
         sampler.join()
-    left = [process.pid for process in psutil.Process().children(recursive=True)]
+    left = len(psutil.Process().children(recursive=True))
+    for state in ("steps", "hangs"):
+        for number in (signal.SIGINT, signal.SIGKILL):
+            left += sum(processes_left_by(state, number) for _ in range(PROGRAMS))
     quarters = [[mb for at, mb in memory if low <= 4 * at / elapsed < low + 1] for low in range(4)]
     means = [statistics.mean(quarter) if quarter else 0.0 for quarter in quarters]
     rate = faultless.steps / faultless.seconds
@@ -297,7 +367,7 @@ def main(
         "faults": stats.faults,
         "restarts": stats.restarts,
         "recycled": stats.recycled,
-        "processes left": len(left),
+        "processes left": left,
         "memory in MB, by quarter": [round(mean, 1) for mean in means],
         "memory, last quarter / second": round(means[3] / means[1], 4) if means[1] else None,
         "faultless, steps per second": round(rate, 1),

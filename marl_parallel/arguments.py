@@ -17,9 +17,9 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.construction import missing_arguments
 from marl_parallel.core.replay import FOLDER
-from marl_parallel.types import OnRestart, RecyclePolicy, RestartPolicy
+from marl_parallel.types import RecyclePolicy, RestartPolicy
 
-_POOL_SEEDS = 2**31  # seeds of EnvPool are 32-bit integers with a sign
+_POOL_SEEDS = 2**31  # seeds of native simulators: EnvPool's are 32-bit integers with a sign
 _ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
 
 
@@ -182,14 +182,12 @@ def check_recycle(recycle: Any, restarts: bool) -> None:
         raise ValueError('kill_above_mb is a fault of the environments it kills: pass on_error="restart", too')
 
 
-def checked_callback(on_restart: Any, restarts: bool) -> OnRestart | None:
-    """A function for `RestartEvent`s; `ValueError` if it would never be called."""
+def check_callback(on_restart: Any, restarts: bool) -> None:
+    """Raise for anything but a function, or None, and for a function that would never be called."""
     if on_restart is not None and not callable(on_restart):
         raise TypeError(f"on_restart must be a function of a RestartEvent, or None, got {on_restart!r}")
     if on_restart is not None and not restarts:
         raise ValueError('on_restart is never called without restarts: pass on_error="restart", too')
-    callback: OnRestart | None = on_restart
-    return callback
 
 
 def check_isolate_rng(isolate_rng: Any, backend: Backend) -> None:
@@ -246,24 +244,32 @@ def seeds_of(seeds: Sequence[Any], env_ids: Sequence[int]) -> list[int | None]:
     return [None if seed is None else base_seed(seed) for seed in one_for_each(seeds, env_ids, "one seed")]
 
 
-def pool_arguments(
-    num_envs: Any, batch_size: Any, num_threads: Any, seed: int | Sequence[int] | None
-) -> tuple[dict[str, int], list[int]]:
-    """The numbers for EnvPool by argument, and the seed of each of its environments."""
-    batch_size = num_envs if batch_size is None else batch_size
-    passed = {"num_envs": num_envs, "batch_size": batch_size, "num_threads": num_threads}
-    numbers = {name: checked_integer(number, name) for name, number in passed.items() if number is not None}
-    if batch_size > num_envs:
-        raise ValueError(f"batch_size={batch_size} is more than num_envs={num_envs}")
-    if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
-        seeds = [_POOL_SEEDS if number is None else number for number in seeds_of(seed, range(num_envs))]
+def pool_arguments(num_envs: Any, **numbers: Any) -> dict[str, int]:
+    """The numbers for a native simulator by argument, without those that are None."""
+    passed = {"num_envs": num_envs, **numbers}
+    checked = {name: checked_integer(number, name) for name, number in passed.items() if number is not None}
+    if checked.get("batch_size", 0) > checked["num_envs"]:
+        raise ValueError(f"batch_size={checked['batch_size']} is more than num_envs={num_envs}")
+    return checked
+
+
+def pool_seeds(seed: Any, env_ids: Sequence[int], name: str) -> list[int]:
+    """The seed of each environment of a native simulator: `seed + i`, or those of a sequence; None draws a base."""
+    if is_sequence_of_seeds(seed):
+        seeds = [_POOL_SEEDS if number is None else number for number in seeds_of(seed, env_ids)]
     else:
         base = base_seed(seed)
-        first = min(base, _POOL_SEEDS - num_envs) if seed is None else base
-        seeds = [*range(first, first + num_envs)]
+        base = min(base, _POOL_SEEDS - 1 - max(env_ids)) if seed is None else base
+        seeds = [base + env_id for env_id in env_ids]
     if max(seeds) >= _POOL_SEEDS:
-        raise ValueError(f"seed={seed!r}: EnvPool needs a seed from 0 to 2**31 - 1 for each environment")
-    return numbers, seeds
+        raise ValueError(f"seed={seed!r}: {name} needs a seed from 0 to 2**31 - 1 for each environment")
+    return seeds
+
+
+def is_sequence_of_seeds(seed: Any) -> bool:
+    """Whether there is one seed for each environment, and not one for all."""
+    is_one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
+    return isinstance(seed, Sequence | np.ndarray) and not is_one
 
 
 def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:

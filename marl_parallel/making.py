@@ -1,6 +1,7 @@
 """`make`: a batch of equal environments, from the name of what makes one, through any facade.
 
-`find_constructor` is the one place that resolves names of environments, here and on the command line.
+`find_constructor` is the one place that resolves names of environments, here and on the command line; `_open_pool` that
+of names of simulators that step many environments by themselves, such as `vmas:balance`.
 """
 
 from __future__ import annotations
@@ -79,10 +80,12 @@ class ParallelEnvArguments(TypedDict, total=False):
     isolate_rng: bool
 
 
+POOLS = ("envpool", "jaxmarl", "vmas")
+"""Prefixes of names of native simulators."""
 _CONSTRUCTOR_NAMES = ("parallel_env", "env", "raw_env")  # in a module, in this order
 _FORMS = (
-    "name must be 'module', 'module:attribute', 'path/to/file.py:function', an id of PettingZoo or Gymnasium, or a "
-    "callable"
+    "name must be 'module', 'module:attribute', 'path/to/file.py:function', 'envpool:task', 'jaxmarl:name', "
+    "'vmas:scenario', an id of PettingZoo or Gymnasium, or a callable"
 )
 _FACADES = {
     "agilerl": ("AgileRLVecEnv", AutoresetMode.SAME_STEP),
@@ -151,16 +154,18 @@ def make(
     Args:
         name: What makes one environment: `module` or `module:attribute`; `path/to/file.py:function`, whose folder is
             added to `sys.path`; the id of a PettingZoo or Gymnasium environment; or a callable. See
-            `docs/environments.md`.
+            `docs/environments.md`. Or the name of a simulator that steps many environments by itself, without workers:
+            `envpool:CartPole-v1`, `vmas:balance`, `jaxmarl:MPE_simple_spread_v3`; see `docs/simulators.md`.
         num_envs: How many environments.
-        env_kwargs: Keywords for each environment's constructor.
+        env_kwargs: Keywords for each environment's constructor; or those of `ParallelEnv.from_envpool`,
+            `vmas.make_env`, `jaxmarl.make`.
         facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"rllib"`, `"sb3"`, `"stacked"` or `"torchrl"`: returns that
             facade, made with the auto-reset mode of its library unless `auto_reset` is passed. None returns the
             `ParallelEnv`.
         facade_kwargs: Keywords of the facade, such as `scalarize`.
         wrappers: Called in the worker in this order, each with the environment, to return the wrapped one: wrapper
             classes and functions.
-        parallel_env_arguments: For `ParallelEnv`.
+        parallel_env_arguments: For `ParallelEnv`. Simulators without workers take `seed` only.
 
     Raises:
         ModuleNotFoundError: There is no such module.
@@ -191,6 +196,9 @@ def make(
             f"ParallelEnv takes no argument {unknown[0]!r}; arguments of each environment go into env_kwargs"
         )
     in_facade = _facade(facade, facade_kwargs)
+    pool, _, task = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if pool in POOLS and task:
+        return _through(in_facade, _open_pool(pool, task, num_envs, env_kwargs or {}, wrappers, parallel_env_arguments))
     if facade is not None:
         parallel_env_arguments = {"auto_reset": _FACADES[facade][1], **parallel_env_arguments}
     if isinstance(wrappers, str | Mapping) or not isinstance(wrappers, Sequence):
@@ -202,12 +210,36 @@ def make(
     arguments.check_signature(constructor, repr(name), "make(..., env_kwargs=dict({}))")
     if wrappers:
         constructor = Wrapped(constructor, tuple(wrappers))
-    env = ParallelEnv([constructor] * num_envs, **parallel_env_arguments)
+    return _through(in_facade, ParallelEnv([constructor] * num_envs, **parallel_env_arguments))
+
+
+def _through(facade: Callable[[ParallelEnv], Any], env: ParallelEnv) -> Any:
+    """The facade of an environment, which is closed if that raises."""
     try:
-        return in_facade(env)
+        return facade(env)
     except BaseException:
         env.close()
         raise
+
+
+def _open_pool(
+    pool: str, task: str, num_envs: int, env_kwargs: Mapping[str, Any], wrappers: Any, passed: Mapping[str, Any]
+) -> ParallelEnv:
+    """A simulator that steps many environments by itself; `pool` is one of `POOLS`."""
+    for key in passed:
+        if key != "seed":
+            raise TypeError(
+                f"{pool}:{task} steps its environments by itself, without workers: of ParallelEnv's arguments it takes "
+                f"only seed, not {key!r}. Its episodes begin again in the next step"
+            )
+    if wrappers:
+        raise TypeError(f"{pool}:{task} steps all its environments as one: there is nothing that wrappers= could wrap")
+    seed = passed.get("seed", 42)
+    if pool == "envpool":
+        return ParallelEnv.from_envpool(task, num_envs, seed=seed, **env_kwargs)
+    module = importlib.import_module(f"marl_parallel.backends.{pool}_pool")
+    seeds = arguments.pool_seeds(seed, range(num_envs), f"{pool}:{task}")
+    return ParallelEnv.from_native(module.open_pool(task, num_envs, seeds, env_kwargs))
 
 
 def _facade(name: str | None, keywords: Mapping[str, Any] | None) -> Callable[[ParallelEnv], Any]:

@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from marl_parallel import arguments, planning
 from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
+from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
@@ -248,7 +249,7 @@ class ParallelEnv:
         timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
         restarts = arguments.restarts(on_error, restart_policy)
-        on_restart = arguments.checked_callback(on_restart, restarts)
+        arguments.check_callback(on_restart, restarts)
         arguments.check_recycle(recycle, restarts)
         warn_after = arguments.checked_timeout(warn_after, "warn_after")
         if worker_threads is not None:
@@ -350,10 +351,11 @@ class ParallelEnv:
     def from_native(cls, simulator: NativeSimulator) -> ParallelEnv:
         """Wrap a simulator that steps many environments by itself, without workers; `close` closes it.
 
-        Episodes begin again with the next step (`NEXT_STEP`). It is an error to pass a seed or options to `reset`, or a
-        timeout or another `min_envs` than `batch_size` or all in flight to `recv`, or to start a trace. After a partial
-        reset, facades return the other environments' observations from the arrays returned last. Nothing else may use
-        the simulator.
+        Episodes begin again with the next step (`NEXT_STEP`). A seed for `reset` seeds all environments again, if the
+        simulator can do that. It is an error to pass options to `reset`, or a timeout or another `min_envs` than
+        `batch_size` or all in flight to `recv`, or to start a trace. After a partial reset, facades return the other
+        environments' observations from the arrays returned last. Nothing else may use the simulator. See
+        `docs/simulators.md`.
         """
         check_agents(simulator.schema.possible_agents, simulator.name)
         env = cls.__new__(cls)
@@ -367,27 +369,49 @@ class ParallelEnv:
     @classmethod
     def from_envpool(
         cls,
-        task: str,
-        num_envs: int,
+        task: Any,
+        num_envs: int | None = None,
         batch_size: int | None = None,
         num_threads: int | None = None,
         seed: int | Sequence[int] | None = 42,
+        *,
+        frame_skip: int | None = None,
         **task_arguments: Any,
     ) -> ParallelEnv:
         """Wrap a task of EnvPool, whose environments run in its own threads; restrictions as of `from_native`.
 
+        The agent of a single-player task is `agent_0`; players are `agent_0`, ... In turn-based games, such as those of
+        PGX, all players are observed, and the one whose turn it is acts, by the action mask that the game has.
+
         Args:
-            task: Its name in EnvPool. The agent of a single-player task is `agent_0`; players are `agent_0`, ...
+            task: Its name in EnvPool, or with `ALE/` before it, as Gymnasium's names of Atari games. Or a pool that
+                `envpool.make_gymnasium` has made, without other arguments; nothing else may use it.
             num_envs: The number of environments.
             batch_size: How many results `recv` returns at a time, the first that are ready; None for all in flight.
             num_threads: Of EnvPool; None lets it choose.
-            seed: Environment i is seeded with `seed + i`; a sequence has one for each; None draws a base seed.
+            seed: Environment i is seeded with `seed + i`; a sequence has one for each; None draws a base seed. A seed
+                for `reset` makes the pool again, unless it was passed here.
+            frame_skip: How often each action is carried out, with the rewards added up. Tasks with an argument of this
+                name do it themselves; others must have one player.
             task_arguments: For EnvPool, such as `max_episode_steps`.
-        """
-        from marl_parallel.backends.envpool import open_pool
 
-        numbers, seeds = arguments.pool_arguments(num_envs, batch_size, num_threads, seed)
-        return cls.from_native(open_pool(task, seeds, {**numbers, **task_arguments}))
+        Raises:
+            ImportError: EnvPool is not installed, or of a release that is not supported.
+            TypeError, ValueError: There is no such task; or an argument is wrong, or none of EnvPool's.
+        """
+        from marl_parallel.backends import envpool
+
+        if not isinstance(task, str):
+            if num_envs is not None or batch_size is not None or num_threads is not None or task_arguments:
+                raise TypeError("a pool has been made with arguments of its own: pass it alone")
+            return cls.from_native(envpool.wrap_pool(task))
+        if num_envs is None:
+            raise TypeError(f"num_envs is missing: how many environments of {task!r}?")
+        batch_size = num_envs if batch_size is None else batch_size
+        numbers = arguments.pool_arguments(num_envs, batch_size=batch_size, num_threads=num_threads)
+        times = None if frame_skip is None else arguments.checked_integer(frame_skip, "frame_skip")
+        seeds = arguments.pool_seeds(seed, range(num_envs), "EnvPool")
+        return cls.from_native(envpool.open_pool(task, seeds, {**numbers, **task_arguments}, times))
 
     def _close_at_exit(self, pool: Pool | NativePool) -> None:
         """Close the pool when the interpreter exits or this object is collected."""
@@ -524,6 +548,7 @@ class ParallelEnv:
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
+        drain: bool = False,
     ) -> tuple[Dicts, Dicts]:
         """Begin new episodes.
 
@@ -532,6 +557,7 @@ class ParallelEnv:
                 one seed, or None for no seed, for each of `env_ids`.
             options: Passed to each environment's own `reset`.
             env_ids: Which environments.
+            drain: True first waits for all environments in flight, and drops their results.
 
         Returns:
             Observations and infos: two tuples of dicts by agent, in the order of `env_ids`.
@@ -539,8 +565,14 @@ class ParallelEnv:
         Raises:
             ValueError: A wrong number of seeds, or options that the environments' `reset` does not take.
         """
-        ids, extras = self.runner.reset(seed, options, env_ids)
-        observations, _, _, _, infos = self.runner.batch.read(ids, extras)
+        runner = self.runner
+        if drain:
+            runner.check_reset(seed, options, env_ids)
+            if runner.pool.in_flight:
+                dropped, _, extras = runner.recv()
+                runner.batch.read(dropped, extras)
+        ids, extras = runner.reset(seed, options, env_ids)
+        observations, _, _, _, infos = runner.batch.read(ids, extras)
         return observations, infos
 
     def step(
@@ -698,7 +730,7 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_open()
-        if runner.pool.seeds_stale and not runner.pool.in_flight:
+        if runner.pool.seeds_stale and not runner.pool.in_flight and not runner.calling:
             self._update_seeds()
         return runner.seeds
 
@@ -732,14 +764,53 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_idle("call")
+        ids, pickle = runner.checked_ids(env_ids), self._pickled_call(name, args, kwargs)
+        return self._unpickled(Message.CALL, ids, pickle, runner.pool.execute_in(Message.CALL, ids, pickle()))
+
+    @exclusive("call_async")
+    def call_async(
+        self, name: str | Callable[..., Any], /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any
+    ) -> None:
+        """Begin to call a method of each environment and return; `call_wait` has the results. Arguments as of `call`.
+
+        Until then, all other calls raise `AlreadyPendingCallError`, except `stats`, `seed` and `close`.
+        """
+        runner = self.runner
+        runner.check_idle("call_async")
+        ids, pickle = runner.checked_ids(env_ids), self._pickled_call(name, args, kwargs)
+        runner.begin_call(Message.CALL, ids, pickle())
+        self._called = ids, pickle
+
+    @exclusive("call_wait")
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """The results of `call_async`, as of `call`, which also has its errors.
+
+        Args:
+            timeout: Seconds to wait at most; None for no limit.
+
+        Raises:
+            NoAsyncCallError: No call is in flight.
+            TimeoutError: The calls have not ended in time. Nothing is lost, and this can be called again.
+
+        Example:
+            >>> from mpe2 import simple_spread_v3
+            >>> with ParallelEnv([simple_spread_v3.parallel_env] * 2, num_workers=2) as env:
+            ...     env.call_async("observation_space", "agent_0")
+            ...     spaces = env.call_wait(timeout=10.0)
+            >>> [space.shape for space in spaces]
+            [(18,), (18,)]
+        """
+        results = self.runner.finish_call(timeout)
+        ids, pickle = self._called
+        return self._unpickled(Message.CALL, ids, pickle, results)
+
+    def _pickled_call(
+        self, name: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], bytes]:
         if not isinstance(name, str) and not callable(name):
             raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
-        what = f"the arguments of {name!r}"
-        return self._execute_pickled(
-            Message.CALL,
-            runner.checked_ids(env_ids),
-            lambda: dumps_for_workers((name, args, kwargs), what, runner.local_modules),
-        )
+        modules = self.runner.local_modules
+        return lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", modules)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """An attribute of each environment, as by `call`; of a method, the result without arguments."""
@@ -760,21 +831,23 @@ class ParallelEnv:
         if not isinstance(values, list | tuple):
             values = [values] * len(ids)
         arguments.one_for_each(values, ids, "one value")
-        self._execute_pickled(
-            Message.ASSIGN,
-            ids,
-            lambda: {
+
+        def pickle() -> dict[int, bytes]:
+            return {
                 env_id: dumps_for_workers((name, value), f"the value for environment {env_id}", runner.local_modules)
                 for env_id, value in zip(ids, values)
-            },
-        )
+            }
 
-    def _execute_pickled(
-        self, message: Message, env_ids: tuple[int, ...], pickle: Callable[[], Any]
+        self._unpickled(Message.ASSIGN, ids, pickle, runner.pool.execute_in(Message.ASSIGN, ids, pickle()))
+
+    def _unpickled(
+        self, message: Message, env_ids: tuple[int, ...], pickle: Callable[[], Any], results: dict[int, Any]
     ) -> tuple[Any, ...]:
-        """Execute a request with values of the caller's; modules that workers cannot import are pickled with them."""
+        """The results of a request with values of the caller's, which `pickle` makes again.
+
+        It is repeated with the modules that workers could not import pickled with them.
+        """
         runner = self.runner
-        results: dict[int, Any] = runner.pool.execute_in(message, env_ids, pickle())
         while again := add_missing_modules(runner.local_modules, results, "what is sent to"):
             for env_id in again:
                 del results[env_id]
@@ -792,6 +865,46 @@ class ParallelEnv:
                         f"{type(error).__name__}: {error}"
                     ) from error
         return tuple(results.get(env_id) for env_id in env_ids)
+
+    def set_parameters(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
+        """Set parameters of environments that keep the options of `reset` (ML-Agents), without a reset.
+
+        They are as of the options of `reset`, and an environment that is constructed again gets them, too.
+        `env.call("get_properties")` returns those of each environment.
+
+        Args:
+            parameters: By name; Unity gets them with the next step.
+            env_ids: Which environments.
+
+        Raises:
+            NotImplementedError: The environments keep no options.
+            ValueError: `parameters` have another form than the options of `reset`.
+        """
+        runner = self.runner
+        if not (runner.schema.options_last and runner.takes_options):
+            raise NotImplementedError(
+                "these environments do not keep options of reset: pass reset(options=), or use call or set_attr"
+            )
+        ids = runner.checked_ids(env_ids)
+        runner.schema.check_options(parameters)
+        self.call("set_parameters", parameters, env_ids=ids)
+        runner.note_options(ids, parameters)
+
+    def timers(self) -> dict[str, Any]:
+        """The trees of ML-Agents' timers (`@timed`, `hierarchical_timer`) of all workers, merged.
+
+        Simulators of any kind may use these timers. Workers that have been replaced are left out.
+
+        Returns:
+            As of `mlagents_envs.timers.get_timer_tree`: `"total"` seconds, `"count"`, `"self"` and `"children"` by
+            name. No children if no worker has loaded `mlagents_envs`.
+        """
+        pool = self.runner.pool
+        if isinstance(pool, NativePool):
+            raise NotImplementedError(f"{pool.name} has no workers with timers")
+        self.runner.check_open()
+        first = [share[0] for share in pool.present_shares().values()]
+        return {"name": "root", **merged_timers(self.call(timer_tree, env_ids=first))}
 
     @exclusive("render")
     def render(self, *, tile: bool = False, env_ids: Sequence[int] | None = None) -> Any:
@@ -926,7 +1039,12 @@ class ParallelEnv:
 
     def __repr__(self) -> str:
         runner = self.runner
-        backend = runner.pool.name if isinstance(runner.pool, NativePool) else type(runner.pool.backend).__name__
+        if isinstance(runner.pool, NativePool):
+            return (
+                f"{type(self).__name__}({runner.pool.name}, num_envs={self.num_envs}, batch_size={self.batch_size}, "
+                f"agents={self.possible_agents}, auto_reset={runner.mode.name}, closed={runner.pool.closed})"
+            )
+        backend = type(runner.pool.backend).__name__
         return (
             f"{type(self).__name__}(num_envs={self.num_envs}, agents={self.possible_agents}, "
             f"num_workers={self.num_workers}, backend={backend}, auto_reset={runner.mode.name}, "

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import checked_integer
 from marl_parallel.core.batch import Dicts
+from marl_parallel.core.spaces import padded_array
 from marl_parallel.parallel_env import ParallelEnv, tiled
 from marl_parallel.types import how_to_install
 
@@ -114,16 +115,16 @@ def record_video(
         for frames, returns in _run(env, steps, policy):
             pictures = [_picture(frame, i, returns[i], tile_width, labels) for i, frame in enumerate(frames)]
             size = size or tuple(max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+            height, width = size
             for env_id, picture in enumerate(pictures):
-                (height, width), (own_height, own_width) = size, picture.shape[:2]
-                if own_height > height or own_width > width:
+                if picture.shape[0] > height or picture.shape[1] > width:
                     raise ValueError(
                         f"environment {env_id}: expected frames no larger than the first ones, which are shown in "
-                        f"{width} x {height} pixels, got one of {own_width} x {own_height}"
+                        f"{width} x {height} pixels, got one of {picture.shape[1]} x {picture.shape[0]}"
                     )
-                pictures[env_id] = _padded(picture, height - own_height, width - own_width)
-            frame = tiled(pictures)
-            write(_padded(frame, frame.shape[0] % 2, frame.shape[1] % 2))  # the codec of mp4 wants even numbers
+            frame = tiled([padded_array(picture, (height, width, 3)) for picture in pictures])
+            even = [length + length % 2 for length in frame.shape[:2]]  # the codec of mp4 wants even numbers
+            write(padded_array(frame, (*even, 3)))
     return path
 
 
@@ -168,11 +169,6 @@ def _picture(frame: Any, env_id: int, value: float, width: int | None, labels: b
         draw.Draw(labelled).text((strip // 3, strip // 2), text, fill="white", font=font, anchor="lm")
         image = labelled
     return np.asarray(image)
-
-
-def _padded(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Add so many black rows below and columns to the right."""
-    return np.pad(picture, ((0, height), (0, width), (0, 0)))
 
 
 @contextlib.contextmanager

@@ -210,15 +210,8 @@ class Rollout:
             if not isinstance(extra, tuple):
                 raise TypeError(f"extras[{name!r}] must be a shape or an Extra, got {extra!r}")
             declared[name] = extra if isinstance(extra, Extra) else Extra(extra)
-        nbytes = 0
-
-        def count(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-            nonlocal nbytes
-            empty = np.broadcast_to(np.zeros((), dtype), shape)
-            nbytes += -(-empty.nbytes // _ALIGNMENT) * _ALIGNMENT
-            return empty
-
-        self._allocated(count, declared, action_masks=action_masks)
+        shapes = self._shapes(declared, action_masks=action_masks)
+        nbytes = _nbytes(tuple(shapes))
         free = free_memory()
         if free is not None and nbytes > free:
             raise MemoryError(
@@ -231,39 +224,36 @@ class Rollout:
         self._in_place = of_view == [*env.group_map.values()]
         self._buffer: RolloutBuffer | None = None
         if self._in_place:
-            total, nbytes = nbytes, 0
-            self._allocated(count, declared, (), action_masks=action_masks)
-            self._buffer = env.stepper.runner.rollout_buffer(num_steps + 1, nbytes)
-            nbytes = total
+            more = nbytes - _nbytes(shapes.observations)
+            self._buffer = env.stepper.runner.rollout_buffer(num_steps + 1, more)
         if self._buffer is None:
             block: Any = mmap.mmap(-1, max(nbytes, 1))
-            start, used, observations = 0, 0, None
+            start = used = 0
         else:
             block, start, used = self._buffer.memory, self._buffer.start, self._buffer.more
-            observations = env.grouped(dict(zip(env.group_map, self._buffer.observations)))
+            shapes = shapes._replace(observations=None)
         self._block, self._pinned = np.frombuffer(block, np.uint8)[start:], False
 
-        def place(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        def allocated(empty: NDArray[Any]) -> NDArray[Any]:
             nonlocal used
-            if np.dtype(dtype).hasobject:
-                return np.full(shape, None, dtype)
-            array: NDArray[Any] = np.ndarray(shape, dtype, block, used)
-            used += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+            if empty.dtype.hasobject:
+                return np.full(empty.shape, None, empty.dtype)
+            array: NDArray[Any] = np.ndarray(empty.shape, empty.dtype, block, used)
+            used += _aligned(array.nbytes)
             return array
 
-        self.arrays = self._allocated(place, declared, observations, action_masks=action_masks)
+        self.arrays = RolloutArrays(*tree_map(allocated, tuple(shapes)))
+        if self._buffer is not None:
+            in_buffer = env.grouped(dict(zip(env.group_map, self._buffer.observations)))
+            self.arrays = self.arrays._replace(observations=in_buffer)
         self._observations = [*env.by_group(self.arrays.observations).values()]
 
-    def _allocated(
-        self,
-        new: Callable[[tuple[int, ...], Any], NDArray[Any]],
-        extras: Mapping[str, Extra],
-        observations: Grouped | None = None,
-        *,
-        action_masks: bool,
-    ) -> RolloutArrays:
-        """Arrays for `num_steps` steps, each made by `new` of its shape and dtype, except `observations`, if passed."""
+    def _shapes(self, extras: Mapping[str, Extra], *, action_masks: bool) -> RolloutArrays:
+        """Arrays of the shapes and dtypes for `num_steps` steps, without memory."""
         env, steps, n = self.env, self.num_steps, self.env.num_envs
+
+        def new(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+            return np.broadcast_to(np.zeros((), dtype), shape)
 
         def of_agents(steps: int, dtype: Any = np.bool_, shape: tuple[int, ...] = ()) -> Grouped:
             return env.grouped({g: new((steps, n, len(of), *shape), dtype) for g, of in env.group_map.items()})
@@ -286,7 +276,7 @@ class Rollout:
             per_env = (steps, n, *extra.shape), extra.dtype
             own[name] = of_agents(steps, extra.dtype, extra.shape) if extra.per_agent else new(*per_env)
         return RolloutArrays(
-            observations=in_form(env.single_observation_space, steps + 1) if observations is None else observations,
+            observations=in_form(env.single_observation_space, steps + 1),
             observed=of_agents(steps + 1),
             acting=of_agents(steps + 1),
             action_masks=tree_map(lambda mask: new((steps + 1, *mask.shape), np.bool_), masks),
@@ -337,7 +327,7 @@ class Rollout:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
         arrays, part = self.arrays, self._parts[self._next]
         place = part.time, part.rows
-        seen = [None if array is None else _at(array, place) for array in (*arrays[:4], arrays.states)]
+        seen = [_at(array, place) for array in (*arrays[:4], arrays.states)]
         return Current._make([*seen, part.env_ids])
 
     def step(self, actions: Grouped, **extras: Any) -> Current:
@@ -454,10 +444,9 @@ class Rollout:
         arrays, self.filled, self.finished_episodes = self.arrays, 0, []
         for part in self._parts:
             part.time = 0
-        for marks in (arrays.observed, arrays.acting, arrays.present):
-            _put(marks, ..., True)
+        tree_map(lambda marks: marks.fill(True), (arrays.observed, arrays.acting, arrays.present))
         for flags in (arrays.terminations, arrays.truncations, arrays.terminated, arrays.truncated, arrays.done):
-            _put(flags, ..., False)
+            tree_map(lambda array: array.fill(False), flags)
 
     def _write_to(self, part: _Part, time: int) -> None:
         """Have the observations of some environments written to a time."""
@@ -545,10 +534,19 @@ def _put(stacked: Any, place: Any, values: Any) -> None:
     """Write values to a place of the first axis, or axes; nothing into None."""
     if type(stacked) is np.ndarray:
         stacked[place] = values
-    elif isinstance(values, bool):
-        tree_map(lambda array: array.__setitem__(place, values), stacked)
     elif stacked is not None:
         tree_map(lambda array, part: array.__setitem__(place, part), stacked, values)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _nbytes(tree: Any) -> int:
+    """Bytes of memory for all arrays of a tree."""
+    sizes: list[int] = []
+    tree_map(lambda array: sizes.append(_aligned(array.nbytes)), tree)
+    return sum(sizes)
 
 
 def free_memory() -> int | None:

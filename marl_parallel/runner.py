@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -26,7 +26,16 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import ActionSampler
 from marl_parallel.adapters import AgentID, Schema
-from marl_parallel.arguments import base_seed, checked_ids, checked_integer, checked_options, checked_timeout, seeds_of
+from marl_parallel.arguments import (
+    base_seed,
+    checked_ids,
+    checked_integer,
+    checked_options,
+    checked_timeout,
+    is_sequence_of_seeds,
+    pool_seeds,
+    seeds_of,
+)
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.construction import SeedCheck
@@ -37,6 +46,7 @@ from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.pool import Pool, Results
 from marl_parallel.core.slots import Snapshot
 from marl_parallel.planning import WaitingRemark
+from marl_parallel.types import ParallelEnvError
 
 Seeds = int | Sequence[int | None] | None
 """For a reset: the seed of environment 0, one seed for each environment, or None."""
@@ -79,6 +89,8 @@ class BatchRunner:
         self._watch = Watch()  # what workers write besides the transitions
         self._memory: list[tuple[weakref.ref[Any], int, int]] = []  # of rollout buffers, from where to where
         self._all_have_reset = False  # whether every environment is known to have been reset
+        self.calling = False  # whether a call is in flight, from `begin_call` until `finish_call`
+        self._called: dict[int, Any] = {}  # its results, if they are here already
         self._stepped_by: Callable[[], object] = lambda: None
         # Until all environments have been reset once: the check whether their seeds make a difference.
         self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
@@ -101,6 +113,28 @@ class BatchRunner:
         self._note_resets(ids, extras)
         return ids, extras
 
+    def check_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
+        """Raise the errors of `reset` that are about its arguments."""
+        ids = self.checked_ids(env_ids)
+        self._check_takes(options)
+        self.check_seed(seed)
+        for env_options in checked_options(options, ids):
+            if env_options is not None:
+                self.schema.check_options(env_options)
+        if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
+            seeds_of(seed, ids)
+        elif seed is not None:
+            base_seed(seed)
+
+    def note_options(self, env_ids: Sequence[int], options: Mapping[str, Any]) -> None:
+        """Note options that environments which keep them have now: they may be constructed again."""
+        pool = self.pool
+        assert isinstance(pool, Pool)
+        assert pool.rebuilder is not None
+        for env_id in env_ids:
+            pool.rebuilder.reset_options(env_id, {**options})
+        pool.prepare_again(env_ids)
+
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
         """Begin new episodes and return; `recv` has the results. Arguments and errors as of `reset`."""
         ids = self.checked_ids(env_ids)
@@ -109,7 +143,7 @@ class BatchRunner:
 
     def ids_to_step(self, env_ids: Sequence[int] | None = None) -> tuple[int, ...]:
         """The env ids of a step that is allowed now; errors as of `reset`, or `ResetNeeded`."""
-        if self.pool.closed or self.pool.in_flight:
+        if self.pool.closed or self.pool.in_flight or self.calling:
             self.check_idle("step")
         ids = self.env_ids if env_ids is None else self.checked_ids(env_ids)
         if not self._all_have_reset:
@@ -163,6 +197,29 @@ class BatchRunner:
         self.batch.statistics.finished = []
         self._note_resets(results.resets, results.extras)
         return results
+
+    def begin_call(self, message: Message, env_ids: tuple[int, ...], payload: Any) -> None:
+        """Begin a request other than a step or reset, and return; until `finish_call`, `check_idle` raises."""
+        if isinstance(self.pool, NativePool):  # which has no workers
+            self._called = self.pool.execute_in(message, env_ids, payload)
+        else:
+            self.pool.begin_in(message, env_ids, payload)
+        self.calling = True
+
+    def finish_call(self, timeout: float | None) -> dict[int, Any]:
+        """Wait for the results of `begin_call`, by environment; `TimeoutError` after so many seconds, and try again."""
+        self.pool.check_open()
+        if not self.calling:
+            raise NoAsyncCallError("call_wait() without a call_async() before it", "call_wait")
+        seconds = checked_timeout(timeout, "timeout", zero=True)
+        self.calling = False
+        if isinstance(self.pool, NativePool):
+            return self._called
+        try:
+            return self.pool.finish(seconds)
+        except TimeoutError as error:
+            self.calling = not isinstance(error, ParallelEnvError)
+            raise
 
     def watch_states(self) -> None:
         """Have each reset and step write the global states, for `states_seen`, from now on.
@@ -256,6 +313,8 @@ class BatchRunner:
     def check_idle(self, name: str, env_ids: Sequence[int] | None = None) -> None:
         """Raise unless everything is open and nothing in flight, or none of these environments."""
         self.pool.check_open()
+        if self.calling:
+            raise AlreadyPendingCallError(f"{name}() while a call is in flight; call_wait() first", name)
         if not self.pool.in_flight:
             return
         pending = dict.fromkeys(self.pool.pending)
@@ -279,7 +338,7 @@ class BatchRunner:
 
     def check_seed(self, seed: Any) -> None:
         """Raise `ValueError` for a seed if `reset` accepts none."""
-        if seed is not None and isinstance(self.pool, NativePool):
+        if seed is not None and isinstance(self.pool, NativePool) and not self.pool.reseeds:
             raise ValueError(f"seed={seed!r}, but these environments are seeded only once, when they are made")
 
     def check_mode(self, facade: str, modes: Collection[AutoresetMode]) -> None:
@@ -341,14 +400,17 @@ class BatchRunner:
         if text is not None:
             warnings.warn(text, UserWarning, stacklevel=5)
 
-    def _reset_keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> dict[int, bytes]:
-        """By environment, the pickled keywords of its reset; the seeds are noted."""
+    def _check_takes(self, options: Options) -> None:
         if options is not None and not self.takes_options:
             raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
+
+    def _reset_keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> Any:
+        """By environment, the pickled keywords of its reset; of native simulators, the new seeds. Seeds are noted."""
+        self._check_takes(options)
         self.check_seed(seed)
         pool = self.pool
         if isinstance(pool, NativePool):
-            return {}
+            return None if seed is None else self._seeds_of_all(env_ids, seed, pool.name)
         if seed is not None and self.schema.seeded_when_made:
             warnings.warn(
                 f"seed={seed!r} is refused: these environments are seeded when they are made; pass it to ParallelEnv, "
@@ -359,9 +421,8 @@ class BatchRunner:
             seed = None
         base = self._base_seed
         seeds: list[int | None] = [None] * len(env_ids)
-        is_one = isinstance(seed, str | bytes) or (isinstance(seed, np.ndarray) and seed.ndim == 0)
-        if isinstance(seed, Sequence | np.ndarray) and not is_one:
-            seeds = seeds_of(seed, env_ids)
+        if is_sequence_of_seeds(seed):
+            seeds = seeds_of(cast(Sequence[int | None], seed), env_ids)
         elif seed is not None:
             base = base_seed(seed)
             seeds = [base + env_id for env_id in env_ids]
@@ -392,3 +453,15 @@ class BatchRunner:
             rebuilder.base_seed = base
             pool.prepare_again()
         return keywords
+
+    def _seeds_of_all(self, env_ids: Sequence[int], seed: Seeds, name: str) -> list[int]:
+        """The new seeds of a native simulator, which are noted."""
+        if len(env_ids) < self.num_envs:
+            raise ValueError(
+                f"seed={seed!r} for environments {[*env_ids]}, but these environments are seeded all at once: reset all"
+            )
+        by_env = dict(zip(env_ids, pool_seeds(seed, env_ids, name)))
+        seeds = [by_env[env_id] for env_id in self.env_ids]
+        self._base_seed, self.seeds, self._sampler_seeds = seeds[0], tuple(seeds), [*seeds]
+        self._samplers.clear()
+        return seeds

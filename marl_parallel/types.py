@@ -53,7 +53,7 @@ class ParallelEnvError(RuntimeError):
     def __init__(
         self, message: str, *, env_ids: Iterable[int] = (), worker: int | None = None, **attributes: Any
     ) -> None:
-        super().__init__(message)
+        RuntimeError.__init__(self, message)  # not the one of an environment's exception, which `EnvError` may be, too
         self.env_ids = tuple(env_ids)
         self.worker = worker
         vars(self).update(attributes)  # those that subclasses declare
@@ -61,6 +61,11 @@ class ParallelEnvError(RuntimeError):
 
 class EnvError(ParallelEnvError):
     """An environment raised. `__cause__` is the original exception if it could be pickled.
+
+    It is also an instance of that exception's class, with its attributes, so that `except ZeroDivisionError` finds it,
+    too. Not so where that would mislead: `AttributeError`, `StopIteration`, `StopAsyncIteration`, Gymnasium's errors
+    about the order of calls, `SystemExit` and other exceptions that are no `Exception`, and classes that do not allow
+    it.
 
     Attributes:
         method: The method that was running: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...; or

@@ -58,7 +58,7 @@ class _Padded(MultiAgentEnv):
         self._env, self.source = env, env.source
         for name in (
             "rules", "seeded_when_made", "options_last", "needs_all_actions", "check_options", "possible_agents",
-            "reward_spaces", "state_space", "metadata", "render_mode", "reset_keywords",
+            "reward_spaces", "state_space", "metadata", "render_mode", "reset_keywords", "agents_left", "alive", "turn",
         ):  # fmt: skip
             setattr(self, name, getattr(env, name))
         agents = env.possible_agents
@@ -100,15 +100,6 @@ class _Padded(MultiAgentEnv):
                 mask = np.ones(self._own[agent].n, np.int8) if mask is None else mask.astype(np.int8)  # type: ignore[attr-defined]
                 infos[agent] = {**info, KEY: padded_array(mask, (self._num_actions,))}
         return {agent: _padded_value(self._sees, seen) for agent, seen in observations.items()}, infos
-
-    def agents_left(self) -> Sequence[AgentID] | None:
-        return self._env.agents_left()
-
-    def alive(self) -> Sequence[AgentID] | None:
-        return self._env.alive()
-
-    def turn(self) -> AgentID | None:
-        return self._env.turn()
 
     def render(self) -> Any:
         return self._env.render()

@@ -9,9 +9,10 @@ import atexit
 import functools
 import importlib
 import struct
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -35,6 +36,8 @@ class MLAgentsEnv(Adapter):
         source: The environment, also available as `env`. It is reset here if it has no behaviours yet.
         parameters: Its `EnvironmentParametersChannel`. The options of `reset` are numbers by name, written to this
             channel; Unity keeps them until they are written again, also after a restart. None: `reset` takes none.
+            Instead of a number, there may be an object with a method `apply(name, channel)`, such as the
+            `ParameterRandomizationSettings` of ML-Agents' trainers.
         max_steps: Steps after which all agents alive are truncated and the episode is over; None for never.
 
     Raises:
@@ -56,6 +59,7 @@ class MLAgentsEnv(Adapter):
         self.env, self.source = source, self  # attributes are looked up here first, then in what `env` is
         self.reset_keywords = frozenset() if parameters is None else frozenset({"options"})
         self._parameters, self._max_steps, self._time = parameters, max_steps, 0
+        self._written: dict[str, Any] = {}
         self._alive: dict[str, list[AgentID]] = {}
         self._acting: dict[str, list[AgentID]] = {}  # the agents that request a decision, by behaviour
 
@@ -80,10 +84,13 @@ class MLAgentsEnv(Adapter):
         if not isinstance(options, Mapping):
             raise ValueError(f"options must be a dict of numbers by parameter name, got {options!r}")
         for name, value in options.items():
-            if not isinstance(name, str) or not isinstance(value, Real) or isinstance(value, bool):
+            applies = callable(getattr(value, "apply", None))
+            if not isinstance(name, str) or not (applies or isinstance(value, Real)) or isinstance(value, bool):
                 raise ValueError(f"options must be numbers by parameter name, got {name!r}: {value!r}")
             if not name.isascii():
                 raise ValueError(f"options must have names in ASCII, which is what Unity takes, got {name!r}")
+            if applies:
+                continue
             try:
                 struct.pack("<f", float(value))
             except OverflowError as error:
@@ -91,15 +98,28 @@ class MLAgentsEnv(Adapter):
                 raise ValueError(message) from error
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
-        options = keywords.get("options")
-        if options is not None:
-            self.check_options(options)
-            for name, value in options.items():
-                self._parameters.set_float_parameter(name, float(value))
+        if keywords.get("options") is not None:
+            self.set_parameters(keywords["options"])
         self.env.reset()
         self._time, self._alive, self._acting = 0, {}, {}
         observations, _, _, _, infos = self._results()
         return observations, infos
+
+    def set_parameters(self, parameters: Mapping[str, Any]) -> None:
+        """Write parameters, as of the options of `reset`, which Unity gets with the next step or reset."""
+        if self._parameters is None:
+            raise TypeError("this environment was made without parameters=, its EnvironmentParametersChannel")
+        self.check_options(parameters)
+        for name, value in parameters.items():
+            if hasattr(value, "apply"):
+                value.apply(name, self._parameters)
+            else:
+                self._parameters.set_float_parameter(name, float(value))
+        self._written |= parameters
+
+    def get_properties(self) -> dict[str, Any]:
+        """The parameters that have been written, by name; `ParallelEnv.call("get_properties")` returns them."""
+        return dict(self._written)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
         for behavior, agents in self._acting.items():
@@ -208,9 +228,7 @@ def _connect(
     seed: int, env_id: int, restarts: int = 0,
 ) -> MLAgentsEnv:  # fmt: skip
     library = _import("environment").UnityEnvironment
-    configuration, parameters = (channel_type() for channel_type in _channel_types().values())
-    if engine is not None:
-        configuration.set_configuration_parameters(**(engine if isinstance(engine, Mapping) else engine._asdict()))
+    configuration, parameters = _channels(engine)
     worker_id = env_id
     if file_name is not None:  # another port with each restart; ports repeat only when all have been used
         first_port = (library.BASE_ENVIRONMENT_PORT if base_port is None else base_port) + env_id
@@ -228,6 +246,71 @@ def _connect(
             # `_close` does not wait until the server has left the port, so a second try at once could find it in use.
             env._communicator.server.stop(None).wait(_SERVER_ENDS_WITHIN)
         raise
+
+
+def from_factory(
+    env_factory: Callable[[int, list[Any]], Any],
+    *,
+    engine: Any = None,
+    parameters: Mapping[str, Any] | None = None,
+    max_steps: int | None = None,
+) -> Callable[..., MLAgentsEnv]:
+    """A constructor for `ParallelEnv` from a factory as ML-Agents' `SubprocessEnvManager` takes it; serves for all.
+
+    The worker id of environment i is i, and 1000 more after each restart, so that a Unity that has not ended yet does
+    not block the port. The factory has to seed the environment, for instance with its worker id.
+
+    Args:
+        env_factory: Called in the worker as `env_factory(worker_id, side_channels)`; returns a `BaseEnv` that has these
+            channels.
+        engine: An `EngineConfig`, or a mapping with some of its fields, such as `{"time_scale": 20.0}`.
+        parameters: Environment parameters by name, as of the options of `reset`, written before the first reset.
+        max_steps: Steps after which an episode is truncated; None for never.
+
+    Raises:
+        TypeError: `env_factory` is not callable.
+        ValueError: `parameters` are not numbers by name.
+        ImportError: `mlagents_envs` is missing, or does not work with another installed package.
+
+    Example:
+        >>> def env_factory(worker_id, side_channels):
+        ...     from mlagents_envs.environment import UnityEnvironment
+        ...     return UnityEnvironment("builds/Soccer", worker_id, seed=worker_id, side_channels=side_channels)
+        >>> constructors = [from_factory(env_factory, engine={"time_scale": 20.0})] * 8  # for ParallelEnv
+    """
+    if not callable(env_factory):
+        raise TypeError(
+            f"env_factory must be a function of a worker id and a list of side channels, got {env_factory!r}"
+        )
+    if parameters is not None:
+        MLAgentsEnv.check_options(parameters)
+    _channel_types()
+    return functools.partial(_from_factory, env_factory, engine, parameters, max_steps)
+
+
+def _from_factory(
+    env_factory: Callable[[int, list[Any]], Any], engine: Any, parameters: Mapping[str, Any] | None,
+    max_steps: int | None, env_id: int, restarts: int = 0,
+) -> MLAgentsEnv:  # fmt: skip
+    configuration, channel = _channels(engine)
+    worker_id = env_id + _RESTART_PORTS * (restarts % (_PORTS // _RESTART_PORTS // 2))
+    env = env_factory(worker_id, [configuration, channel])
+    try:
+        adapted = MLAgentsEnv(env, parameters=channel, max_steps=max_steps)
+        adapted.set_parameters(parameters or {})
+    except BaseException:
+        if hasattr(env, "close"):
+            env.close()
+        raise
+    return adapted
+
+
+def _channels(engine: Any) -> tuple[Any, Any]:
+    """The side channels of one environment: for the engine, which is configured, and for parameters."""
+    configuration, parameters = (channel_type() for channel_type in _channel_types().values())
+    if engine is not None:
+        configuration.set_configuration_parameters(**(engine if isinstance(engine, Mapping) else engine._asdict()))
+    return configuration, parameters
 
 
 def _channel_types() -> dict[str, Any]:
@@ -250,6 +333,26 @@ def _import(module: str) -> Any:
             "ML-Agents needs mlagents-envs>=0.28 with protobuf<3.21 and numpy>=2: "
             f"{how_to_install('mlagents')} ({str(error).splitlines()[0]})"
         ) from error
+
+
+# -- timers ------------------------------------------------------------------------------------------------------------
+
+
+def timer_tree(_: Any = None) -> dict[str, Any]:
+    """The tree of this thread's timers, as of ML-Agents' `get_timer_tree`; empty if `mlagents_envs` is not loaded."""
+    timers = sys.modules.get("mlagents_envs.timers")
+    return {} if timers is None else cast("dict[str, Any]", timers.get_timer_tree())
+
+
+def merged_timers(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Trees of several threads as one: sums of seconds and counts, of blocks of the same names in the same blocks."""
+    total, count = sum(tree.get("total", 0.0) for tree in trees), sum(tree.get("count", 0) for tree in trees)
+    names = dict.fromkeys(name for tree in trees for name in tree.get("children", {}))
+    inner = [[tree["children"][name] for tree in trees if name in tree.get("children", {})] for name in names]
+    children = dict(zip(names, map(merged_timers, inner)))
+    own = max(0.0, total - sum(child["total"] for child in children.values()))
+    merged = {"total": total, "count": count, "is_parallel": True, "self": own}
+    return {**merged, "children": children} if children else merged
 
 
 def _observations(steps: Any) -> list[Any]:

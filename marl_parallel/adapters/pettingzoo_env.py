@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 from gymnasium import Space
 from pettingzoo.utils import conversions  # type: ignore[import-untyped]
 
-from marl_parallel.adapters.attributes import AgentID, declared, layers, owns, spaces_by_agent, spaces_of
+from marl_parallel.adapters.attributes import (
+    AgentID,
+    LookupFailed,
+    declared,
+    layers,
+    owns,
+    spaces_by_agent,
+    spaces_of,
+)
 from marl_parallel.adapters.protocol import Adapter, Dicts, Rules
 
 
@@ -19,6 +27,16 @@ class PettingZooEnv(Adapter):
     kind: ClassVar[str] = "A PettingZoo parallel environment"
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
+        try:
+            return self._declared_spaces(what)
+        except LookupFailed as failure:  # perhaps because `reset` makes the spaces
+            try:
+                self.source.reset()
+            except Exception:
+                raise failure from failure.__cause__
+            return self._declared_spaces(what)
+
+    def _declared_spaces(self, what: str) -> dict[AgentID, Space[Any]]:
         base, name = declared(self.source, "unwrapped"), f"{what}_space"
         for layer in layers(self.source):
             method = getattr(type(layer), name, None)  # those of PettingZoo's wrappers and base classes only forward

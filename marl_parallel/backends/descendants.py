@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Set
 from typing import IO, Any
 
-from marl_parallel.backends.memory import anonymous_file, append_only, lifted
+from marl_parallel.backends.memory import anonymous_file, append_only
 from marl_parallel.types import installed
 
 MARKER = "MARL_PARALLEL_WORKER"  # the environment variable of every worker and of the processes that it starts
@@ -170,7 +170,7 @@ def _kill_if_marked(pid: int, mark: bytes) -> bool:
         return False
     with contextlib.suppress(ProcessLookupError):
         try:
-            handle = lifted(os.pidfd_open(pid))
+            handle = os.pidfd_open(pid)
         except ProcessLookupError:
             return True
         except OSError:  # a kernel older than 5.3

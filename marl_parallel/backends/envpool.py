@@ -5,14 +5,19 @@ each player, with `players.env_id` for its environment. This module calls three 
 the public ones make dicts, which takes a tenth of the time of a batch of a small task, and none of them resets some
 environments without waiting. EnvPool aborts the process if an array has a wrong shape or dtype, so all arrays are
 checked before.
+
+Tasks with several players are of two kinds. In most, each player that is present acts. In turn-based games, such as
+those of PGX, all players are observed and rewarded, and an environment takes one action: that of the player whose id is
+`info:current_player`. `info:legal_action_mask` is the mask of that player.
 """
 
 from __future__ import annotations
 
 import ctypes
+import difflib
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -22,35 +27,77 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
+from marl_parallel.backends.repeated_actions import RepeatedActions
 from marl_parallel.core.native import EnvIds, NativeSimulator, Received
-from marl_parallel.core.spaces import tree_map
+from marl_parallel.core.spaces import leaves, tree_map
 from marl_parallel.types import how_to_install
 
 _INSTALL = how_to_install("envpool")
 _IDS = ("env_id", "players.env_id", "players.id")  # inputs that name the environment and player of a row
+_TURN, _LEGAL = "info:current_player", "info:legal_action_mask"
 
 
-def open_pool(task: str, seeds: Sequence[int], arguments: Mapping[str, Any]) -> EnvPool:
-    """Make a pool; arguments and errors as of `ParallelEnv.from_envpool`."""
-    if arguments.get("render_mode") == "human" and len(seeds) > 1:
-        raise ValueError(f'render_mode="human" shows one environment, but num_envs={len(seeds)}: pass "rgb_array"')
+def library() -> Any:
+    """EnvPool's module; raises `ImportError` if it cannot be imported or is of another release."""
     try:
         import envpool
     except ImportError as error:
         raise ImportError(f"from_envpool needs EnvPool, which cannot be imported ({error}): {_INSTALL}") from error
-    if re.match(r"1\.[01]\.", envpool.__version__) is None:
-        raise ImportError(f"from_envpool is written for EnvPool 1.0 and 1.1, found {envpool.__version__}: {_INSTALL}")
-    if task not in envpool.list_all_envs():
-        raise ValueError(f"EnvPool has no task {task!r}; envpool.list_all_envs() names those it has")
-    try:
-        pool = envpool.make_gymnasium(task, seed=seeds, **arguments)
-    except TypeError as error:
-        accepted = ", ".join(envpool.make_spec(task).config._fields)
-        reason = str(error).partition("\n")[0]
-        raise TypeError(f"EnvPool's {task} does not take these arguments ({reason}); it takes {accepted}") from error
-    except AssertionError as error:  # an argument out of range; not all of them name it
-        raise ValueError(f"EnvPool's {task} refuses one of {arguments}: {error}") from error
-    return EnvPool(pool, seeds, f"EnvPool's {task}")
+    if re.match(r"1\.[012]\.", envpool.__version__) is None:
+        raise ImportError(f"from_envpool is written for EnvPool 1.0 to 1.2, found {envpool.__version__}: {_INSTALL}")
+    return envpool
+
+
+def task_name(name: str) -> str:
+    """EnvPool's name of a task: without `ALE/`, which Gymnasium has before names of Atari games.
+
+    Raises:
+        ImportError: As `library`.
+        ValueError: EnvPool has no such task.
+    """
+    task, tasks = name.removeprefix("ALE/"), library().list_all_envs()
+    if task not in tasks:
+        near = ", ".join(difflib.get_close_matches(task, tasks))
+        hint = f"; similar tasks are {near}" if near else ""
+        raise ValueError(f"EnvPool has no task {name!r}; envpool.list_all_envs() names those it has{hint}")
+    return task
+
+
+def open_pool(
+    name: str, seeds: Sequence[int], arguments: Mapping[str, Any], frame_skip: int | None = None
+) -> NativeSimulator:
+    """Make a pool; arguments and errors as of `ParallelEnv.from_envpool`."""
+    if arguments.get("render_mode") == "human" and len(seeds) > 1:
+        raise ValueError(f'render_mode="human" shows one environment, but num_envs={len(seeds)}: pass "rgb_array"')
+    envpool, task = library(), task_name(name)
+    passed = dict(arguments)
+    accepted = envpool.make_spec(task).config._fields
+    if frame_skip is not None and "frame_skip" in accepted:
+        passed["frame_skip"], frame_skip = frame_skip, None
+
+    def make(seeds: Sequence[int]) -> Any:
+        try:
+            return envpool.make_gymnasium(task, seed=[*seeds], **passed)
+        except TypeError as error:
+            reason = str(error).partition("\n")[0]
+            text = f"EnvPool's {task} does not take these arguments ({reason}); it takes {', '.join(accepted)}"
+            raise TypeError(text) from error
+        except AssertionError as error:  # an argument out of range; not all of them name it
+            raise ValueError(f"EnvPool's {task} refuses one of {passed}: {error}") from error
+
+    pool = EnvPool(make(seeds), seeds, f"EnvPool's {task}", make)
+    return pool if frame_skip in (None, 1) else RepeatedActions(pool, frame_skip)
+
+
+def wrap_pool(pool: Any) -> EnvPool:
+    """A pool that `envpool.make_gymnasium` has made; `TypeError` for anything else."""
+    library()
+    if not all(hasattr(pool, name) for name in ("_state_keys", "_action_keys", "action_space", "config")):
+        raise TypeError(f"expected the name of a task, or a pool made by envpool.make_gymnasium; got {type(pool)}")
+    config = pool.config
+    seeds = list(config.get("env_seed") or range(config["seed"], config["seed"] + config["num_envs"]))
+    name = type(pool).__name__.removesuffix("GymnasiumEnvPool")
+    return EnvPool(pool, seeds, f"EnvPool's {name}")
 
 
 class EnvPool(NativeSimulator):
@@ -58,11 +105,20 @@ class EnvPool(NativeSimulator):
 
     Players are the agents `agent_0`, `agent_1` and so on, by `info:players.id` if the task has it, else by their order.
     Infos of players become infos of agents; those of an environment with several players become `__common__`.
+
+    Args:
+        pool: What `envpool.make_gymnasium` returns.
+        seeds: The seed of each environment.
+        name: Of the task, in error messages.
+        make: Makes an equal pool with other seeds; None if that is unknown, so that the pool cannot be seeded again.
     """
 
-    def __init__(self, pool: Any, seeds: Sequence[int], name: str) -> None:
+    def __init__(
+        self, pool: Any, seeds: Sequence[int], name: str, make: Callable[[Sequence[int]], Any] | None = None
+    ) -> None:
         config = pool.config
         self.name, self.seeds = name, seeds
+        self.reseeds, self._make = make is not None, make
         self.num_envs = config["num_envs"]
         self.batch_size = config["batch_size"] or self.num_envs
         self.metadata, self.render_mode = dict(pool.metadata), pool.render_mode
@@ -72,6 +128,8 @@ class EnvPool(NativeSimulator):
         self._players = config.get("max_num_players", 1)
         self.partial = self._players == 1  # with several, EnvPool waits for as many rows as there are environments
         self._present = np.zeros((self.num_envs, self._players), np.bool_)  # in the last row of each environment
+        self._turn_based = self._players > 1 and _TURN in pool._state_keys
+        self._turn = np.zeros(self.num_envs, np.intp)  # the player who acts next in each environment
         # The positions of observations and infos in the list of results.
         self._at = at = {name: position for position, name in enumerate(pool._state_keys)}
         specs = pool.spec.state_array_spec
@@ -104,17 +162,31 @@ class EnvPool(NativeSimulator):
         elif len(self._action_keys) != 3:
             action_space = _part(action_space, names[0].split("."))
         agents: list[AgentID] = [f"agent_{player}" for player in range(self._players)]
-        observation_spaces = dict.fromkeys(agents, _space_of(tree_map(_unbounded, pool.observation_space)))
-        self.schema = Schema(agents, observation_spaces, dict.fromkeys(agents, action_space), None)
+        observation_space = _space_of(tree_map(_unbounded, pool.observation_space))
+        # EnvPool 1.2 declares values of bool as `MultiBinary`, whose dtype is int8.
+        self._is_binary = tree_map(lambda leaf: isinstance(leaf, spaces.MultiBinary), observation_space)
+        self._has_binary = any(isinstance(leaf, spaces.MultiBinary) for _, leaf in leaves(observation_space))
+        self.schema = Schema(
+            agents, dict.fromkeys(agents, observation_space), dict.fromkeys(agents, action_space), None
+        )
 
     def reset(self, env_ids: EnvIds) -> None:
         self._pool._reset(env_ids)
+
+    def reseed(self, seeds: Sequence[int]) -> None:
+        assert self._make is not None
+        self._pool = None  # first, so that there are never twice as many threads
+        self._pool, self.seeds = self._make(seeds), seeds
 
     def send(self, actions: list[Any], env_ids: EnvIds) -> None:
         (action,) = actions
         if self._players == 1:
             inputs = {"env_id": env_ids, "players.env_id": env_ids}
             chosen: Any = (slice(None), 0)
+        elif self._turn_based:
+            turn = self._turn[env_ids]
+            inputs = {"env_id": env_ids, "players.env_id": env_ids, "players.id": turn.astype(np.int32)}
+            chosen = np.arange(len(env_ids)), turn
         else:
             rows, players = chosen = np.nonzero(self._present[env_ids])
             inputs = {"env_id": env_ids, "players.env_id": env_ids[rows], "players.id": players.astype(np.int32)}
@@ -126,7 +198,7 @@ class EnvPool(NativeSimulator):
 
     def receive(self) -> Received:
         states: list[NDArray[Any]] = self._pool._recv()
-        at, present = self._at, None
+        at, present, turns, masks = self._at, None, None, None
         env_ids, elapsed, truncated = states[at["info:env_id"]], states[at["elapsed_step"]], states[at["trunc"]]
         terminated = states[at["done"]] > truncated  # one and not the other
         terminations, truncations = terminated[:, None], truncated[:, None]
@@ -148,12 +220,23 @@ class EnvPool(NativeSimulator):
             terminations, truncations = present & terminations, present & truncations
             if "info:players.done" in at:
                 terminations |= stacked(at["info:players.done"]).astype(np.bool_) & ~truncated[:, None]
+        if _LEGAL in at:
+            masks = np.broadcast_to(
+                states[at[_LEGAL]][:, None], (len(env_ids), self._players, *states[at[_LEGAL]].shape[1:])
+            )
+        if self._turn_based:
+            self._turn[env_ids] = states[at[_TURN]]
+            turns = self._turn[env_ids, None] == np.arange(self._players)
         rewards = stacked(at["reward"])
         if self._rewards_first_states or self._players > 1:
             rewards[elapsed == 0] = 0.0
+        observations = tree_map(stacked, self._observed)
+        if self._has_binary:
+            observations = tree_map(_as_declared, self._is_binary, observations)
         return Received(
-            env_ids, [tree_map(stacked, self._observed)], rewards, terminations, truncations, terminated, truncated,
-            elapsed, present, tree_map(stacked, self._infos), tree_map(states.__getitem__, self._common),
+            env_ids, [observations], rewards, terminations, truncations, terminated, truncated, elapsed, present,
+            tree_map(stacked, self._infos), tree_map(states.__getitem__, self._common), turns,
+            None if masks is None else [masks],
         )  # fmt: skip
 
     def _places(self, states: Sequence[NDArray[Any]]) -> tuple[NDArray[np.intp], NDArray[Any]]:
@@ -183,6 +266,10 @@ class EnvPool(NativeSimulator):
     def abandon(self) -> None:
         # Its threads are not in this process, and deleting the pool would wait for them. So it is never deleted.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
+
+
+def _as_declared(is_binary: bool, array: NDArray[Any]) -> NDArray[Any]:
+    return array.view(np.int8) if is_binary and array.dtype == np.bool_ else array
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from marl_parallel.backends import descendants, interpreter, server
 from marl_parallel.backends.descendants import CrashFile
-from marl_parallel.backends.memory import Block, anonymous_file, duplicate, lifted, pipe, socket_pair
+from marl_parallel.backends.memory import Block, anonymous_file, socket_pair
 from marl_parallel.backends.server import REPLY, REQUEST, Reply, Setting
 from marl_parallel.core.reports import logger
 
@@ -247,10 +247,10 @@ class _Server:
             self._socket, theirs = socket_pair()
             on_error.callback(self._socket.close)
             in_any_case.callback(theirs.close)
-            guard, self._guard_end = pipe()
+            guard, self._guard_end = os.pipe()
             on_error.callback(os.close, self._guard_end)
             in_any_case.callback(os.close, guard)
-            wake_fd = duplicate(wake.fd)
+            wake_fd = os.dup(wake.fd)
             in_any_case.callback(os.close, wake_fd)
             fds = theirs.fileno(), guard, wake_fd
             arguments = (*fds, os.getpid(), context, entry)
@@ -301,7 +301,7 @@ class _Server:
         with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
             pickle.dump(setting, file)
             file.seek(0)  # which flushes
-            with open(lifted(os.open(os.devnull, os.O_WRONLY)), "wb") as null:
+            with open(os.devnull, "wb") as null:
                 out = interpreter.output(sys.stdout, 1, null.fileno()) if log is None else log
                 err = interpreter.output(sys.stderr, 2, null.fileno()) if log is None else log
                 message = REQUEST.pack(number, setting.worker)

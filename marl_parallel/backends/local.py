@@ -21,7 +21,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
@@ -38,9 +37,6 @@ class _LocalBackend(Backend):
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in shares]
         self.workers = [Worker(status, lambda _: self.block, in_line=self.in_line) for status in self.statuses]
-
-    def allocate(self, layout: Layout) -> Any:
-        return self.extend(layout.nbytes)
 
     def extend(self, nbytes: int) -> Any:
         self.block = mmap.mmap(-1, nbytes)

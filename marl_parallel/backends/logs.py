@@ -6,10 +6,8 @@ import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 from marl_parallel.backends import interpreter
-from marl_parallel.backends.memory import lifted
 from marl_parallel.core.reports import logger
 
 _TAIL_LINES = 20
@@ -19,8 +17,8 @@ _TAIL_NBYTES = 4096
 class WorkerLog:
     """The log of one worker process, which goes on in the file of the process before it.
 
-    It is open while the process starts: use it as a context manager. The process inherits the descriptor `fd`. Logs
-    never make a run fail: if a file cannot be opened, a warning says so, and the process gets no log.
+    It is open while the process starts, until `close`. The process inherits the descriptor `fd`. Logs never make a run
+    fail: if a file cannot be opened, a warning says so, and the process gets no log.
 
     Args:
         folder: Where the file is; None for no log.
@@ -39,13 +37,13 @@ class WorkerLog:
                 folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it since the first start
                 self._open()
             except OSError as error:
-                self.__exit__()
+                self.close()
                 logger.warning("%s has no log, it writes to the output of this program: %s", self._name, error)
 
     def _open(self) -> None:
         assert self._path is not None
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-        self.fd = lifted(os.open(self._path, flags, 0o666))
+        self.fd = os.open(self._path, flags, 0o666)
         self._start = os.lseek(self.fd, 0, os.SEEK_END)
         if self._start:
             os.lseek(self.fd, -1, os.SEEK_END)
@@ -78,15 +76,7 @@ class WorkerLog:
         written = [line for line in lines if line != self._header][-_TAIL_LINES:]
         return "\n".join([f"{self._path}:", *written]) if written else ""
 
-    def __enter__(self) -> WorkerLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def close(self) -> None:
         fd, self.fd = self.fd, None
         if fd is not None:
             os.close(fd)

@@ -3,8 +3,8 @@
 Memory without a name is freed with the last process that uses it, however that process ends.
 
 A program whose descriptors 0 to 2 are closed (`python train.py <&- >&- 2>&-`) gets these numbers for whatever it opens
-next, and what it prints would go into sockets or shared memory of this package. So each descriptor that this package
-opens is moved above 2 (`lifted`).
+next, and what it prints would go into sockets or shared memory of this package. So functions here that open something
+open the null device at these numbers first (`fill_standard`), and other modules open descriptors only after that.
 """
 
 from __future__ import annotations
@@ -25,42 +25,12 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_LOWEST_FD = 3
-
 # -- descriptors -------------------------------------------------------------------------------------------------------
-
-
-def lifted(fd: int) -> int:
-    """Move a descriptor above the numbers of the standard streams; if it has to move, the old one is closed."""
-    if fd >= _LOWEST_FD or fcntl is None:
-        return fd
-    try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _LOWEST_FD)
-    finally:
-        os.close(fd)
-
-
-def duplicate(fd: int) -> int:
-    """Copy a descriptor; other programs do not inherit the copy."""
-    return lifted(os.dup(fd))
-
-
-def pipe() -> tuple[int, int]:
-    """Open a pipe: its read end and its write end."""
-    read_end, write_end = os.pipe()
-    return lifted(read_end), lifted(write_end)
-
-
-def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected Unix sockets that keep packets whole (Linux)."""
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours, theirs = (socket.socket(fileno=lifted(end.detach())) for end in ends)
-    return ours, theirs
 
 
 def fill_standard() -> None:
     """Open the null device at those descriptors of 0 to 2 that are closed."""
-    for fd in range(_LOWEST_FD):
+    for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
@@ -72,10 +42,17 @@ def fill_standard() -> None:
 
 def anonymous_file(name: str) -> int:
     """Open a new, empty file that is deleted when its last descriptor is closed; `/proc` shows it by `name`."""
+    fill_standard()
     if hasattr(os, "memfd_create"):
-        return lifted(os.memfd_create(name, os.MFD_CLOEXEC))
+        return os.memfd_create(name, os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix=name) as file:
-        return duplicate(file.fileno())
+        return os.dup(file.fileno())
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected Unix sockets that keep packets whole (Linux)."""
+    fill_standard()
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def append_only(fd: int) -> None:
@@ -89,7 +66,7 @@ def append_only(fd: int) -> None:
 
 def mapped(fd: int) -> mmap.mmap:
     """Map a whole file. The descriptor may be closed afterwards; the last view (array, semaphore) frees the mapping."""
-    fill_standard()  # the mapping keeps a descriptor of its own, which cannot be moved
+    fill_standard()  # the mapping keeps a descriptor of its own
     return mmap.mmap(fd, 0)
 
 

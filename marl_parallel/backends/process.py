@@ -29,18 +29,18 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from marl_parallel.backends.descendants import memory_of
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.logs import WorkerLog
-from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, lifted, mapped, socket_pair
+from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
 from marl_parallel.core import codec, reports
 from marl_parallel.core.backend import GENERATIONS, Backend, usable_cpus
-from marl_parallel.core.columns import Layout, span_of
-from marl_parallel.core.messages import STEP_ALL, STEP_ALL_PROMPTLY, STEPPED, Lost, Message, Reply, Request
+from marl_parallel.core.columns import span_of
+from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -60,8 +60,6 @@ _CODE_NBYTES = 16  # with its moment
 _ON_CHANNEL, _STEP, _DONE = 0, 1, 2  # the message is on the channel; step the environments; they have been stepped
 _KIND = 3  # the mask of the kind
 _LAST = _EACH = 1 << 2  # no other reply to the request follows; reply for each environment
-_PROMPT = 1 << 3  # reply at once for an environment that has infos
-_STEP_PROMPTLY = _STEP | _PROMPT
 _ALL_DONE = _DONE | _LAST
 
 
@@ -184,9 +182,7 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self.unsent: deque[bytes] = deque()  # pickled messages; a part of the first one may have been sent
-        self._packets = _packets_of(b"")  # of the first one
-        self._packet: tuple[bytes, list[int]] | None = None  # the next one to be sent
+        self.unsent: deque[tuple[bytes, list[int]]] = deque()  # packets, with descriptors to send along and to close
         self._parts = bytearray()  # the received part of a message
 
     def fileno(self) -> int:
@@ -194,16 +190,13 @@ class Channel:
 
     def put(self, message: Any) -> None:
         """Send as much of an object as can be sent without waiting; `flush` sends the rest."""
-        self.unsent.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self.unsent.extend(_packets_of(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
         self.flush()
 
     def flush(self) -> bool:
         """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
-            if self._packet is None:
-                self._packets = _packets_of(self.unsent[0])
-                self._packet = next(self._packets)
-            packet, fds = self._packet
+            packet, fds = self.unsent[0]
             try:
                 socket.send_fds(self._socket, [packet], fds)
             except (BrokenPipeError, ConnectionResetError) as error:
@@ -213,10 +206,12 @@ class Channel:
                 if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                     return False
                 raise
-            self._packet = next(self._packets, None)
-            if self._packet is None:
-                self.unsent.popleft()
+            self._drop_packet()
         return True
+
+    def _drop_packet(self) -> None:
+        for fd in self.unsent.popleft()[1]:
+            os.close(fd)
 
     def finish(self) -> None:
         while not self.flush():
@@ -244,7 +239,7 @@ class Channel:
                 if not ancillary:
                     text = "a large message was lost, since this process has too many files open; raise `ulimit -n`"
                     raise OSError(errno.EMFILE, text)
-                fd = lifted(*_FD.unpack(ancillary[0][2]))
+                (fd,) = _FD.unpack(ancillary[0][2])
                 with open(fd, "rb"), mmap.mmap(fd, 0, prot=mmap.PROT_READ) as content:
                     return pickle.loads(content)
             self._parts += memoryview(packet)[1:]
@@ -259,22 +254,16 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-        self._packets.close()
-        self._packet = None
-        self.unsent.clear()
+        while self.unsent:
+            self._drop_packet()
 
 
-def _packets_of(body: bytes) -> Generator[tuple[bytes, list[int]], None, None]:
-    """The packets of a message, with the descriptors to send along, which are open until the next packet."""
+def _packets_of(body: bytes) -> list[tuple[bytes, list[int]]]:
+    """The packets of a message, each with the descriptors to send along."""
     if len(body) > _PACKET_NBYTES and (fd := _file_of(body)) >= 0:
-        try:
-            yield bytes([_IN_FILE]), [fd]
-        finally:
-            os.close(fd)
-        return
-    for start in range(0, len(body), _PACKET_NBYTES):
-        stop = start + _PACKET_NBYTES
-        yield bytes([_PART if stop < len(body) else _WHOLE]) + body[start:stop], []
+        return [(bytes([_IN_FILE]), [fd])]
+    parts = [body[start : start + _PACKET_NBYTES] for start in range(0, len(body), _PACKET_NBYTES)]
+    return [*((bytes([_PART]) + part, []) for part in parts[:-1]), (bytes([_WHOLE]) + parts[-1], [])]
 
 
 def _file_of(body: bytes) -> int:
@@ -304,6 +293,7 @@ class _Handle:
     process: WorkerProcess
     channel: Channel
     queues: QueuePair
+    share: Sequence[int]
     log: WorkerLog
     expected: int = 0
     lost: Lost | None = None
@@ -327,7 +317,6 @@ class ProcessBackend(Backend):
         self._control, self._records = Block(), Block()
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares: dict[int, Sequence[int]] = {}
         most = GENERATIONS * len(shares)
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         self._control_buffer = self._control.allocate(control_nbytes(most, self._capacity))
@@ -343,11 +332,23 @@ class ProcessBackend(Backend):
             self.add(worker, share)
 
     def add(self, worker: int, share: Sequence[int]) -> None:
-        if self._launcher is None:
+        launcher = self._launcher
+        if launcher is None:
             return  # closed meanwhile by a signal handler
-        self._shares[worker] = share
-        self._handles[worker] = self._launched(self._launcher, worker)
-        self.statuses[worker] = self._handles[worker].queues.status
+        queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)
+        ours, theirs = socket_pair()
+        channel = Channel(ours)
+        try:
+            with theirs, contextlib.closing(WorkerLog(self.log_dir, worker, share)) as log:
+                fds = [theirs.fileno(), self._control.fd, self._records.fd]
+                process = launcher.launch(worker, fds, share, log.fd)
+                log.mark_start(process.pid)
+            channel.put((self._wait, self._own_cpu, self._capacity))
+        except BaseException:
+            channel.close()
+            raise
+        self._handles[worker] = _Handle(process, channel, queues, share, log)
+        self.statuses[worker] = queues.status
 
     def remove(self, worker: int, *, kill: bool) -> bool:
         if self._launcher is None:
@@ -361,7 +362,7 @@ class ProcessBackend(Backend):
                 return False
         handle.channel.close()
         self._partial.pop(worker, None)
-        del self._handles[worker], self._shares[worker]
+        del self._handles[worker]
         return True
 
     def cpu_seconds(self, worker: int) -> float | None:
@@ -380,22 +381,6 @@ class ProcessBackend(Backend):
         handle = self._handles.get(worker)
         return None if handle is None else memory_of(handle.process.pid)
 
-    def _launched(self, launcher: Launcher, worker: int) -> _Handle:
-        queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)
-        ours, theirs = socket_pair()
-        channel = Channel(ours)
-        try:
-            share = self._shares[worker]
-            with theirs, WorkerLog(self.log_dir, worker, share) as log:
-                fds = [theirs.fileno(), self._control.fd, self._records.fd]
-                process = launcher.launch(worker, fds, share, log.fd)
-                log.mark_start(process.pid)
-            channel.put((self._wait, self._own_cpu, self._capacity))
-        except BaseException:
-            channel.close()
-            raise
-        return _Handle(process, channel, queues, log)
-
     def end(self, worker: int) -> list[Reply]:
         if self._launcher is None:
             return []  # closed meanwhile by a signal handler
@@ -409,11 +394,7 @@ class ProcessBackend(Backend):
         self._await_death(old, patience=0.0)
         old.channel.close()
         self._partial.pop(worker, None)
-        self._handles[worker] = new = self._launched(self._launcher, worker)
-        self.statuses[worker] = new.queues.status
-
-    def allocate(self, layout: Layout) -> Any:
-        return self._records.allocate(layout.nbytes)
+        self.add(worker, old.share)
 
     def extend(self, nbytes: int) -> Any:
         return self._records.allocate(nbytes)
@@ -430,14 +411,12 @@ class ProcessBackend(Backend):
                 continue
             if request is STEP_ALL:
                 code = _STEP
-            elif request is STEP_ALL_PROMPTLY:
-                code = _STEP_PROMPTLY
             else:
-                message, env_ids, payload, each, prompt = request
+                message, env_ids, payload, each = request
                 span = None if env_ids is None else span_of(env_ids)
                 code = _ON_CHANNEL
                 if message is Message.STEP and payload is None and (env_ids is None or span is not None):
-                    code = _code_of(_STEP | each * _EACH | prompt * _PROMPT, span)
+                    code = _code_of(_STEP | each * _EACH, span)
             queue = handle.queues.requests  # as `Queue.put`, which would cost as much again
             place = queue.written % queue.capacity
             queue.codes[place] = code
@@ -584,15 +563,15 @@ class ProcessBackend(Backend):
             at_last.callback(self._release)
             if launcher is not None:
                 at_last.callback(launcher.close)
-                processes = {worker: handle.process for worker, handle in self._handles.items()}
-                if alive := launcher.wait_gone([*processes.values()], timeout):
-                    for worker, process in processes.items():
-                        if process in alive and timeout >= reports.WARNS_AFTER_S:
-                            stack = launcher.stack(process)
-                            text = reports.still_running(worker, self._shares[worker], timeout, stack)
+                processes = [handle.process for handle in self._handles.values()]
+                if alive := launcher.wait_gone(processes, timeout):
+                    for worker, handle in self._handles.items():
+                        if handle.process in alive and timeout >= reports.WARNS_AFTER_S:
+                            stack = launcher.stack(handle.process)
+                            text = reports.still_running(worker, handle.share, timeout, stack)
                             reports.logger.warning("%s", text)
-                        launcher.kill(process, signal.SIGTERM)
-                    launcher.wait_gone([*processes.values()], _TERMINATED_WITHIN_S)
+                        launcher.kill(handle.process, signal.SIGTERM)
+                    launcher.wait_gone(processes, _TERMINATED_WITHIN_S)
         return []
 
     def _release(self) -> None:
@@ -647,10 +626,8 @@ def main(index: int, fds: Sequence[int]) -> None:
         code = queues.requests.take()
         if code == _STEP:
             request = STEP_ALL
-        elif code == _STEP_PROMPTLY:
-            request = STEP_ALL_PROMPTLY
         elif code & _KIND == _STEP:
-            request = Request(Message.STEP, _env_ids_of(code), each=bool(code & _EACH), prompt=bool(code & _PROMPT))
+            request = Request(Message.STEP, _env_ids_of(code), each=bool(code & _EACH))
         else:
             request = channel.receive()
         worker.execute(request, send)

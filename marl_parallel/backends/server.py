@@ -35,7 +35,7 @@ from enum import IntEnum
 from typing import NamedTuple, NoReturn
 
 from marl_parallel.backends import descendants, interpreter
-from marl_parallel.backends.memory import Semaphore, fill_standard, lifted, mapped, pipe
+from marl_parallel.backends.memory import Semaphore, fill_standard, mapped
 
 CLEARED_WITHIN_S = 5.0  # how long a keeper, or the server at its end, tries to kill what is left
 _REPORTS_WITHIN_S = 1.0  # how long a keeper does before it reports the death, even if not everything is gone
@@ -91,12 +91,12 @@ class Server:
         self.context, self.parent, self.guard = context, parent, guard
         self.keepers: dict[int, int] = {}  # requests by process id
         # A second guard, for the case that this process is killed while the parent lives.
-        self.own_guard, self.own_guard_end = pipe()
+        self.own_guard, self.own_guard_end = os.pipe()
         self.socket = socket.socket(fileno=connection)
         self.wake = Semaphore(mapped(wake), 0)
         os.close(wake)
         descendants.adopt_orphans()
-        self.child_died, child_died_end = pipe()
+        self.child_died, child_died_end = os.pipe()
         for fd in (self.child_died, child_died_end):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(child_died_end, warn_on_full_buffer=False)
@@ -123,7 +123,7 @@ class Server:
             poll.register(fd, select.POLLIN)
         # A copy of the socket in a child of the parent would hide that the parent is gone.
         with contextlib.suppress(OSError):  # kernels before 5.3 lack it
-            parent = lifted(os.pidfd_open(self.parent))
+            parent = os.pidfd_open(self.parent)
             self.inherited.append(parent)
             poll.register(parent, select.POLLIN)
         while os.getppid() == self.parent:
@@ -185,7 +185,7 @@ class Server:
             interpreter.show_name(f"marl_parallel keeper of worker {index}", f"marl keeper {index}")
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             descendants.adopt_orphans()
-            guard, guard_end = pipe()
+            guard, guard_end = os.pipe()
             try:
                 worker = os.fork()
             except OSError as error:

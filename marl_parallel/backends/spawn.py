@@ -33,7 +33,6 @@ from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.core import reports
 from marl_parallel.core.backend import GENERATIONS, Backend
-from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
@@ -81,7 +80,6 @@ class PortableProcessBackend(Backend):
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._shares: dict[int, Sequence[int]] = {}
         most = GENERATIONS * len(shares)
         try:
             self._status_view = memoryview(self._status.allocate(most * WorkerStatus.NBYTES))
@@ -95,21 +93,14 @@ class PortableProcessBackend(Backend):
             self.stop(0.0)
             raise
 
-    def _started(self, worker: int) -> _WorkerProcess:
-        status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
-        status[:] = bytes(WorkerStatus.NBYTES)
-        fds = [self._status.fd, self._records.fd]
-        share, folder = self._shares[worker], self.log_dir
-        process = _WorkerProcess(worker, share, WorkerStatus(status), fds, self._threads, self._events, folder)
-        self.statuses[worker] = process.status
-        return process
-
     def add(self, worker: int, share: Sequence[int]) -> None:
         if not self._open:
             return  # closed meanwhile by a signal handler
-        self._shares[worker] = share
-        self._workers[worker] = process = self._started(worker)
-        process.lost = None  # `received` skips its first message
+        status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
+        status[:] = bytes(WorkerStatus.NBYTES)
+        fds = [self._status.fd, self._records.fd]
+        self._workers[worker] = _WorkerProcess(worker, share, fds, self._threads, self._events, self.log_dir)
+        self.statuses[worker] = WorkerStatus(status)
 
     def remove(self, worker: int, *, kill: bool) -> bool:
         if not self._open:
@@ -120,7 +111,7 @@ class PortableProcessBackend(Backend):
         _end([process])
         process.hang_up()
         process.free()
-        del self._workers[worker], self._shares[worker]
+        del self._workers[worker]
         return True
 
     def memory(self, worker: int) -> int | None:
@@ -142,11 +133,7 @@ class PortableProcessBackend(Backend):
         _end([old])
         old.hang_up()
         old.free()
-        self._workers[worker] = process = self._started(worker)
-        process.lost = None  # it starts while the others go on; its requests wait, and `wait` reports it if it dies
-
-    def allocate(self, layout: Layout) -> Any:
-        return self._records.allocate(layout.nbytes)
+        self.add(worker, old.share)  # it starts while the others go on; `wait` reports it if it dies
 
     def extend(self, nbytes: int) -> Any:
         return self._records.allocate(nbytes)
@@ -200,7 +187,7 @@ class PortableProcessBackend(Backend):
                 _wait_for_ends(workers, timeout)
                 for index, worker in self._workers.items():
                     if timeout >= reports.WARNS_AFTER_S and worker.exitcode() is None:
-                        text = reports.still_running(index, self._shares[index], timeout, worker.stack())
+                        text = reports.still_running(index, worker.share, timeout, worker.stack())
                         reports.logger.warning("%s", text)
                 _end(workers, signal.SIGTERM, _TERMINATED_WITHIN_S)
             return [index for index, worker in self._workers.items() if worker.exitcode() is None]
@@ -227,22 +214,22 @@ class _WorkerProcess:
         self,
         worker: int,
         share: Sequence[int],
-        status: WorkerStatus,
         fds: Sequence[int],
         threads: int | None,
         events: SimpleQueue[bool],
         log_dir: Path | None,
     ) -> None:
         fill_standard()  # else what is opened here may get the numbers of closed standard streams
-        self._worker, self.status, self._events = worker, status, events
+        self._worker, self.share, self._events = worker, share, events
         self.expected = 0  # how many requests it has not replied to
-        self.lost: Lost | None = _UNKNOWN  # how it died; None while it lives and has started
+        self.lost: Lost | None = None  # how it died; None while it lives
         self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
         self._replies: SimpleQueue[Any] = SimpleQueue()  # None: the worker has hung up
         self._crash_file = CrashFile()
         self._connection, theirs = multiprocessing.Pipe()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
-        with contextlib.ExitStack() as on_error, theirs, WorkerLog(log_dir, worker, share) as self.log:
+        self.log = WorkerLog(log_dir, worker, share)
+        with contextlib.ExitStack() as on_error, theirs, contextlib.closing(self.log):
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
             handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
@@ -294,7 +281,6 @@ class _WorkerProcess:
         while True:
             with contextlib.suppress(Empty):
                 if self._replies.get(timeout=_TICK_S) == _STARTED:
-                    self.lost = None
                     return
                 _wait_for_ends([self], _DIES_WITHIN_S)
             if (exitcode := self.exitcode()) is not None:
@@ -320,7 +306,7 @@ class _WorkerProcess:
             if reply is None:
                 self.lost = self._manner_of_death()
                 break
-            if reply == _STARTED:  # a replacement, for which nobody waits
+            if reply == _STARTED:  # of one that was added later, for which nobody waits
                 continue
             replies.append(reply)
             self.expected -= reply.last

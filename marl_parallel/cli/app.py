@@ -303,11 +303,6 @@ def replay(
 
     [bold]Example[/bold]:  marl-parallel replay marl_parallel-replays/env-3-20260131-120000-4711-0.replay --pdb
     """
-    try:
+    with short_errors(debug, replaying.Outcome.UNUSABLE):
         outcome = replaying.replay(file, debugger=debugger, until=until, timeout=timeout, in_process=in_process)
-    except CommandError as error:
-        if debug:
-            raise
-        typer.echo(f"error: {error}\nhint: {error.args[1]}", err=True)
-        outcome = replaying.Outcome.UNUSABLE
     raise typer.Exit(int(outcome))

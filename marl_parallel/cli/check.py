@@ -26,7 +26,6 @@ import itertools
 import math
 import os
 import pickle
-import random
 import re
 import sys
 import threading
@@ -54,6 +53,7 @@ from marl_parallel.adapters import AgentID, InvalidAgents, MultiAgentEnv, NotAnE
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
 from marl_parallel.cli.target import DEBUG_HINT, CommandError, constructor_of, in_brief
+from marl_parallel.core import generators
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.construction import construct_one
 from marl_parallel.core.episode import Episode
@@ -66,6 +66,7 @@ from marl_parallel.core.transition import ALL, Transition, is_empty_info
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.parallel_env import START_TIMEOUT_S, ParallelEnv
 from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
+from marl_parallel.vector.rows import bounds
 
 SEED = 42
 AFTER = -1  # the key, in place of an environment's number, of the trace of a second, unseeded episode
@@ -177,6 +178,9 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "random of the process": (Question.DETERMINISM, PROBLEM,
         "two runs with the same seed and actions differ: {where}",
         f"{_IN_RESET}, not from `random` or `np.random`, which belong to the whole process, and sort sets"),
+    "process-wide generators": (Question.DETERMINISM, REMARK,
+        "it draws from, or seeds, {names}, which all environments of a process share",
+        f"pass isolate_rng=True to ParallelEnv, so that each environment has states of its own; or {_IN_RESET}"),
     "random without a seed": (Question.DETERMINISM, PROBLEM,
         "an episode that begins with a seed can be repeated, but one that begins without, as after an automatic "
         "reset, cannot: two runs with the same seed and actions differ from {where} on",
@@ -393,6 +397,7 @@ class Probe:
     def __init__(self, job: Job) -> None:
         self.job, self.result = job, Examination(job.environment)  # the results since the last `advance`
         self.elapsed_s = 0.0  # of the latest call of the simulator
+        self.seeded: dict[str, int] = {}  # the `fingerprints` of process-wide generators before the latest constructor
         self._pid, self._kinds = os.getpid(), set[str]()
         self._steps = self._run()
         with open(os.devnull, "wb") as null:  # nothing that simulators print is shown
@@ -630,6 +635,10 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     solo.inspect = inspect
     trace = yield from again(probe, constructor, solo, job.seconds)
     solo.inspect = None
+    drawn = [name for name, state in generators.fingerprints().items() if probe.seeded[name] != state]
+    probe.result.facts["generators"] = drawn
+    if drawn:
+        probe.find("process-wide generators", names=" and ".join(drawn))
     probe.result.facts |= {"steps": sum(is_step for is_step, _ in trace)}
     probe.result.facts |= {f"{part}_types": sorted(names) for part, names in types.items()}
     probe.result.checked.add(Question.SPACES)
@@ -660,11 +669,15 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
 def _construct(probe: Probe, constructor: Constructor, env_id: int = 0) -> Steps:
     """Construct an environment; returns a `Solo`."""
     seed = SEED + env_id
-    random.seed(seed + 1_000_003 * probe.job.generators)
-    np.random.seed(seed + 1_000_003 * probe.job.generators)
+    of_process = seed + 1_000_003 * probe.job.generators
+    generators.seed_generators(of_process)
+    seeded = generators.fingerprints()
     make = functools.partial(construct_one, constructor, seed=seed, env_id=env_id)
     simulator = yield from probe.calling("the constructor", make)
     construct_s = probe.elapsed_s
+    if "torch" not in seeded:  # it may have been loaded
+        generators.seed_torch(of_process)
+    probe.seeded = {**generators.fingerprints(), **seeded}
     yield probe.job.doing("reading its spaces")
     try:
         env = probe.call(lambda: adapt(simulator))
@@ -964,11 +977,7 @@ def _array_mismatch(value: Any, space: Any) -> tuple[str, str, Severity] | None:
         return f"has dtype {array.dtype}, but its space says {space.dtype}", advice, severity
     if array.dtype.kind == "f" and np.isnan(array).any():
         return "contains NaN", "find where it comes from, such as a division by zero", PROBLEM
-    if isinstance(space, spaces.Box):
-        low, high = space.low, space.high
-    else:
-        low = np.broadcast_to(getattr(space, "start", 0), array.shape)
-        high = low + (space.nvec - 1 if isinstance(space, spaces.MultiDiscrete) else 1)
+    low, high = (np.broadcast_to(bound, array.shape) for bound in bounds(space))
     outside = np.argwhere((array < low) | (array > high))
     if not len(outside):
         return None
@@ -1091,6 +1100,8 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
             ((_, third),) = run_probes([again], 1, on_start)
             of_process = third.traces and _difference(first, third.traces) is None
             name = "random of the process" if of_process else "random without a seed" if unseeded else "random"
+            if of_process and facts["generators"]:
+                where += f"; it uses {' and '.join(facts['generators'])}"
             finding = _finding(name, where=where)
             if not facts["takes_seed"]:
                 finding = finding._replace(advice=f"let `reset` take a `seed`; {finding.advice}")
@@ -1102,6 +1113,9 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
         for env_id in first.keys() & together.keys():
             if (difference := first_difference(first[env_id], together[env_id])) is not None:
                 finding = _finding("shared", env_id=env_id, where=difference[1])
+                if facts.get("generators"):
+                    names = " and ".join(facts["generators"])
+                    finding = finding._replace(advice=f"it uses {names}: pass isolate_rng=True; {finding.advice}")
                 result.add([finding._replace(question=question)])
                 break
     if p99_s > max(5 * step_s, 1e-3):

@@ -125,23 +125,21 @@ def plain_loop(envs: Sequence[Any], adapted: MultiAgentEnv) -> StepAll:
     first = [env.reset(**({"seed": 42 + i} if seeded else {})) for i, env in enumerate(envs)]
     if isinstance(adapted, TupleEnv):
         return functools.partial(_step_tuples, envs, adapted.sequence)
-    follow = _follow_dicts
+    step: Callable[[Sequence[Any], Sequence[Actions]], object]
     if isinstance(adapted, TurnBasedAECEnv):
-        follow, first = _follow_turns, [*map(_turn, envs)]
+        follow, step, first = _follow_turns, _step_turns, [*map(_turn, envs)]
     elif isinstance(adapted, GymnasiumEnv):
-        follow, first = _follow_gymnasium, [({"agent_0": seen}, {"agent_0": info}) for seen, info in first]
+        follow, step = _follow_gymnasium, _step_gymnasium
+        first = [({"agent_0": seen}, {"agent_0": info}) for seen, info in first]
     elif adapted.rules is Rules.PETTINGZOO:
-        follow = _follow_pettingzoo
+        follow, step = _follow_pettingzoo, _step_pettingzoo
+    else:
+        acting = [list(observations) for observations, _ in first]
+        follow, step = _follow_dicts, functools.partial(_step_dicts, acting)
     if any(mask is not None for seen, infos in first for mask in _masks(seen, infos).values()):
         samplers = [ActionSampler(adapted.action_spaces, (42 + i, i)) for i in range(len(envs))]
         return functools.partial(_step_by_masks, envs, follow, first, samplers)
-    if isinstance(adapted, TurnBasedAECEnv):
-        return functools.partial(_step_turns, envs)
-    if isinstance(adapted, GymnasiumEnv):
-        return functools.partial(_step_gymnasium, envs)
-    if adapted.rules is Rules.PETTINGZOO:
-        return functools.partial(_step_pettingzoo, envs)
-    return functools.partial(_step_dicts, envs, [list(observations) for observations, _ in first])
+    return functools.partial(step, envs)
 
 
 def _masks(observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -223,7 +221,7 @@ def _step_tuples(envs: Sequence[Any], sequence: Callable[[Iterable[Any]], Any], 
             env.reset()
 
 
-def _step_dicts(envs: Sequence[Any], acting: list[list[Any]], batch: Sequence[Actions]) -> None:
+def _step_dicts(acting: list[list[Any]], envs: Sequence[Any], batch: Sequence[Actions]) -> None:
     for i, (env, actions) in enumerate(zip(envs, batch, strict=True)):
         observations, _, terminateds, truncateds, _ = env.step(_of(actions, acting[i]))
         if type(terminateds) is bool:  # one flag for all agents

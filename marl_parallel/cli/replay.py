@@ -10,24 +10,23 @@ from __future__ import annotations
 import bdb
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import pdb
 import random
-import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema, adapt
-from marl_parallel.cli.target import CommandError, in_brief
+from marl_parallel.cli.target import CommandError, in_brief, short_errors
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode, derived_seed
@@ -39,8 +38,7 @@ from marl_parallel.core.reports import manner_of_death
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import WorkerStatus
 
-_ENDED = "ended"
-_CHILD = "import sys; from marl_parallel.cli.replay import child; child(*sys.argv[1:])"
+_NOT_BEGUN, _ENDED = -1, -2  # in place of the step that runs
 _GIL_HELD_S = 1.0
 """After a timeout, how long a Python thread has to report it before a native one does."""
 
@@ -83,36 +81,33 @@ def _here(run: _Run) -> Outcome:
 
 def _in_child(path: Path, crash: Crash, until: int | None, timeout: float | None) -> Outcome:
     """Replay in a child process, and report its death."""
-    with tempfile.TemporaryDirectory() as folder:
-        progress = Path(folder) / "progress"
-        progress.touch()
-        given = ["" if value is None else str(value) for value in (until, timeout)]
-        command = [sys.executable, "-c", _CHILD, str(path.absolute()), str(progress), *given]
-        try:
-            exitcode = subprocess.call(command)
-        except KeyboardInterrupt:
-            return Outcome.INTERRUPTED
-        last = ["", *progress.read_text().split()][-1]
-    if last == _ENDED:
-        return Outcome(exitcode)
-    if not last:
+    spawning = multiprocessing.get_context("spawn")
+    progress = spawning.RawValue("q", _NOT_BEGUN)
+    child = spawning.Process(target=_child, args=(path, until, timeout, progress))
+    child.start()
+    try:
+        child.join()
+    except KeyboardInterrupt:
+        child.join(0.25)
+        child.kill()
+        return Outcome.INTERRUPTED
+    assert child.exitcode is not None
+    if progress.value == _ENDED:
+        return Outcome(child.exitcode)
+    if progress.value == _NOT_BEGUN:
         print("the process died before the first reset")
         return Outcome.UNUSABLE
-    how = f"the process died ({manner_of_death(Lost(exitcode, ''))[0]})"
-    return _compared(how, int(last), crash)
+    how = f"the process died ({manner_of_death(Lost(child.exitcode, ''))[0]})"
+    return _compared(how, progress.value, crash)
 
 
-def child(path: str, progress: str, until: str, timeout: str) -> None:
-    """The main function of the child process: its progress is a line for each step, and one when it ends by itself."""
-    with open(progress, "w", buffering=1) as file:
-        run = _Run(
-            read_crash(Path(path)), False, int(until) if until else None, float(timeout) if timeout else None, file
-        )
-        try:
+def _child(path: Path, until: int | None, timeout: float | None, progress: Any) -> None:
+    """The main function of the child process; `progress` has the step that runs, or `_ENDED` if it ends by itself."""
+    run = _Run(read_crash(path), False, until, timeout, progress)
+    try:
+        with short_errors(False, Outcome.UNUSABLE):
             outcome = _here(run)
-        except CommandError as error:
-            print(f"error: {error}\nhint: {error.args[1]}", file=sys.stderr)
-            outcome = Outcome.UNUSABLE
+    finally:
         run.note(_ENDED)
     sys.exit(outcome)
 
@@ -157,7 +152,7 @@ class _Run:
     """One replay; `step` is the one that runs."""
 
     def __init__(
-        self, crash: Crash, debugger: bool, until: int | None, timeout: float | None, progress: IO[str] | None = None
+        self, crash: Crash, debugger: bool, until: int | None, timeout: float | None, progress: Any = None
     ) -> None:
         self.crash, self.debugger, self.until, self.timeout = crash, debugger, until, timeout
         self._progress = progress
@@ -205,10 +200,10 @@ class _Run:
         )
         return Outcome.DIFFERENT
 
-    def note(self, line: str | int) -> None:
-        """Write a line for the process that waits for this one, if there is one."""
+    def note(self, step: int) -> None:
+        """Note the step that runs for the process that waits for this one, if there is one."""
         if self._progress is not None:
-            self._progress.write(f"{line}\n")
+            self._progress.value = step
 
     def _made(self) -> tuple[Episode, list[dict[Any, Any]], Any, TransitionRecords]:
         """The environment, and what is unpickled from the file, as `Worker` does it."""

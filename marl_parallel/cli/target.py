@@ -42,8 +42,8 @@ def in_brief(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def short_errors(debug: bool) -> Iterator[None]:
-    """Report an exception of the block in two lines on standard error, and exit with status 1.
+def short_errors(debug: bool, status: int = 1) -> Iterator[None]:
+    """Report an exception of the block in two lines on standard error, and exit with this status.
 
     With `debug`, exceptions pass through with their traceback.
     """
@@ -57,7 +57,7 @@ def short_errors(debug: bool) -> Iterator[None]:
             raise
         hint = error.args[1] if isinstance(error, CommandError) else f"{_EXITS}; {DEBUG_HINT}" if exits else DEBUG_HINT
         print(f"error: {in_brief(error)}\nhint: {hint}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(status) from None
 
 
 @contextlib.contextmanager

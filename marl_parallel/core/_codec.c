@@ -22,6 +22,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
 #define NPY_TARGET_VERSION NPY_1_22_API_VERSION
 #include <numpy/arrayobject.h>
@@ -39,28 +40,19 @@ typedef enum { FAILED = -1, LEFT = 0, DONE = 1, DONE_BUT_INFOS = 2 } Outcome;
 
 typedef enum { ARRAY, NUMBER, DICT, TUPLE } Kind;
 
-/* A column, or the part of a tree of columns: see `columns.py`. */
+/* Where the value of an agent is, or a part of it: see the `form` of columns in `columns.py`. */
 typedef struct Node {
     Kind kind;
-    Py_ssize_t offset;         /* of the first row, in each record */
-    Py_ssize_t nbytes;         /* ARRAY: of one row */
+    Py_ssize_t offset;         /* in each record */
+    Py_ssize_t tag;            /* NUMBER: likewise, of its tag */
+    Py_ssize_t nbytes;         /* ARRAY */
     PyArray_Descr *dtype;      /* ARRAY */
-    PyObject *shape;           /* ARRAY: a tuple */
     int ndim;                  /* ARRAY */
     npy_intp *dims;            /* ARRAY */
-    Py_ssize_t rows;           /* NUMBER: the tags follow so many numbers */
     Py_ssize_t size;           /* DICT, TUPLE */
     PyObject *keys;            /* DICT: a tuple */
     struct Node *parts;        /* DICT, TUPLE */
 } Node;
-
-/* The values of all agents, such as their observations. */
-typedef struct {
-    Py_ssize_t count;          /* of groups */
-    Node *groups;
-    Node **node;               /* by agent: the column, and the row in it; NULL if not all agents have one */
-    Py_ssize_t *row;
-} Columns;
 
 typedef struct {
     PyObject_HEAD
@@ -69,21 +61,19 @@ typedef struct {
     Py_ssize_t stride, records, n;
     PyObject *agents;          /* a tuple */
     PyObject *all;             /* "__all__" */
-    Columns actions, observations;
+    Node *actions, *observations; /* by agent; NULL if not all agents have one */
     Py_ssize_t action_header, header; /* offsets in a record */
     Py_ssize_t infos, infos_nbytes;   /* the area for infos; no bytes if they are always pickled */
     PyObject *number_types, *reward_types; /* tuples of types, by tag */
     Py_ssize_t floats;         /* so many of the reward types are floats; the others are integers */
-    PyObject *np_bool;         /* the type */
     PyObject *np_false;
-    PyObject *no_values, *no_flags, *no_np_flags, *only_all; /* dicts, copied for each environment */
-    int everywhere, infos_bit, flag_bits, acting_bit; /* the presence of an agent in a plain transition; its bits */
+    PyObject *no_values, *no_flags, *no_np_flags, *only_all; /* dicts, of which each environment gets copies */
     int64_t step_activity;
     PyObject **values;         /* of one dict, by agent */
     PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
     double *rewards;
     PyObject *totals_array;    /* None, or what plain transitions that are read are added to: */
-    double *totals;            /* by record, the sum of each agent's rewards and the number of steps; NULL for None */
+    double *totals;            /* by record: each agent's sum of rewards, and steps; all steps. NULL for None */
     double inside;             /* seconds in simulators since the last `sums` */
     long long steps;
     Py_ssize_t place;          /* of `run`: the environment that it is at */
@@ -92,6 +82,7 @@ typedef struct {
 /* As in `records.py`. */
 enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, UNKNOWN = 0xC4 };
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
+enum { FLAG_BITS = 12, INFOS_BIT = 16, ACTING_BIT = 64, EVERYWHERE = 127 };
 enum { SOME = 0, ALL_IN_ORDER = 1 };
 enum { NP_FALSE_CODE = 2, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
@@ -219,11 +210,11 @@ static Outcome integer_of(PyObject *value, long long *number) {
     return DONE;
 }
 
-static Outcome write_value(const Codec *codec, const Node *node, char *record, Py_ssize_t row, PyObject *value) {
+static Outcome write_value(const Codec *codec, const Node *node, char *record, PyObject *value) {
     Outcome outcome = DONE;
     switch (node->kind) {
     case ARRAY:
-        return write_array(codec, node, record + node->offset + row * node->nbytes, value);
+        return write_array(codec, node, record + node->offset, value);
     case NUMBER: {
         int tag = tag_of(codec->number_types, value);
         long long number;
@@ -232,8 +223,8 @@ static Outcome write_value(const Codec *codec, const Node *node, char *record, P
         outcome = scalar == NULL ? FAILED : integer_of(scalar, &number);
         Py_XDECREF(scalar);
         if (outcome != DONE) return outcome;
-        ((int64_t *)(record + node->offset))[row] = number;
-        record[node->offset + 8 * node->rows + row] = (char)tag;
+        *(int64_t *)(record + node->offset) = number;
+        record[node->tag] = (char)tag;
         return DONE;
     }
     case DICT:
@@ -242,14 +233,14 @@ static Outcome write_value(const Codec *codec, const Node *node, char *record, P
             PyObject *part = PyDict_GetItemWithError(value, PyTuple_GetItem(node->keys, i));
             if (part == NULL) return PyErr_Occurred() ? FAILED : LEFT;
             Py_INCREF(part);
-            outcome = write_value(codec, &node->parts[i], record, row, part);
+            outcome = write_value(codec, &node->parts[i], record, part);
             Py_DECREF(part);
         }
         return outcome;
     case TUPLE:
         if (!PyTuple_CheckExact(value) || PyTuple_Size(value) != node->size) return LEFT;
         for (Py_ssize_t i = 0; i < node->size && outcome == DONE; i++)
-            outcome = write_value(codec, &node->parts[i], record, row, PyTuple_GetItem(value, i));
+            outcome = write_value(codec, &node->parts[i], record, PyTuple_GetItem(value, i));
         return outcome;
     }
     return LEFT;
@@ -270,24 +261,22 @@ static PyObject *read_reward(const Codec *codec, double number, int tag) {
 }
 
 /* One value as a new object: arrays in memory of their own, or views of the block. */
-static PyObject *read_value(const Codec *codec, const Node *node, char *record, Py_ssize_t row, int copy) {
+static PyObject *read_value(const Codec *codec, const Node *node, char *record, int copy) {
     switch (node->kind) {
     case ARRAY: {
-        char *data = record + node->offset + row * node->nbytes;
+        char *data = record + node->offset;
         if (!copy) return view_of(codec->block, node, data);
         Py_INCREF(node->dtype);
         PyObject *array = PyArray_NewFromDescr(&PyArray_Type, node->dtype, node->ndim, node->dims, NULL, NULL, 0, NULL);
         if (array != NULL) memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)node->nbytes);
         return array;
     }
-    case NUMBER: {
-        unsigned char tag = (unsigned char)record[node->offset + 8 * node->rows + row];
-        return read_number(codec, ((int64_t *)(record + node->offset))[row], tag);
-    }
+    case NUMBER:
+        return read_number(codec, *(int64_t *)(record + node->offset), (unsigned char)record[node->tag]);
     case DICT: {
         PyObject *dict = PyDict_New();
         for (Py_ssize_t i = 0; dict != NULL && i < node->size; i++) {
-            PyObject *part = read_value(codec, &node->parts[i], record, row, copy);
+            PyObject *part = read_value(codec, &node->parts[i], record, copy);
             if (part == NULL || PyDict_SetItem(dict, PyTuple_GetItem(node->keys, i), part) < 0) Py_CLEAR(dict);
             Py_XDECREF(part);
         }
@@ -296,7 +285,7 @@ static PyObject *read_value(const Codec *codec, const Node *node, char *record, 
     case TUPLE: {
         PyObject *tuple = PyTuple_New(node->size);
         for (Py_ssize_t i = 0; tuple != NULL && i < node->size; i++) {
-            PyObject *part = read_value(codec, &node->parts[i], record, row, copy);
+            PyObject *part = read_value(codec, &node->parts[i], record, copy);
             if (part == NULL || PyTuple_SetItem(tuple, i, part) < 0) Py_CLEAR(tuple);
         }
         return tuple;
@@ -624,13 +613,13 @@ static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag, 
     return outcome;
 }
 
-/* Write the values of a dict of all agents into their columns. After LEFT, some may have been written. */
-static Outcome write_values(const Codec *codec, const Columns *columns, char *record, PyObject *dict) {
+/* Write the values of a dict of all agents into a record. After LEFT, some may have been written. */
+static Outcome write_values(const Codec *codec, const Node *nodes, char *record, PyObject *dict) {
     Outcome outcome = values_in_order(codec, dict, codec->values, keys_of(codec, record));
     if (outcome != DONE) return outcome;
     for (Py_ssize_t i = 0; i < codec->n; i++) Py_INCREF(codec->values[i]); /* a cast may warn, which may run any code */
     for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++)
-        outcome = write_value(codec, columns->node[i], record, columns->row[i], codec->values[i]);
+        outcome = write_value(codec, &nodes[i], record, codec->values[i]);
     for (Py_ssize_t i = 0; i < codec->n; i++) Py_DECREF(codec->values[i]);
     return outcome;
 }
@@ -639,7 +628,7 @@ static Outcome write_values(const Codec *codec, const Columns *columns, char *re
 static Outcome write_transition(const Codec *codec, char *record, PyObject *dicts, Py_ssize_t turn) {
     Outcome outcome;
     int flag_code = -1, only_all = 0, tag;
-    if (!PyTuple_CheckExact(dicts) || PyTuple_Size(dicts) != 5 || codec->observations.node == NULL) return LEFT;
+    if (!PyTuple_CheckExact(dicts) || PyTuple_Size(dicts) != 5 || codec->observations == NULL) return LEFT;
     PyObject *terminateds = PyTuple_GetItem(dicts, 2), *truncateds = PyTuple_GetItem(dicts, 3);
     PyObject *infos = PyTuple_GetItem(dicts, 4), **keys = keys_of(codec, record);
     if ((outcome = check_flags(codec, terminateds, &flag_code, &only_all, keys)) != DONE) return outcome;
@@ -657,7 +646,7 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     }
     if (are_empty && !of_agents && !none) return LEFT;
     if ((outcome = convert_rewards(codec, PyTuple_GetItem(dicts, 1), &tag, keys)) != DONE) return outcome;
-    if ((outcome = write_values(codec, &codec->observations, record, PyTuple_GetItem(dicts, 0))) != DONE)
+    if ((outcome = write_values(codec, codec->observations, record, PyTuple_GetItem(dicts, 0))) != DONE)
         return outcome;
     char *header = record + codec->header;
     volatile uint64_t *word = (volatile uint64_t *)header;
@@ -678,9 +667,9 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
             memset(next, flag_code, n);
             next[n] = 0;
         }
-        int presence = codec->everywhere & ~(are_empty && !none ? 0 : codec->infos_bit);
-        if (only_all) presence &= ~codec->flag_bits;
-        memset(next, turn ? presence & ~codec->acting_bit : presence, n);
+        int presence = EVERYWHERE & ~(are_empty && !none ? 0 : INFOS_BIT);
+        if (only_all) presence &= ~FLAG_BITS;
+        memset(next, turn ? presence & ~ACTING_BIT : presence, n);
         if (turn) next[turn - 1] = (char)presence;
         *word = code;
     }
@@ -698,10 +687,10 @@ static void set_value(const Codec *codec, PyObject **dict, Py_ssize_t agent, PyO
     Py_XDECREF(value);
 }
 
-static PyObject *read_values(const Codec *codec, const Columns *columns, char *record, int copy) {
+static PyObject *read_values(const Codec *codec, const Node *nodes, char *record, int copy) {
     PyObject *dict = new_dict(codec);
     for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
-        set_value(codec, &dict, i, read_value(codec, columns->node[i], record, columns->row[i], copy));
+        set_value(codec, &dict, i, read_value(codec, &nodes[i], record, copy));
     return dict;
 }
 
@@ -741,7 +730,7 @@ static Outcome write_turn(const Codec *codec, char *record, PyObject *dict, Py_s
     PyObject *value = PyDict_GetItemWithError(dict, PyTuple_GetItem(codec->agents, agent));
     if (value == NULL) return PyErr_Occurred() ? FAILED : LEFT;
     Py_INCREF(value);
-    Outcome outcome = write_value(codec, codec->actions.node[agent], record, codec->actions.row[agent], value);
+    Outcome outcome = write_value(codec, &codec->actions[agent], record, value);
     Py_DECREF(value);
     if (outcome != DONE) return outcome;
     header[0] = SOME;
@@ -761,7 +750,7 @@ static PyObject *codec_write(PyObject *self, PyObject *args) {
     if (turn_bytes != Py_None && PyBytes_AsStringAndSize(turn_bytes, &all_turns, &turns) < 0) return NULL;
     turns /= (Py_ssize_t)sizeof(int32_t);
     Py_ssize_t size = PyTuple_Size(env_ids);
-    if (codec->actions.node == NULL) return PyLong_FromSsize_t(place);
+    if (codec->actions == NULL) return PyLong_FromSsize_t(place);
     for (; place < size; place++) {
         Py_ssize_t number;
         char *record = record_of(codec, PyTuple_GetItem(env_ids, place), &number);
@@ -775,7 +764,7 @@ static PyObject *codec_write(PyObject *self, PyObject *args) {
         PyObject *of_env = PySequence_GetItem(actions, place);
         if (of_env == NULL) return NULL;
         Outcome outcome = turn > 0 ? write_turn(codec, record, of_env, turn, all_count)
-                                   : write_values(codec, &codec->actions, record, of_env);
+                                   : write_values(codec, codec->actions, record, of_env);
         Py_DECREF(of_env);
         if (outcome == FAILED) {
             if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL; /* Ctrl-C */
@@ -797,9 +786,9 @@ static PyObject *pickled_infos(PyObject *extras, PyObject *env_id) {
 /* Add the rewards of a plain record, and one step, to its totals. */
 static void add_totals(const Codec *codec, Py_ssize_t number) {
     const double *rewards = (const double *)(codec->base + number * codec->stride + codec->header + 8);
-    double *totals = codec->totals + number * (codec->n + 1);
+    double *totals = codec->totals + number * (2 * codec->n + 1);
     for (Py_ssize_t i = 0; i < codec->n; i++) totals[i] += rewards[i];
-    totals[codec->n] += 1;
+    for (Py_ssize_t i = codec->n; i <= 2 * codec->n; i++) totals[i] += 1;
 }
 
 /* Put the five dicts of one record into the lists, or only infos that are not all empty; LEFT if it is not plain. */
@@ -836,7 +825,7 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     }
     PyObject *no_flags = code & ONLY_ALL ? codec->only_all : flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {
-        read_values(codec, &codec->observations, record, copy), NULL, NULL, NULL, infos,
+        read_values(codec, codec->observations, record, copy), NULL, NULL, NULL, infos,
     };
     if (dicts[0] != NULL) dicts[1] = read_rewards(codec, rewards, tag);
     if (dicts[1] != NULL) dicts[2] = PyDict_Copy(no_flags);
@@ -874,7 +863,7 @@ static PyObject *codec_read(PyObject *self, PyObject *args) {
     for (Py_ssize_t place = 0; place < size; place++) {
         Outcome outcome = LEFT;
         turn = 0;
-        if (codec->observations.node != NULL)
+        if (codec->observations != NULL)
             outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, only_infos, lists, place, &turn,
                                   &has_mask);
         if (outcome == FAILED) goto failed;
@@ -942,13 +931,12 @@ static PyObject *codec_put_infos(PyObject *self, PyObject *args) {
 
 /* The actions of a record; NULL without an error if some agents have no column. */
 static PyObject *read_actions(const Codec *codec, char *record) {
-    const Columns *columns = &codec->actions;
     const char *header = record + codec->action_header;
-    if (columns->node == NULL) return NULL;
-    if (header[0] == ALL_IN_ORDER) return read_values(codec, columns, record, 1);
+    if (codec->actions == NULL) return NULL;
+    if (header[0] == ALL_IN_ORDER) return read_values(codec, codec->actions, record, 1);
     PyObject *dict = PyDict_New();
     for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
-        if (header[1 + i]) set_value(codec, &dict, i, read_value(codec, columns->node[i], record, columns->row[i], 1));
+        if (header[1 + i]) set_value(codec, &dict, i, read_value(codec, &codec->actions[i], record, 1));
     return dict;
 }
 
@@ -1077,138 +1065,95 @@ static PyObject *codec_sums(PyObject *self, PyObject *Py_UNUSED(ignored)) {
     return Py_BuildValue("(dL)", inside, steps);
 }
 
-static PyObject *codec_place(PyObject *self, void *Py_UNUSED(closure)) {
-    return PyLong_FromSsize_t(((Codec *)self)->place);
-}
-
 /* -- construction ------------------------------------------------------------------------------------------------- */
 
-static void free_node(Node *node) {
-    Py_XDECREF(node->dtype);
-    Py_XDECREF(node->shape);
-    Py_XDECREF(node->keys);
-    PyMem_Free(node->dims);
-    for (Py_ssize_t i = 0; node->parts != NULL && i < node->size; i++) free_node(&node->parts[i]);
-    PyMem_Free(node->parts);
+static void free_nodes(Node *nodes, Py_ssize_t size) {
+    for (Py_ssize_t i = 0; nodes != NULL && i < size; i++) {
+        Py_XDECREF(nodes[i].dtype);
+        Py_XDECREF(nodes[i].keys);
+        PyMem_Free(nodes[i].dims);
+        free_nodes(nodes[i].parts, nodes[i].size);
+    }
+    PyMem_Free(nodes);
 }
 
-/* Build a node from the form of a column: see `columns.py`. */
+static int build_node(Node *node, PyObject *form);
+
+/* Build a node from each form of a tuple. */
+static int build_nodes(Node **nodes, PyObject *forms) {
+    Py_ssize_t size = PyTuple_Size(forms);
+    if ((*nodes = PyMem_Calloc((size_t)size + 1, sizeof(Node))) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < size; i++)
+        if (build_node(*nodes + i, PyTuple_GetItem(forms, i)) < 0) return -1;
+    return 0;
+}
+
 static int build_node(Node *node, PyObject *form) {
     PyObject *kind = PyTuple_GetItem(form, 0), *parts = NULL;
     if (kind == NULL) return -1;
     if (PyUnicode_CompareWithASCIIString(kind, "array") == 0) {
         PyArray_Descr *dtype;
+        PyObject *shape;
         node->kind = ARRAY;
-        if (!PyArg_ParseTuple(form, "OnO!O!n", &kind, &node->offset, &PyArrayDescr_Type, &dtype, &PyTuple_Type,
-                              &node->shape, &node->nbytes)) {
-            node->shape = NULL;
+        if (!PyArg_ParseTuple(form, "OnO!O!n", &kind, &node->offset, &PyArrayDescr_Type, &dtype, &PyTuple_Type, &shape,
+                              &node->nbytes))
             return -1;
-        }
-        Py_INCREF(node->shape);
         Py_INCREF(dtype);
         node->dtype = dtype;
-        node->ndim = (int)PyTuple_Size(node->shape);
-        if ((node->dims = PyMem_Calloc((size_t)node->ndim + 1, sizeof(npy_intp))) == NULL) goto no_memory;
+        node->ndim = (int)PyTuple_Size(shape);
+        if ((node->dims = PyMem_Calloc((size_t)node->ndim + 1, sizeof(npy_intp))) == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
         for (int axis = 0; axis < node->ndim; axis++) {
-            node->dims[axis] = PyLong_AsSsize_t(PyTuple_GetItem(node->shape, axis));
+            node->dims[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
             if (node->dims[axis] == -1 && PyErr_Occurred()) return -1;
         }
         return 0;
     }
     if (PyUnicode_CompareWithASCIIString(kind, "number") == 0) {
         node->kind = NUMBER;
-        return PyArg_ParseTuple(form, "Onn", &kind, &node->offset, &node->rows) ? 0 : -1;
+        return PyArg_ParseTuple(form, "Onn", &kind, &node->offset, &node->tag) ? 0 : -1;
     }
-    if (PyUnicode_CompareWithASCIIString(kind, "dict") == 0) {
-        node->kind = DICT;
-        if (!PyArg_ParseTuple(form, "OO!O!", &kind, &PyTuple_Type, &node->keys, &PyTuple_Type, &parts)) {
-            node->keys = NULL;
-            return -1;
-        }
-        Py_INCREF(node->keys);
-    } else {
-        node->kind = TUPLE;
-        if (!PyArg_ParseTuple(form, "OO!", &kind, &PyTuple_Type, &parts)) return -1;
-    }
-    Py_ssize_t size = PyTuple_Size(parts);
-    if ((node->parts = PyMem_Calloc((size_t)size + 1, sizeof(Node))) == NULL) goto no_memory;
-    node->size = size;
-    for (Py_ssize_t i = 0; i < size; i++)
-        if (build_node(&node->parts[i], PyTuple_GetItem(parts, i)) < 0) return -1;
-    return 0;
-no_memory:
-    PyErr_NoMemory();
-    return -1;
-}
-
-/* Build columns from (forms of the groups, group of each agent, row of each agent); None if some agents have none. */
-static int build_columns(Columns *columns, PyObject *described, Py_ssize_t n) {
-    PyObject *forms, *groups, *rows;
-    if (described == Py_None) return 0;
-    if (!PyArg_ParseTuple(described, "O!O!O!", &PyTuple_Type, &forms, &PyTuple_Type, &groups, &PyTuple_Type, &rows))
-        return -1;
-    Py_ssize_t count = PyTuple_Size(forms);
-    if (PyTuple_Size(groups) != n || PyTuple_Size(rows) != n) {
-        PyErr_SetString(PyExc_ValueError, "expected a group and a row for each agent");
-        return -1;
-    }
-    columns->groups = PyMem_Calloc((size_t)count + 1, sizeof(Node));
-    columns->row = PyMem_Calloc((size_t)n + 1, sizeof(Py_ssize_t));
-    Node **nodes = PyMem_Calloc((size_t)n + 1, sizeof(Node *));
-    columns->node = nodes;
-    if (columns->groups == NULL || columns->row == NULL || nodes == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    while (columns->count < count) {
-        PyObject *form = PyTuple_GetItem(forms, columns->count);
-        if (build_node(&columns->groups[columns->count++], form) < 0) return -1;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        Py_ssize_t group = PyLong_AsSsize_t(PyTuple_GetItem(groups, i));
-        columns->row[i] = PyLong_AsSsize_t(PyTuple_GetItem(rows, i));
-        if (PyErr_Occurred()) return -1;
-        if (group < 0 || group >= count) {
-            PyErr_SetString(PyExc_IndexError, "there is no such group");
-            return -1;
-        }
-        nodes[i] = &columns->groups[group];
-    }
-    return 0;
-}
-
-static void free_columns(Columns *columns) {
-    for (Py_ssize_t i = 0; i < columns->count; i++) free_node(&columns->groups[i]);
-    PyMem_Free(columns->groups);
-    PyMem_Free(columns->node);
-    PyMem_Free(columns->row);
+    node->kind = PyUnicode_CompareWithASCIIString(kind, "dict") == 0 ? DICT : TUPLE;
+    PyObject *keys;
+    if (!PyArg_ParseTuple(form, "OO!O!", &kind, &PyTuple_Type, &keys, &PyTuple_Type, &parts)) return -1;
+    Py_INCREF(keys);
+    node->keys = keys;
+    node->size = PyTuple_Size(parts);
+    return build_nodes(&node->parts, parts);
 }
 
 PyDoc_STRVAR(codec_doc,
-    "Codec(block, stride, agents, all_key, headers, actions, observations, types, presence, activity, infos)\n--\n\n"
+    "Codec(block, stride, agents, all_key, headers, actions, observations, types, dicts, activity, infos, totals)\n--\n\n"
     "See `codec.py`, which makes the arguments of a layout.");
 
 static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     Codec *codec = (Codec *)self;
-    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *totals;
+    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *dicts[4], *totals;
     long long activity;
     if (codec->block != NULL || (keywords != NULL && PyDict_Size(keywords) > 0)) {
         PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(iiii)L(nn)O", &PyArray_Type, &block, &codec->stride,
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(O!O!O!O!)L(nn)O", &PyArray_Type, &block, &codec->stride,
                           &PyTuple_Type, &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
                           &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false,
-                          &codec->everywhere, &codec->infos_bit, &codec->flag_bits, &codec->acting_bit, &activity,
-                          &codec->infos, &codec->infos_nbytes, &totals))
+                          &PyDict_Type, &dicts[0], &PyDict_Type, &dicts[1], &PyDict_Type, &dicts[2], &PyDict_Type,
+                          &dicts[3], &activity, &codec->infos, &codec->infos_nbytes, &totals))
         return -1;
     codec->step_activity = activity;
     codec->n = PyTuple_Size(agents);
     codec->base = PyArray_DATA((PyArrayObject *)block);
     codec->records = codec->stride > 0 ? PyArray_SIZE((PyArrayObject *)block) / codec->stride : 0;
     PyObject **owned[] = {&codec->block, &codec->agents, &codec->all, &codec->number_types, &codec->reward_types,
-                          &codec->np_false, &codec->totals_array};
-    PyObject *objects[] = {block, agents, all, numbers, rewards, np_false, totals};
+                          &codec->np_false, &codec->no_values, &codec->no_flags, &codec->no_np_flags,
+                          &codec->only_all, &codec->totals_array};
+    PyObject *objects[] = {block, agents, all, numbers, rewards, np_false, dicts[0], dicts[1], dicts[2], dicts[3],
+                           totals};
     for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) {
         Py_INCREF(objects[i]);
         *owned[i] = objects[i];
@@ -1216,8 +1161,8 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     if (totals != Py_None) {
         PyArrayObject *array = (PyArrayObject *)totals;
         if (!PyArray_Check(totals) || PyArray_TYPE(array) != NPY_DOUBLE || !PyArray_ISCARRAY(array) ||
-            PyArray_SIZE(array) != codec->records * (codec->n + 1)) {
-            PyErr_SetString(PyExc_ValueError, "totals must be None or float64 (records, agents + 1), contiguous");
+            PyArray_SIZE(array) != codec->records * (2 * codec->n + 1)) {
+            PyErr_SetString(PyExc_ValueError, "totals must be None or float64 (records, 2 * agents + 1), contiguous");
             return -1;
         }
         codec->totals = PyArray_DATA(array);
@@ -1225,29 +1170,22 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     codec->values = PyMem_Calloc((size_t)codec->n + 1, sizeof(PyObject *));
     codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
     codec->keys = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, sizeof(PyObject *));
-    codec->no_values = PyDict_New();
-    codec->no_flags = PyDict_New();
-    codec->no_np_flags = PyDict_New();
-    codec->only_all = PyDict_New();
     if (codec->values == NULL || codec->rewards == NULL || codec->keys == NULL) {
         PyErr_NoMemory();
         return -1;
     }
-    if (codec->no_values == NULL || codec->no_flags == NULL || codec->no_np_flags == NULL || codec->only_all == NULL)
-        return -1;
-    for (Py_ssize_t i = 0; i < codec->n; i++) {
-        PyObject *agent = PyTuple_GetItem(agents, i);
-        if (PyDict_SetItem(codec->no_values, agent, Py_None) < 0 ||
-            PyDict_SetItem(codec->no_flags, agent, Py_False) < 0 ||
-            PyDict_SetItem(codec->no_np_flags, agent, np_false) < 0)
-            return -1;
-    }
-    if (PyDict_SetItem(codec->no_flags, all, Py_False) < 0 || PyDict_SetItem(codec->no_np_flags, all, Py_False) < 0 ||
-        PyDict_SetItem(codec->only_all, all, Py_False) < 0)
-        return -1;
     if (codec->n == 0) return 0; /* nothing is plain */
-    if (build_columns(&codec->actions, actions, codec->n) < 0) return -1;
-    return build_columns(&codec->observations, observations, codec->n);
+    Node **nodes[] = {&codec->actions, &codec->observations};
+    PyObject *forms[] = {actions, observations};
+    for (int i = 0; i < 2; i++) {
+        if (forms[i] == Py_None) continue;
+        if (!PyTuple_Check(forms[i]) || PyTuple_Size(forms[i]) != codec->n) {
+            PyErr_SetString(PyExc_ValueError, "expected a form for each agent");
+            return -1;
+        }
+        if (build_nodes(nodes[i], forms[i]) < 0) return -1;
+    }
+    return 0;
 }
 
 static void codec_dealloc(PyObject *self) {
@@ -1256,8 +1194,8 @@ static void codec_dealloc(PyObject *self) {
     PyObject *owned[] = {codec->block, codec->agents, codec->all, codec->number_types, codec->reward_types,
                          codec->np_false, codec->no_values, codec->no_flags, codec->no_np_flags, codec->only_all,
                          codec->totals_array};
-    free_columns(&codec->actions);
-    free_columns(&codec->observations);
+    free_nodes(codec->actions, codec->n);
+    free_nodes(codec->observations, codec->n);
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);
     for (Py_ssize_t i = 0; codec->keys != NULL && i < codec->records * codec->n; i++) Py_XDECREF(codec->keys[i]);
     PyMem_Free(codec->keys);
@@ -1278,9 +1216,9 @@ static PyMethodDef codec_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef codec_attributes[] = {
-    {"place", codec_place, NULL, "The place of the environment that `run` stepped last.", NULL},
-    {NULL, NULL, NULL, NULL, NULL},
+static PyMemberDef codec_members[] = {
+    {"place", T_PYSSIZET, offsetof(Codec, place), READONLY, "The place of the environment that `run` stepped last."},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot codec_slots[] = {
@@ -1289,7 +1227,7 @@ static PyType_Slot codec_slots[] = {
     {Py_tp_new, PyType_GenericNew},
     {Py_tp_dealloc, codec_dealloc},
     {Py_tp_methods, codec_methods},
-    {Py_tp_getset, codec_attributes},
+    {Py_tp_members, codec_members},
     {0, NULL},
 };
 

@@ -119,12 +119,12 @@ class Backend(ABC):
         At most `most_requests` requests and replies are in flight for one worker.
         """
 
-    @abstractmethod
     def allocate(self, layout: Layout) -> Any:
         """Return zeroed, writable memory for a layout; called once, before the first request that uses it.
 
         It stays readable for as long as anything refers to it, also after `stop`.
         """
+        return self.extend(layout.nbytes)
 
     def extend(self, nbytes: int) -> Any:
         """Return memory of this size, larger than that of `allocate`; only if `shares_memory`.

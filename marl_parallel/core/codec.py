@@ -40,14 +40,15 @@ def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool, totals: Any
     if Codec is None or not layout.agents:
         return None
 
-    def form(columns: AgentColumns) -> Any:
-        return columns.form if columns.agents == layout.agents else None
+    def forms(columns: AgentColumns) -> Any:
+        return columns.forms if columns.agents == layout.agents else None
 
     block = np.frombuffer(buffer, np.uint8, layout.nbytes)
     headers = layout.action_header, layout.transition_header
     types = NUMBER_TYPES, records.REWARD_TYPES, len(records.FLOATS), np.False_
-    presence = records.EVERYWHERE, records.BITS["infos"], records.FLAG_BITS, records.BITS["acting"]
-    columns = form(layout.actions), form(layout.observations)
+    columns = forms(layout.actions), forms(layout.observations)
     infos = layout.infos, layout.infos_nbytes if infos_in_block else 0
     agents, step = tuple(layout.agents), int(Activity.STEP)
-    return Codec(block, layout.stride, agents, ALL, headers, *columns, types, presence, step, infos, totals)
+    no_flags, no_np_flags = ({**dict.fromkeys(agents, false), ALL: False} for false in (False, np.False_))
+    dicts = dict.fromkeys(agents), no_flags, no_np_flags, {ALL: False}  # copied for each environment
+    return Codec(block, layout.stride, agents, ALL, headers, *columns, types, dicts, step, infos, totals)

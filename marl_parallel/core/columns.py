@@ -72,9 +72,11 @@ class ArrayColumn:
 
     def __init__(self, rows: int, dtype: np.dtype[Any], shape: tuple[int, ...], place: Place) -> None:
         self.rows, self.dtype, self.shape = rows, dtype, shape
-        nbytes = dtype.itemsize * math.prod(shape)
-        self.offset = place(rows * nbytes)
-        self.form = ("array", self.offset, dtype, shape, nbytes)
+        self._nbytes = dtype.itemsize * math.prod(shape)  # of one value
+        self.offset = place(rows * self._nbytes)
+
+    def form(self, row: int) -> tuple[Any, ...]:
+        return "array", self.offset + row * self._nbytes, self.dtype, self.shape, self._nbytes
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         self.array = over_records(buffer, starts, self.offset, self.dtype, (self.rows, *self.shape))
@@ -127,7 +129,9 @@ class NumberColumn:
     def __init__(self, rows: int, place: Place) -> None:
         self.rows = rows
         self.offset = place(9 * rows)
-        self.form = ("number", self.offset, rows)
+
+    def form(self, row: int) -> tuple[Any, ...]:
+        return "number", self.offset + 8 * row, self.offset + 8 * self.rows + row
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         self.array = over_records(buffer, starts, self.offset, np.int64, (self.rows,))
@@ -168,8 +172,10 @@ class TreeColumn:
         placed = {key: column_of(entries[key], rows, place) for key in sorted(entries, key=repr)}
         self._columns = {key: placed[key] for key in entries}
         self._is_dict = type(space) is spaces.Dict
-        forms = tuple([column.form for column in self._columns.values()])
-        self.form: tuple[Any, ...] = ("dict", tuple(entries), forms) if self._is_dict else ("tuple", forms)
+
+    def form(self, row: int) -> tuple[Any, ...]:
+        forms = tuple([column.form(row) for column in self._columns.values()])
+        return "dict" if self._is_dict else "tuple", tuple(self._columns), forms
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         for column in self._columns.values():
@@ -240,12 +246,9 @@ class AgentColumns:
             column.bind(buffer, starts)
 
     @property
-    def form(self) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
-        """The forms of the groups' columns, and the group and the row of each agent."""
-        group_of = {id(column): number for number, (column, _) in enumerate(self.groups)}
-        places = [self._places[agent] for agent in self.agents]
-        rows = tuple([row for _, row in places])
-        return tuple([c.form for c, _ in self.groups]), tuple([group_of[id(column)] for column, _ in places]), rows
+    def forms(self) -> tuple[tuple[Any, ...], ...]:
+        """For compiled code: where the value of each agent is in a record, and of which kind."""
+        return tuple([column.form(row) for column, row in [self._places[agent] for agent in self.agents]])
 
     def write(self, record: int, values: Mapping[AgentID, Any], what: str) -> tuple[list[AgentID], dict[Any, Any]]:
         """Write what fits; returns the agents whose value was written, and the other values, cast to their space.

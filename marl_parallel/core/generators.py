@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from typing import Any
@@ -13,8 +14,26 @@ def seed_generators(seed: int) -> None:
     """Seed all of them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
+    seed_torch(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's, if torch is loaded."""
     if (torch := _torch()) is not None:
         torch.default_generator.manual_seed(seed)
+
+
+def has_torch() -> bool:
+    """Whether torch is loaded."""
+    return _torch() is not None
+
+
+def fingerprints() -> dict[str, int]:
+    """By generator, as users call it, a number that changes when it is drawn from or seeded."""
+    states: dict[str, Any] = {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state())}
+    if (torch := _torch()) is not None:
+        states["torch"] = torch.default_generator.get_state().numpy().tobytes()
+    return {name: hash(state) for name, state in states.items()}
 
 
 def _torch() -> Any:

@@ -41,7 +41,6 @@ class Request(NamedTuple):
     env_ids: Sequence[int] | None = None  # which of its environments, in this order; None for all of them
     payload: Any = None  # by environment, or whatever the message needs; None for most steps
     each: bool = False  # whether each environment gets a reply of its own as soon as it is done; else one for all
-    prompt: bool = False  # whether extras and failures are sent at once, ahead of the reply for all
 
 
 class Failure(NamedTuple):
@@ -85,10 +84,8 @@ class Lost(NamedTuple):
 
 STEP_ALL = Request(Message.STEP)
 """Step all environments of a worker with the actions in the block."""
-STEP_ALL_PROMPTLY = Request(Message.STEP, prompt=True)
-"""The same; extras and failures are sent at once."""
 STEPPED = Reply(Message.STEP, None, {}, {}, 0.0)
-"""The reply to these two when everything is in the block."""
+"""The reply when everything is in the block."""
 
 
 # -- payloads and results that are more than bytes ---------------------------------------------------------------------

@@ -56,8 +56,15 @@ class Received(NamedTuple):
         terminated, truncated: bool `(n,)`: whether the episode ended, or was cut off.
         elapsed: Integers `(n,)`: steps since the episode began; zero for its first observation only.
         present: bool `(n, k)`: which agents were observed and rewarded; always None if all are.
-        infos: Of agents: arrays `(n, k, ...)` by key, or dicts of such arrays. The keys are always the same.
-        common: Likewise of environments with several agents: `(n, ...)`.
+        infos: Of agents: arrays `(n, k, ...)` by key, or dicts of such arrays. The keys are always the same. Or, if
+            agents have different ones, a list with such arrays `(n, ...)` by key for each agent.
+        common: Likewise of environments with several agents: `(n, ...)` by key.
+        turns: bool `(n, k)`: which agents may act next, as far as they are alive and present. None if all these may;
+            turn-based games have one in each row.
+        action_masks: For each group of agents with equal action spaces: zeros and ones or bool `(n, agents of the
+            group, choices)`, one where a choice is allowed; or None. Rows of agents that do not act hold anything. None
+            if the simulator has no masks beside those that observations and infos have under `action_mask`.
+        informed: bool `(n,)`: which rows have infos, own and common ones; None if all have.
     """
 
     env_ids: EnvIds
@@ -69,11 +76,21 @@ class Received(NamedTuple):
     truncated: NDArray[np.bool_]
     elapsed: NDArray[Any]
     present: NDArray[np.bool_] | None
-    infos: dict[str, Any]
+    infos: dict[str, Any] | list[dict[str, Any]]
     common: dict[str, Any]
+    turns: NDArray[np.bool_] | None = None
+    action_masks: list[NDArray[Any] | None] | None = None
+    informed: NDArray[np.bool_] | None = None
 
     def at(self, rows: NDArray[Any]) -> Received:
         return Received(*tree_map(lambda array: array[rows], tuple(self)))
+
+    def infos_of(self, position: int) -> dict[str, Any]:
+        """The infos of one agent, by its position: arrays `(n, ...)` by key."""
+        infos: dict[str, Any] = (
+            self.infos[position] if isinstance(self.infos, list) else stacking.column(self.infos, position)
+        )
+        return infos
 
 
 class NativeSimulator(ABC):
@@ -90,7 +107,9 @@ class NativeSimulator(ABC):
         batch_size: The number of rows that one `receive` returns; `num_envs` if one call steps all, as in VMAS.
         partial: Where `batch_size` is `num_envs`: whether `send` and `reset` also take some environments alone.
             `receive` then returns all that were sent to, and is called before the next `send`.
+        steps_some: Whether that holds for `send`; if not, only `reset` takes some environments alone.
         seeds: The seed of each environment.
+        reseeds: Whether `reseed` is implemented. If not, environments are seeded only once, when they are made.
         metadata, render_mode: As of a Gymnasium environment.
     """
 
@@ -99,13 +118,19 @@ class NativeSimulator(ABC):
     num_envs: int
     batch_size: int
     partial: bool = True
+    steps_some: bool = True
     seeds: Sequence[int]
+    reseeds: bool = False
     metadata: Mapping[str, Any]
     render_mode: str | None
 
     @abstractmethod
     def reset(self, env_ids: EnvIds) -> None:
         """Start to reset some environments."""
+
+    def reseed(self, seeds: Sequence[int]) -> None:
+        """Seed all environments again, with one seed below 2**31 for each; the `reset` of all follows."""
+        raise NotImplementedError
 
     @abstractmethod
     def send(self, actions: list[Any], env_ids: EnvIds) -> None:
@@ -146,11 +171,23 @@ class InfoColumns(Mapping[int, dict[Any, Any]]):
         self.received, self.agents = received, agents
         self._by_env: dict[int, dict[Any, Any]] = {}
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether all agents have infos of the same keys."""
+        return isinstance(self.received.infos, dict)
+
     def __len__(self) -> int:
-        return len(self.received.env_ids) if self.received.infos or self.received.common else 0
+        return len(self._env_ids())
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.received.env_ids.tolist() if self else ())
+        return iter(self._env_ids().tolist())
+
+    def _env_ids(self) -> EnvIds:
+        """The environments that have infos."""
+        received = self.received
+        if not (any(received.infos) or received.common):
+            return received.env_ids[:0]
+        return received.env_ids if received.informed is None else received.env_ids[received.informed]
 
     def __getitem__(self, env_id: int) -> dict[Any, Any]:
         if not self._by_env:
@@ -160,12 +197,13 @@ class InfoColumns(Mapping[int, dict[Any, Any]]):
     def rows(self) -> list[dict[Any, Any]]:
         """One new dict by agent for each row."""
         received = self.received
-        columns = [stacking.column(received.infos, position) for position in range(len(self.agents))]
-        rows = _by_agent(self.agents, received, columns)
+        rows = _by_agent(self.agents, received, [*map(received.infos_of, range(len(self.agents)))])
+        informed = [True] * len(rows) if received.informed is None else received.informed.tolist()
         if received.common:
-            for row, env_info in zip(rows, stacking.one_by_one(received.common, len(rows))):
-                row[COMMON] = env_info
-        return rows
+            for row, env_info, has_infos in zip(rows, stacking.one_by_one(received.common, len(rows)), informed):
+                if has_infos:
+                    row[COMMON] = env_info
+        return [row if has_infos else {agent: {} for agent in row} for row, has_infos in zip(rows, informed)]
 
 
 def _by_agent(agents: Sequence[AgentID], received: Received, columns: Iterable[Any]) -> list[dict[Any, Any]]:
@@ -212,6 +250,14 @@ class NativePool:
         self.marks = {"acting": none, "alive": none, "flagged": none, "over": np.zeros(len(none), np.bool_)}
         self._agent_lists: dict[str, list[list[AgentID]]] = {}  # of `marks`
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
+        self._mask_places = {
+            view.agents[at]: (group, row) for group, (_, of) in enumerate(groups) for row, at in enumerate(of)
+        }
+
+    @property
+    def reseeds(self) -> bool:
+        """Whether environments can be seeded again, all at once."""
+        return self._simulator.reseeds
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -227,6 +273,7 @@ class NativePool:
         self.check_open()
         if not self.partial:
             self._check_whole_batches(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
+        self._check_steps_all(message, env_ids)
         with self._in_simulator(message, env_ids):
             ids = self._start(message, env_ids, payloads)
             received = self._receive(len(ids))
@@ -244,6 +291,7 @@ class NativePool:
                 "recv() first",
                 "send",
             )
+        self._check_steps_all(message, env_ids)
         with self._in_simulator(message, env_ids):
             self._start(message, env_ids, payloads)
         self._pending.update(dict.fromkeys(env_ids, message))
@@ -311,6 +359,13 @@ class NativePool:
         if self.closed:
             self.check_open("the environments were closed by another thread")
 
+    def _check_steps_all(self, message: Message, env_ids: Sequence[int]) -> None:
+        if message is Message.STEP and not self._simulator.steps_some and len(env_ids) < len(self.env_ids):
+            raise ValueError(
+                f"step of {len(env_ids)} environments, but {self.name} steps all {len(self.env_ids)} at once; only "
+                "resets take some of them"
+            )
+
     def _check_whole_batches(self, count: int, what: str) -> None:
         if count % self.batch_size:
             raise ValueError(
@@ -323,6 +378,8 @@ class NativePool:
         if message is Message.STEP:
             self._simulator.send(payload, ids)
         else:
+            if payload is not None:
+                self._simulator.reseed(payload)
             self._simulator.reset(ids)
         return ids
 
@@ -369,7 +426,7 @@ class NativePool:
         over = received.terminated | received.truncated
         self.statistics.add_arrays(received)
         self._copy_masks(received)
-        if len(self._agents) == 1 and received.present is None:  # an agent that lives as long as the episode
+        if len(self._agents) == 1 and received.present is None and received.turns is None:  # it lives to the end
             flagged = over[:, None]
             alive = acting = ~flagged
         else:
@@ -378,6 +435,8 @@ class NativePool:
             flagged = (old["flagged"][ids] & continued) | received.terminations | received.truncations
             alive = ((old["alive"][ids] & continued) | present) & ~flagged
             acting = alive & present & ~over[:, None]
+            if received.turns is not None:
+                acting &= received.turns
         new = {"acting": acting, "alive": alive, "flagged": flagged, "over": over}
         in_order = ids.tobytes() == self._all.tobytes()
         self.marks = new if in_order else stacking.placed(old, ids, new)
@@ -388,8 +447,11 @@ class NativePool:
         """Copy the action masks: the received arrays belong to the caller."""
         for position, (agent, (group, row)) in enumerate(self._group_of.items()):
             observed = received.observations[group]
-            if ACTION_MASK in received.infos:
-                masks = stacking.column(received.infos[ACTION_MASK], position)
+            of_choices, place = self._mask_places[agent]
+            if received.action_masks is not None and (allowed := received.action_masks[of_choices]) is not None:
+                masks = allowed[:, place]
+            elif ACTION_MASK in (infos := received.infos_of(position)):
+                masks = infos[ACTION_MASK]
             elif isinstance(observed, dict) and ACTION_MASK in observed:
                 masks = stacking.column(observed[ACTION_MASK], row)
             else:

@@ -26,7 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
@@ -36,7 +36,6 @@ from marl_parallel.core.backend import GENERATIONS, Backend
 from marl_parallel.core.episode import recycled, renewed
 from marl_parallel.core.messages import (
     STEP_ALL,
-    STEP_ALL_PROMPTLY,
     STEPPED,
     Ended,
     Failure,
@@ -121,7 +120,6 @@ class Pool:
     def restart_on_faults(self) -> None:
         """From now on, rebuild environments that fail."""
         self.recovery, self._advice, self._reads_at_once = self.rebuilder, "", False
-        self._step_all = dict.fromkeys(self._step_all, STEP_ALL_PROMPTLY)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -233,6 +231,19 @@ class Pool:
         """As `execute`: one request to environments; `payload` is the same for all, or a dict by environment."""
         return self.execute(self._requests(message, env_ids, payload))
 
+    def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
+        """Begin what `execute_in` does, and return; `finish` comes next, and nothing else before it."""
+        self._call(self._begin, self._requests(message, env_ids, payload))
+
+    def finish(self, timeout: float | None) -> dict[int, Any]:
+        """The results of `begin_in`, as of `execute`; `TimeoutError` after so many seconds, which loses nothing."""
+        results = self._call(self._finish_all, timeout)
+        if results is None:
+            raise TimeoutError(f"the calls were not finished within {timeout:g} s; nothing is lost, wait again")
+        if results[1]:
+            raise results[1][0]
+        return cast("dict[int, Any]", results[0])
+
     def execute_in_each_worker(self, message: Message, payload: Any = None) -> dict[int, Any]:
         """As `execute`: one request to one environment of each worker."""
         return self.execute(
@@ -269,9 +280,8 @@ class Pool:
             env_ids = [env_id for env_id in env_ids if self._goes_out(self.slots[env_id], message, payloads)]
         if self.recycler is not None:
             env_ids = self._without_recycled(self.recycler, message, env_ids, payloads)
-        prompt = together and self.recovery is not None
         alone = together and not any(queue.requests for queue in self._queues.values())
-        self._post(self._requests(message, env_ids, payloads, each=not together, prompt=prompt), together=alone)
+        self._post(self._requests(message, env_ids, payloads, each=not together), together=alone)
 
     def _note_sent(self, message: Message, env_ids: Sequence[int]) -> None:
         for env_id in env_ids:
@@ -293,7 +303,7 @@ class Pool:
         return fault is None
 
     def _requests(
-        self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False, prompt: bool = False
+        self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False
     ) -> dict[int, Request]:
         """One request for each worker that has some of the environments."""
         shares: dict[int, list[int]] = {}
@@ -304,7 +314,7 @@ class Pool:
             part = payload
             if isinstance(payload, dict):
                 part = {env_id: payload[env_id] for env_id in ids if env_id in payload} or None
-            requests[worker] = Request(message, tuple(ids), part, each, prompt)
+            requests[worker] = Request(message, tuple(ids), part, each)
         return requests
 
     def _post(self, requests: Mapping[int, Request], *, together: bool) -> None:
@@ -364,13 +374,27 @@ class Pool:
                 return False
 
     def _execute(self, requests: Mapping[int, Request]) -> tuple[dict[int, Any], list[ParallelEnvError]]:
+        self._begin(requests)
+        done = self._finish_all(None)
+        assert done is not None  # there is no timeout
+        return done
+
+    def _begin(self, requests: Mapping[int, Request]) -> None:
         while self._rebuilding():
             self._wait_once(None, 1)
-        errors: list[ParallelEnvError] = []
-        self._results, self._errors = {}, errors
+        self._results, self._errors = {}, []
         self._post(requests, together=True)
+
+    def _finish_all(self, timeout: float | None) -> tuple[dict[int, Any], list[ParallelEnvError]] | None:
+        """Wait for the requests of `_begin`; None after the timeout."""
+        deadline, patience = None if timeout is None else time.monotonic() + timeout, None
         while (busy := self._owed()) or self._rebuilding():
-            self._wait_once(None, 1 if self._for_spares else busy or 1)
+            if patience == 0.0:
+                return None
+            patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            self._wait_once(patience, 1 if self._for_spares else busy or 1)
+        errors = self._errors
+        assert errors is not None
         results, self._results, self._errors = self._results, {}, None
         return {} if errors else {env_id: self.read(env_id, results[env_id]) for env_id in sorted(results)}, errors
 
@@ -866,9 +890,9 @@ class Pool:
         if not queue.share:
             self._step_all.pop(worker, None)
         elif tuple(queue.share) == tuple(queue.built):
-            self._step_all[worker] = STEP_ALL if self.recovery is None else STEP_ALL_PROMPTLY
+            self._step_all[worker] = STEP_ALL
         else:
-            self._step_all[worker] = Request(Message.STEP, queue.share, prompt=self.recovery is not None)
+            self._step_all[worker] = Request(Message.STEP, queue.share)
 
     def _apply_for_spares(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
         """Apply the reply to a request of this section."""

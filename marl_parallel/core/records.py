@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -120,14 +120,12 @@ FALSE_CODES: dict[type, int] = {bool: 0, np.bool_: 2}
 """The codes of False, by type."""
 
 
-def reward_tag(rewards: Collection[Any]) -> int | None:
-    """The tag of the one type that all these numbers have; None if a double would not hold them exactly."""
-    kinds = {*map(type, rewards)}
-    tags = {tag_of(_REWARD_TAGS, one) for one in (rewards if kinds == {np.ndarray} else [*rewards][:1])}
-    tag = tags.pop() if len(kinds) == len(tags) == 1 else None
+def reward_tag(reward: Any) -> int | None:
+    """The tag of a number; None if a double would not hold it exactly."""
+    tag = tag_of(_REWARD_TAGS, reward)
     if tag is None or tag & TYPE_OF_TAG < len(FLOATS):
         return tag
-    return tag if min(rewards) >= -_LARGEST_EXACT and max(rewards) <= _LARGEST_EXACT else None
+    return tag if -_LARGEST_EXACT <= reward <= _LARGEST_EXACT else None
 
 
 _NAMES = "observations", "rewards", "terminateds", "truncateds", "infos", "alive", "acting", "final_observations"
@@ -176,7 +174,7 @@ class TransitionRecords:
     def write(self, record: int, transition: Transition) -> Extras | None:
         """Write what fits, and return the rest, to be pickled; `Mismatch` if a value is not of its space."""
         observations, rewards, terminateds, truncateds, infos, alive, acting, final, reset_infos = transition
-        n, everybody, places = self._n, self.agents, self._places
+        n, places = self._n, self._places
         extras: Extras = {}
         common, presence = 0, [0] * (n + 1)  # the bits of all agents, and those of each agent; of `__all__`, any
 
@@ -184,7 +182,7 @@ class TransitionRecords:
             """Note the agents in a dict whose value is written, and the entries that do not fit."""
             nonlocal common
             bit = BITS[name]
-            if agents in (everybody, self._flagged):
+            if agents in (self.agents, self._flagged):
                 common |= bit
             else:
                 for agent in agents:
@@ -204,18 +202,12 @@ class TransitionRecords:
             written, left = self._layout.rewards.write(record, vectors, "reward")
             for agent in written:
                 tags[places[agent]] = VECTOR_TAG
-        tag = reward_tag(rewards.values())
-        if tag is not None and [*rewards] == everybody:
-            numbers, tags, written = [*rewards.values()], bytearray((tag,)) * n, everybody
-            if tag > TYPE_OF_TAG:
-                numbers = [reward.item() for reward in rewards.values()]
-            rewards = {}
         for agent, reward in rewards.items():
-            place, own = places.get(agent, n), reward_tag((reward,)) if tag is None else tag
-            if own is None or place == n:
+            place, tag = places.get(agent, n), reward_tag(reward)
+            if tag is None or place == n:
                 left[agent] = reward
             else:
-                numbers[place], tags[place] = reward.item() if own > TYPE_OF_TAG else reward, own
+                numbers[place], tags[place] = reward.item() if tag > TYPE_OF_TAG else reward, tag
                 written.append(agent)
         add("rewards", written, left)
         codes = []

@@ -23,8 +23,8 @@ class EpisodeStatistics:
     it reads, in which all agents have a reward that is a number.
 
     Attributes:
-        totals: float64 `(num_envs, agents + 1)`: the sums of rewards, and the number of steps. It is -1 if the next
-            transition is a reset, which does not count.
+        totals: float64 `(num_envs, 2 * agents + 1)`: the sums of rewards, in how many steps each agent took part, and
+            the number of steps. The last two are -1 if the next transition is a reset, which does not count.
         finished: The episodes that ended in the latest step; the runner makes it empty before each.
         ended: By environment, how many episodes have ended.
         in_infos: Whether infos have the statistics of each agent whose part of the episode has ended.
@@ -40,9 +40,9 @@ class EpisodeStatistics:
         self.in_infos = in_infos
         self._agents, self._mode = [*agents], mode
         self._places = {agent: place for place, agent in enumerate(agents)}
-        self.totals = np.zeros((num_envs, len(agents) + 1))
-        self._returns, self._steps = self.totals[:, :-1], self.totals[:, -1]
-        self._missed: dict[int, list[int]] = {}  # steps of an episode that its agents took no part in, if any
+        n = len(agents)
+        self.totals = np.zeros((num_envs, 2 * n + 1))
+        self._returns, self._lengths, self._steps = self.totals[:, :n], self.totals[:, n:-1], self.totals[:, -1]
         # Sums and steps of agents that are not declared, and of rewards that are vectors.
         self._others: dict[int, dict[AgentID, list[Any]]] = {}
         self._ended: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos
@@ -53,10 +53,8 @@ class EpisodeStatistics:
             self._reset(env_id, -1)
 
     def _reset(self, env_id: int, steps: int) -> None:
-        self.totals[env_id] = 0.0
-        if steps:
-            self._steps[env_id] = steps
-        for of_envs in (self._missed, self._others, self._ended):
+        self._returns[env_id], self._lengths[env_id], self._steps[env_id] = 0.0, steps, steps
+        for of_envs in (self._others, self._ended):
             if of_envs:
                 of_envs.pop(env_id, None)
 
@@ -72,9 +70,11 @@ class EpisodeStatistics:
             self._reset(env_id, 0)
             return {}
         totals[-1] += 1
-        everyone = [*rewards] == self._agents and len({**rewards, **terminateds, **truncateds}) == len(totals)
+        n = len(self._agents)
+        everyone = [*rewards] == self._agents and len({**rewards, **terminateds, **truncateds}) == n + 1
         if everyone and {*map(type, rewards.values())} <= _FLOATS:  # the most frequent case
-            totals[:-1] = map(operator.add, totals, rewards.values())
+            totals[:n] = map(operator.add, totals, rewards.values())
+            totals[n:-1] = [steps + 1 for steps in totals[n:-1]]
         else:
             self._add_some(env_id, totals, rewards, _flagged(terminateds, truncateds))
         terminated, truncated = bool(terminateds[ALL]), bool(truncateds[ALL])
@@ -91,33 +91,23 @@ class EpisodeStatistics:
         self, env_id: int, totals: list[float], rewards: Mapping[Any, Any], flagged: Sequence[AgentID]
     ) -> None:
         """Add the rewards of the agents that take part to `totals`, in place, or to those of others."""
-        counted = set()
         for agent in {**rewards, **dict.fromkeys(flagged)}:
             reward, place = _summand(rewards.get(agent)), self._places.get(agent)
             if place is not None and (type(reward) is float or np.ndim(reward) == 0):
                 totals[place] += reward
-                counted.add(place)
+                totals[len(self._agents) + place] += 1
             else:
                 total = self._others.setdefault(env_id, {}).setdefault(agent, [0.0, 0])
                 same = total[1] == 0 or np.shape(total[0]) == np.shape(reward)
                 total[0], total[1] = total[0] + reward if same else np.nan, total[1] + 1
-        if len(counted) < len(self._agents):
-            self._miss(env_id, [place for place in self._places.values() if place not in counted])
-
-    def _miss(self, env_id: int, places: Sequence[int]) -> None:
-        """Note agents that took no part in the latest step."""
-        missed = self._missed.setdefault(env_id, [0] * len(self._agents))
-        for place in places:
-            missed[place] += 1
 
     def add_arrays(self, received: Any) -> None:
         """Add the steps in a `Received` of a native simulator, in which an `elapsed` of zero is a reset."""
         ids, shape = received.env_ids, (len(received.env_ids), len(self._agents))
         present = np.ones(shape, np.bool_) if received.present is None else received.present
         self._returns[ids] += np.where(present, np.broadcast_to(received.rewards, shape), 0.0)
+        self._lengths[ids] += present
         self._steps[ids] += 1
-        for row in np.flatnonzero(~present.all(axis=1)).tolist():
-            self._miss(int(ids[row]), np.flatnonzero(~present[row]).tolist())
         for env_id in ids[received.elapsed == 0].tolist():
             self._reset(env_id, 0)
         for row in np.flatnonzero(received.terminated | received.truncated).tolist():
@@ -136,15 +126,14 @@ class EpisodeStatistics:
 
     def _sums(self, env_id: int, totals: Sequence[float]) -> tuple[dict[AgentID, Any], dict[AgentID, int]]:
         """The returns and lengths of the agents that have taken part in the running episode."""
-        length, missed = int(totals[-1]), self._missed.get(env_id)
-        returns: dict[AgentID, Any] = dict(zip(self._agents, totals))
-        lengths = dict.fromkeys(self._agents, length)
-        for agent, steps in zip(self._agents, missed or ()):
-            lengths[agent] -= steps
-            if steps == length:
-                del returns[agent], lengths[agent]
-        for agent, (total, steps) in self._others.get(env_id, {}).items():
-            returns[agent], lengths[agent] = total + returns.get(agent, 0.0), steps + lengths.get(agent, 0)
+        returns: dict[AgentID, Any] = {}
+        lengths: dict[AgentID, int] = {}
+        for agent, total, steps in zip(self._agents, totals, totals[len(self._agents) :]):
+            if steps:
+                returns[agent], lengths[agent] = total, int(steps)
+        for agent, (others_total, others_steps) in self._others.get(env_id, {}).items():
+            returns[agent] = others_total + returns.get(agent, 0.0)
+            lengths[agent] = others_steps + lengths.get(agent, 0)
         return returns, lengths
 
     def _parts(

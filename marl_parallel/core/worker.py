@@ -35,7 +35,7 @@ from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
-from marl_parallel.core.generators import GeneratorStates, seed_generators
+from marl_parallel.core.generators import GeneratorStates, has_torch, seed_generators, seed_torch
 from marl_parallel.core.messages import (
     STEPPED,
     Answer,
@@ -68,7 +68,7 @@ class Worker:
     Args:
         status: The status that it writes.
         attach: Returns the memory of the block for a layout.
-        own_process: Whether it seeds the process-wide generators before each constructor, since nobody else uses them.
+        own_process: Whether it seeds the process-wide generators for each constructor, since nobody else uses them.
         in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
     """
 
@@ -108,8 +108,10 @@ class Worker:
                 self._generators.switch(None)
 
     def _carry_out(self, request: Request, env_ids: Sequence[int] | None, *, last: bool) -> None:
-        message, _, payload, _, prompt = request
+        message, _, payload, each = request
         self._status.begin_request()
+        # Send extras and failures ahead of the one reply for all, so that the death of this process does not lose them.
+        prompt = self._restarts and not each and (message is Message.STEP or message is Message.RESET)
         ids = self._all if env_ids is None else tuple(env_ids)
         handler: Callable[[int, Any], Any] = getattr(self, f"_{message.name.lower()}")
         # All actions are in the block. A trace stores each step, which compiled code does not.
@@ -191,8 +193,9 @@ class Worker:
             self._generators = GeneratorStates()
             self._generators.switch(env_id)
         with self._status.during(env_id, Activity.CONSTRUCTOR):
-            if self._own_process or plan.isolate_rng:
-                seed_generators(seed)
+            seeds_generators = self._own_process or plan.isolate_rng
+            if seeds_generators:
+                seed_generators(seed)  # modules that are imported now may draw, too
             if self._own_process and plan.registrations != self._registrations:
                 self._registrations = plan.registrations
                 install_registrations(plan.registrations)
@@ -201,7 +204,12 @@ class Worker:
             except ModuleNotFoundError as error:
                 raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
             keywords = {"seed": seed, "env_id": env_id, "restarts": plan.rebuilds}
+            if seeds_generators:
+                seed_generators(seed)  # whatever has been imported for it, torch included
+            had_torch = has_torch()
             simulator, seeded, is_open = call_constructor(constructor, keywords)
+            if seeds_generators and not had_torch:
+                seed_torch(seed)
             try:
                 env = adapt(simulator, how_adapted)
             except BaseException as error:
@@ -422,7 +430,7 @@ def _failure(error: BaseException, doing: Activity | Message, partially_written:
     below = error.__traceback__
     while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):
         below = below.tb_next
-    error.__traceback__ = below or error.__traceback__
+    error = error.with_traceback(below or error.__traceback__)  # a class may refuse to set attributes
     lines = traceback.format_exception(error)
     try:
         exception = dumps(error)

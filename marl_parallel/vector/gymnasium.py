@@ -43,8 +43,10 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     rows, as of `ArrayStepper.action_masks`: bool `(num_envs, num_choices)`. A row is done when its agent dies, and all
     rows of an environment are when its episode ends. With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers
     apply. With `True` (SAME_STEP) infos have the reset's, and `final_obs` and `final_info` in rows that are done, as
-    Gymnasium's. With the `episode_stats` of `env`, `infos["episode"]` has the returns `"r"` and lengths `"l"` of rows
-    whose agent's own part of an episode ends, in the form of Gymnasium's `RecordEpisodeStatistics`.
+    Gymnasium's. With `False` (DISABLED) the rows of an environment whose episode is over are zeros and stay done until
+    `reset(options={"reset_mask": env.over})`. With the `episode_stats` of `env`, `infos["episode"]` has the returns
+    `"r"` and lengths `"l"` of rows whose agent's own part of an episode ends, in the form of Gymnasium's
+    `RecordEpisodeStatistics`.
 
     Args:
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
@@ -56,6 +58,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         parallel_env: The `ParallelEnv`, also available as `env`.
         agents: The agents with rows.
         present: bool `(num_envs,)`: the rows that are data, as in the latest infos.
+        over: bool `(num_envs,)`: the rows of environments whose episode is over and that have not been reset.
         reward_space: Of one row, if rewards are vectors; None if they are numbers.
 
     Raises:
@@ -75,7 +78,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     """
 
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
-        super().__init__(env, AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, vectors=True)
+        super().__init__(env, vectors=True)
         self.agents = list(env.possible_agents if agents is None else agents)
         self._rows = AgentRows(self._stepper, self.agents, "choose some with agents=[...]", type(self).__name__)
         self._others = [agent for agent in env.possible_agents if agent not in self._rows.agents]
@@ -88,6 +91,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._has_masks = declares_mask(self._rows.space, self._rows.action_space)
         self.present = np.zeros(self.num_envs, np.bool_)
+        self._resetting: list[int] | None = None  # the environments of a reset in flight
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
         self._has_stats = self._stepper.runner.batch.statistics.in_infos
 
@@ -105,6 +109,43 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         Raises:
             TypeError, ValueError: Seeds or a mask of another form, or that differ between the rows of an environment.
         """
+        seed, options, env_ids = self._reset_arguments(seed, options)
+        arrays = self._stepper.reset(seed, options, env_ids)
+        self._rows.note_reset(env_ids)
+        return self._rows.flat_observations(arrays), self._infos(arrays)
+
+    @exclusive("reset_async")
+    def reset_async(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Begin to reset and return; `reset_wait` has the results. Arguments and errors as of `reset`."""
+        seed, options, env_ids = self._reset_arguments(seed, options)
+        self._stepper.send_reset(seed, options, env_ids)
+        self._resetting = env_ids
+
+    @exclusive("reset_wait")
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """The results of `reset_async`; arguments and errors as of `step_wait`."""
+        arrays = self._stepper.receive_reset(timeout)
+        self._rows.note_reset(self._resetting)
+        return self._rows.flat_observations(arrays), self._infos(arrays)
+
+    def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Begin to call a method of each environment and return; as `ParallelEnv.call_async`."""
+        self.env.call_async(name, *args, **kwargs)
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """The results of `call_async`, one for each environment; as `ParallelEnv.call_wait`."""
+        return self.env.call_wait(timeout)
+
+    @property
+    def over(self) -> NDArray[np.bool_]:
+        return np.repeat(np.array(self._stepper.runner.batch.over, np.bool_), len(self.agents))
+
+    def _reset_arguments(
+        self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
+    ) -> tuple[int | Sequence[int | None] | None, dict[str, Any] | None, list[int] | None]:
+        """Seeds by environment, options without the mask, and the environments of the mask."""
         options = dict(options or {})
         env_ids, mask = None, options.pop("reset_mask", None)
         if mask is not None:
@@ -118,9 +159,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         if seed is not None and not isinstance(seed, int | np.integer):
             seed = self._rows.by_env([*seed], "seeds")
             seed = seed if env_ids is None else [seed[env_id] for env_id in env_ids]
-        arrays = self._stepper.reset(seed, options or None, env_ids)
-        self._rows.note_reset(env_ids)
-        return self._rows.flat_observations(arrays), self._infos(arrays)
+        return seed, options or None, env_ids
 
     def render(self) -> tuple[Any, ...] | None:
         """A frame for each row, which is its environment's; None if `render_mode` is None."""
@@ -169,7 +208,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     def _infos(self, arrays: Arrays, done: Sequence[int] = ()) -> dict[str, Any]:
         """Infos by row; those of rows that are `done` have the last observation and info, as Gymnasium's SAME_STEP."""
         infos: dict[str, Any] = {}
-        if not done and type(arrays.infos) is InfoColumns:
+        if not done and type(arrays.infos) is InfoColumns and arrays.infos.are_alike:
             infos = self._rows.infos(arrays.infos)
         elif arrays.infos or done:
             per_env, possible_agents = len(self.agents), self._stepper.view.agents

@@ -236,10 +236,11 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
 class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     """RLlib's multi-agent env runner, with environments that step in worker processes.
 
-    `config.env` is a name registered with `ray.tune.register_env` or with Gymnasium, or a class or function of the
-    `EnvContext`, whose `vector_index` is the number of the environment. It may make RLlib's `MultiAgentEnv` and
-    anything else that `ParallelEnv` takes, such as a PettingZoo environment. `env_config["parallel_env"]` has arguments
-    for `ParallelEnv` (`num_workers`, `on_error`, `step_timeout`, ...) and `scalarize`; the environments do not see it.
+    `config.env` is a name registered with `ray.tune.register_env` or with Gymnasium, or a class. What it names is
+    called with the `EnvContext`, whose `vector_index` is the number of the environment. It may make RLlib's
+    `MultiAgentEnv` and anything else that `ParallelEnv` takes, such as a PettingZoo environment.
+    `env_config["parallel_env"]` has arguments for `ParallelEnv` (`num_workers`, `on_error`, `step_timeout`, ...) and
+    `scalarize`; the environments do not see it.
     By default remote runners share the CPUs of the machine evenly, or each uses `num_cpus_per_env_runner` if that is
     more; a local runner uses all. RLlib's check of each environment runs in its worker, unless `disable_env_checking`
     is set. `docs/facades.md` has its seeds and restarts.
@@ -252,9 +253,11 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     Example:
         >>> from mpe2 import simple_spread_v3
         >>> from ray.rllib.algorithms.ppo import PPOConfig
+        >>> from ray.tune import register_env
+        >>> register_env("spread", lambda context: simple_spread_v3.parallel_env())
         >>> config = (
         ...     PPOConfig()
-        ...     .environment(lambda context: simple_spread_v3.parallel_env(), env_config={"parallel_env": {}})
+        ...     .environment("spread", env_config={"parallel_env": {}})
         ...     .multi_agent(policies={"shared"}, policy_mapping_fn=lambda agent, episode: "shared")
         ...     .env_runners(env_runner_cls=ParallelMultiAgentEnvRunner, num_envs_per_env_runner=8)
         ... )

@@ -59,9 +59,8 @@ class AgentRows:
                     )
         column_of = {agent: column for column, agent in enumerate(view.agents)}
         columns = [column_of[agent] for agent in agents]
-        groups = enumerate(view.groups)
-        self._group, positions = next((n, group.positions) for n, group in groups if columns[0] in group.positions)
-        members = np.searchsorted(positions, columns)
+        self._group, _ = view.places[agents[0]]
+        members = np.array([view.places[agent][1] for agent in agents])
         self.columns = evenly_spaced(columns) or columns  # among all agents
         self._member_of, self._members = members, evenly_spaced(members.tolist()) or members  # among those of the group
         self.space, self.action_space = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
@@ -155,15 +154,18 @@ class AgentRows:
             return stacking.flat(self.of(array))
 
         received, per_env = infos.received, len(self.agents)
-        rows = having = None
-        if len(received.env_ids) < self.num_envs or received.present is not None:
-            rows = having = (received.env_ids[:, None] * per_env + np.arange(per_env)).ravel()
-            if received.present is not None:
-                having = rows[of_rows(received.present)]
+        rows = having = informed = None
+        if len(received.env_ids) < self.num_envs or received.present is not None or received.informed is not None:
+            rows = having = informed = (received.env_ids[:, None] * per_env + np.arange(per_env)).ravel()
+            mask = np.ones(len(rows), np.bool_)
+            if received.informed is not None:
+                mask = np.repeat(received.informed, per_env)
+                informed = rows[mask]
+            having = rows[mask if received.present is None else mask & of_rows(received.present)]
         result = _placed(tree_map(of_rows, received.infos), rows, having, self.num_envs * per_env)
         if received.common:
             common = {COMMON: tree_map(lambda array: np.repeat(array, per_env, axis=0), received.common)}
-            result |= _placed(common, rows, rows, self.num_envs * per_env)
+            result |= _placed(common, rows, informed, self.num_envs * per_env)
         return result
 
 
@@ -290,11 +292,15 @@ def infos_by_agent(
     if isinstance(infos, InfoColumns):
         received = infos.received
         rows = None if len(received.env_ids) == num_envs else received.env_ids
+        informed = rows if received.informed is None else received.env_ids[received.informed]
         by_key: dict[Any, dict[Any, Any]] = {}
         for column, agent in enumerate(agents):
-            having = rows if received.present is None else received.env_ids[received.present[:, column]]
-            by_key[agent] = _placed(stacking.column(received.infos, column), rows, having, num_envs)
-        return by_key | ({COMMON: _placed(received.common, rows, rows, num_envs)} if received.common else {})
+            having = informed
+            if received.present is not None:
+                mask = received.present[:, column]
+                having = received.env_ids[mask if received.informed is None else mask & received.informed]
+            by_key[agent] = _placed(received.infos_of(column), rows, having, num_envs)
+        return by_key | ({COMMON: _placed(received.common, rows, informed, num_envs)} if received.common else {})
     if not infos:
         return {agent: {} for agent in agents}
     by_key = {

@@ -281,12 +281,10 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
         return observations, infos
 
     def _actions(self, actions: Grouped) -> list[Stacked]:
-        first = next(iter(self._groups))
-        by_group = {first: actions} if len(self._groups) == 1 else actions
-        if not isinstance(by_group, Mapping) or by_group.keys() != self._groups.keys():
-            got = f"the keys {[*by_group]}" if isinstance(by_group, Mapping) else type(by_group).__name__
+        if self._only is None and not (isinstance(actions, Mapping) and actions.keys() == self._groups.keys()):
+            got = f"the keys {[*actions]}" if isinstance(actions, Mapping) else type(actions).__name__
             raise ValueError(f"expected a dict of actions by group, with the keys {[*self._groups]}; got {got}")
-        acting = {first: self.acting} if len(self._groups) == 1 else self.acting
+        by_group, acting = self.by_group(actions), self.by_group(self.acting)
         stacked: list[Stacked] = []
         for name, group in self._groups.items():
             try:

@@ -75,7 +75,8 @@ class ArrayStepper(OfParallelEnv):
         view: Its `ArrayView`: `agents` are the columns, `groups` the agents with equal observation spaces.
         mode: The auto-reset mode.
         latest: The arrays of the latest reset or step; None before the first reset.
-        in_flight: Whether a step is in flight, from `send` until `receive`.
+        in_flight: Whether a step or reset is in flight, from `send` until `receive`, or `send_reset` until
+            `receive_reset`.
 
     Raises:
         TypeError, ClosedEnvironmentError: `env` is no `ParallelEnv`, or closed.
@@ -126,6 +127,7 @@ class ArrayStepper(OfParallelEnv):
         self.view = batch.arrays(copy=self._copies)
         self.latest: Arrays | None = None
         self.in_flight = False
+        self._resetting: tuple[tuple[int, ...], Arrays | None] | None = None  # the reset in flight
 
     def narrow(self, env_ids: range) -> None:
         """From now on, step only some neighbouring environments, beside copies of this object that step the others.
@@ -155,12 +157,25 @@ class ArrayStepper(OfParallelEnv):
             ValueError: As `ParallelEnv.reset`, or a value has no place in an array.
             ResetNeeded: Only some are to be reset, and the others have never been.
         """
+        last = self._last_before_reset(env_ids)
+        ids, extras = self.runner.reset(seed, options, env_ids)
+        return self._noted(self.view.read(extras) if last is None else self.view.read_some(ids, extras, last))
+
+    @exclusive("reset_async")
+    def send_reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> None:
+        """Begin to reset and return; `receive_reset` has the result. Arguments and errors as of `reset`."""
+        last = self._last_before_reset(env_ids)
+        self.runner.check_idle("reset_async")
+        self.runner.send_reset(seed, options, env_ids)
+        self._resetting = self.runner.checked_ids(env_ids), last
+        self.in_flight = True
+
+    def _last_before_reset(self, env_ids: Sequence[int] | None) -> Arrays | None:
+        """What the arrays of a reset have of the others; None if all are reset."""
         self.runner.claim(self._facade)
         if env_ids is not None and self.latest is None and len(env_ids) < self.runner.num_envs:
             raise ResetNeeded("reset all environments before resetting some of them")
-        last = None if env_ids is None or self.latest is None else self.view.last()
-        ids, extras = self.runner.reset(seed, options, env_ids)
-        return self._noted(self.view.read(extras) if last is None else self.view.read_some(ids, extras, last))
+        return None if env_ids is None or self.latest is None else self.view.last()
 
     @exclusive("step")
     def step(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Arrays:
@@ -194,6 +209,43 @@ class ArrayStepper(OfParallelEnv):
         self.in_flight = True
 
     @exclusive("step_async")
+    def send_some(self, actions: Sequence[Mapping[Any, Any]], env_ids: Sequence[int]) -> None:
+        """Begin to step some environments, while others may be in flight; `receive_some` has the results.
+
+        Args:
+            actions: A dict by agent for each of `env_ids`, as of `ParallelEnv.send`, which also has the errors.
+            env_ids: Which environments.
+        """
+        self.runner.claim(self._facade)
+        ids = self.runner.checked_ids(env_ids)
+        self.runner.check_idle("step_async", ids)
+        self.runner.check_has_reset(ids, "step_async")
+        check_one_for_each(actions, ids)
+        self.runner.send(ids, self.runner.batch.write_actions(ids, actions))
+
+    @exclusive("reset_async")
+    def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None) -> None:
+        """Begin to reset some environments, while others may be in flight; `receive_some` has the results."""
+        self.runner.claim(self._facade)
+        self.runner.send_reset(seed, None, env_ids)
+
+    @exclusive("recv")
+    def receive_some(
+        self, min_envs: int = 1, timeout: float | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...], Arrays]:
+        """Wait for some results of `send_some` and `send_some_resets`; arguments and errors as of `ParallelEnv.recv`.
+
+        Returns:
+            The environments that were stepped, those that were reset, and the arrays, of which only the rows of these
+            environments are valid.
+        """
+        last = self.view.last()
+        results = self.runner.recv(min_envs, timeout)
+        ids = sorted(results.env_ids)
+        arrays = self._noted(self.view.read_some(ids, results.extras, last))
+        return tuple(i for i in ids if i not in results.resets), tuple(sorted(results.resets)), arrays
+
+    @exclusive("step_async")
     def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
         """As `send`, with a dict by agent for each environment, as of `ParallelEnv.step`."""
         self._check_may_step("step_async")
@@ -212,15 +264,28 @@ class ArrayStepper(OfParallelEnv):
             ValueError, ParallelEnvError: As of `step`, when all has been stepped.
         """
         self.runner.check_open()
-        if not self.in_flight:
+        if not self.in_flight or self._resetting is not None:
             raise NoAsyncCallError("step_wait() without a step_async() before it", "step_wait")
+        return self._noted(self.view.read(self._received(timeout)))
+
+    @exclusive("reset_wait")
+    def receive_reset(self, timeout: float | None = None) -> Arrays:
+        """Wait for the result of `send_reset`, and return it. Arguments and errors as of `receive`."""
+        self.runner.check_open()
+        if self._resetting is None:
+            raise NoAsyncCallError("reset_wait() without a reset_async() before it", "reset_wait")
+        extras, (ids, last) = self._received(timeout), self._resetting
+        self._resetting = None
+        return self._noted(self.view.read(extras) if last is None else self.view.read_some(ids, extras, last))
+
+    def _received(self, timeout: float | None) -> Any:
+        """The extras of what is in flight."""
         self.in_flight = False
         try:
-            results = self.runner.recv(timeout=timeout, env_ids=self._some)
+            return self.runner.recv(timeout=timeout, env_ids=self._some).extras
         except (TimeoutError, TypeError, ValueError) as error:  # too early, or no timeout: it can be called again
             self.in_flight = not isinstance(error, ParallelEnvError)
             raise
-        return self._noted(self.view.read(results.extras))
 
     def action_masks(self, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
         """The action masks of some agents as one array; True = allowed.
@@ -272,7 +337,8 @@ class ArrayStepper(OfParallelEnv):
         if self.latest is None:  # else all have been reset
             self.runner.check_has_reset(self.env_ids, name)
         if self.in_flight:
-            raise AlreadyPendingCallError(f"{name}() while a step is in flight; step_wait() first", name)
+            what, wait = ("step", "step_wait") if self._resetting is None else ("reset", "reset_wait")
+            raise AlreadyPendingCallError(f"{name}() while a {what} is in flight; {wait}() first", name)
         if name == "step_async":
             self.runner.check_idle(name, self._some)
 
@@ -356,9 +422,17 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
         self._stepper.send(self._actions(actions))
 
     @exclusive("step_wait")
-    def step_wait(self) -> ResultsT:
-        """The results of `step_async`; raises `NoAsyncCallError` if no step is in flight, else as `step`."""
-        return self._results(self._stepper.receive())
+    def step_wait(self, timeout: float | None = None) -> ResultsT:
+        """The results of `step_async`; errors as of `step`.
+
+        Args:
+            timeout: Seconds to wait at most; None for no limit.
+
+        Raises:
+            NoAsyncCallError: No step is in flight.
+            TimeoutError: The step has not ended in time. Nothing is lost, and this can be called again.
+        """
+        return self._results(self._stepper.receive(timeout))
 
 
 # -- vector rewards as numbers -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import Space, spaces
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
@@ -25,6 +26,7 @@ from marl_parallel.action_masks import choices_of, declares_mask
 from marl_parallel.adapters import AgentID, Schema
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.native import NativePool
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
@@ -64,7 +66,10 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
     Only `_reset` resets environments, which TorchRL's loops call; see `docs/facades.md`. The seed of `set_seed` takes
-    effect at each environment's next reset.
+    effect at each environment's next reset; native simulators, such as EnvPool, must then all be reset at once.
+
+    With `flatten`, what a group holds is at the root, without the axis of agents, as in TorchRL's environments of one
+    agent: `"observation"`, `"action"`, `"mask"`, `"present"`: `[n, ...]`; `"reward"`: `[n, 1]`.
 
     Args:
         env: Made with `auto_reset=False`, or `from_envpool`. No other facade may step it.
@@ -74,6 +79,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         device: Of the tensors; simulators stay on the CPU.
         info_masks: Whether groups have action masks also if their observation spaces declare none: those of infos.
         return_state: Whether to return the global state, which takes a request to the simulators after each step.
+        flatten: Whether the only agent's values are at the root, as of an environment without agents.
 
     Attributes:
         group_map: The agents of each group, by its name.
@@ -82,7 +88,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     Raises:
         TypeError, ValueError: As `ArrayStepper`, or a group has different spaces, or one without a form in tensors; no
-            group has an action space for `info_masks`, or environments no `state_space` for `return_state`.
+            group has an action space for `info_masks`, or environments no `state_space` for `return_state`; there are
+            several agents with `flatten`.
 
     Example:
         >>> from marl_parallel import make
@@ -101,6 +108,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         *,
         info_masks: bool = False,
         return_state: bool = False,
+        flatten: bool = False,
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would all show the last one.
         stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, vectors=True, partial_resets=True)
@@ -109,6 +117,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._stepper, self._runner, self.env = stepper, stepper.runner, env
         self._guard = CallGuard(self._runner.check_open)
         self.infos: dict[int, dict[Any, Any]] = {}
+        if flatten and len(env.possible_agents) != 1:
+            raise ValueError(f"flatten=True is for one agent, but the agents are {env.possible_agents}")
+        self._flat = flatten
         self.group_map = _grouped(group_map, self._runner.schema)
         self._groups = {
             name: AgentRows(stepper, agents, vectors_for="TorchRLEnv") for name, agents in self.group_map.items()
@@ -130,21 +141,26 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
+        self._sent: dict[int, Any] = {}  # by environment in flight, the row that was sent; None for a reset
+        self._rows_of: dict[int, Any] = {}  # likewise, of those whose results are in `_stepped`
+        self._stepped: dict[int, TensorDictBase] = {}  # results that the caller has not received
+        self._begun: dict[int, TensorDictBase] = {}  # likewise of resets
         n = env.num_envs
         actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
-            shape = n, len(group.agents)
+            shape = (n,) if flatten else (n, len(group.agents))
             objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
-            actions[name] = Composite(_specs("action", group.action_space, shape), shape=shape)
+            acted = _specs("action", group.action_space, shape)
             seen = _specs("observation", group.space, shape)
             masks = {key: _flag_spec(shape) for key in ("mask", "present")}
             if name in self._num_choices:
                 seen.pop(_MASK_IN_OBSERVATION, None)
                 masks[ACTION_MASK] = _flag_spec((*shape, self._num_choices[name]))
-            observations[name] = Composite({**seen, **masks}, shape=shape)
-            reward = Unbounded(shape=(*shape, *objectives), dtype=torch.float32)
-            rewards[name] = Composite({"reward": reward}, shape=shape)
-            dones[name] = Composite({flag: _flag_spec((*shape, 1)) for flag in _FLAGS}, shape=shape)
+            reward = {"reward": Unbounded(shape=(*shape, *objectives), dtype=torch.float32)}
+            flags = {flag: _flag_spec((*shape, 1)) for flag in _FLAGS}
+            parts = (actions, acted), (observations, {**seen, **masks}), (rewards, reward), (dones, flags)
+            for whole, of_group in parts:
+                whole.update(of_group if flatten else {name: Composite(of_group, shape=shape)})
         for flag in _FLAGS:
             dones[flag] = _flag_spec((n, 1))
         if self._runner.restarts:
@@ -201,7 +217,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
         actions = [
-            Stacked(group.agents, _action_arrays(name, group.action_space, tensordict.get((name, "action"), None)))
+            Stacked(group.agents, _action_arrays(self._at(name, "action"), group.action_space, tensordict, self._flat))
             for name, group in self._groups.items()
         ]
         if self._runner.mode is AutoresetMode.NEXT_STEP:
@@ -209,18 +225,21 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
         result = self._tensors(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
-        for name, group in self._groups.items():
-            rewards = group.rewards(arrays).astype(np.float32)
-            rewards = rewards[..., None] if group.reward_space is None else rewards
-            result.get(name).set("reward", torch.from_numpy(rewards))
+        self._set_rewards(result, arrays)
         if ids is None:
             return result
-        for name in self._groups:
+        for name in () if self._flat else self._groups:
             # `rollout(break_when_all_done=True)` adds these to some steps only, which it cannot stack then.
             tensordict.get(name).pop("_neg_step", None)
         stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=result.device)
         stepped[ids] = True
         return result.where(stepped, self._skip_tensordict(tensordict))
+
+    def _set_rewards(self, tensordict: TensorDictBase, arrays: Arrays) -> None:
+        for name, group in self._groups.items():
+            rewards = group.rewards(arrays).astype(np.float32)
+            rewards = rewards[..., None] if group.reward_space is None else rewards
+            tensordict.set(self._at(name, "reward"), torch.from_numpy(rewards[:, 0] if self._flat else rewards))
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the environment; idempotent."""
@@ -229,6 +248,123 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     def __del__(self) -> None:
         """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
+
+    # -- some environments at a time, as in TorchRL's `AsyncEnvPool` ---------------------------------------------------
+
+    def async_reset_send(
+        self, tensordict: TensorDictBase | None = None, env_index: int | Sequence[int] | None = None
+    ) -> None:
+        """Begin to reset some environments, and return; `async_reset_recv` has the results.
+
+        Args:
+            tensordict: Its `"env_index"` has the environments, if `env_index` is None.
+            env_index: The environments; None for all without a `tensordict`.
+
+        Raises:
+            AlreadyPendingCallError: One of them is in flight.
+            NotImplementedError: The environment was made with `return_state`, or native simulators step in it.
+        """
+        ids = self._indices(tensordict, env_index)
+        due = self._seed is not None and self._unseeded[list(ids)].any()
+        seeds = [self._seed + i if self._unseeded[i] else None for i in ids] if due and self._seed is not None else None
+        self._stepper.send_some_resets(ids, seeds)
+        self._unseeded[list(ids)] = False
+        self._sent.update(dict.fromkeys(ids))
+
+    def async_reset_recv(self, min_get: int = 1, *, timeout: float | None = None) -> TensorDictBase:
+        """The first observations of all environments whose reset is ready, at least `min_get`, as of `reset`.
+
+        Args:
+            min_get: How many to wait for.
+            timeout: Seconds to wait at most for each; None for no limit.
+
+        Returns:
+            A tensordict of batch size `[environments]`, with `"env_index"`, `[environments]`, in this order.
+
+        Raises:
+            ValueError: Fewer than `min_get` resets are in flight.
+            TimeoutError: Nothing is lost, and this can be called again.
+        """
+        ids, results = self._received(
+            self._begun, [i for i, sent in self._sent.items() if sent is None], min_get, timeout
+        )
+        return results.set("env_index", torch.tensor(ids, device=self.device))
+
+    def async_step_send(self, tensordict: TensorDictBase, env_index: int | Sequence[int] | None = None) -> None:
+        """Begin to step some environments, and return; `async_step_recv` has the results.
+
+        Args:
+            tensordict: With the actions, of batch size `[environments]`, or `[]` for one.
+            env_index: The environments, in the order of the rows; None for those of its `"env_index"`.
+
+        Raises:
+            AlreadyPendingCallError: One of them is in flight.
+            NotImplementedError: As of `async_reset_send`.
+        """
+        ids = self._indices(tensordict, env_index)
+        rows = tensordict if tensordict.batch_dims else tensordict.unsqueeze(0)
+        if rows.batch_size != (len(ids),):
+            raise ValueError(f"expected a row for each of the environments {[*ids]}, got batch size {rows.batch_size}")
+        of_env: list[dict[AgentID, Any]] = [{} for _ in ids]
+        acting = self._runner.batch.acting
+        for name, group in self._groups.items():
+            arrays = _action_arrays(self._at(name, "action"), group.action_space, rows, self._flat)
+            for place, agent in enumerate(group.agents):
+                for row, env_id in enumerate(ids):
+                    if agent in acting[env_id]:
+                        of_env[row][agent] = tree_map(lambda array, at=(row, place): array[at], arrays)
+        self._stepper.send_some(of_env, ids)
+        self._sent.update(zip(ids, rows.unbind(0)))
+
+    def async_step_recv(self, min_get: int = 1, *, timeout: float | None = None) -> TensorDictBase:
+        """The results of all environments whose step is ready, at least `min_get`; arguments and errors as of
+        `async_reset_recv`.
+
+        Returns:
+            The rows of `async_step_send`, with `"next"` as of `step`, and with `"env_index"`. Environments whose
+            `"done"` is set have to be reset.
+        """
+        sent = {env_id: row for env_id, row in self._sent.items() if row is not None}
+        ids, results = self._received(self._stepped, [*sent], min_get, timeout)
+        rows: TensorDictBase = torch.stack([self._rows_of.pop(env_id) for env_id in ids])
+        return rows.set("next", results).set("env_index", torch.tensor(ids, device=self.device))
+
+    def _received(
+        self, arrived: dict[int, TensorDictBase], in_flight: Sequence[int], min_get: int, timeout: float | None
+    ) -> tuple[list[int], TensorDictBase]:
+        """Wait until so many results of one kind have arrived, and take them."""
+        if not 1 <= min_get <= len(arrived) + len(in_flight):
+            raise ValueError(f"min_get={min_get}, but {len(arrived) + len(in_flight)} of these are in flight")
+        while len(arrived) < min_get:
+            stepped, begun, arrays = self._stepper.receive_some(1, timeout)
+            self._ended[list(begun)] = False
+            own = (arrays.terminations | arrays.truncations) & ~self._ended
+            tensors = self._tensors(arrays, own)
+            self._set_rewards(tensors, arrays)
+            for env_id in stepped:
+                self._stepped[env_id], self._rows_of[env_id] = tensors[env_id], self._sent.pop(env_id)
+            for env_id in begun:
+                del self._sent[env_id]
+                self._begun[env_id] = tensors[env_id].exclude(*[self._at(name, "reward") for name in self._groups])
+            self.infos.update(arrays.infos)
+        ids = [*arrived]
+        results: TensorDictBase = torch.stack([arrived.pop(env_id) for env_id in ids])
+        return ids, results
+
+    def _indices(self, tensordict: TensorDictBase | None, env_index: int | Sequence[int] | None) -> tuple[int, ...]:
+        if isinstance(self._runner.pool, NativePool) or self._returns_state:
+            raise NotImplementedError(
+                "native simulators, and environments made with return_state=True, are stepped all at once: use step"
+            )
+        if env_index is None and tensordict is not None:
+            index = tensordict.get("env_index", None)
+            if index is None:
+                raise ValueError('pass env_index, or a tensordict with "env_index"')
+            env_index = [int(one) for one in torch.as_tensor(index).reshape(-1)]
+        ids = self._runner.checked_ids([env_index] if isinstance(env_index, int) else env_index)
+        if waiting := [env_id for env_id in ids if env_id in self._stepped or env_id in self._begun]:
+            raise AlreadyPendingCallError(f"the results of environments {waiting} have not been received", "send")
+        return ids
 
     # -- masks and results -----------------------------------------------------------------------------------------
 
@@ -261,10 +397,18 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
                 masks[ACTION_MASK] = self._stepper.action_masks(group.agents)
             flags = {flag: group.of(values)[..., None] for flag, values in of_agents.items()}
             of_group = {key: torch.from_numpy(array) for key, array in {**seen, **masks, **flags}.items()}
-            result[name] = TensorDict(of_group, batch_size=(n, len(group.agents)), device=self.device)
-            if name in self._num_choices:
-                self.full_action_spec[name, "action"].update_mask(result[name][ACTION_MASK].clone())
-        return TensorDict(result, batch_size=(n,), device=self.device)
+            if self._flat:
+                result.update({key: tensor[:, 0] for key, tensor in of_group.items() if key not in _FLAGS})
+            else:
+                result[name] = TensorDict(of_group, batch_size=(n, len(group.agents)), device=self.device)
+        tensors = TensorDict(result, batch_size=(n,), device=self.device)
+        for name in self._num_choices:
+            self.full_action_spec[self._at(name, "action")].update_mask(tensors[self._at(name, ACTION_MASK)].clone())
+        return tensors
+
+    def _at(self, group: str, key: str) -> Any:
+        """The key of a value of a group."""
+        return key if self._flat else (group, key)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -346,10 +490,12 @@ def _key(name: str, path: tuple[Any, ...]) -> Any:
     return (name, *map(str, path)) if path else name
 
 
-def _action_arrays(name: str, space: Space[Any], actions: Any) -> Any:
-    """The actions of a group in arrays, in the form of their space."""
+def _action_arrays(key: Any, space: Space[Any], tensordict: TensorDictBase, is_flat: bool) -> Any:
+    """The actions of a group in arrays, in the form of their space; without an axis of agents if `is_flat`."""
+    actions: Any = tensordict.get(key, None)
     if actions is None:
-        raise ValueError(f"no actions for the group {name!r}: there is no {(name, 'action')}")
+        whose = "" if is_flat else f" for the group {key[0]!r}"
+        raise ValueError(f"no actions{whose}: there is no {key!r}")
     paths = (path for path, _ in leaves(space))
 
     def of_leaf(leaf: Space[Any]) -> NDArray[Any]:
@@ -358,7 +504,7 @@ def _action_arrays(name: str, space: Space[Any], actions: Any) -> Any:
         array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
         if array.dtype.kind in "biu" and np.any(start := getattr(leaf, "start", 0)):  # those in tensors count from 0
             array = array.astype(np.int64) + start
-        return array
+        return array[:, None] if is_flat else array
 
     return tree_map(of_leaf, space)
 

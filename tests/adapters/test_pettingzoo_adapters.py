@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from helpers.comparison import assert_same
+from helpers.reference import Reference
 from pettingzoo.utils import BaseParallelWrapper, BaseWrapper, OrderEnforcingWrapper
 from pettingzoo.utils.conversions import aec_to_parallel, parallel_to_aec
 from simulators.kinds import BOX, MOVES, OnlyDicts, OnlyDictsAEC, Open, real
+from simulators.late_spaces import FailingReset, LateSpaces, NeverSpaces
 
-from marl_parallel.adapters import adapt
+from marl_parallel.adapters import LookupFailed, adapt
 from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv
 
 
@@ -144,3 +148,27 @@ def test_turn_based(name):
     assert adapted.turn() is None
     assert adapted.step({}) == ({}, {}, {}, {}, {})
     adapted.close()
+
+
+def test_spaces_that_reset_makes(parallel):
+    """They are known beforehand, so that facades can step the simulator; results are those of a plain loop."""
+    adapted = adapt(LateSpaces())
+    assert adapted.action_spaces == dict.fromkeys(["red", "blue"], spaces.Discrete(3))
+    assert [*adapted.observation_spaces] == ["red", "blue"]
+    env, reference = parallel(LateSpaces, auto_reset=True), Reference([LateSpaces] * 3, AutoresetMode.SAME_STEP, 42)
+    assert_same(env.reset(), reference.reset())
+    over = []
+    for number in range(60):
+        actions = [{"red": number % 3, "blue": 1}] * 3
+        expected = reference.step(actions)
+        assert_same(env.step(actions), expected)
+        over += [flags["__all__"] for flags in expected[2]]
+    assert True in over
+
+
+@pytest.mark.parametrize("simulator", [NeverSpaces, FailingReset])
+def test_spaces_that_raise(simulator):
+    """The error is that of the simulator's `observation_space`."""
+    with pytest.raises(LookupFailed, match="observation_space") as caught:
+        adapt(simulator())
+    assert isinstance(caught.value.__cause__, AttributeError)

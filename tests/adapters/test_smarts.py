@@ -10,33 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import sumo
 from helpers import TESTS
 from helpers.comparison import assert_same
-from helpers.real_simulators import Rollout, assert_equal, merged, report, rollouts, script
+from helpers.real_simulators import assert_equal, merged, report, rollouts, script
+from simulators.real import SIMULATORS, is_absent, without_absent_agents
 
 pytestmark = pytest.mark.needs("smarts", "sumo")
 
 OPTIONS = ("multi_agent", "full", "unformatted")
-VARIABLES = {
-    "SUMO_HOME": sumo.SUMO_HOME,
-    "PATH": f"{os.environ['PATH']}{os.pathsep}{sumo.SUMO_HOME}/bin",
-    "PYTHONHASHSEED": "0",  # SMARTS iterates over sets of names
-}
-
-SCENARIO = """
-from pathlib import Path
-
-from smarts.sstudio import gen_scenario
-from smarts.sstudio import sstypes as t
-
-traffic = t.Traffic(
-    engine="SMARTS",
-    flows=[t.Flow(route=t.RandomRoute(), rate=600, end=60, actors={t.TrafficActor("car"): 1})],
-)
-missions = [t.Mission(t.Route(begin=("A0B0", lane, 10), end=("B0C0", lane, "max"))) for lane in (0, 1)]
-gen_scenario(t.Scenario(traffic={"basic": traffic}, ego_missions=missions), output_dir=Path(__file__).parent)
-"""
+SIMULATOR = SIMULATORS["SMARTS hiway-v1"]
+VARIABLES = SIMULATOR.variables_with(Path(sys.executable))
 
 SETUP = """
 import gymnasium as gym
@@ -54,7 +37,7 @@ agent_interfaces = {{
 }}
 
 
-def make_env(sim_name, seed):
+def make_env(sim_name, seed, agent_interfaces=agent_interfaces):
     return gym.make(
         "smarts.env:hiway-v1",
         scenarios=[SCENARIO],
@@ -94,6 +77,7 @@ if __name__ == "__main__":
         env_constructors = [partial(make_env, sim_name=f"sim_{{ind}}") for ind in range(2)]
         env = ParallelEnv(env_constructors=env_constructors, auto_reset=auto_reset, seed=42)
         returned.append((env.batch_size, getattr(env, "action_space", None) == made.action_space))
+        returned.append(getattr(env, "observation_space", None) == made.observation_space)
         observations, infos = env.reset()
         returned.append(simplified((observations, infos)))
         rng = np.random.default_rng(0)
@@ -114,18 +98,82 @@ if __name__ == "__main__":
 """
 
 
+CHECKS = """
+import pickle
+import sys
+from functools import partial
+
+from helpers.real_simulators import simplified
+
+from marl_parallel import ParallelEnv
+
+BATCHES = 10
+
+
+def short(steps):
+    # Both agents of an environment stop after so many steps.
+    return {
+        agent: AgentInterface(waypoint_paths=True, action=ActionSpaceType.Lane, max_episode_steps=steps)
+        for agent in agent_interfaces
+    }
+
+
+def actions():
+    return dict.fromkeys(agent_interfaces, 0)
+
+
+def over_in_plain_loop(env, auto_reset):
+    overs = []
+    env.reset()
+    for _ in range(BATCHES):
+        over = env.step(actions())[2]["__all__"]
+        overs.append(bool(over))
+        if over and auto_reset:
+            env.reset()
+    return overs
+
+
+found = {"expected": {}, "actual": {}}
+lengths = (3, 5)
+alone = [make_env(f"alone_{steps}", 42 + i, agent_interfaces=short(steps)) for i, steps in enumerate(lengths)]
+reset, step = alone[0].reset(), alone[0].step(actions())
+try:
+    ParallelEnv(alone, auto_reset=True)
+except TypeError as error:
+    found["not callable"] = str(error)
+for auto_reset in (True, False):
+    found["expected"][auto_reset] = [over_in_plain_loop(env, auto_reset) for env in alone]
+    constructors = [
+        partial(make_env, sim_name=f"sim_{steps}", agent_interfaces=short(steps)) for steps in lengths
+    ]
+    env = ParallelEnv(env_constructors=constructors, auto_reset=auto_reset, seed=42)
+    found["spaces"] = (
+        env.observation_space == alone[0].observation_space, env.action_space == alone[0].action_space
+    )
+    found["batch size"], found["seeds"] = env.batch_size, tuple(env.seed())
+    found["reset"] = simplified((reset, env.reset()))
+    overs = []
+    for number in range(BATCHES):
+        results = env.step([actions(), actions()])
+        if number == 0:
+            found["step"] = simplified((step, results))
+        overs.append([bool(terminateds["__all__"]) for terminateds in results[2]])
+    found["actual"][auto_reset] = [list(of_one) for of_one in zip(*overs)]
+    env.close()
+for env in alone:
+    env.close()
+with open(sys.argv[1], "wb") as file:
+    pickle.dump(found, file)
+"""
+
+
 @pytest.fixture(scope="module")
 def scenario(tmp_path_factory):
     """A folder with a small grid of roads, light traffic and two missions."""
-    folder = tmp_path_factory.mktemp("grid")
-    grid = ["--grid", "--grid.number", "3", "--grid.length", "120", "--default.lanenumber", "2"]
+    folder = tmp_path_factory.mktemp("smarts")
     variables = {**os.environ, **VARIABLES}
-    netgenerate = str(Path(sumo.SUMO_HOME) / "bin" / "netgenerate")
-    subprocess.run([netgenerate, *grid, "-o", str(folder / "map.net.xml")], check=True, env=variables)
-    (folder / "scenario.py").write_text(SCENARIO)
-    scl = str(Path(sys.executable).with_name("scl"))
-    subprocess.run([scl, "scenario", "build", str(folder)], check=True, env=variables, timeout=300)
-    return folder
+    subprocess.run([sys.executable, "-c", SIMULATOR.prepare], check=True, cwd=folder, env=variables, timeout=300)
+    return folder / "grid"
 
 
 def setup(scenario, actions, observations):
@@ -134,8 +182,13 @@ def setup(scenario, actions, observations):
 
 def example(scenario, folder, import_line, actions, observations):
     """The results of `EXAMPLE` with one of the two `ParallelEnv`."""
+    return returned_by(folder, setup(scenario, actions, observations) + EXAMPLE.format(import_line=import_line))
+
+
+def returned_by(folder, program):
+    """What a program pickles into the file that it is started with."""
     file = folder / "example.py"
-    file.write_text(setup(scenario, actions, observations) + EXAMPLE.format(import_line=import_line))
+    file.write_text(program)
     variables = {**os.environ, **VARIABLES, "PYTHONPATH": str(TESTS)}
     command = [sys.executable, str(file), str(folder / "returned")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=variables)
@@ -160,10 +213,10 @@ def test_example_with_only_the_import_changed(scenario, tmp_path, actions, obser
 @pytest.mark.parametrize(("actions", "observations"), OTHERS)
 def test_example_with_all_other_options(scenario, tmp_path, actions, observations):
     """Comparing with SMARTS's own takes long; agents of these episodes live at most 8 and 12 steps."""
-    (num_envs, same_space), (seen, infos), *steps = example(
+    (num_envs, same_space), same_observation_space, (seen, infos), *steps = example(
         scenario, tmp_path, "from marl_parallel import ParallelEnv", actions, observations
     )
-    assert (num_envs, same_space) == (2, True)
+    assert (num_envs, same_space, same_observation_space) == (2, True, True)
     agents = {"Agent_0", "Agent_1"}
     assert all({*one} == agents for one in (*seen, *infos))
     automatic = steps[:16]
@@ -178,19 +231,44 @@ def test_example_with_all_other_options(scenario, tmp_path, actions, observation
                 assert (value[0] == "Observation") if observations == "unformatted" else "ego_vehicle_state" in value
 
 
-OURS = {"final_obs", "reset_info"}
+@pytest.mark.parametrize("option", ["multi_agent", "full"])
+def test_what_its_own_class_promises(scenario, tmp_path, option):
+    """Spaces, seeds, batch size, outputs, and episodes that end independently of each other."""
+    found = returned_by(tmp_path, setup(scenario, option, option) + CHECKS)
+    assert "callable" in found["not callable"]
+    assert found["spaces"] == (True, True)
+    assert found["batch size"] == 2
+    assert found["seeds"] == (42, 43)
+
+    (seen, _), batch = found["reset"]
+    assert [len(part) for part in batch] == [2, 2]
+    assert all(form(one) == form(seen) for one in batch[0])
+
+    alone, results = found["step"]
+    assert [len(part) for part in results] == [2] * 5
+    for env_id in range(2):
+        observed, rewards, terminateds, truncateds, infos = (part[env_id] for part in results)
+        assert form(observed) == form(alone[0])
+        assert all(type(reward) in (float, np.float64) for reward in rewards.values())
+        assert all(isinstance(flag, bool | np.bool_) for flags in (terminateds, truncateds) for flag in flags.values())
+        assert [{*part} - {"__all__"} for part in (rewards, terminateds, infos)] == [{*alone[1]}] * 3
+
+    assert found["actual"] == found["expected"]
+    first, second = found["actual"][True]
+    assert first != second
+    assert True in first
+    assert False in first[first.index(True) + 1 :]
+    assert all(all(overs[overs.index(True) :]) for overs in found["actual"][False])
 
 
-def inactive(observation):
-    """Whether it is a filled-in observation of an absent agent: most of its values are random."""
-    return "ego_vehicle_state" in observation and not observation["active"]
-
-
-def without_inactive(value):
-    """The same without the observations of absent agents."""
+def form(value):
+    """The keys, shapes and dtypes of an observation."""
     if isinstance(value, dict):
-        return {} if inactive(value) else {key: without_inactive(item) for key, item in value.items()}
-    return type(value)(map(without_inactive, value)) if type(value) in (tuple, list) else value
+        return {key: form(item) for key, item in value.items()}
+    return tuple(map(form, value)) if isinstance(value, tuple) else (np.shape(value), np.asarray(value).dtype)
+
+
+OURS = {"final_obs", "reset_info"}
 
 
 def as_theirs(results):
@@ -199,7 +277,7 @@ def as_theirs(results):
     NumPy's scalars become arrays without dimensions on both sides: our observations are what their spaces say.
     """
     if isinstance(results, dict):
-        if inactive(results):
+        if is_absent(results):
             return {}
         saved = {key: value for key, value in results.items() if not (isinstance(value, dict) and {*value} <= OURS)}
         return {key: as_theirs(value) for key, value in saved.items() if key not in OURS}
@@ -217,5 +295,4 @@ def test_equals_plain_loops_with_the_same_neighbours(scenario, tmp_path, actions
     report(f"SMARTS {actions} {observations}", of)
     expected = merged(of["plain 0,1"], of["plain 2,3"])
     assert all(ends > 0 for ends in expected.ends)
-    actual, expected = (Rollout(*without_inactive(tuple(rollout))) for rollout in (of["process"], expected))
-    assert_equal(actual, expected, "process")
+    assert_equal(*map(without_absent_agents, (of["process"], expected)), "process")

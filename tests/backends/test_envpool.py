@@ -21,7 +21,7 @@ from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatist
 from helpers import ROOT
 from torchrl.envs.utils import check_env_specs
 
-from marl_parallel import EnvError, ParallelEnv, Rollout
+from marl_parallel import EnvError, ParallelEnv, Rollout, make
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv, TorchRLEnv
 
 COPIES, SEED = 6, 7
@@ -47,8 +47,9 @@ def make_pool() -> Iterator[Callable[..., ParallelEnv]]:
     """Makes a `ParallelEnv` over EnvPool."""
     made: list[ParallelEnv] = []
 
-    def make(task: str = "CartPole-v1", **arguments: Any) -> ParallelEnv:
-        made.append(ParallelEnv.from_envpool(task, **{"num_envs": COPIES, "seed": SEED, **arguments}))
+    def make(task: Any = "CartPole-v1", **arguments: Any) -> ParallelEnv:
+        arguments = {"num_envs": COPIES, "seed": SEED, **arguments} if isinstance(task, str) else arguments
+        made.append(ParallelEnv.from_envpool(task, **arguments))
         return made[-1]
 
     yield make
@@ -394,13 +395,70 @@ def test_torchrl_specs(task, make_pool):
     check_env_specs(TorchRLEnv(make_pool(task)))
 
 
-def test_torchrl_steps_all_and_cannot_seed(make_pool):
+def test_torchrl_steps_all():
     with pytest.raises(ValueError, match="6 environments and resets some of them, but these come 3 at a time: make"):
-        TorchRLEnv(make_pool(batch_size=3))
-    env = TorchRLEnv(make_pool())
+        TorchRLEnv(ParallelEnv.from_envpool("CartPole-v1", 6, batch_size=3))
+
+
+def test_torchrl_seeds(make_pool):
+    """The seed makes the pool again; one that was made outside cannot be seeded."""
+    env, expected = TorchRLEnv(make_pool()), bare("CartPole-v1", seed=0).reset()[0]
+    env.rollout(5)
+    env.set_seed(0)
+    assert torch.equal(env.reset()["agent", "observation"][:, 0], torch.from_numpy(expected))
+    assert env.env.seed() == (*range(COPIES),)
+    data = env.rollout(10, break_when_any_done=False)
+    env.set_seed(0)
+    again = env.rollout(10, break_when_any_done=False)
+    assert torch.equal(again["agent", "observation"][:, 0, 0], torch.from_numpy(expected))
+    assert not torch.equal(again["agent", "observation"][:, 0], data["agent", "observation"][:, 0])
+    env = TorchRLEnv(make_pool(bare("CartPole-v1")))
     with pytest.raises(ValueError, match="seed=0, but these environments are seeded only once"):
         env.set_seed(0)
     env.reset()
+
+
+@pytest.mark.parametrize("task", [*TASKS, "Play2048-v1"])
+def test_torchrl_flat_specs(task, make_pool):
+    check_env_specs(TorchRLEnv(make_pool(task), flatten=True, info_masks=task == "Play2048-v1"))
+
+
+@pytest.mark.parametrize("task", ["CartPole-v1", "Play2048-v1"])
+def test_torchrl_flat(task, make_pool):
+    """What `flatten=True` has at the root is what the group has, without its axis of agents."""
+    masks = {"info_masks": task == "Play2048-v1"}
+    env, other = TorchRLEnv(make_pool(task), **masks), TorchRLEnv(make_pool(task), flatten=True, **masks)
+    ends = 0
+    for each in (env, other):
+        each.reset()
+    torch.manual_seed(0)
+    for _ in range(3):
+        data = env.rollout(20, break_when_any_done=False, auto_reset=False, tensordict=env.reset())
+        steps = iter(data["agent", "action"].unbind(1))
+        flat = other.rollout(
+            20, policy=lambda now: now.set("action", next(steps)[:, 0]), trust_policy=True,  # noqa: B023  # used at once
+            break_when_any_done=False, auto_reset=False, tensordict=other.reset(),
+        )  # fmt: skip
+        for root, group in ((flat, data["agent"]), (flat["next"], data["next", "agent"])):
+            keys = {"observation", "mask", "present"} | ({"action_mask"} if masks["info_masks"] else set())
+            for key in keys | ({"reward"} if root is not flat else {"action"}):
+                assert torch.equal(root[key], group[key][:, :, 0]), key
+            assert {*root.keys()} - {"next", "done", "terminated", "truncated", "action", "reward"} == keys
+        for key in ("done", "terminated", "truncated"):
+            assert torch.equal(flat["next", key], data["next", key])
+        ends += int(flat["next", "done"].sum())
+    assert flat["next", "reward"].shape == (COPIES, 20, 1)
+    assert ends > 0 or task == "Play2048-v1"
+    with pytest.raises(ValueError, match="no actions: there is no 'action'"):
+        other.step(other.reset())
+
+
+def test_torchrl_flat_is_for_one_agent():
+    with (
+        make("mpe2.simple_spread_v3", auto_reset=False, backend="serial") as env,
+        pytest.raises(ValueError, match=r"flatten=True is for one agent, but the agents are \['agent_0', 'agent_1', "),
+    ):
+        TorchRLEnv(env, flatten=True)
 
 
 def test_torchrl_resets_finished_environments(make_pool):
@@ -485,7 +543,7 @@ def test_arrays_that_would_end_the_process(make_pool):
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ("__version__ = '1.2.5'", "from_envpool is written for EnvPool 1.0 and 1.1, found 1.2.5: pip install"),
+        ("__version__ = '1.3.0'", "from_envpool is written for EnvPool 1.0 to 1.2, found 1.3.0: pip install"),
         ("import nothing_of_this_name", "from_envpool needs EnvPool, which cannot be imported"),
     ],
 )

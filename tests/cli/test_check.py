@@ -163,8 +163,22 @@ def test_bug_that_only_a_comparison_shows(name, question, what, advice):
     own = [one for one in found.findings if one.question is question and what in one.what]
     assert len(own) == 1
     assert advice in own[0].advice
+    assert found.facts["generators"] == (["random"] if name == "GlobalGenerator" else [])
+    assert ("; it uses random" in own[0].what) == (name == "GlobalGenerator")
     remarks = [one for one in found.findings if one.question is Question.DETERMINISM and one.severity is REMARK]
     assert all("parallel_seed_test fails" in one.what for one in remarks)
+
+
+def test_generators_of_the_process_are_named():
+    """Alone, the simulator is deterministic; together with others it is not."""
+    found = examine(job("SeedsGlobalGenerator"), ["serial"])
+    assert found.facts["generators"] == ["numpy.random"]
+    (remark,) = (one for one in found.findings if "which all environments of a process share" in one.what)
+    assert (remark.question, remark.severity) == (Question.DETERMINISM, REMARK)
+    assert "it draws from, or seeds, numpy.random, which" in remark.what
+    assert remark.advice.startswith("pass isolate_rng=True to ParallelEnv")
+    (shared,) = (one for one in found.findings if one.question is Question.SERIAL)
+    assert shared.advice.startswith("it uses numpy.random: pass isolate_rng=True; let environments share nothing")
 
 
 def named(file: str, name: str) -> Job:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +45,17 @@ def compare_facades(synthetic):
     import compare_facades
 
     return compare_facades
+
+
+@pytest.fixture
+def simulators(synthetic, monkeypatch):
+    """`simulators.py`, whose own name is that of a package of the tests."""
+    spec = importlib.util.spec_from_file_location("run_simulators", BENCHMARKS / "simulators.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(script, *arguments):
@@ -469,6 +484,12 @@ def test_isolated_generators():
     assert result.stdout.count(" µs per environment step") == 2
 
 
+def test_recycling():
+    result = run("recycling.py", "--seconds", "0.5", "--episodes", "3")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"an environment is replaced: median [\d.]+ ms, .* \([1-9]\d* steps\)", result.stdout)
+
+
 @pytest.mark.rest
 def test_soak(tmp_path):
     result = run("soak.py", "--hours", "0.02", "--output", str(tmp_path))
@@ -477,3 +498,70 @@ def test_soak(tmp_path):
     assert (report["mismatches"], report["hangs"], report["processes left"]) == (0, 0, 0)
     assert report["faults"] > 0
     assert report["recycled"] > 0
+
+
+def test_simulator_that_works(simulators, monkeypatch, tmp_path):
+    """With this environment in place of one of its own."""
+    monkeypatch.setattr(simulators, "interpreter", lambda *_: Path(sys.executable))
+    name = "MPE2 simple_spread_v3"
+    result = simulators.examine(name, tmp_path, seconds=0.05, repeats=1, timeout=100)
+    assert (result.status, result.errors) == (simulators.WORKS, {})
+    assert (result.kind, result.agents, result.masks) == ("PettingZoo parallel", 3, False)
+    assert result.ends == 4 * 200 // 25
+    assert result.speed_up > 0
+    assert result.versions["mpe2"]
+    simulators.save({name: result}, tmp_path)
+    assert simulators.read(tmp_path / "simulators.json") == {name: result}
+    table = (tmp_path / "simulators.md").read_text()
+    assert f"| {name} | PettingZoo parallel | 3 |  | plain loop | yes, yes | restarted |" in table
+    assert table == run("simulators.py", "--markdown", "--output", str(tmp_path)).stdout
+
+
+def test_simulators_that_do_not_work(simulators, monkeypatch, tmp_path):
+    """Each is listed with its own error."""
+    broken = simulators.real.Simulator("simulators", "no_such_module.make()", 2, "import no_such_module")
+    misread = dataclasses.replace(simulators.real.SIMULATORS["MPE2 simple_v3"], agents=7, facades=())
+    monkeypatch.setattr(simulators.real, "SIMULATORS", {"broken": broken, "misread": misread, "missing": broken})
+    monkeypatch.setattr(simulators, "interpreter", lambda *_: Path(sys.executable))
+    results = {
+        name: simulators.examine(name, tmp_path, seconds=0.05, repeats=1, timeout=100) for name in ("broken", "misread")
+    }
+    assert results["broken"].status == simulators.FAILS_ALONE
+    assert results["broken"].errors == {"plain 0,1,2,3": "ModuleNotFoundError: No module named 'no_such_module'"}
+    assert results["misread"].status == simulators.FAILS
+    assert [*results["misread"].errors] == ["recognised"]
+
+    def cannot_install(*_):
+        raise simulators.CannotInstall("no matching distribution")
+
+    monkeypatch.setattr(simulators, "interpreter", cannot_install)
+    results["missing"] = simulators.examine("missing", tmp_path, seconds=0.05, repeats=1, timeout=100)
+    assert results["missing"].status == simulators.NOT_INSTALLED
+    simulators.save(results, tmp_path)
+    table = (tmp_path / "simulators.md").read_text()
+    assert "| missing | cannot be installed | `no matching distribution` |" in table
+    assert "| broken | fails alone | `ModuleNotFoundError: No module named 'no_such_module'` |" in table
+    assert "| misread | recognised |" in table
+
+
+def test_names_of_simulators(simulators):
+    assert simulators.chosen([]) == [*simulators.real.SIMULATORS]
+    assert simulators.chosen(["rware-tiny", "libsumo"]) == [
+        name for name in simulators.real.SIMULATORS if "rware-tiny" in name or "libsumo" in name
+    ]
+    assert "NAMES" in run("simulators.py", "no such simulator").stderr
+    assert {one.install for one in simulators.real.SIMULATORS.values()} <= {*simulators.real.INSTALLS}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "ERROR: Could not find a version that satisfies it\nERROR: No matching distribution found for x",
+            "ERROR: No matching distribution found for x",
+        ),
+        ('  File "/usr/lib/python3/a.py"\nOSError: no /usr/lib/python3/b.so here\n', "OSError: no ... here"),
+    ],
+)
+def test_errors_of_pip_in_one_line(simulators, text, shown):
+    assert simulators.error_of_pip(text) == shown

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers import vector as wrappers
 from helpers.batches import all_zero, assert_vector_info, at, same
@@ -19,7 +22,7 @@ from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.crashing import Fate, crashing
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
-from marl_parallel import ParallelEnv
+from marl_parallel import ParallelEnv, make
 from marl_parallel.vector import GymnasiumVectorEnv
 
 COPIES = 3
@@ -142,6 +145,143 @@ def assert_partial_reset(facade: GymnasiumVectorEnv, plain: ParallelEnv, rows: E
         else:
             assert same(at(observations, row), at(before, row))
             rows.assert_infos(infos, row, {})
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["reset", "reset_async"])
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("how", HOWS)
+def test_disabled_resets_are_the_callers(how, name, waits):
+    """Rows of an environment that is over stay done until the caller resets it, by `over` as the mask."""
+    facade, plain = facade_and_core(MAKERS[name], "DISABLED", **HOWS[how])
+    assert facade.metadata["autoreset_mode"] is AutoresetMode.DISABLED
+    facade.action_space.seed(7)
+    rows = ExpectedRows(plain, facade.agents, "DISABLED")
+    ends = 0
+    with plain:
+        rows.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
+        for step in range(4 * LENGTH):
+            actions = facade.action_space.sample()
+            returned = facade.step(actions)
+            dicts = plain.step(as_dicts(actions, facade.agents, plain.acting))
+            rows.assert_step(returned, dicts)
+            flags = zip(dicts[2], dicts[3], strict=True)
+            over = [terminated["__all__"] or truncated["__all__"] for terminated, truncated in flags]
+            assert facade.over.tolist() == np.repeat(over, len(facade.agents)).tolist()
+            if not any(over) or step % 3 == 0:  # else they stay over for a while
+                continue
+            ends += 1
+            options = {"reset_mask": facade.over}
+            if waits:
+                facade.reset_async(options=options)
+                observations, infos = facade.reset_wait(timeout=60.0)
+            else:
+                observations, infos = facade.reset(options=options)
+            begun = np.flatnonzero(over).tolist()
+            new = dict(zip(begun, zip(*plain.reset(env_ids=begun), strict=True), strict=True))
+            assert not facade.over.any()
+            for row, (env_id, agent) in enumerate(rows.all()):
+                if env_id in new:
+                    rows.assert_seen(at(observations, row), new[env_id][0], agent)
+                else:
+                    assert same(at(observations, row), at(returned[0], row))
+                rows.assert_infos(infos, row, new[env_id][1].get(agent, {}) if env_id in new else {})
+        facade.close()
+    assert ends > (0 if name == "spread" else 2)
+
+
+def test_gymnasiums_own_loop_without_automatic_resets():
+    """The same code steps Gymnasium's `SyncVectorEnv` and the facade, with the same results."""
+    mode = {"autoreset_mode": AutoresetMode.DISABLED}
+    theirs: Any = gymnasium.make_vec("CartPole-v1", 4, "sync", vector_kwargs=mode)
+    ours = make("CartPole-v1", 4, facade="gymnasium", auto_reset=False, num_workers=2)
+    assert (ours.num_envs, ours.action_space) == (theirs.num_envs, theirs.action_space)
+    played = []
+    for env in (theirs, ours):
+        env.action_space.seed(2)
+        observations, _ = env.reset(seed=7)
+        results = [observations]
+        for _ in range(120):
+            observations, rewards, terminations, truncations, _ = env.step(env.action_space.sample())
+            results += [observations, rewards, terminations, truncations]
+            done = np.logical_or(terminations, truncations)
+            if done.any():
+                observations, _ = env.reset(options={"reset_mask": done})
+                results.append(observations)
+        played.append(results)
+        env.close()
+    assert all(map(np.array_equal, *played))
+    assert len(played[0]) > 480 + 10
+
+
+def test_episode_statistics_without_automatic_resets():
+    env = wrappers.RecordEpisodeStatistics(spread("DISABLED"))
+    env.reset(seed=3)
+    for _ in range(2):
+        for _ in range(25):
+            _, _, _, truncations, infos = env.step(env.action_space.sample())
+        assert infos["episode"]["l"].tolist() == [25] * 9
+        env.reset(options={"reset_mask": truncations})
+    env.close()
+
+
+class Waiting(VariableAgents):
+    """Waits until a file exists."""
+
+    path = ""
+
+    def wait_for(self, path: str) -> None:
+        self.path = path
+
+    def wait(self) -> int:
+        while self.path and not Path(self.path).exists():
+            time.sleep(0.005)
+        return self.env_id
+
+    def reset(self, *args: Any, **keywords: Any) -> Any:
+        self.wait()
+        return super().reset(*args, **keywords)
+
+    def step(self, actions: Any) -> Any:
+        self.wait()
+        return super().step(actions)
+
+
+WAITS = {
+    "step": (lambda env: env.step_async(env.action_space.sample()), "step_wait"),
+    "reset": (lambda env: env.reset_async(seed=3), "reset_wait"),
+    "call": (lambda env: env.call_async("wait"), "call_wait"),
+}
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_waits_time_out_and_can_be_repeated(kind, tmp_path):
+    """As of Gymnasium's `AsyncVectorEnv`, except that nothing is lost; other calls are refused meanwhile."""
+    begin, wait = WAITS[kind]
+    env = GymnasiumVectorEnv(ParallelEnv([Waiting] * COPIES, num_workers=2))
+    env.reset(seed=1)
+    for _, other in WAITS.values():
+        with pytest.raises(NoAsyncCallError, match=f"{other}.* without a {other.removesuffix('_wait')}_async"):
+            getattr(env, other)()
+    env.call("wait_for", str(tmp_path / "go"))
+    begin(env)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="nothing is lost"):
+            getattr(env, wait)(timeout=0.05)
+    for other, _ in WAITS.values():
+        with pytest.raises(AlreadyPendingCallError):
+            other(env)
+    for call in (env.reset, env.render, lambda: env.step(env.action_space.sample()), lambda: env.get_attr("time")):
+        with pytest.raises(AlreadyPendingCallError):
+            call()
+    assert env.np_random_seed[0] in (1, 3)
+    (tmp_path / "go").touch()
+    result = getattr(env, wait)(timeout=60.0)
+    if kind == "call":
+        assert result == (0, 1, 2)
+        env.call_async("scale", 2.0)
+        assert env.call_wait() == env.call("scale", 2.0)
+    assert env.step(env.action_space.sample())[1].shape == (9,)
+    env.close()
 
 
 @MODES
@@ -338,12 +478,6 @@ def test_unknown_agents(agents):
         pytest.raises(ValueError, match="must be some of"),
     ):
         GymnasiumVectorEnv(parallel, agents=agents)
-
-
-def test_wrong_auto_reset_mode():
-    parallel = ParallelEnv([VariableAgents], False, backend="serial")
-    with parallel, pytest.raises(ValueError, match='auto_reset="NEXT_STEP" or auto_reset=True, got auto_reset=False'):
-        GymnasiumVectorEnv(parallel)
 
 
 @pytest.mark.parametrize(

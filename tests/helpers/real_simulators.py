@@ -1,20 +1,33 @@
-"""Runs a third-party simulator in `ParallelEnv` and in a plain loop, and saves the results.
+"""Runs a third-party simulator in `ParallelEnv` and in a plain loop, and compares the results.
 
 A script begins with the simulator's own lines, defines `make` and ends with `real_simulators.main(make)`; see `script`.
-Run as `script.py OUT plain 0,1` it steps environments 0 and 1 in a plain loop (`reference.ReferenceEnv`, sharing no
-code with the package) and pickles the results into OUT; `script.py OUT process` and `script.py OUT serial` do the same
-with `ParallelEnv`. Both choose actions with `Actor`.
+Run as `script.py OUT RUN`, it pickles the results of a run into OUT:
+
+plain 0,1           steps environments 0 and 1 in a plain loop (`reference.ReferenceEnv`, without the package's code)
+process, serial     steps `ParallelEnv` with this backend, with the same actions, which `Actor` chooses
+PettingZooVecEnv    the same through a facade; the rewards
+StackedVecEnv       likewise
+about               the kind that the package recognises, the agents, and whether there are action masks
+restart             kills a worker under `on_error="restart"`; what was restarted, and which processes are left
+speed               throughput relative to a plain loop, as measured by `marl-parallel bench`
+
+`examine` runs all of them for an entry of the table in `simulators/real.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
 import pickle
+import random
+import re
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +37,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+from pettingzoo import ParallelEnv as PettingZooEnv
+from simulators.real import Follows, Simulator
 
 from helpers import TESTS, reference
 from helpers.comparison import assert_same
@@ -32,6 +48,10 @@ SEED = 42
 NUM_ENVS = 4
 GROUPS = ("0,1", "2,3")
 """The environments that share a worker, where two workers share four."""
+
+FACADES = ("PettingZooVecEnv", "StackedVecEnv")
+WAITING = ("fork server", "resource_tracker")
+"""In the command lines of processes that stay until the program ends."""
 
 Choose = Callable[[Sequence[Any], np.random.Generator], Mapping[Any, Any]]
 """Chooses the actions of one environment for its acting agents."""
@@ -76,7 +96,9 @@ class Actor:
         if agent not in self.spaces:
             self.spaces[agent] = copy.deepcopy(self.space_of(agent))
             self.spaces[agent].seed(100 * self.env_id + len(self.spaces))
-        return self.spaces[agent].sample() if mask is None else self.spaces[agent].sample(np.asarray(mask, np.int8))
+        if mask is None or not isinstance(self.spaces[agent], spaces.Discrete):  # Generals masks the cells of a map
+            return self.spaces[agent].sample()
+        return self.spaces[agent].sample(np.asarray(mask, np.int8))
 
 
 def masks_of(observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -160,14 +182,18 @@ def plain(env: Any) -> Any:
         return TupleAsDict(env)
     if type(env).__module__.startswith("vmas."):
         return SharedFlags(env)
-    if type(env.unwrapped).__module__.startswith("smarts."):
+    if isinstance(env, PettingZooEnv) and type(env).observation_space is PettingZooEnv.observation_space:
+        env.observation_spaces = dict.fromkeys(env.possible_agents)  # it declares none
+    if type(getattr(env, "unwrapped", env)).__module__.startswith("smarts."):
         env.possible_agents = sorted(env.unwrapped.agent_ids)
     return env
 
 
 def plain_rollout(make: Callable[..., Any], env_ids: Sequence[int], batches: int, choose: Choose | None) -> Rollout:
     """Step environments in a plain loop, one after the other."""
-    copies = [reference.ReferenceEnv(PlainConstructor(make), i, SEED + i, AutoresetMode.SAME_STEP) for i in env_ids]
+    copies = [
+        reference.ReferenceEnv(PlainConstructor(make, SEED + i), i, SEED + i, AutoresetMode.SAME_STEP) for i in env_ids
+    ]
     actors = [
         Actor(i, lambda agent, one=one: one.space("action_space", agent), choose)
         for i, one in zip(env_ids, copies, strict=True)
@@ -189,12 +215,20 @@ def plain_rollout(make: Callable[..., Any], env_ids: Sequence[int], batches: int
 
 
 class PlainConstructor:
-    """The constructor of a simulator for `reference`, with the original's signature."""
+    """The constructor of a simulator for `reference`, with the original's signature.
 
-    def __init__(self, make: Callable[..., Any]) -> None:
+    It seeds process-wide generators, as workers do before each constructor.
+    """
+
+    def __init__(self, make: Callable[..., Any], seed: int) -> None:
         self.make = self.__wrapped__ = make
+        self.seed = seed
 
     def __call__(self, **keywords: Any) -> Any:
+        random.seed(self.seed)
+        np.random.seed(self.seed)
+        if "torch" in sys.modules:
+            sys.modules["torch"].manual_seed(self.seed)
         return plain(self.make(**keywords))
 
 
@@ -231,6 +265,147 @@ def ends(steps: Sequence[tuple[Any, ...]]) -> int:
     return sum(bool(terminateds["__all__"] or truncateds["__all__"]) for _, _, terminateds, truncateds, _ in steps)
 
 
+def facade_rollout(
+    make: Callable[..., Any],
+    facade: str,
+    num_envs: int,
+    batches: int,
+    choose: Choose | None,
+    arguments: dict[str, Any],
+) -> list[dict[Any, list[Any]]]:
+    """Step a facade with the actions of `parallel_rollout`; the rewards of each step, by agent and environment."""
+    from marl_parallel import ParallelEnv, vector
+
+    options = {"start_timeout": 300, **(arguments or {"num_workers": 2})}
+    with getattr(vector, facade)(ParallelEnv([make] * num_envs, seed=SEED, **options)) as env:
+        parallel, rewards = env.parallel_env, []
+        declared = parallel.action_space
+        actors = [Actor(i, declared.__getitem__, choose) for i in range(num_envs)]
+        fillers = {agent: zeros(declared[agent]) for agent in parallel.possible_agents}
+        env.reset()
+        for _ in range(batches):
+            inputs = zip(actors, parallel.acting, parallel.action_masks, strict=True)
+            rows = [{**fillers, **actor.act(acting, masks)} for actor, acting, masks in inputs]
+            if facade == "PettingZooVecEnv":
+                returned = env.step(
+                    {agent: stack(declared[agent], [row[agent] for row in rows]) for agent in parallel.possible_agents}
+                )[1]
+            else:
+                groups = {
+                    name: stack(
+                        batch_space(declared[agents[0]], len(agents)),
+                        [stack(declared[agents[0]], [row[agent] for agent in agents]) for row in rows],
+                    )
+                    for name, agents in env.group_map.items()
+                }
+                only = len(groups) == 1
+                grouped = env.step(next(iter(groups.values())) if only else groups)[1]
+                returned = {
+                    agent: (grouped if only else grouped[name])[:, place]
+                    for name, agents in env.group_map.items()
+                    for place, agent in enumerate(agents)
+                }
+            rewards.append({agent: [np.array(value) for value in column] for agent, column in returned.items()})
+    return rewards
+
+
+def stack(space: gymnasium.Space[Any], items: Sequence[Any]) -> Any:
+    return concatenate(space, items, create_empty_array(space, len(items)))
+
+
+def zeros(space: gymnasium.Space[Any]) -> Any:
+    """A value of this form, for agents that do not act."""
+    if isinstance(space, spaces.Dict):
+        return {key: zeros(one) for key, one in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map(zeros, space.spaces))
+    return space.start if isinstance(space, spaces.Discrete) else np.zeros(space.shape, space.dtype)
+
+
+def about(make: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the package recognises: kind, number of agents, action masks."""
+    from marl_parallel import ParallelEnv
+    from marl_parallel.adapters import adapt
+
+    adapted = adapt(make(**reference.keywords_of(make, {"seed": SEED, "env_id": 0})))
+    kind = adapted.kind.removeprefix("A ").removeprefix("An ").removesuffix(" environment")
+    adapted.source.close()
+    with ParallelEnv([make], seed=SEED, start_timeout=300, **arguments) as env:
+        observations, _ = env.reset()
+        agents = env.possible_agents or [*observations[0]]
+        return {"kind": kind, "agents": len(agents), "masks": any(map(bool, env.action_masks))}
+
+
+def restart(
+    make: Callable[..., Any], num_envs: int, choose: Choose | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Kill a worker in the middle of an episode and step on.
+
+    Returns:
+        The environments of the worker that was killed, those that `__common__` reports as restarted, whether the former
+        were truncated, how many restarts the statistics count, whether all go on, the names of programs that ran, and
+        the command lines of processes left after `close`.
+    """
+    from marl_parallel import ParallelEnv
+
+    options = {"start_timeout": 300, **(arguments or {"num_workers": 2})}
+    with ParallelEnv([make] * num_envs, seed=SEED, on_error="restart", **options) as env:
+        declared = getattr(env, "action_space", {})
+        actors = [Actor(i, declared.__getitem__, choose) for i in range(num_envs)]
+
+        def step() -> tuple[Any, ...]:
+            inputs = zip(actors, env.acting, env.action_masks, strict=True)
+            return env.step([actor.act(acting, masks) for actor, acting, masks in inputs])
+
+        env.reset()
+        for _ in range(3):
+            step()
+        pids = env.call(lambda _: os.getpid())
+        started = descendants()
+        os.kill(pids[-1], signal.SIGKILL)
+        results = step()
+        restarted = [i for i, infos in enumerate(results[-1]) if infos.get("__common__", {}).get("restarted")]
+        truncated = [i for i, truncateds in enumerate(results[3]) if truncateds["__all__"]]
+        for _ in range(10):
+            results = step()
+        started |= descendants()
+        counted = env.stats().restarts
+    deadline = time.monotonic() + 20
+    while (left := started & descendants()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    lost = [i for i, pid in enumerate(pids) if pid == pids[-1]]
+    return {
+        "lost": lost,
+        "restarted": restarted,
+        "truncated": {*lost} <= {*truncated},
+        "counted": counted,
+        "goes on": all(results[0]),
+        "started": sorted({Path(command.split(" ")[0]).name for _, command in started}),
+        "left": sorted(command for _, command in left),
+    }
+
+
+def descendants() -> set[tuple[int, str]]:
+    """Processes below this one, without those of Python and of this package that wait for the next start."""
+    import psutil
+
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = " ".join(child.cmdline())
+            if child.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in WAITING):
+                found.add((child.pid, command))
+    return found
+
+
+def speed(make: Callable[..., Any], num_envs: int, seconds: float, repeats: int) -> dict[str, float]:
+    """Microseconds per environment step of a plain loop, and the throughput of two workers relative to it."""
+    from marl_parallel.cli.measure import Contender, measure
+
+    loop, workers = measure("", make, num_envs, [Contender("process", 2)], seconds=seconds, repeats=repeats)
+    return {"loop_us": loop.microseconds_per_step, "speed_up": workers.speedup}
+
+
 def main(
     make: Callable[..., Any],
     batches: int = 200,
@@ -247,12 +422,28 @@ def main(
         num_envs: The number of environments of `ParallelEnv`.
         arguments: Further arguments of `ParallelEnv`.
     """
-    out, backend, *env_ids = sys.argv[1:]
-    if backend == "plain":
-        rollout = plain_rollout(make, [int(text) for text in env_ids[0].split(",")], batches, choose)
-    else:
-        rollout = parallel_rollout(make, backend, num_envs, batches, choose, arguments)
-    Path(out).write_bytes(pickle.dumps(simplified(tuple(rollout))))
+    results: dict[str, tuple[Any, str]] = {}
+    out, *runs = sys.argv[1:]
+    for run in runs:
+        word, *more = run.split(" ")
+        try:
+            if word == "plain":
+                env_ids = [int(text) for text in more[0].split(",")]
+                result: Any = tuple(plain_rollout(make, env_ids, batches, choose))
+            elif word in FACADES:
+                result = facade_rollout(make, word, num_envs, min(batches, 50), choose, arguments)
+            elif word == "about":
+                result = about(make, arguments)
+            elif word == "restart":
+                result = restart(make, num_envs, choose, arguments)
+            elif word == "speed":
+                result = speed(make, num_envs, float(more[0]), int(more[1]))
+            else:
+                result = tuple(parallel_rollout(make, word, num_envs, batches, choose, arguments))
+            results[run] = simplified(result), ""
+        except Exception:
+            results[run] = None, traceback.format_exc()
+    Path(out).write_bytes(pickle.dumps(results))
 
 
 def simplified(value: Any) -> Any:
@@ -281,11 +472,12 @@ def script(setup: str, make: str, options: str = "") -> str:
 
     Args:
         setup: The first lines of its README's example.
-        make: The README's expression that makes an environment.
+        make: The README's expression that makes an environment; it may use `seed`.
         options: Further arguments of `main`.
     """
     call = f"from helpers import real_simulators\nreal_simulators.main(make, {options})"
-    return f"{setup}\n\ndef make():\n    return {make}\n\n{call}\n"
+    seed = "seed" if re.search(r"\bseed\b(?!=)", make) else ""
+    return f"{setup}\n\ndef make({seed}):\n    return {make}\n\n{call}\n"
 
 
 def rollouts(
@@ -299,20 +491,45 @@ def rollouts(
         runs: Its arguments; text after a second space only distinguishes equal runs.
         variables: Environment variables.
     """
-    file = folder / "script.py"
-    file.write_text(text)
+    (folder / "script.py").write_text(text)
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(runs, pool.map(lambda run: _rollout(file, run, variables or {}), runs), strict=True))
+        return dict(zip(runs, pool.map(lambda run: Rollout(*_only(folder, run, variables)), runs), strict=True))
 
 
-def _rollout(file: Path, run: str, variables: Mapping[str, str]) -> Rollout:
-    out = file.with_name(run.replace(" ", "_").replace(",", "_") + ".pickle")
+def _only(folder: Path, run: str, variables: Mapping[str, str] | None) -> Any:
+    result, error = results(folder, [run], variables)[run]
+    assert not error, f"{run}: {error}"
+    return result
+
+
+def results(
+    folder: Path,
+    runs: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    timeout: float = 540,
+) -> dict[str, tuple[Any, str]]:
+    """Runs of the script in `folder`, one after the other in one process: by run, its result and its error, if any."""
+    out = folder / f"{'+'.join(runs)[:100].replace(' ', '_')}.pickle"
     always = {"PYTHONPATH": str(TESTS), "SDL_VIDEODRIVER": "dummy", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(file), str(out), *run.split(" ")[:2]]
-    everything = {**os.environ, **always, **variables}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, cwd=file.parent, env=everything)
-    assert done.returncode == 0, f"{run}: {done.stderr}"
-    return Rollout(*pickle.loads(out.read_bytes()))
+    # A session of its own, so that nothing is left of runs that take too long.
+    started = subprocess.Popen(
+        [python, "script.py", str(out), *runs],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **always, **(variables or {})},
+        start_new_session=True,
+    )
+    try:
+        _, errors = started.communicate(timeout=timeout)
+        failed = f"exit code {started.returncode}: {errors[-2000:]}" if started.returncode else ""
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
+        failed = f"no result after {timeout:g} s"
+    return dict.fromkeys(runs, (None, failed)) if failed else pickle.loads(out.read_bytes())
 
 
 def merged(*groups: Rollout) -> Rollout:
@@ -341,8 +558,96 @@ def structure(value: Any) -> Any:
     return type(value)
 
 
-def report(name: str, of: Mapping[str, Rollout]) -> None:
-    """Print the times; `pytest -rP` shows them."""
+def report(name: str, of: Mapping[str, Any]) -> None:
+    """Print the times of rollouts; `pytest -rP` shows them."""
+    of = {run: rollout for run, rollout in of.items() if isinstance(rollout, Rollout)}
     seconds = ", ".join(f"{run} {rollout.seconds:.1f} s" for run, rollout in of.items())
     first = next(iter(of.values()))
     print(f"{name}: {len(first.steps[0])} batches, episode ends {first.ends}; {seconds}")
+
+
+# -- entries of the table ---------------------------------------------------------------------------------------------
+
+
+def runs_of(simulator: Simulator, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
+    """The results of an entry's runs and of `more` ones, with this interpreter; fails at the first error."""
+    variables = simulator.variables_with(Path(sys.executable))
+    prepare(simulator, folder, variables)
+    groups = [[run] for run in simulator.plain_runs] + [["about", *simulator.parallel_runs, *more]]
+    found: dict[str, Any] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for of in pool.map(lambda group: results(folder, group, variables), groups):
+            for run, (result, error) in of.items():
+                assert not error, f"{run}: {error}"
+                is_rollout = run in simulator.plain_runs or run in simulator.parallel_runs
+                found[run] = Rollout(*result) if is_rollout else result
+    return found
+
+
+def prepare(simulator: Simulator, folder: Path, variables: Mapping[str, str], python: str = sys.executable) -> None:
+    """Write the script of an entry, after running its `prepare`; `CalledProcessError` with what that printed."""
+    (folder / "script.py").write_text(
+        script(simulator.setup, simulator.make, f"batches={simulator.batches}, {simulator.options}")
+    )
+    if simulator.prepare:
+        (folder / "prepare.py").write_text(simulator.prepare)
+        everything = {**os.environ, **variables}
+        subprocess.run([python, "prepare.py"], check=True, cwd=folder, env=everything, capture_output=True, text=True)
+
+
+def check_equality(simulator: Simulator, of: Mapping[str, Rollout]) -> None:
+    """Fail unless a simulator follows plain loops as its entry says.
+
+    Args:
+        simulator: The entry.
+        of: The rollouts of its `plain_runs` and `parallel_runs`.
+    """
+    for name, rollout in of.items():
+        assert all(ends > 0 for ends in rollout.ends), f"{name}: episode ends {rollout.ends}"
+    clean = {name: simulator.comparable(rollout) for name, rollout in of.items()}
+    everyone, process = clean.get("plain 0,1,2,3"), clean["process"]
+    if simulator.follows is Follows.IN_FORM:
+        assert differ(clean["plain 0,1,2,3 again"], everyone), "two plain loops are equal"
+        for name in simulator.parallel_runs:
+            for one, other in zip(clean[name].resets, everyone.resets, strict=True):
+                assert structure(one) == structure(other), name
+        return
+    if everyone is not None:
+        assert_equal(clean["serial"], everyone, "serial")
+    if simulator.one_per_worker:
+        everyone = merged(*(clean[name] for name in simulator.plain_runs))
+    elif simulator.follows is Follows.WITH_NEIGHBOURS:
+        everyone = merged(clean["plain 0,1"], clean["plain 2,3"])
+    assert_equal(process, everyone, "process")
+
+
+def differ(one: Rollout, other: Rollout) -> bool:
+    try:
+        assert_equal(one, other, "plain")
+    except AssertionError:
+        return True
+    return False
+
+
+def check_facade(rewards: Sequence[Mapping[Any, Sequence[Any]]], expected: Rollout) -> None:
+    """Fail unless the rewards of a facade are those of `ParallelEnv`."""
+    for number, by_agent in enumerate(rewards):
+        for env_id, steps in enumerate(expected.steps):
+            for agent, reward in steps[number][1].items():
+                place = f"reward of {agent!r} in step {number} of environment {env_id}"
+                np.testing.assert_array_equal(by_agent[agent][env_id], reward, err_msg=place)
+
+
+def check_restart(found: Mapping[str, Any]) -> None:
+    """Fail unless exactly the environments of the killed worker were restarted and nothing is left."""
+    assert found["restarted"] == found["lost"], found
+    assert found["counted"] == len(found["lost"]), found
+    assert found["truncated"], found
+    assert found["goes on"], found
+    assert not found["left"], found
+
+
+def check_about(simulator: Simulator, found: Mapping[str, Any]) -> None:
+    """Fail unless the package recognises what the entry says."""
+    expected = {"kind": simulator.kind, "agents": simulator.agents, "masks": simulator.masks}
+    assert found == expected, f"{found}, expected {expected}"

@@ -515,7 +515,7 @@ def test_plain_records_that_are_read_are_added_to_totals():
     plain = {a: BOX.sample() for a in AGENTS}, rewards, no, no, {a: {} for a in AGENTS}
     for record in range(3):
         TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
-    totals = np.zeros((3, len(AGENTS) + 1))
+    totals = np.zeros((3, 2 * len(AGENTS) + 1))
     compiled = codec.open_codec(layout, block, infos_in_block=False, totals=totals)
     compiled.read((2, 0), {}, True, False)
     compiled.read((2,), {}, True, True)
@@ -524,7 +524,8 @@ def test_plain_records_that_are_read_are_added_to_totals():
     compiled.add_plain(0, 3)
     compiled.add_plain(1, 2)
     assert totals[:, -1].tolist() == [2, 2, 3]
-    assert totals[:, :-1].tolist() == [[n * reward for reward in rewards.values()] for n in (2, 2, 3)]
+    expected = [[n * reward for reward in rewards.values()] + [n] * len(AGENTS) for n in (2, 2, 3)]
+    assert totals[:, :-1].tolist() == expected
     for outside in ((-1, 2), (0, 4)):
         with pytest.raises(IndexError, match="no such records"):
             compiled.add_plain(*outside)

@@ -10,10 +10,12 @@ from typing import Any
 
 import gymnasium
 import pytest
-from gymnasium.error import ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from helpers.comparison import assert_same
 from helpers.setups import Setup
 from simulators.deterministic import Hunt
+
+from marl_parallel import EnvError
 
 
 class Counting(Hunt):
@@ -23,6 +25,49 @@ class Counting(Hunt):
     def looked_at(self) -> int:
         self.looks += 1
         return self.looks
+
+
+def test_calls_in_flight_have_the_results_of_calls(backend_setup, build):
+    env = build([Hunt] * 3, backend_setup)
+    env.reset(seed=4)
+    expected = env.call("scale", 3.0, offset=1.0)
+    env.call_async("scale", 3.0, offset=1.0)
+    for refused in (lambda: env.call("scale", 3.0), env.reset, env.reset_async, lambda: env.set_attr("gravity", 2.0)):
+        with pytest.raises(AlreadyPendingCallError, match="while a call is in flight; call_wait"):
+            refused()
+    assert env.seed() == (4, 5, 6)
+    assert env.stats().resets == 3
+    assert_same(env.call_wait(), expected)
+    env.call_async("gravity", env_ids=[2, 0])
+    assert_same(env.call_wait(timeout=60.0), (1.0, 1.0))
+    with pytest.raises(NoAsyncCallError, match=r"call_wait\(\) without a call_async\(\) before it"):
+        env.call_wait()
+    env.call_async("wings")
+    with pytest.raises(AttributeError, match=r"environment 0: .*wings"):
+        env.call_wait()
+    env.call_async("gravity")
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.call_wait()
+
+
+def raise_zero_division(env: Any) -> None:
+    raise ZeroDivisionError("of the caller's function")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "restart"])
+def test_errors_of_calls_in_flight(on_error, backend_setup, build):
+    env = build([Hunt] * 2, backend_setup, on_error=on_error)
+    env.reset()
+    env.call_async(raise_zero_division)
+    with pytest.raises(EnvError, match=r"raised in call.*of the caller's function"):
+        env.call_wait()
+    if on_error == "raise":
+        with pytest.raises(ClosedEnvironmentError):
+            env.reset()
+    else:
+        env.reset()
+        assert env.stats().restarts == 2
 
 
 def test_attribute_is_read_once(backend_setup, build):

@@ -147,6 +147,18 @@ class GlobalGenerator(Healthy):
         return np.full(4, random.random())
 
 
+class SeedsGlobalGenerator(Healthy):
+    """Deterministic by itself; in one process with others, all draw from one stream."""
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            np.random.seed(seed)
+        return super().reset(seed)
+
+    def number(self, drawn):
+        return np.full(4, np.random.random())
+
+
 class SeedIgnored(Healthy):
     """All environments play the same episodes in the same order."""
 
