@@ -310,7 +310,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         of_env: list[dict[AgentID, Any]] = [{} for _ in ids]
         acting = self._runner.batch.acting
         for name, group in self._groups.items():
-            arrays = _action_arrays(self._at(name, "action"), group.action_space, rows, self._flat)
+            arrays = self._action_arrays(name, group.action_space, rows)
             for place, agent in enumerate(group.agents):
                 for row, env_id in enumerate(ids):
                     if agent in acting[env_id]:
