@@ -42,7 +42,7 @@ INSTALLS = {
     "rlcard": "rlcard==1.2.0",
     "smaclite": "smaclite",
     "overcooked": "overcooked-ai==1.1.0 scipy numpy<2",
-    "flatland": "flatland-rl==4.3.0 dm-tree ray[tune] pandas requests pyarrow",
+    "flatland": "flatland-rl==4.3.0 dm-tree ray[tune] pandas requests pyarrow<20",
     "jaxmarl": "jaxmarl==0.2.0",
     "meltingpot": "dm-meltingpot==2.4.1 shimmy==2.0.1",
     "smacv2": "smacv2",
