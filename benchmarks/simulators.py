@@ -64,6 +64,7 @@ class Result:
         speed_up: The throughput of two workers relative to that loop: the median of the ratios within each round.
         versions: Of what is installed, by distribution.
         machine: The machine, in one line.
+        load: Its load average when the run began; None if that was not recorded.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Result:
     speed_up: float | None = None
     versions: dict[str, str] = field(default_factory=dict)
     machine: str = ""
+    load: float | None = None
 
 
 class CannotInstall(Exception):
@@ -116,13 +118,16 @@ def own_requirements() -> list[str]:
     return [name.replace(" ", "") for name, _, extra in every if not extra or extra.strip() == 'extra == "cli"']
 
 
+VAGUE = ("ERROR: Failed", "ERROR: Could not build", "error: failed-", "error: subprocess-", "error: metadata-")
+"""How errors begin that only say that a build failed."""
+
+
 def error_of_pip(text: str) -> str:
     """The line that says most, without paths."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = [
-        line for line in lines if re.match(r"(ERROR: (?!Failed building|Could not build)|\w*Error: |\w*error: )", line)
-    ]
-    return one_line((found or lines or ["pip failed"])[-1])
+    found = [line for line in lines if re.search(r"(ERROR|[a-zA-Z]*[Ee]rror): ", line) and not line.startswith(VAGUE)]
+    conflicts = [line for line in found if "conflicting dependencies" in line]
+    return one_line((conflicts or found or lines or ["pip failed"])[-1])
 
 
 def one_line(text: str) -> str:
@@ -154,15 +159,17 @@ def normal(name: str) -> str:
 def examine(name: str, cache: Path, seconds: float, repeats: int, timeout: float) -> Result:
     """Run one simulator and compare."""
     simulator = real.SIMULATORS[name]
-    described = "{cpu}, {cpus} CPUs; {system}; Python {python}; {date}".format(**machine())
+    here = machine()
+    described, load = "{cpu}, {cpus} CPUs; {system}; Python {python}; {date}".format(**here), here["load"]
     try:
         python = interpreter(simulator.install, cache)
     except CannotInstall as error:
-        return Result(name, NOT_INSTALLED, {"install": str(error)}, machine=described)
+        return Result(name, NOT_INSTALLED, {"install": str(error)}, machine=described, load=load)
     known = {
         "name": name,
         "versions": versions(python, real.INSTALLS[simulator.install]),
         "machine": described,
+        "load": load,
         "follows": simulator.follows.value,
         "why": simulator.why,
         "batches": simulator.batches,
@@ -284,14 +291,37 @@ def markdown(results: Sequence[Result]) -> str:
             f"| {one.name} | {one.status if one.status != FAILS else what} | {cell(error)} |"
             for one in broken for what, error in [*one.errors.items()][:1]
         )]  # fmt: skip
+    known = [one.name for one in results if one.name in real.SIMULATORS]
+    notes.append(
+        "How they are constructed:\n\n| simulator | environment | constructor |\n|---|---|---|\n"
+        + "\n".join(
+            f"| {name} | {real.SIMULATORS[name].install} | {cell(shortened(real.SIMULATORS[name].make))} |"
+            for name in known
+        )
+    )
+    installs = dict.fromkeys(real.SIMULATORS[name].install for name in known)
+    notes.append("The environments, beside this package:")
+    notes.append("\n".join(f"- {name}: `{real.INSTALLS[name]}`" for name in installs))
+    absent = [name for name in real.SIMULATORS if name not in {one.name for one in results}]
+    if absent:
+        notes.append(f"In the table, but not in these results: {', '.join(absent)}.")
+    loads = [one.load for one in results if one.load is not None and one.speed_up is not None]
+    used = ""
+    if loads and max(loads) > 1:
+        used = (
+            f" Other programs used the CPUs as well: load averages were {min(loads):.0f} to {max(loads):.0f} before "
+            "the runs, so that times are too long, and ratios are rough."
+        )
     described = sorted({one.machine for one in results})
     notes.append(
         "Equals: bit for bit. Plain loop: wall time of one environment step. 2 workers: throughput with four "
-        "environments in two worker processes, relative to it. Measured on two CPUs that other programs used as well. "
-        + "; ".join(described)
-        + "."
+        f"environments in two worker processes, relative to it. {'; '.join(described)}.{used}"
     )
     return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n"
+
+
+def shortened(text: str, length: int = 110) -> str:
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def cell(text: str) -> str:

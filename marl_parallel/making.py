@@ -252,7 +252,7 @@ def _facade(name: str | None, keywords: Mapping[str, Any] | None) -> Callable[[P
     if name not in _FACADES:
         raise ValueError(f"facade must be one of {', '.join(map(repr, _FACADES))} or None, got {name!r}")
     facade = getattr(vector, _FACADES[name][0])
-    takes = [*inspect.signature(facade).parameters][1:]
+    takes = [*inspect.signature(facade.__init__).parameters][2:]  # that of a class may be its metaclass's
     for key in keywords or {}:
         if key not in takes:
             raise TypeError(f"{facade.__name__} takes no argument {key!r}; facade_kwargs may have {takes}")

@@ -171,14 +171,15 @@ class ArrayView:
         """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
         return {agent: stacking.column(observations[group], row) for agent, (group, row) in self.places.items()}
 
-    def _checked(self, actions: Actions, acting: list[list[AgentID]], env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
-        """Actions by agent; `ValueError` if an agent is unknown, or an acting one has none."""
+    def _checked(self, actions: Actions, batch: Batch | NativePool, env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
+        """Actions by agent; `ValueError` if an agent is unknown, or one that acts in `batch` has none."""
         if isinstance(actions, list):
             actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
         if actions.keys() != self._column.keys():
             for agent in actions:
                 if agent not in self._column:
                     raise ValueError(f"actions for {agent!r}, which is none of the agents {self.agents}")
+            acting = batch.acting
             for env_id in env_ids:
                 of_acting(env_id, actions, acting[env_id])
         return actions
@@ -237,7 +238,7 @@ class ArrayBatch(ArrayView):
                         write_stacked(column, rows, values, agents)
                     self._actions.mark_present(acting)
                     return {}
-            by_agent = self._checked(actions, batch.acting, ids)
+            by_agent = self._checked(actions, batch, ids)
             if self._actions_in_block:
                 try:
                     self._layout.actions.write_stacked(by_agent)

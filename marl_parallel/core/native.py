@@ -557,7 +557,7 @@ class NativeArrays(ArrayView):
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:
         ids = self._pool.env_ids if env_ids is None else env_ids
-        by_agent = self._checked(actions, self._pool.acting, ids)
+        by_agent = self._checked(actions, self._pool, ids)
 
         def column(agent: AgentID, space: Space[Any]) -> Any:
             values = by_agent[agent] if agent in by_agent else stacking.zeros(space, (self._num_envs,))

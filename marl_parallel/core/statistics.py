@@ -25,7 +25,6 @@ class EpisodeStatistics:
     Attributes:
         totals: float64 `(num_envs, 2 * agents + 1)`: the sums of rewards, in how many steps each agent took part, and
             the number of steps. The last two are -1 if the next transition is a reset, which does not count.
-        finished: The episodes that ended in the latest step; the runner makes it empty before each.
         ended: By environment, how many episodes have ended.
         in_infos: Whether infos have the statistics of each agent whose part of the episode has ended.
         listeners: Called with each episode that has ended.
@@ -34,11 +33,13 @@ class EpisodeStatistics:
     def __init__(
         self, num_envs: int, agents: Sequence[AgentID], mode: AutoresetMode, *, in_infos: bool = False
     ) -> None:
-        self.finished: list[FinishedEpisode] = []
+        self._finished: list[FinishedEpisode] = []
+        self._columns: list[tuple[Any, ...]] = []  # episodes that have ended, in arrays: made when they are asked for
         self.ended = [0] * num_envs
         self.listeners: list[Callable[[FinishedEpisode], None]] = []
         self.in_infos = in_infos
-        self._agents, self._mode = [*agents], mode
+        self._agents = [*agents]
+        self._start = -1 if mode is AutoresetMode.NEXT_STEP else 0  # whether a reset is next after an episode's end
         self._places = {agent: place for place, agent in enumerate(agents)}
         n = len(agents)
         self.totals = np.zeros((num_envs, 2 * n + 1))
@@ -46,6 +47,20 @@ class EpisodeStatistics:
         # Sums and steps of agents that are not declared, and of rewards that are vectors.
         self._others: dict[int, dict[AgentID, list[Any]]] = {}
         self._ended: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos
+
+    @property
+    def finished(self) -> list[FinishedEpisode]:
+        """The episodes that ended in the latest step; the runner makes it empty before each."""
+        for columns in self._columns:
+            for env_id, totals, terminated, truncated in zip(*(column.tolist() for column in columns)):
+                sums = self._sums(env_id, totals)
+                self._finished.append(FinishedEpisode(env_id, *sums, int(totals[-1]), terminated, truncated))
+        self._columns = []
+        return self._finished
+
+    @finished.setter
+    def finished(self, episodes: list[FinishedEpisode]) -> None:
+        self._finished, self._columns = episodes, []
 
     def begin(self, env_ids: Sequence[int]) -> None:
         """Note that the next transition of some environments is a reset."""
@@ -108,11 +123,24 @@ class EpisodeStatistics:
         self._returns[ids] += np.where(present, np.broadcast_to(received.rewards, shape), 0.0)
         self._lengths[ids] += present
         self._steps[ids] += 1
-        for env_id in ids[received.elapsed == 0].tolist():
+        begun, over = ids[received.elapsed == 0], np.flatnonzero(received.terminated | received.truncated)
+        if not self.listeners:  # all at once
+            self.totals[begun] = 0.0
+            if len(over):
+                env_ids = ids[over]
+                flags = received.terminated[over], received.truncated[over]
+                self._columns.append((env_ids, self.totals[env_ids], *flags))
+                self._returns[env_ids] = 0.0
+                self._lengths[env_ids] = self._start
+                self._steps[env_ids] = self._start
+                for env_id in env_ids.tolist():
+                    self.ended[env_id] += 1
+            return
+        for env_id in begun.tolist():
             self._reset(env_id, 0)
-        for row in np.flatnonzero(received.terminated | received.truncated).tolist():
-            flags = bool(received.terminated[row]), bool(received.truncated[row])
-            self._finish(int(ids[row]), self.totals[ids[row]].tolist(), *flags)
+        for row in over.tolist():
+            terminated, truncated = bool(received.terminated[row]), bool(received.truncated[row])
+            self._finish(int(ids[row]), self.totals[ids[row]].tolist(), terminated, truncated)
 
     def _finish(self, env_id: int, totals: Sequence[float], terminated: bool, truncated: bool) -> None:
         """Note the end of an episode; the next one begins in the same step, or with a reset."""
@@ -122,7 +150,7 @@ class EpisodeStatistics:
         self.finished.append(episode)
         for listener in self.listeners:
             listener(episode)
-        self._reset(env_id, -1 if self._mode is AutoresetMode.NEXT_STEP else 0)
+        self._reset(env_id, self._start)
 
     def _sums(self, env_id: int, totals: Sequence[float]) -> tuple[dict[AgentID, Any], dict[AgentID, int]]:
         """The returns and lengths of the agents that have taken part in the running episode."""

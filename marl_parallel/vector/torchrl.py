@@ -17,7 +17,7 @@ from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, TensorSpec, Unbounded
+from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, OneHot, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
 
@@ -80,6 +80,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         info_masks: Whether groups have action masks also if their observation spaces declare none: those of infos.
         return_state: Whether to return the global state, which takes a request to the simulators after each step.
         flatten: Whether the only agent's values are at the root, as of an environment without agents.
+        categorical_actions: Whether actions of `Discrete` spaces are numbers; if not, they are one-hot.
 
     Attributes:
         group_map: The agents of each group, by its name.
@@ -109,6 +110,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         info_masks: bool = False,
         return_state: bool = False,
         flatten: bool = False,
+        categorical_actions: bool = True,
     ) -> None:
         # TorchRL keeps the tensors of all steps of a rollout: views would all show the last one.
         stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, vectors=True, partial_resets=True)
@@ -119,7 +121,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self.infos: dict[int, dict[Any, Any]] = {}
         if flatten and len(env.possible_agents) != 1:
             raise ValueError(f"flatten=True is for one agent, but the agents are {env.possible_agents}")
-        self._flat = flatten
+        self._flat, self._one_hot = flatten, not categorical_actions
         self.group_map = _grouped(group_map, self._runner.schema)
         self._groups = {
             name: AgentRows(stepper, agents, vectors_for="TorchRLEnv") for name, agents in self.group_map.items()
@@ -150,7 +152,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         for name, group in self._groups.items():
             shape = (n,) if flatten else (n, len(group.agents))
             objectives = (1,) if group.reward_space is None else group.reward_space.shape or ()
-            acted = _specs("action", group.action_space, shape)
+            acted = _specs("action", group.action_space, shape, one_hot=self._one_hot)
             seen = _specs("observation", group.space, shape)
             masks = {key: _flag_spec(shape) for key in ("mask", "present")}
             if name in self._num_choices:
@@ -217,7 +219,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         ids = self._marked(tensordict.get("_step", None))
         actions = [
-            Stacked(group.agents, _action_arrays(self._at(name, "action"), group.action_space, tensordict, self._flat))
+            Stacked(group.agents, self._action_arrays(name, group.action_space, tensordict))
             for name, group in self._groups.items()
         ]
         if self._runner.mode is AutoresetMode.NEXT_STEP:
@@ -308,7 +310,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         of_env: list[dict[AgentID, Any]] = [{} for _ in ids]
         acting = self._runner.batch.acting
         for name, group in self._groups.items():
-            arrays = _action_arrays(self._at(name, "action"), group.action_space, rows, self._flat)
+            arrays = self._action_arrays(name, group.action_space, rows)
             for place, agent in enumerate(group.agents):
                 for row, env_id in enumerate(ids):
                     if agent in acting[env_id]:
@@ -410,6 +412,28 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         """The key of a value of a group."""
         return key if self._flat else (group, key)
 
+    def _action_arrays(self, name: str, space: Space[Any], tensordict: TensorDictBase) -> Any:
+        """The actions of a group in arrays `(num_envs, agents, ...)`, in the form of their space."""
+        key = self._at(name, "action")
+        actions: Any = tensordict.get(key, None)
+        if actions is None:
+            raise ValueError(f"no actions{'' if self._flat else f' for the group {name!r}'}: there is no {key!r}")
+        paths = (path for path, _ in leaves(space))
+
+        def of_leaf(leaf: Space[Any]) -> NDArray[Any]:
+            path = next(paths)
+            tensor = actions.get(tuple(map(str, path))) if path else actions
+            array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
+            if self._one_hot and isinstance(leaf, spaces.Discrete):
+                array = array.argmax(-1)
+            if array.dtype.kind in "biu" and np.any(
+                start := getattr(leaf, "start", 0)
+            ):  # those in tensors count from 0
+                array = array.astype(np.int64) + start
+            return array[:, None] if self._flat else array
+
+        return tree_map(of_leaf, space)
+
 
 # -- groups ------------------------------------------------------------------------------------------------------------
 
@@ -490,28 +514,14 @@ def _key(name: str, path: tuple[Any, ...]) -> Any:
     return (name, *map(str, path)) if path else name
 
 
-def _action_arrays(key: Any, space: Space[Any], tensordict: TensorDictBase, is_flat: bool) -> Any:
-    """The actions of a group in arrays, in the form of their space; without an axis of agents if `is_flat`."""
-    actions: Any = tensordict.get(key, None)
-    if actions is None:
-        whose = "" if is_flat else f" for the group {key[0]!r}"
-        raise ValueError(f"no actions{whose}: there is no {key!r}")
-    paths = (path for path, _ in leaves(space))
-
-    def of_leaf(leaf: Space[Any]) -> NDArray[Any]:
-        path = next(paths)
-        tensor = actions.get(tuple(map(str, path))) if path else actions
-        array: NDArray[Any] = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
-        if array.dtype.kind in "biu" and np.any(start := getattr(leaf, "start", 0)):  # those in tensors count from 0
-            array = array.astype(np.int64) + start
-        return array[:, None] if is_flat else array
-
-    return tree_map(of_leaf, space)
-
-
-def _specs(name: str, space: Space[Any], shape: tuple[int, ...]) -> dict[Any, TensorSpec]:
+def _specs(name: str, space: Space[Any], shape: tuple[int, ...], *, one_hot: bool = False) -> dict[Any, TensorSpec]:
     """By key, the specs of the leaves of a space for environments and agents of this shape."""
-    specs = {_key(name, path): _spec(leaf, name == "observation") for path, leaf in leaves(space)}
+    specs = {
+        _key(name, path): OneHot(int(leaf.n))
+        if one_hot and isinstance(leaf, spaces.Discrete)
+        else _spec(leaf, name == "observation")
+        for path, leaf in leaves(space)
+    }
     return {key: spec.expand(*shape, *spec.shape) for key, spec in specs.items()}
 
 

@@ -453,6 +453,28 @@ def test_torchrl_flat(task, make_pool):
         other.step(other.reset())
 
 
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("task", ["CartPole-v1", "Play2048-v1"])
+def test_torchrl_one_hot_actions(task, flatten, make_pool):
+    masks = {"info_masks": task == "Play2048-v1"}
+    env = TorchRLEnv(make_pool(task), flatten=flatten, categorical_actions=False, **masks)
+    check_env_specs(env)
+    env.set_seed(SEED)
+    pool, choices = bare(task), int(env.env.action_space["agent_0"].n)
+    data, current = env.reset(), pool.reset()
+    place = (lambda key: key) if flatten else (lambda key: ("agent", key))
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        legal = current[-1].get("legal_action_mask", np.ones((COPIES, choices), np.bool_))
+        actions = np.array([rng.choice(np.flatnonzero(row)) for row in legal])
+        one_hot = torch.nn.functional.one_hot(torch.from_numpy(actions), choices).bool()
+        data = env.step(data.set(place("action"), one_hot if flatten else one_hot[:, None]))["next"]
+        current = pool.step(actions.astype(np.int32))
+        seen = data[place("observation")].reshape(COPIES, *current[0].shape[1:])
+        np.testing.assert_array_equal(seen, current[0])
+    assert env.rand_action(env.reset())[place("action")].reshape(COPIES, -1).sum(1).tolist() == [1] * COPIES
+
+
 def test_torchrl_flat_is_for_one_agent():
     with (
         make("mpe2.simple_spread_v3", auto_reset=False, backend="serial") as env,

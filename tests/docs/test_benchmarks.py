@@ -500,6 +500,7 @@ def test_soak(tmp_path):
     assert report["recycled"] > 0
 
 
+@pytest.mark.rest
 def test_simulator_that_works(simulators, monkeypatch, tmp_path):
     """With this environment in place of one of its own."""
     monkeypatch.setattr(simulators, "interpreter", lambda *_: Path(sys.executable))
@@ -559,6 +560,16 @@ def test_names_of_simulators(simulators):
         (
             "ERROR: Could not find a version that satisfies it\nERROR: No matching distribution found for x",
             "ERROR: No matching distribution found for x",
+        ),
+        (
+            "ERROR: Cannot install a and b because these package versions have conflicting dependencies.\n"
+            "ERROR: ResolutionImpossible: for help visit x",
+            "ERROR: Cannot install a and b because these package versions have conflicting dependencies.",
+        ),
+        (
+            "  OSError: no file here\n  error: <urlopen error>\nERROR: Failed building wheel for x\n"
+            "error: failed-wheel-build-for-install",
+            "error: <urlopen error>",
         ),
         ('  File "/usr/lib/python3/a.py"\nOSError: no /usr/lib/python3/b.so here\n', "OSError: no ... here"),
     ],

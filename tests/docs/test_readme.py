@@ -1,10 +1,12 @@
 """The README: its code runs, its tables are the measured ones, its arguments are the real ones.
 
-The code of the pages in `docs/` runs, too.
+The code of the pages in `docs/` runs, too, where the libraries that it imports are installed.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import json
 import re
@@ -20,7 +22,13 @@ from marl_parallel import ParallelEnv
 pytestmark = pytest.mark.release_independent
 
 README = (ROOT / "README.md").read_text()
-PAGES = {page.name: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text()
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+# Pages that explain what other pages and tests cover as well.
+REPEATING = ("docs/recipes/", "docs/agents.md", "docs/index.md", "docs/quickstart.md")
+FRAMEWORKS = "docs/frameworks/"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -28,13 +36,29 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def python_blocks() -> list[object]:
-    """Every Python block of every page, named by page and line."""
-    return [
-        pytest.param(block, id=f"{name} line {text[: text.index(block)].count(chr(10)) + 1}")
-        for name, text in PAGES.items()
-        for block in blocks("python", text)
-    ]
+def can_run(block: str) -> bool:
+    """Whether the libraries that it imports are installed."""
+    nodes = [*ast.walk(ast.parse(block))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    facades = {"AgileRLVecEnv": "agilerl", "SB3VecEnv": "stable_baselines3", "TorchRLEnv": "torchrl"}
+    names |= {library for facade, library in facades.items() if facade in block}
+    made = {"agilerl": "agilerl", "rllib": "ray", "sb3": "stable_baselines3", "torchrl": "torchrl"}
+    names |= {library for facade, library in made.items() if f'facade="{facade}"' in block}
+    return all(importlib.util.find_spec(name.partition(".")[0]) for name in names)
+
+
+def python_blocks(*, of_frameworks: bool = False) -> list[object]:
+    """Every Python block of the pages about frameworks, or of all others, once, named by page and line."""
+    unique = {}
+    for name, text in PAGES.items():
+        if name.startswith(FRAMEWORKS) != of_frameworks:
+            continue
+        for block in blocks("python", text):
+            line = text[: text.index(block)].count("\n") + 1
+            marks = [pytest.mark.rest] if name.startswith(REPEATING) else []
+            unique.setdefault(block, pytest.param(block, id=f"{name} line {line}", marks=marks))
+    return [parameters for block, parameters in unique.items() if can_run(block)]
 
 
 def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
@@ -46,6 +70,13 @@ def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
 
 @pytest.mark.parametrize("block", python_blocks())
 def test_python_blocks_run_by_themselves(block, tmp_path):
+    run("-", text=block, cwd=tmp_path)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("block", python_blocks(of_frameworks=True))
+def test_blocks_about_frameworks(block, tmp_path):
+    """The same; `.ci/run` has environments with these libraries."""
     run("-", text=block, cwd=tmp_path)
 
 

@@ -87,3 +87,20 @@ def test_steps_equal_the_dicts(facade, how):
         assert observations.shape == (ENVS, len(AGENTS), 18)
         assert np.array_equal(observations, seen)
         assert rewards is paid is None or np.allclose(rewards, paid)
+
+
+KEYWORDS: dict[str, dict[str, Any]] = {
+    "gymnasium": {"agents": AGENTS},
+    "stacked": {"with_state": False},
+    "torchrl": {"return_state": False},
+}
+
+
+@pytest.mark.parametrize("facade", [name for name in KEYWORDS if CLASSES[name] in vector.__all__])
+def test_keywords_of_the_facade(facade):
+    """Also where the signature of the class is that of its metaclass."""
+    build = {"num_envs": ENVS, "facade": facade, "backend": "serial"}
+    make(simple_spread_v3.parallel_env, facade_kwargs=KEYWORDS[facade], **build).close()
+    (own,) = KEYWORDS[facade]
+    with pytest.raises(TypeError, match=f"{CLASSES[facade]} takes no argument 'colour'; .*{own}"):
+        make(simple_spread_v3.parallel_env, facade_kwargs={"colour": 1}, **build)

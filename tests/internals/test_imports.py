@@ -72,7 +72,7 @@ def test_imports_go_downwards(path):
 
 HEAVY = {
     "torch", "ray", "matplotlib", "rich", "typer", "psutil", "stable_baselines3", "torchrl", "agilerl",
-    "mlagents_envs", "grpc",
+    "mlagents_envs", "grpc", "envpool", "jax", "jaxmarl", "vmas",
 }  # fmt: skip
 
 

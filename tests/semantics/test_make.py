@@ -225,8 +225,8 @@ def test_a_facade_that_does_not_fit_closes_everything():
         def close(self) -> None:
             closed.append(self)
 
-    with pytest.raises(ValueError, match="auto_reset"):
-        make(Hunt, 2, facade="gymnasium", auto_reset=False, backend="serial", wrappers=[Closing])
+    with pytest.raises(ValueError, match="rows need equal spaces"):
+        make(Hunt, 2, facade="gymnasium", backend="serial", wrappers=[Closing])
     assert len(closed) == 2
 
 

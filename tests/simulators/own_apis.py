@@ -118,16 +118,18 @@ class Jax(DictEnv):
         import jax
         import jaxmarl
 
-        self.random, self.env = jax.random, jaxmarl.make(name)
-        self.key, agents = self.random.PRNGKey(0), self.env.agents
-        seen, acted = self.env.observation_space(agents[0]), self.env.action_space(agents[0])
+        env = jaxmarl.make(name)
+        # Its `step` would begin the next episode.
+        self.random, self.begin, self.advance = jax.random, jax.jit(env.reset), jax.jit(env.step_env)
+        self.key, agents = self.random.PRNGKey(0), env.agents
+        seen, acted = env.observation_space(agents[0]), env.action_space(agents[0])
         super().__init__(agents, spaces.Box(-np.inf, np.inf, seen.shape, np.float32), spaces.Discrete(int(acted.n)))
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict, dict]:
         if seed is not None:
             self.key = self.random.PRNGKey(seed)
         self.key, key = self.random.split(self.key)
-        observations, self.game = self.env.reset(key)
+        observations, self.game = self.begin(key)
         return self.arrays(observations), {agent: {} for agent in self.possible_agents}
 
     def arrays(self, observations: dict) -> dict:
@@ -135,8 +137,7 @@ class Jax(DictEnv):
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         self.key, key = self.random.split(self.key)
-        # `step` would begin the next episode.
-        observations, self.game, rewards, dones, _ = self.env.step_env(key, self.game, actions)
+        observations, self.game, rewards, dones, _ = self.advance(key, self.game, actions)
         given = {agent: float(rewards[agent]) for agent in self.possible_agents}
         infos: dict = {agent: {} for agent in self.possible_agents}
         return self.arrays(observations), given, self.flags(bool(dones["__all__"])), self.flags(False), infos
