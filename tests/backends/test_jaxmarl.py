@@ -18,7 +18,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "MPE_simple_spread_v3": {"max_steps": 6},
     "MPE_simple_speaker_listener_v4": {"max_steps": 5, "action_type": "Continuous"},  # two groups
     "switch_riddle": {},  # several discrete observations
-    "coin_game": {"num_inner_steps": 4},  # with infos; agents "0" and "1"
+    "coin_game": {"num_inner_steps": 4, "num_outer_steps": 2},  # with infos; agents "0" and "1"
 }
 
 pytestmark = [pytest.mark.needs("jaxmarl", "jax"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
