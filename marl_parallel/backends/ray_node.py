@@ -27,6 +27,8 @@ from marl_parallel.backends.process import ProcessBackend
 from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordPlaces, RecordSlices
 
+__doctest_requires__ = ["ray"]
+
 CONCURRENCY_GROUPS = {"exchange": 1, "control": 4}
 _LARGE_NBYTES = 1 << 20
 

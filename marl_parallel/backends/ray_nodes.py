@@ -41,6 +41,8 @@ from marl_parallel.core.records import WITH_ACTIONS, RecordPlaces, RecordSlices
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.types import ParallelEnvError
 
+__doctest_requires__ = ["ray"]
+
 _ANSWERS_WITHIN_S = 5.0
 _ENDS_WITHIN_S = 30.0
 
