@@ -49,11 +49,9 @@ NUM_ENVS, WORKERS = 8, 2
 EPISODE_STEPS, STEP_S, CONSTRUCTOR_S = 100, 500e-6, 0.1
 FAULTS_PER_EPISODE = 0.03
 LEAK_BYTES = 1_000_000
-MAX_MEMORY_MB = 160
 STEP_TIMEOUT_S, START_TIMEOUT_S = 1.0, 3.0
 HANGS_AFTER_S = 60.0
 TURN_S, REST_S = 20.0, 4.0
-PROGRAMS = 5
 GONE_WITHIN_S = 10.0
 SAMPLE_EVERY_S = 2.0
 AGENTS = ["a", "b"]
@@ -219,13 +217,13 @@ class Model:
 class Run:
     """A batch that is stepped in turns."""
 
-    def __init__(self, faulty: bool) -> None:
+    def __init__(self, faulty: bool, max_memory_mb: float) -> None:
         more: dict[str, Any] = {}
         if faulty:
             more = {
                 "on_error": "restart",
                 "restart_policy": RestartPolicy(rate_limit=None),
-                "recycle": RecyclePolicy(max_memory_mb=MAX_MEMORY_MB),
+                "recycle": RecyclePolicy(max_memory_mb=max_memory_mb),
                 "step_timeout": STEP_TIMEOUT_S,
                 "reset_timeout": STEP_TIMEOUT_S,
                 "start_timeout": START_TIMEOUT_S,
@@ -319,12 +317,16 @@ def processes_left_by(state: str, number: int) -> int:
 
 def main(
     hours: Annotated[float, typer.Option(min=0.001, help="How long to run.")] = 0.5,
+    memory_mb: Annotated[
+        float, typer.Option(min=1, help="Memory of a worker after which its environments are replaced.")
+    ] = 160,
+    programs: Annotated[int, typer.Option(min=1, help="How many programs are ended in each way.")] = 5,
     output: Output = None,
 ) -> None:
     """Run, print the figures, and write them to soak.json."""
     folder = output or RESULTS
     logging.getLogger("marl_parallel").setLevel(logging.ERROR)  # no report for each restart
-    soak, faultless = Run(faulty=True), Run(faulty=False)
+    soak, faultless = Run(True, memory_mb), Run(False, memory_mb)
     memory: list[tuple[float, float]] = []
     began = time.perf_counter()
     stopped = threading.Event()
@@ -353,7 +355,7 @@ def main(
     left = len(psutil.Process().children(recursive=True))
     for state in ("steps", "hangs"):
         for number in (signal.SIGINT, signal.SIGKILL):
-            left += sum(processes_left_by(state, number) for _ in range(PROGRAMS))
+            left += sum(processes_left_by(state, number) for _ in range(programs))
     quarters = [[mb for at, mb in memory if low <= 4 * at / elapsed < low + 1] for low in range(4)]
     means = [statistics.mean(quarter) if quarter else 0.0 for quarter in quarters]
     rate = faultless.steps / faultless.seconds

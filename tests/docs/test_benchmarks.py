@@ -58,9 +58,9 @@ def simulators(synthetic, monkeypatch):
     return module
 
 
-def run(script, *arguments):
+def run(script, *arguments, timeout=110):
     command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 def test_compare_workers(tmp_path):
@@ -491,8 +491,10 @@ def test_recycling():
 
 
 @pytest.mark.rest
+@pytest.mark.timeout(600)
 def test_soak(tmp_path):
-    result = run("soak.py", "--hours", "0.02", "--output", str(tmp_path))
+    short = ["--hours", "0.02", "--memory-mb", "100", "--programs", "1"]
+    result = run("soak.py", *short, "--output", str(tmp_path), timeout=590)
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "soak.json").read_text())
     assert (report["mismatches"], report["hangs"], report["processes left"]) == (0, 0, 0)
