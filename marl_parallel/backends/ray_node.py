@@ -45,7 +45,7 @@ class Order(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a node has to say since the last exchange."""
+    """The replies, statuses and records of a node since the last exchange."""
 
     number: int  # of the exchange, from 1; 0 for what is no exchange
     now: float  # `time.monotonic` on its machine
@@ -239,7 +239,7 @@ class RayNode:
         statuses = {worker: self._status(worker) for worker, owed in self._owed.items() if owed}
         env_ids: list[int] = []
         lost: list[int] = []
-        states, told = self._writes_states, []
+        states, replied = self._writes_states, []
         for worker, start, reply in replies:
             if isinstance(reply, Lost):
                 lost += [env_id for env_id in self._shares[worker] if self._owners.get(env_id) == worker]
@@ -249,14 +249,14 @@ class RayNode:
                 states |= reply.message is Message.STATE
             if not isinstance(reply, Lost) and reply.message is not Message.STEP:
                 statuses[worker] = self._status(worker)
-            told.append((worker, start, None if reply is STEPPED else reply))
+            replied.append((worker, start, None if reply is STEPPED else reply))
         records = whole = None
         if self._slices is not None:
             if env_ids:
                 records = self._slices.results(env_ids, Message.STEP, states=states)
             if lost:
                 whole = lost, self._slices.records(lost)
-        return Results(number, time.monotonic(), told, statuses, env_ids, records, whole)
+        return Results(number, time.monotonic(), replied, statuses, env_ids, records, whole)
 
     # -- states and ends of workers --------------------------------------------------------------------------------
 

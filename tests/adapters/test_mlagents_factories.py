@@ -173,7 +173,7 @@ def test_trees_with_different_blocks():
 
 
 def test_managers_loop():
-    """Their example of a manager: a factory, parameters, steps of whoever is ready, a reset in the middle of it."""
+    """Their example of a manager: a factory, parameters, steps of what is ready, a reset in between."""
     constructor = from_factory(env_factory, engine={"time_scale": 20.0}, max_steps=MAX_STEPS)
     rng, received = random.Random(0), 0
     with ParallelEnv([constructor] * 3, num_workers=2, on_error="restart") as manager:

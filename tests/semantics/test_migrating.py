@@ -76,7 +76,7 @@ def test_gyms_asynchronous_example():
 
 
 def test_rllibs_poll_and_send_actions():
-    """Whoever is ready gets its next actions; each environment plays as in a plain loop."""
+    """Environments that are ready get their next actions; each environment plays as in a plain loop."""
 
     def make_env(env_id: int, seed: int) -> Hunt:
         return Hunt(seed=seed)
