@@ -182,21 +182,31 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self.unsent: deque[tuple[bytes, list[int]]] = deque()  # packets, with descriptors to send along and to close
+        self._messages: deque[bytes] = deque()  # of which nothing has been sent
+        # What is left of the message before them, with descriptors to send along and to close. One message at a time is
+        # in packets, because those of a hundred waiting messages would use up this process's descriptors.
+        self._packets: deque[tuple[bytes, list[int]]] = deque()
         self._parts = bytearray()  # the received part of a message
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    @property
+    def unsent(self) -> bool:
+        """Whether something is left for `flush`."""
+        return bool(self._packets or self._messages)
+
     def put(self, message: Any) -> None:
         """Send as much of an object as can be sent without waiting; `flush` sends the rest."""
-        self.unsent.extend(_packets_of(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)))
+        self._messages.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         self.flush()
 
     def flush(self) -> bool:
         """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
-            packet, fds = self.unsent[0]
+            if not self._packets:
+                self._packets.extend(_packets_of(self._messages.popleft()))
+            packet, fds = self._packets[0]
             try:
                 socket.send_fds(self._socket, [packet], fds)
             except (BrokenPipeError, ConnectionResetError) as error:
@@ -210,7 +220,7 @@ class Channel:
         return True
 
     def _drop_packet(self) -> None:
-        for fd in self.unsent.popleft()[1]:
+        for fd in self._packets.popleft()[1]:
             os.close(fd)
 
     def finish(self) -> None:
@@ -254,7 +264,7 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-        while self.unsent:
+        while self._packets:
             self._drop_packet()
 
 

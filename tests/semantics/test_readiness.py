@@ -363,8 +363,10 @@ def test_more_large_messages_than_free_descriptors(few_descriptors, concurrent_s
     env = started(build(fleet(tmp_path, count, size=size), concurrent_setup, num_workers=1, shared_memory=False))
     hold(tmp_path, 0)
     few_descriptors(50)
+    before = len(os.listdir("/proc/self/fd"))
     for env_id in range(count):
         env.send({env_id: acts(env_id, size=size)[0]})
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # messages that wait leave room for those that come
     release(tmp_path, 0)
     received: list[float] = []
     while env.pending:
