@@ -2,7 +2,7 @@
 
 pytest                 every test once per backend: two workers with the default start method, shared memory
 pytest --setups=rest   the other setups: other numbers of workers, other start methods, no shared memory; and what is
-                       marked `rest`, combinations of what other tests cover one by one
+                       marked `rest`: slow tests, and combinations of what other tests cover one by one
 pytest --setups=all    both
 pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
 pytest --setups=ray-nodes    the same, with one actor for all workers of a node

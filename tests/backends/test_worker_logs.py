@@ -288,6 +288,7 @@ def test_closed_streams_removed_directory_and_forked_child(start_method, tmp_pat
     assert lines[2] == "hello stdout"
 
 
+@pytest.mark.rest
 @linux_only
 @pytest.mark.whole_machine
 def test_logs_leave_nothing_open(start_method, tmp_path):

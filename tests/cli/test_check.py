@@ -143,6 +143,7 @@ def _command(pid: int) -> bytes:
 # -- what takes more than one run --------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "question", "what", "advice"),
     [
@@ -185,6 +186,7 @@ def named(file: str, name: str) -> Job:
     return Job("alone", f"{BUGGY.with_name(file)}:{name}", "{}", **BRIEF)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["UnseededReset", "SlowUnseededReset", "LateUnseededReset"])
 def test_unseeded_reset_is_reported_as_such(name):
     """Also for slow simulators; episodes that start with a seed are equal everywhere."""
@@ -205,6 +207,7 @@ def test_unseeded_reset_that_draws_from_the_global_generator():
     assert "not from `random` or `np.random`" in own.advice
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -230,6 +233,7 @@ def test_one_simulation_per_process(name, what):
     assert found.facts["tests"] == ["pettingzoo.test.parallel_api_test"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "what"),
     [
@@ -249,6 +253,7 @@ def test_failing_test_of_another_project(name, what):
     assert "pettingzoo.test.parallel_seed_test" in found.facts["tests"]
 
 
+@pytest.mark.rest
 def test_tests_of_other_projects_match_the_kind():
     single = examine(job("Single"), [])
     turns = examine(Job("alone", "pettingzoo.classic.tictactoe_v3", "{}", **BRIEF), [])

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.release_independent
 BUGGY = SIMULATORS / "buggy.py"
 
 
+@pytest.mark.rest
 def test_slow_simulators_do_not_count_as_hanging():
     """Thirty steps or constructors take longer than the limit of one call."""
     job = Job("alone", f"{BUGGY}:Slowly", "{}", timeout=1.2, seconds=1.5, steps=30)

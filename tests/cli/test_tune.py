@@ -166,6 +166,7 @@ def test_known_best_setting(tune, tmp_path):
     )
 
 
+@pytest.mark.rest
 def test_workers_are_proposed_if_they_are_faster(tune):
     result = tune(f"{TUNABLE}:Waiting", "--workers", "2", "--envs-per-worker", "2", "--seconds", "0.1", "--json")
     assert proposed(result)["num_workers"] == 2
@@ -178,6 +179,7 @@ def test_workers_are_proposed_if_they_are_faster(tune):
     assert 0 < report["serial"] <= 200
 
 
+@pytest.mark.rest
 def test_serial_is_proposed_for_fast_simulators(tune):
     arguments = ["--workers", "1,2", "--envs-per-worker", "2", "--seconds", "0.05"]
     result = tune(f"{TUNABLE}:Instant", *arguments, "--json")
@@ -195,6 +197,7 @@ def test_serial_is_proposed_for_fast_simulators(tune):
     assert {"plain", "serial"} <= {*shown.split()}
 
 
+@pytest.mark.rest
 def test_send_and_recv_for_uneven_steps(tune):
     result = tune(f"{TUNABLE}:Uneven", "--workers", "2", "--envs-per-worker", "1", "--seconds", "0.2")
     assert result.exit_code == 0, result.output
@@ -205,6 +208,7 @@ def test_send_and_recv_for_uneven_steps(tune):
     assert "env.recv(min_envs=1)" in how
 
 
+@pytest.mark.rest
 def test_memory_is_measured_and_limited(tune):
     arguments = ["--workers", "1,2", "--envs-per-worker", "1,2,4", "--seconds", "0.05", "--json"]
     result = tune(f"{TUNABLE}:Heavy", *arguments, "--memory", "190MB")
@@ -218,6 +222,7 @@ def test_memory_is_measured_and_limited(tune):
     assert 8 not in {trial["num_envs"] for trial in trials}
 
 
+@pytest.mark.rest
 def test_action_masks_and_turns(tune):
     """The simulator raises if an action is illegal."""
     arguments = ["--workers", "1,2", "--envs-per-worker", "1", "--seconds", "0.01", "--json"]

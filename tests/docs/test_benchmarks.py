@@ -104,6 +104,7 @@ ParallelEnv.step = step
     return folder
 
 
+@pytest.mark.rest
 def test_compare_workers_with_a_baseline(tmp_path):
     baseline = checkout(tmp_path / "before")
     options = ["--only", "0 µs, 20", "--baseline", str(baseline), "--output", str(tmp_path)]
@@ -118,6 +119,7 @@ def test_compare_workers_with_a_baseline(tmp_path):
     assert result.stdout.count("slower") >= 3
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("slow", "status"), [("this", 1), ("baseline", 0)])
 def test_slower_version_is_detected(versions, monkeypatch, tmp_path, capsys, slow, status):
     import compare_workers
@@ -292,6 +294,7 @@ def test_contender_that_cannot_start_is_listed_with_the_reason(compare_facades):
         contest.measure(case, [contest.Contender("ours", fails, ours=True)], 0.001, 1, lambda text: None)
 
 
+@pytest.mark.rest
 def test_compare_peers(tmp_path):
     """Missing packages are listed; the others are measured on each simulator."""
     run("compare_peers.py", "--quick", "--output", str(tmp_path))
@@ -306,6 +309,7 @@ def test_compare_peers(tmp_path):
     assert all(name in shown for name in report["missing"])
 
 
+@pytest.mark.rest
 def test_collect_rollouts(synthetic, tmp_path):
     """Missing libraries are listed; what the others collect is checked by the script."""
     import collectors
@@ -520,6 +524,7 @@ def test_simulator_that_works(simulators, monkeypatch, tmp_path):
     assert table == run("simulators.py", "--markdown", "--output", str(tmp_path)).stdout
 
 
+@pytest.mark.rest
 def test_simulators_that_do_not_work(simulators, monkeypatch, tmp_path):
     """Each is listed with its own error."""
     broken = simulators.real.Simulator("simulators", "no_such_module.make()", 2, "import no_such_module")

@@ -52,7 +52,7 @@ def checked(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["README", "examples"])
+@pytest.fixture(scope="module", params=["README", pytest.param("examples", marks=pytest.mark.rest)])
 def files(tmp_path_factory, request) -> list[str]:
     """The README's Python blocks, or the examples, in a folder outside the checkout."""
     folder = tmp_path_factory.mktemp("typed")

@@ -166,6 +166,7 @@ def test_ends_of_every_kind(how, mode):
             assert_rows(facade.step(actions), dicts, facade, plain)
 
 
+@pytest.mark.rest
 @MODES
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
 @pytest.mark.parametrize("name", ["spread", "variable"])

@@ -130,6 +130,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "arguments",
     ['dict(context="forkserver")', "dict(backend=PortableProcessBackend())"],

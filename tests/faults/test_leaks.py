@@ -9,6 +9,7 @@ import psutil
 import pytest
 from helpers.leaks import HeldResources
 from helpers.processes import alive, gone, wait_for
+from helpers.setups import rest
 from helpers.start_methods import CONTEXTS
 from simulators.counting import ACTIONS, Counting
 from simulators.crashing import Children, Fate, crashing
@@ -35,7 +36,9 @@ def use(env: ParallelEnv) -> None:
     env.call("pid")
 
 
-@pytest.mark.parametrize(("context", "cycles"), [("forkserver", CYCLES), ("fork", CYCLES), ("spawn", 10)])
+@pytest.mark.parametrize(
+    ("context", "cycles"), [("forkserver", 10), rest("forkserver", CYCLES), ("fork", CYCLES), ("spawn", 10)]
+)
 def test_closed_worker_processes_leave_nothing(context, cycles):
     check(lambda: closed(backend="process", context=context), cycles)
 
@@ -50,6 +53,7 @@ def test_collected_workers_leave_nothing(backend):
     check(lambda: use(ParallelEnv([Hunt] * 2, backend=backend, num_workers=2)), cycles=10)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])
 @pytest.mark.parametrize("place", ["constructor", "step"])
 def test_environments_that_raise_leave_nothing(place, backend, tmp_path):

@@ -199,6 +199,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.rest
 @each_mode
 @pytest.mark.parametrize(("fault", "setup"), FAULTS, ids=str)
 @pytest.mark.parametrize("after", [rest(4), 6, 7, rest(9)])

@@ -210,6 +210,7 @@ CASES = {
 }
 
 
+@pytest.mark.rest
 @each_rules
 @each_way
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -244,6 +245,7 @@ def test_reset_after_a_restart_with_auto_reset_disabled(fault, setup, make, buil
 # A reset that breaks
 
 
+@pytest.mark.rest
 @each_mode
 @each_rules
 @each_way
@@ -316,6 +318,7 @@ def test_neighbour_that_had_finished_is_reset_later(mode, make, build):
 # Arguments of a reset
 
 
+@pytest.mark.rest
 @each_mode
 @each_way
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["reset", "reset_async"])

@@ -49,6 +49,7 @@ def test_simulators_that_die(name, setup, mode, build):
     assert going.world.restarts[0] == 0 or setup.num_workers < 4
 
 
+@pytest.mark.rest
 @each_mode
 @pytest.mark.parametrize("fault", [*RAISED, *DEADLY])
 @pytest.mark.parametrize("place", ["step", "reset", "constructor"])
@@ -59,6 +60,7 @@ def test_every_fault_in_every_method(setup, place, fault, mode, build):
     play(build, setup, "hunt", mode, fates, steps=14)
 
 
+@pytest.mark.rest
 @each_mode
 @pytest.mark.parametrize("fault", HANGING)
 @pytest.mark.parametrize("place", ["step", "reset"])
@@ -84,6 +86,7 @@ def test_other_start_methods(name, context, build):
     play(build, Setup("process", True, 2), name, AutoresetMode.SAME_STEP, fates, context=context)
 
 
+@pytest.mark.rest
 @each_mode
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
 def test_portable_workers(shared_memory, mode, build):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helpers.start_methods import CONTEXTS
+from helpers.start_methods import START_METHODS
 
 BACKENDS = ("serial", "thread", "process", *(["ray"] if importlib.util.find_spec("ray") else []))
 
@@ -66,10 +66,10 @@ def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
         setup = _setup_of(item)
         name, _, parameters = item.nodeid.partition("[")
         if setup is not None:
-            parameters = parameters.replace(str(setup), setup.backend)
+            parameters = parameters.replace(str(setup), "process" if setup.backend == "portable" else setup.backend)
         words = parameters.rstrip("]").split("-")
-        key = "-".join([name, *("forkserver" if word in CONTEXTS else word for word in words)])
-        in_once = setup in (None, *BACKEND_SETUPS, *CONCURRENT_SETUPS) and not {"fork", "spawn"} & {*words}
+        key = "-".join([name, *("forkserver" if word in START_METHODS else word for word in words)])
+        in_once = setup in (None, *BACKEND_SETUPS, *CONCURRENT_SETUPS) and not {*START_METHODS[1:]} & {*words}
         if in_once or key not in chosen:
             chosen[key] = item
     return set(chosen.values())

@@ -382,6 +382,7 @@ def test_metrics_while_a_step_hangs(build):
             waiting.join()
 
 
+@pytest.mark.rest
 def test_counts_never_decrease(build):
     """While workers die and are recycled, another thread reads."""
     fates = {(i, n): Fate("os._exit", "step", 5 + 3 * i + n) for i in range(4) for n in range(2)}

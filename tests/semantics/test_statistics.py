@@ -168,6 +168,7 @@ def test_statistics_of_array_facades(name, mode):
     assert rng is not None
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("setup", [*BACKEND_SETUPS, Setup("process", False, 2)], ids=str)
