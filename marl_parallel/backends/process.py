@@ -182,9 +182,9 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._messages: deque[bytes] = deque()  # of which nothing has been sent
-        # What is left of the message before them, with descriptors to send along and to close. One message at a time is
-        # in packets, because those of a hundred waiting messages would use up this process's descriptors.
+        self._messages: deque[bytes] = deque()  # pickled; nothing of them has been sent
+        # The unsent packets of the message before these, with the descriptors to send along and to close. Only one
+        # message at a time has packets: descriptors for all waiting messages could leave none to receive a reply.
         self._packets: deque[tuple[bytes, list[int]]] = deque()
         self._parts = bytearray()  # the received part of a message
 
