@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import ray
@@ -31,13 +32,15 @@ __doctest_requires__ = ["ray"]
 
 CONCURRENCY_GROUPS = {"exchange": 1, "control": 4}
 _LARGE_NBYTES = 1 << 20
+_ORDER_WITHIN_S = 60.0
 
 
 class Order(NamedTuple):
     """What a node is to do: start workers, then pass on requests."""
 
     number: int  # from 1
-    starts: Sequence[tuple[int, Sequence[int]]]  # workers, new or in the place of others, with their environments
+    # Workers, new or in the place of others: each with how often it was started, and its environments.
+    starts: Sequence[tuple[int, int, Sequence[int]]]
     requests: Mapping[int, Request]  # by worker
     actions: NDArray[Any] | None  # of the requests that have some, in the order of their environments
     together: bool  # whether the caller waits for all replies to these requests, and there are no others
@@ -47,13 +50,14 @@ class Order(NamedTuple):
 class Results(NamedTuple):
     """The replies, statuses and records of a node since the last exchange."""
 
-    number: int  # of the exchange, from 1; 0 for what is no exchange
+    number: int  # of the exchange, from 1; `end` returns 0
     now: float  # `time.monotonic` on its machine
-    replies: list[tuple[int, int, Reply | Lost | None]]  # workers, how often each was started, None for `STEPPED`
-    statuses: dict[int, tuple[int, bytes]]  # of workers that are busy or lost, or have done anything but steps; by
-    # worker, how often it was started, and its status
-    env_ids: Sequence[int]  # of the record slices
-    records: NDArray[Any] | None
+    # Each with its worker, and how often that was started; None stands for `STEPPED`.
+    replies: list[tuple[int, int, Reply | Lost | None]]
+    # By worker, how often it was started, and its status; of workers that are busy or lost, or did more than steps.
+    statuses: dict[int, tuple[int, bytes]]
+    env_ids: Sequence[Sequence[int]]  # for each reply, the environments of its record slices
+    records: NDArray[Any] | None  # the record slices, in this order
     whole: tuple[Sequence[int], bytes] | None  # environments of lost workers, and their whole records
 
 
@@ -151,10 +155,9 @@ class RayNode:
         with self._turns.first():
             self._slices = RecordSlices(places, self._backend.extend(places.nbytes))
 
-    def _start(self, worker: int, share: Sequence[int]) -> None:
+    def _start(self, worker: int, start: int, share: Sequence[int]) -> None:
         """Start a worker, or another one in its place."""
-        self._shares[worker], self._owed[worker] = share, 0
-        self._starts[worker] = self._starts.get(worker, 0) + 1
+        self._shares[worker], self._owed[worker], self._starts[worker] = share, 0, start
         if worker in self._places:
             self._backend.replace(self._places[worker])
             return
@@ -193,11 +196,10 @@ class RayNode:
 
     def _carry_out(self, order: Order) -> None:
         with self._order_done:
-            while self._carried_out < order.number - 1:
-                self._order_done.wait()
+            self._await_order(order.number - 1)
             with self._turns.first():
-                for worker, share in order.starts:
-                    self._start(worker, share)
+                for worker, start, share in order.starts:
+                    self._start(worker, start, share)
                     self._hurries = self._waits  # maybe for replies that will not come
                 self._pass_on(order)
             self._carried_out = order.number
@@ -237,23 +239,25 @@ class RayNode:
 
     def _results(self, replies: Sequence[tuple[int, int, Reply | Lost]], number: int = 0) -> Results:
         statuses = {worker: self._status(worker) for worker, owed in self._owed.items() if owed}
-        env_ids: list[int] = []
+        env_ids: list[Sequence[int]] = []
         lost: list[int] = []
         states, replied = self._writes_states, []
         for worker, start, reply in replies:
+            written: Sequence[int] = ()
             if isinstance(reply, Lost):
                 lost += [env_id for env_id in self._shares[worker] if self._owners.get(env_id) == worker]
                 statuses[worker] = self._status(worker)
             elif reply.message in WITH_RESULTS:
-                env_ids += self._shares[worker] if reply.env_ids is None else reply.env_ids
+                written = self._shares[worker] if reply.env_ids is None else reply.env_ids
                 states |= reply.message is Message.STATE
             if not isinstance(reply, Lost) and reply.message is not Message.STEP:
                 statuses[worker] = self._status(worker)
             replied.append((worker, start, None if reply is STEPPED else reply))
+            env_ids.append(written)
         records = whole = None
         if self._slices is not None:
-            if env_ids:
-                records = self._slices.results(env_ids, Message.STEP, states=states)
+            if rows := [*chain.from_iterable(env_ids)]:
+                records = self._slices.results(rows, Message.STEP, states=states)
             if lost:
                 whole = lost, self._slices.records(lost)
         return Results(number, time.monotonic(), replied, statuses, env_ids, records, whole)
@@ -284,7 +288,8 @@ class RayNode:
         `seen` is the number of the last exchange whose results the driver has, `start` how often the worker was
         started: if the driver did not wait for this call, it may have been started again.
         """
-        self._await_order(after)
+        with self._order_done:
+            self._await_order(after)
         with self._turns.first():
             if worker not in self._places or self._starts[worker] != start:
                 return pack(self._results([]))
@@ -297,7 +302,8 @@ class RayNode:
 
     def remove(self, worker: int, after: int, start: int, *, kill: bool) -> bool:
         """As `Backend.remove`, after the order of a number; `start` as for `end`."""
-        self._await_order(after)
+        with self._order_done:
+            self._await_order(after)
         with self._turns.first():
             if worker not in self._places or start != self._starts[worker]:
                 return True
@@ -313,6 +319,6 @@ class RayNode:
             self._backend.stop(timeout)
 
     def _await_order(self, number: int) -> None:
-        with self._order_done:
-            while self._carried_out < number:
-                self._order_done.wait()
+        """Wait, with `_order_done`, until an order has been carried out. It has been sent, so it comes soon."""
+        if not self._order_done.wait_for(lambda: self._carried_out >= number, _ORDER_WITHIN_S):
+            raise TimeoutError(f"order {number} has not been carried out within {_ORDER_WITHIN_S:g} s")

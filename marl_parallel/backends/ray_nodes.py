@@ -19,9 +19,11 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, compress
 from typing import Any
 
 import ray
+from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -61,7 +63,7 @@ class Node:
         self.waits_for_more = False  # whether the exchange waits for more than one reply
         self.orders = 0  # how many were sent
         self.seen = 0  # the number of the last exchange whose results are here
-        self.starts: list[tuple[int, Sequence[int]]] = []  # of workers, to be sent with the next order
+        self.starts: list[tuple[int, int, Sequence[int]]] = []  # of workers, to be sent with the next order
         self.started: Counter[int] = Counter()  # how often each worker was started
         self.pending: dict[int, deque[Request]] = {}  # by worker
         self.clock_offset = math.inf  # this machine's clock minus its own, in seconds, at most
@@ -171,8 +173,8 @@ class RayNodesBackend(RayBackend):
         self.statuses[worker] = WorkerStatus(bytearray(WorkerStatus.NBYTES))
 
     def _start_worker(self, node: Node, worker: int) -> None:
-        node.starts.append((worker, self._shares[worker]))
         node.started[worker] += 1
+        node.starts.append((worker, node.started[worker], self._shares[worker]))
         node.pending[worker] = deque()
         node.memory.pop(worker, None)
         self.statuses[worker] = WorkerStatus(bytearray(WorkerStatus.NBYTES))
@@ -333,11 +335,7 @@ class RayNodesBackend(RayBackend):
         offset = node.clock_offset
         if self._slices is not None:
             if results.records is not None:
-                env_ids, records = results.env_ids, results.records
-                if stale := self._stale(node, results):
-                    rows = [row for row, env_id in enumerate(env_ids) if env_id not in stale]
-                    env_ids, records = [env_ids[row] for row in rows], records[rows]
-                self._slices.put_results(env_ids, records)
+                self._put_results(node, results, results.records)
             if results.whole is not None:
                 self._slices.put_records(*results.whole)
         replies: list[tuple[int, int, Reply | Lost]] = []
@@ -349,13 +347,16 @@ class RayNodesBackend(RayBackend):
             replies.append((worker, start, reply))
         return replies
 
-    def _stale(self, node: Node, results: Results) -> set[int]:
-        """The environments in replies of processes that have been replaced since; `end` has returned these replies."""
-        stale: set[int] = set()
-        for worker, start, reply in results.replies:
-            if start != node.started[worker] and not isinstance(reply, Lost):
-                stale |= {*self._shares[worker]} if reply is None or reply.env_ids is None else {*reply.env_ids}
-        return stale
+    def _put_results(self, node: Node, results: Results, records: NDArray[Any]) -> None:
+        """Copy record slices, without those of processes that have been replaced since; `end` has returned these."""
+        assert self._slices is not None
+        env_ids = [*chain.from_iterable(results.env_ids)]
+        current = [start == node.started[worker] for worker, start, _ in results.replies]
+        if not all(current):
+            copied = [is_current for is_current, ids in zip(current, results.env_ids) for _ in ids]
+            env_ids, records = [*compress(env_ids, copied)], records[copied]
+        if env_ids:
+            self._slices.put_results(env_ids, records)
 
     def _note_node_lost(self, node: Node, error: RayError) -> list[tuple[int, Reply | Lost]]:
         """The losses of the workers of a node that is gone; one that has not started is started again."""

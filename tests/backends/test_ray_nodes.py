@@ -9,8 +9,10 @@ import functools
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -28,8 +30,10 @@ from simulators.failing import Fragile, hard_exit, killed_by
 
 from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, WorkerCrashed
 from marl_parallel.backends import ray_nodes
-from marl_parallel.backends.ray_node import Results
+from marl_parallel.backends.ray_node import Results, pack
 from marl_parallel.backends.ray_nodes import Node, RayNodesBackend
+from marl_parallel.core.messages import Message, Reply, Request
+from marl_parallel.core.records import RecordPlaces, RecordSlices
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")]
 
@@ -235,6 +239,33 @@ def test_lost_node(end, three_nodes):
         after = env.call(pid_of)
         assert [old == new for old, new in zip(before, after, strict=True)] == [not mark for mark in marks]
     assert gone([*before, *after], 30)
+
+
+def test_replies_of_a_replaced_process_keep_out_nothing_else():
+    """Results that have travelled while another process got the number of their worker: only its own are left out."""
+    backend = RayNodesBackend(num_nodes=1)
+    block = bytearray(4 * 8)
+    backend._slices = RecordSlices(
+        RecordPlaces(num_records=4, stride=8, nbytes=32, transition_header=0, step_end=8), block
+    )
+    node = Node(MagicMock(), 0)
+    node.started.update({0: 1, 2: 1})  # worker 0 has closed, and its number is that of other spares now
+    node.pending = {0: deque(), 2: deque([Request(Message.ADOPT, (3,))])}
+    backend._shares = {0: (2, 3), 2: (3,)}
+    stepped, adopted = [Reply(message, (3,), {}, {}, 0.0) for message in (Message.STEP, Message.ADOPT)]
+    records = np.repeat(np.array([[1], [2]], np.uint8), 8, axis=1)
+    results = Results(
+        1,
+        0.0,
+        [(0, 0, Reply(Message.CLOSE, None, {}, {}, 0.0)), (0, 0, stepped), (2, 1, adopted)],
+        {},
+        [(), (3,), (3,)],
+        records,
+        None,
+    )
+    replies = backend._receive_from(node, pack(results))
+    assert [(worker, reply.message) for worker, reply in replies] == [(2, Message.ADOPT)]
+    assert block == bytes(24) + bytes([2] * 8)
 
 
 def test_restarts_equal_the_reference(single_node):
