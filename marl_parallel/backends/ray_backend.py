@@ -58,6 +58,9 @@ _WARN_AFTER_S = 3.0
 _CONNECT_TIMEOUT_S = 10.0
 _SLOT, _SLOTS = "marl_parallel_worker", 10_000
 """In a cluster started for one program alone, each worker takes one of these resources instead of CPUs."""
+_ANYWHERE = {"memory": 1}
+"""What a worker without CPUs takes, since a placement group has to reserve something: a byte."""
+_WITH_OPTIONS = frozenset({"CPU", "GPU", "memory"})
 _PROCESS_DIED = "its worker process has died"  # Ray's reason if it has no better one
 _BECAUSE = re.compile(r"\bbecause (.+?)[.](?:\s|$)")
 
@@ -109,7 +112,8 @@ class RayBackend(Backend):
 
     Args:
         address: Address of the cluster, such as `"10.0.0.1:6379"`; None finds one as above.
-        num_cpus: CPUs that Ray sets aside for each worker; simulators that mostly wait need less than one.
+        num_cpus: CPUs that Ray sets aside for each worker; simulators that mostly wait need less than one. With 0,
+            workers start even where all CPUs are set aside for others.
         resources: Other resources for each worker, by name, such as `{"GPU": 0.25}`.
         placement: `"SPREAD"` puts workers on as many nodes as possible, `"PACK"` on as few.
         runtime_env: Ray's `runtime_env` of the actors: packages, files, environment variables.
@@ -161,11 +165,14 @@ class RayBackend(Backend):
             raise ValueError(f"placement must be one of SPREAD, PACK, got {placement!r}")
         self._resources = {"CPU": num_cpus, **(resources or {})}
         for name, amount in self._resources.items():
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount > 0:
+            is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
+            if not is_number or not (amount > 0 or (name == "CPU" and amount == 0)):
                 raise ValueError(
                     f"each worker needs a positive amount of {name}, got {amount!r}; for simulators that mostly wait, "
-                    "num_cpus=0.1 is enough"
+                    "num_cpus=0.1 is enough, and num_cpus=0 sets none aside"
                 )
+        if num_cpus == 0:
+            self._resources = {**_ANYWHERE, **self._resources}
         _check_positive("placement_timeout", placement_timeout, Real, "a number")
         counts = {"num_nodes": num_nodes, "workers_per_node": workers_per_node, "num_threads": num_threads}
         for name, number in counts.items():
@@ -193,9 +200,9 @@ class RayBackend(Backend):
 
     def capacity(self) -> int:
         if not self._connect(start=False):
-            return max(int(usable_cpus() / self._resources["CPU"]), 1)
+            return max(int(usable_cpus() / (self._resources["CPU"] or 1)), 1)
         total = ray.cluster_resources()
-        return max(int(min(total.get(name, 0) / amount for name, amount in self._resources.items())), 1)
+        return max(int(min(total.get(name, 0) / (amount or 1) for name, amount in self._resources.items())), 1)
 
     def _connect(self, *, start: bool) -> bool:
         if self._disconnect is None and connect(self._address, start=start):
@@ -251,14 +258,14 @@ class RayBackend(Backend):
         bundle = next(place for place, first in enumerate(self._first) if self._shares[worker][0] in first)
         strategy: Any = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         if worker in self._added:
-            resources.pop("CPU", None)
-            resources.pop(_SLOT, None)
-            if resources:
+            for name in ("CPU", _SLOT):
+                resources.pop(name, None)
+            if resources == _ANYWHERE:
+                resources = {}
+            elif resources:
                 strategy = "DEFAULT"
         actor = ray.remote(RayWorker).options(
-            num_cpus=resources.pop("CPU", 0),
-            num_gpus=resources.pop("GPU", 0),
-            resources=resources,
+            **ray_options(resources),
             scheduling_strategy=strategy,
             runtime_env=self._runtime_env,
             max_restarts=0,
@@ -658,6 +665,16 @@ def _check_reachable(address: str) -> None:
     if host and port.isdecimal():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
             pass
+
+
+def ray_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """The options of an actor that takes these resources: Ray has arguments of their own for some."""
+    named = {
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "memory": resources.get("memory"),
+    }
+    return {**named, "resources": {name: amount for name, amount in resources.items() if name not in _WITH_OPTIONS}}
 
 
 def shortage_of(resources: Mapping[str, float], count: int, of: str = "workers") -> str:

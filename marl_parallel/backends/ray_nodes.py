@@ -31,6 +31,7 @@ from marl_parallel.backends.ray_backend import (
     POLL_S,
     STATUS_INTERVAL_S,
     RayBackend,
+    ray_options,
     reason_of,
     results_of,
     shortage_of,
@@ -137,11 +138,8 @@ class RayNodesBackend(RayBackend):
         return {name: math.ceil(amount) if amount > 1 else amount for name, amount in amounts.items()}
 
     def _start_node(self, bundle: int, workers: Iterable[int]) -> Node:
-        resources = dict(self._bundles[bundle])
         actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RayNode).options(
-            num_cpus=resources.pop("CPU", 0),
-            num_gpus=resources.pop("GPU", 0),
-            resources=resources,
+            **ray_options(self._bundles[bundle]),
             scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
             runtime_env=self._runtime_env,
             max_restarts=0,

@@ -33,7 +33,7 @@ from simulators.crashing import Children, crashing
 from simulators.deterministic import Hunt, Skirmish
 from simulators.failing import Fragile, hard_exit, killed_by
 
-from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, Rollout, WorkerCrashed
+from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, RecyclePolicy, Rollout, WorkerCrashed
 from marl_parallel.backends import ray_backend
 from marl_parallel.backends.ray_worker import Result, exitcode_of
 from marl_parallel.vector import StackedVecEnv
@@ -94,6 +94,25 @@ def test_spread_and_pack_placement(three_nodes):
     assert all_free()
     with ParallelEnv([Skirmish] * 2, backend=RayBackend(num_cpus=2, placement="PACK"), num_workers=2) as env:
         assert len({*env.call(node_of)}) == 2  # there is no room for both on one
+
+
+@pytest.mark.parametrize("nodes", [{}, {"num_nodes": 3}], ids=str)
+def test_workers_that_take_no_cpus(nodes, three_nodes):
+    """They start although all CPUs are set aside; also the spares of `recycle=` and the replacements of dead ones."""
+    with ParallelEnv([Skirmish] * 6, backend="ray", num_workers=6):
+        assert ray.available_resources().get("CPU", 0) == 0
+        backend = RayBackend(num_cpus=0, **nodes)
+        arguments = {"seed": 1, "on_error": "restart", "recycle": RecyclePolicy(max_episodes=1)}
+        with ParallelEnv([Skirmish] * 3, backend=backend, num_workers=3, **arguments) as env:
+            first = env.call(node_of) if not nodes else []
+            assert len({*first}) == (0 if nodes else 3)
+            env.reset()
+            os.kill(env.call(pid_of)[1], signal.SIGKILL)
+            assert wait_for(lambda: env.step(actions_of(Skirmish, 3)) and env.stats().restarts == 1, timeout=60)
+            assert wait_for(lambda: env.step(actions_of(Skirmish, 3)) and env.stats().recycled >= 3, timeout=60)
+    assert all_free()
+    with ParallelEnv([Skirmish] * 9, backend=RayBackend(num_cpus=0)) as env:
+        assert env.num_workers == 6
 
 
 def test_default_number_of_workers_is_the_clusters_cpus(three_nodes):
@@ -214,7 +233,7 @@ def test_second_cluster_is_refused(single_node):
     ("arguments", "word"),
     [
         ({"placement": "NEAR"}, "SPREAD, PACK"),
-        ({"num_cpus": 0}, "CPU"),
+        ({"num_cpus": -1}, "CPU"),
         ({"num_cpus": "two"}, "CPU"),
         ({"resources": {"GPU": -1}}, "GPU"),
         ({"num_threads": 0}, "num_threads"),
