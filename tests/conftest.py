@@ -1,6 +1,7 @@
 """Fixtures and options of the tests.
 
 pytest                 every test once per backend: two workers with the default start method, shared memory
+pytest --setups=one    every test on one backend only, which its name chooses: for what no backend has to do with
 pytest --setups=rest   the other setups: other numbers of workers, other start methods, no shared memory; and what is
                        marked `rest`: slow tests, and combinations of what other tests cover one by one
 pytest --setups=all    both
@@ -105,7 +106,7 @@ class MachineLock:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--setups", choices=["once", "rest", "all", "ray", "ray-nodes"], default="once", help="see tests/conftest.py"
+        "--setups", choices=["one", "once", "rest", "all", "ray", "ray-nodes"], default="once", help="see tests/conftest.py"
     )
 
 

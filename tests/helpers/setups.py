@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -51,7 +52,19 @@ def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
     if choice in ("ray", "ray-nodes"):
         return [item for item in items if (setup := _setup_of(item)) is None or setup.backend != "ray"]
     once = _once(items)
+    if choice == "one":
+        one = _on_one_setup([item for item in items if item in once])
+        return [item for item in items if item not in one]
     return [item for item in items if (item in once) == (choice == "rest")]
+
+
+def _on_one_setup(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Each test on one setup, which depends on its name only, so that all setups have their share."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        setup = _setup_of(item)
+        by_test.setdefault(item.nodeid if setup is None else item.nodeid.replace(str(setup), ""), []).append(item)
+    return {same[zlib.crc32(test.encode()) % len(same)] for test, same in by_test.items()}
 
 
 def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
