@@ -106,7 +106,10 @@ class MachineLock:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--setups", choices=["one", "once", "rest", "all", "ray", "ray-nodes"], default="once", help="see tests/conftest.py"
+        "--setups",
+        choices=["one", "once", "rest", "all", "ray", "ray-nodes"],
+        default="once",
+        help="see tests/conftest.py",
     )
 
 
