@@ -30,6 +30,7 @@ from pettingzoo.utils import conversions  # type: ignore[import-untyped]
 
 from marl_parallel.action_masks import KEY, ActionSampler, for_sample, mask_of
 from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
+from marl_parallel.adapters.dict_env import ListActionsEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, TurnBasedAECEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
@@ -133,6 +134,8 @@ def plain_loop(envs: Sequence[Any], adapted: MultiAgentEnv) -> StepAll:
         first = [({"agent_0": seen}, {"agent_0": info}) for seen, info in first]
     elif adapted.rules is Rules.PETTINGZOO:
         follow, step = _follow_pettingzoo, _step_pettingzoo
+    elif isinstance(adapted, ListActionsEnv):
+        return functools.partial(_step_lists, adapted.possible_agents, envs)
     else:
         acting = [list(observations) for observations, _ in first]
         follow, step = _follow_dicts, functools.partial(_step_dicts, acting)
@@ -218,6 +221,14 @@ def _step_tuples(envs: Sequence[Any], sequence: Callable[[Iterable[Any]], Any], 
     for env, actions in zip(envs, batch, strict=True):
         _, _, terminated, truncated, _ = env.step(sequence(actions.values()))
         if np.all(np.logical_or(terminated, truncated)):
+            env.reset()
+
+
+def _step_lists(agents: Sequence[Any], envs: Sequence[Any], batch: Sequence[Actions]) -> None:
+    for env, actions in zip(envs, batch, strict=True):
+        _, _, terminated, truncated, _ = env.step([actions[agent] for agent in agents])
+        flags = [[*one.values()] if isinstance(one, Mapping) else one for one in (terminated, truncated)]
+        if np.all(np.logical_or(*flags)):
             env.reset()
 
 

@@ -19,6 +19,7 @@ from marl_parallel.adapters import AdapterMismatch, Rules, adapt
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.pettingzoo_env import TurnBasedAECEnv
+from marl_parallel.cli.measure import plain_loop
 
 # SMARTS
 
@@ -263,6 +264,8 @@ def test_vmas_with_dict_spaces_gets_a_list_of_actions():
             assert actions == [2, 1]
             return super().step(actions)
 
+    loop = plain_loop([Vmas(), Vmas()], adapt(Vmas()))  # as `marl-parallel bench` compares with
+    loop([{"right": 1, "left": 2}] * 2)
     with ParallelEnv([lambda: TimeLimit(Vmas(), 9)], backend="serial") as env:
         env.reset()
         assert env.step([{"right": 1, "left": 2}])[1] == (BOTH,)
