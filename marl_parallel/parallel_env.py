@@ -329,10 +329,11 @@ class ParallelEnv:
             )
             if restarts:
                 pool.restart_on_faults()
-            if recycle is not None:
+            if recycle is not None or opened.moves:
+                policy = recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
                 build_s = time.monotonic() - began
-                pool.recycle(Recycler(recycle, opened, batch.statistics.ended, build_s))
-                if opened.memory(0) is None:
+                pool.recycle(Recycler(policy, opened, batch.statistics.ended, build_s))
+                if recycle is not None and opened.memory(0) is None:
                     self._warn_of_recycling(recycle, backend)
             if kept is not None:
                 pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules)
@@ -642,6 +643,25 @@ class ParallelEnv:
             runner.pool.rebuild(ids)
         finally:
             runner.note_rebuilt()
+
+    def rebalance(self) -> int:
+        """Let workers move to nodes of the Ray cluster that have joined, or have room, so that each has as many.
+
+        Nothing is interrupted: environments move at the ends of their episodes, as with `recycle=`, and `stats()`
+        counts them as recycled. What a worker leaves on its old node stays reserved until `close`.
+
+        Returns:
+            How many workers move; 0 with every other backend.
+
+        Example:
+            >>> from mpe2 import simple_spread_v3
+            >>> with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2) as env:
+            ...     env.rebalance()
+            0
+        """
+        runner = self.runner
+        runner.check_open()
+        return 0 if isinstance(runner.pool, NativePool) else runner.pool.rebalance()
 
     @exclusive("send")
     def send(

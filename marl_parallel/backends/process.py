@@ -326,8 +326,9 @@ class ProcessBackend(Backend):
         self._interrupted = False
         self._control, self._records = Block(), Block()
 
-    def start(self, shares: Sequence[Sequence[int]], most_requests: int) -> None:
-        most = GENERATIONS * len(shares)
+    def start(self, shares: Sequence[Sequence[int]], most_requests: int, most: int | None = None) -> None:
+        """As `Backend.start`; `most` is how many workers there may be at a time."""
+        most = GENERATIONS * len(shares) if most is None else most
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         self._control_buffer = self._control.allocate(control_nbytes(most, self._capacity))
         self._wake = Semaphore(self._control_buffer, _WAKE)
@@ -341,7 +342,7 @@ class ProcessBackend(Backend):
         for worker, share in enumerate(shares):
             self.add(worker, share)
 
-    def add(self, worker: int, share: Sequence[int]) -> None:
+    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         launcher = self._launcher
         if launcher is None:
             return  # closed meanwhile by a signal handler

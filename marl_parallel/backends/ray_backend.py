@@ -24,8 +24,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
@@ -37,6 +37,8 @@ try:
     import ray
 except ImportError as error:
     raise ImportError(f'backend="ray" needs Ray: {how_to_install("ray")} ({error})') from error
+from ray._private.state import available_resources_per_node
+from ray._private.state import state as global_state
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -60,6 +62,7 @@ _SLOT, _SLOTS = "marl_parallel_worker", 10_000
 """In a cluster started for one program alone, each worker takes one of these resources instead of CPUs."""
 _ANYWHERE = {"memory": 1}
 """What a worker without CPUs takes, since a placement group has to reserve something: a byte."""
+_NODE_LABEL = "ray.io/node-id"  # which Ray gives each node
 _WITH_OPTIONS = frozenset({"CPU", "GPU", "memory"})
 _PROCESS_DIED = "its worker process has died"  # Ray's reason if it has no better one
 _BECAUSE = re.compile(r"\bbecause (.+?)[.](?:\s|$)")
@@ -74,6 +77,20 @@ class Pending(NamedTuple):
     ref: Any  # to its result
 
 
+class Place(NamedTuple):
+    """Where a worker runs, and what is set aside for it there: a bundle of a placement group.
+
+    A spare is `shared`: it has the CPUs of the worker that it will replace.
+    """
+
+    group: PlacementGroup
+    bundle: int
+    shared: bool = False
+
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundle)
+
+
 class Actor:
     """The driver's state of one worker."""
 
@@ -83,6 +100,7 @@ class Actor:
         # References to its `ProcessInfo`, then to its node monitor's reply; None once it has started.
         self.starting = handle.process_info.remote()
         self.since = time.monotonic()  # when it was requested, or the first one that it replaces and never started
+        self.node = ""  # the id of its node, when it is up
         self.key = secrets.randbits(48)  # its number at its node monitor
         self.monitor: Any = None  # the handle of its node monitor; None if none watches it
         self.waiting: list[Request] = []  # requests to send once it has started
@@ -140,6 +158,7 @@ class RayBackend(Backend):
     """
 
     has_spares = True
+    moves = True
 
     def __new__(cls, *args: Any, num_nodes: Any = None, workers_per_node: Any = None, **kwargs: Any) -> RayBackend:
         if cls is RayBackend and not (num_nodes is None and workers_per_node is None):
@@ -186,8 +205,9 @@ class RayBackend(Backend):
         self._group: PlacementGroup | None = None
         self._actors: dict[int, Actor] = {}  # by worker
         self._shares: dict[int, Sequence[int]] = {}
-        self._first: list[range] = []  # the shares at the start; each has a bundle of the placement group
-        self._added: set[int] = set()  # workers that have been started beside others
+        self._places: dict[int, Place] = {}  # by worker; with one actor for each node, by bundle
+        self._targets: dict[int, str] = {}  # by worker, the node that it moves to
+        self._beside: dict[int, int] = {}  # by worker that was added, the one whose environments move there
         self._owners: dict[int, int] = {}  # the worker that has written an environment's record last
         self._ends: list[Any] = []  # references of ends that nobody has waited for
         self._slices: RecordSlices | None = None
@@ -215,12 +235,13 @@ class RayBackend(Backend):
             self._resources = {_SLOT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        self._first, self._shares = [*shares], dict(enumerate(shares))
+        self._shares = dict(enumerate(shares))
         self._connect_or_start()
         try:
             count = len(shares)
             self._reserve([dict(self._resources)] * count, "workers")
             assert self._group is not None
+            self._places = {worker: Place(self._group, worker) for worker in self._shares}
             for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
                 _monitor_of(node, self._runtime_env)  # so that it starts at the same time as the workers
             self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(GENERATIONS * count)]
@@ -254,10 +275,9 @@ class RayBackend(Backend):
         One beside the first ones takes no CPUs: its bundle has those of the worker that it will replace. Other
         resources cannot be shared, so with those it is placed anywhere.
         """
-        resources = dict(self._resources)
-        bundle = next(place for place, first in enumerate(self._first) if self._shares[worker][0] in first)
-        strategy: Any = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
-        if worker in self._added:
+        resources, place = dict(self._resources), self._places[worker]
+        strategy: Any = place.strategy()
+        if place.shared:
             for name in ("CPU", _SLOT):
                 resources.pop(name, None)
             if resources == _ANYWHERE:
@@ -286,11 +306,15 @@ class RayBackend(Backend):
         if old.starting is not None:
             new.since = old.since
 
-    def add(self, worker: int, share: Sequence[int]) -> None:
+    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         if self._group is None or not ray.is_initialized():
             return  # likewise
-        self._shares[worker] = share
-        self._added.add(worker)
+        assert beside is not None
+        self._shares[worker], self._beside[worker] = share, beside
+        if beside in self.leaving():
+            self._places[worker] = self._place_elsewhere(dict(self._resources), self._targets.get(beside))
+        else:
+            self._places[worker] = self._places[beside]._replace(shared=True)
         self._set_actor(worker, spare=True)
 
     def remove(self, worker: int, *, kill: bool) -> bool:
@@ -299,10 +323,63 @@ class RayBackend(Backend):
         if not kill and not self._actors[worker].closed:
             return False
         actor = self._actors.pop(worker)
-        del self._shares[worker]
         if ray.is_initialized():
             self._ends += _kill([actor])
+        self._free(self._places.pop(worker))
+        self._forget(worker)
         return True
+
+    def _forget(self, worker: int) -> None:
+        """Forget a worker that is gone."""
+        del self._shares[worker]
+        self._targets.pop(worker, None)
+        if (old := self._beside.pop(worker, None)) is not None and old in self._shares:
+            self._targets.pop(old, None)  # it could not move there
+        self._beside = {added: old for added, old in self._beside.items() if old != worker}
+
+    def _free(self, place: Place) -> None:
+        """Free what is set aside at a place, unless others are there, or it was set aside for all at the start."""
+        groups = [self._group, *[other.group for other in self._places.values()]]
+        if ray.is_initialized() and all(group is not place.group for group in groups):
+            remove_placement_group(place.group)
+
+    # -- moving to other nodes -------------------------------------------------------------------------------------
+
+    def leaving(self) -> Collection[int]:
+        if not ray.is_initialized():
+            return ()
+        draining = draining_nodes()
+        return {worker for worker in self._shares if worker in self._targets or self._node_id(worker) in draining}
+
+    def _node_id(self, worker: int) -> str:
+        """The id of the node of a worker; empty if it is not known yet."""
+        actor = self._actors.get(worker)
+        return "" if actor is None else actor.node
+
+    def rebalance(self, workers: Sequence[int]) -> int:
+        if self._group is None or not ray.is_initialized():
+            return 0
+        nodes = {worker: self._node_id(worker) for worker in workers if worker not in self._targets}
+        where = {worker: node for worker, node in nodes.items() if node}
+        moves = moves_between(where, self._room(self._resources))
+        self._targets.update(moves)
+        return len(moves)
+
+    def _room(self, resources: Mapping[str, float]) -> dict[str, int]:
+        """By node that stays, for how many more of these resources there is room."""
+        free, draining = available_resources_per_node(), draining_nodes()
+        return {
+            node["NodeID"]: int(
+                min(free[node["NodeID"]].get(name, 0) / amount for name, amount in resources.items() if amount)
+            )
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] in free and node["NodeID"] not in draining
+        }
+
+    def _place_elsewhere(self, resources: dict[str, float], node: str | None) -> Place:
+        """A place with these resources of its own, on a node, or on any that stays; Ray waits for room."""
+        where: dict[str, Any] = {} if node is None else {"bundle_label_selector": [{_NODE_LABEL: node}]}
+        return Place(placement_group([resources], strategy=self._placement, **where), 0)
 
     def memory(self, worker: int) -> int | None:
         """As of the last call, so that nobody waits for a machine; but the first call for an actor waits."""
@@ -356,10 +433,10 @@ class RayBackend(Backend):
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         replies, self._lost = self._lost, []
         while not self._interrupted and not any(isinstance(reply, Lost) for _, reply in replies):
-            expected = {}  # the worker of each reference to a next result
+            expected, starting = {}, False  # the worker of each reference to a next result
             for worker, actor in self._actors.items():
                 if actor.starting is not None:
-                    expected[actor.starting] = worker
+                    expected[actor.starting], starting = worker, True
                 elif actor.pending:
                     expected[actor.pending[0].ref] = worker
             if not expected:
@@ -369,20 +446,25 @@ class RayBackend(Backend):
             results = results_of([*expected], missing, min(left, POLL_S))
             for ref, result in results:
                 replies += [(expected[ref], reply) for reply in self._receive(expected[ref], result)]
+            if starting:
+                replies += self._late_starts()
             if missing <= 0 or (left == 0.0 and not results):
                 break
-            if results:
-                continue
-            for worker, actor in self._actors.items():  # all others would wait for one that never starts
-                if actor.starting is not None and time.monotonic() - actor.since > self._placement_timeout:
-                    text = self._never_started(worker)
-                    if not actor.spare:
-                        raise ParallelEnvError(text, env_ids=[*self._shares[worker]], worker=worker)
-                    replies.append((worker, Lost(None, "", text)))
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
             self.look()
         return replies
+
+    def _late_starts(self) -> list[tuple[int, Lost]]:
+        """Raise if a worker should have started by now, since all would wait for it; a spare is lost."""
+        lost = []
+        for worker, actor in self._actors.items():
+            if actor.starting is not None and time.monotonic() - actor.since > self._placement_timeout:
+                text = self._never_started(worker)
+                if not actor.spare:
+                    raise ParallelEnvError(text, env_ids=[*self._shares[worker]], worker=worker)
+                lost.append((worker, Lost(None, "", text)))
+        return lost
 
     def _never_started(self, worker: int, reason: str = "") -> str:
         return (
@@ -399,7 +481,7 @@ class RayBackend(Backend):
         if isinstance(packed, RayError):
             return self._note_death(worker, packed)
         if isinstance(packed, ProcessInfo):  # it is up, and a node monitor has to watch it
-            actor.clock_offset = time.monotonic() - packed.now
+            actor.clock_offset, actor.node = time.monotonic() - packed.now, packed.node
             actor.monitor = _monitor_of(packed.node, self._runtime_env)
             actor.starting = actor.monitor.watch.remote(actor.key, packed)
             return []
@@ -503,8 +585,8 @@ class RayBackend(Backend):
                 ray.wait(ends, num_returns=len(ends), timeout=timeout)
             for end in [*self._ends, *_kill(actors)]:
                 _monitor_result(end)
-            if group is not None:
-                remove_placement_group(group)
+            for one in {group, *[place.group for place in self._places.values()]} - {None}:
+                remove_placement_group(one)
         if self._disconnect is not None:
             self._disconnect()
         return []
@@ -665,6 +747,35 @@ def _check_reachable(address: str) -> None:
     if host and port.isdecimal():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S):
             pass
+
+
+def draining_nodes() -> Collection[str]:
+    """The ids of nodes that are about to go, such as preemptible machines that have got their notice."""
+    nodes: Collection[str] = global_state.get_draining_nodes()  # Ray has no public function for it
+    return nodes
+
+
+def moves_between(workers: Mapping[int, str], room: Mapping[str, int]) -> dict[int, str]:
+    """Which workers have to move where so that nodes have equal numbers, as far as there is room.
+
+    Args:
+        workers: By worker, the id of its node.
+        room: By node, for how many more workers there is room.
+    """
+    counts, left = Counter(workers.values()), {**room}
+    moves: dict[int, str] = {}
+    while True:
+        goals = [node for node, more in left.items() if more > 0]
+        if not counts or not goals:
+            return moves
+        fullest, goal = max(counts, key=lambda node: counts[node]), min(goals, key=lambda node: counts[node])
+        if counts[fullest] - counts[goal] < 2:
+            return moves
+        worker = next(worker for worker, node in workers.items() if node == fullest and worker not in moves)
+        moves[worker] = goal
+        counts[fullest] -= 1
+        counts[goal] += 1
+        left[goal] -= 1
 
 
 def ray_options(resources: Mapping[str, float]) -> dict[str, Any]:

@@ -140,12 +140,12 @@ class RayNode:
     # -- starting --------------------------------------------------------------------------------------------------
 
     def start(
-        self, shares: Mapping[int, Sequence[int]], most_requests: int, places: RecordPlaces | None
+        self, shares: Mapping[int, Sequence[int]], most: int, most_requests: int, places: RecordPlaces | None
     ) -> tuple[str, float]:
-        """Start workers; returns the id of the node, and `time.monotonic` there."""
+        """Start workers, at `most` so many at a time; returns the id of the node, and `time.monotonic` there."""
         if places is not None:
             self.allocate(places)
-        self._backend.start([*shares.values()], most_requests)
+        self._backend.start([*shares.values()], most_requests, most)
         for place, (worker, share) in enumerate(shares.items()):
             self._shares[worker], self._owed[worker], self._starts[worker] = share, 0, 0
             self._places[worker], self._workers[place] = place, worker
@@ -220,7 +220,7 @@ class RayNode:
                 self._owners.update(dict.fromkeys(env_ids, worker))
             if message is Message.WATCH:
                 self._writes_states = request.payload.states
-            elif message is Message.REBUILD:
+            elif message is Message.REBUILD or message is Message.PREPARE:
                 self._writes_states = any(rebuild.watch.states for rebuild in request.payload.values())
             elif message is Message.CLOSE:
                 self._backend.statuses[self._places[worker]].discard()

@@ -25,12 +25,13 @@ from typing import Any
 import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from marl_parallel.backends.ray_backend import (
     POLL_S,
     STATUS_INTERVAL_S,
+    Place,
     RayBackend,
+    draining_nodes,
     ray_options,
     reason_of,
     results_of,
@@ -55,6 +56,8 @@ class Node:
 
     def __init__(self, handle: Any, bundle: int) -> None:
         self.handle, self.bundle = handle, bundle
+        self.id = ""  # of the node, when it has started
+        self.spare = False  # whether it was started beside others, so that the batch goes on if it cannot start
         self.exchange = handle.exchange.options(concurrency_group="exchange").remote
         self.post = handle.post.options(concurrency_group="control", num_returns=0).remote
         self.starting: Any = None  # reference to the result of its start; None once it has started
@@ -89,6 +92,7 @@ class RayNodesBackend(RayBackend):
         self._nodes: list[Node] = []  # by bundle of the placement group
         self._node_of: dict[int, Node] = {}  # by worker
         self._by_node: list[range] = []  # the first workers of each
+        self._successors: dict[tuple[Node, str], Node] = {}  # where workers move from a node, by target
         self._bundles: list[dict[str, float]] = []
         self._most_requests = 0
         self._record_places: RecordPlaces | None = None
@@ -116,11 +120,13 @@ class RayNodesBackend(RayBackend):
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self._by_node = self._workers_by_node(len(shares))
-        self._first, self._shares, self._most_requests = [*shares], dict(enumerate(shares)), most_requests
+        self._shares, self._most_requests = dict(enumerate(shares)), most_requests
         self._connect_or_start()
         try:
             self._bundles = [self._bundle(len(workers)) for workers in self._by_node]
             self._reserve(self._bundles, "nodes")
+            assert self._group is not None
+            self._places = {bundle: Place(self._group, bundle) for bundle in range(len(self._bundles))}
             self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(GENERATIONS * len(shares))]
             for bundle, workers in enumerate(self._by_node):
                 node = self._start_node(bundle, workers)
@@ -140,13 +146,14 @@ class RayNodesBackend(RayBackend):
     def _start_node(self, bundle: int, workers: Iterable[int]) -> Node:
         actor = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RayNode).options(
             **ray_options(self._bundles[bundle]),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle),
+            scheduling_strategy=self._places[bundle].strategy(),
             runtime_env=self._runtime_env,
             max_restarts=0,
         )
         node = Node(actor.remote(self._num_threads, [*map(os.path.abspath, sys.path)]), bundle)
         shares = {worker: self._shares[worker] for worker in workers}
-        node.starting = node.control("start", shares, self._most_requests, self._record_places)
+        most = len(self.statuses)  # all may move there
+        node.starting = node.control("start", shares, most, self._most_requests, self._record_places)
         node.pending = {worker: deque() for worker in shares}
         return node
 
@@ -177,14 +184,33 @@ class RayNodesBackend(RayBackend):
         node.memory.pop(worker, None)
         self.statuses[worker] = WorkerStatus(bytearray(WorkerStatus.NBYTES))
 
-    def add(self, worker: int, share: Sequence[int]) -> None:
+    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         if self._group is None or not ray.is_initialized():
             return  # likewise
-        self._shares[worker] = share
-        first = next(number for number, first in enumerate(self._first) if share[0] in first)
-        bundle = next(place for place, workers in enumerate(self._by_node) if first in workers)
-        node = self._node_of[worker] = self._nodes[bundle]
+        assert beside is not None
+        self._shares[worker], self._beside[worker] = share, beside
+        node = self._nodes[self._node_of[beside].bundle]
+        if beside in self.leaving():
+            node = self._successor(node, self._targets.get(beside))
+        self._node_of[worker] = node
         self._start_worker(node, worker)
+
+    def _successor(self, old: Node, target: str | None) -> Node:
+        """The node to which workers move from another one; started here for the first of them."""
+        node = self._successors.get((old, target or ""))
+        if node is None or node.lost is not None or node.id in draining_nodes():
+            moving = [worker for worker in old.pending if self._targets.get(worker) == target]
+            bundle = len(self._nodes)
+            self._bundles.append(self._bundle(len(moving)))
+            self._places[bundle] = self._place_elsewhere(self._bundles[bundle], target)
+            node = self._successors[old, target or ""] = self._start_node(bundle, ())
+            node.spare = True
+            self._nodes.append(node)
+        return node
+
+    def _node_id(self, worker: int) -> str:
+        node = self._node_of.get(worker)
+        return "" if node is None else node.id
 
     def remove(self, worker: int, *, kill: bool) -> bool:
         node = self._node_of.get(worker)
@@ -196,8 +222,14 @@ class RayNodesBackend(RayBackend):
             node.starts = [start for start in node.starts if start[0] != worker]
             for requests, _ in node.waiting:
                 requests.pop(worker, None)
-        del self._node_of[worker], self._shares[worker]
+        del self._node_of[worker]
+        self._forget(worker)
         node.pending.pop(worker, None)
+        if node not in self._node_of.values() and self._nodes[node.bundle] is node:  # all have moved
+            if node.lost is None and ray.is_initialized():
+                ray.kill(node.handle)
+            node.lost = "its workers have moved"
+            self._free(self._places.pop(node.bundle))
         return True
 
     def allocate(self, layout: Layout) -> Any:
@@ -260,10 +292,10 @@ class RayNodesBackend(RayBackend):
             left = max(deadline - time.monotonic(), 0.0)
             results = self._collect(expected, missing, min(left, POLL_S))
             replies += results[1]
+            for node in self._nodes:
+                replies += self._check_start(node)
             if missing <= 0 or (left == 0.0 and not results[0]):
                 break
-            for node in self._nodes if not results[0] else ():
-                self._check_start(node)
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
             hurried = {node.in_flight: node for node in self._nodes_in_use() if node.in_flight and node.waits_for_more}
@@ -308,7 +340,7 @@ class RayNodesBackend(RayBackend):
         if isinstance(packed, RayError):
             return self._note_node_lost(node, packed)
         if node.starting is not None:
-            _, now = packed
+            node.id, now = packed
             node.starting, node.clock_offset = None, time.monotonic() - now
             waiting, node.waiting = node.waiting, []
             for requests, together in waiting:
@@ -364,6 +396,8 @@ class RayNodesBackend(RayBackend):
             busy = [worker for worker, requests in node.pending.items() if requests]
             node.pending.clear()
             return [(worker, Lost(None, "", reason)) for worker in busy]
+        if node.spare:
+            return self._give_up(node, reason)
         workers = [worker for worker, one in self._node_of.items() if one is node]
         if self._record_places is None:
             raise ParallelEnvError(f"worker {workers[0]} could not be started by Ray: {error}", worker=workers[0])
@@ -375,12 +409,23 @@ class RayNodesBackend(RayBackend):
         self._node_of.update(dict.fromkeys(workers, new))
         return []
 
-    def _check_start(self, node: Node, reason: str = "") -> None:
-        """Raise if a node should have started by now."""
-        if node.starting is not None and time.monotonic() - node.since > self._placement_timeout:
-            worker = next(worker for worker, one in self._node_of.items() if one is node)
-            text = self._never_started(worker, reason or shortage_of(self._bundles[node.bundle], 1))
-            raise ParallelEnvError(text, env_ids=[*self._shares[worker]], worker=worker)
+    def _check_start(self, node: Node, reason: str = "") -> list[tuple[int, Reply | Lost]]:
+        """Raise if a node should have started by now; one beside others is given up."""
+        if node.starting is None or time.monotonic() - node.since <= self._placement_timeout:
+            return []
+        worker = next(worker for worker, one in self._node_of.items() if one is node)
+        text = self._never_started(worker, reason or shortage_of(self._bundles[node.bundle], 1))
+        if node.spare:
+            return self._give_up(node, text)
+        raise ParallelEnvError(text, env_ids=[*self._shares[worker]], worker=worker)
+
+    def _give_up(self, node: Node, reason: str) -> list[tuple[int, Reply | Lost]]:
+        """Give up a node that could not start; returns the losses of its workers, which have only spares."""
+        ray.kill(node.handle)
+        node.lost, node.starting = reason, None
+        workers = [*node.pending]
+        node.pending.clear()
+        return [(worker, Lost(None, "", reason)) for worker in workers]
 
     # -- states and ends of workers --------------------------------------------------------------------------------
 

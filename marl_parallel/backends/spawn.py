@@ -93,7 +93,7 @@ class PortableProcessBackend(Backend):
             self.stop(0.0)
             raise
 
-    def add(self, worker: int, share: Sequence[int]) -> None:
+    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         if not self._open:
             return  # closed meanwhile by a signal handler
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]

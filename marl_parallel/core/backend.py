@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -75,6 +75,7 @@ class Backend(ABC):
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
         has_spares: Whether `add` can start workers after `start`; their numbers are less than `GENERATIONS` times
             the number of the first ones.
+        moves: Whether workers can move to other machines, as `leaving` and `rebalance` say.
         can_isolate_rng: Whether environments of different workers do not use the same process-wide generators at once.
         keeps_logs: Whether what workers write to stdout and stderr can go to files.
         log_dir: The folder of these files, set before `start`; None for the output of this program.
@@ -85,6 +86,7 @@ class Backend(ABC):
     side_by_side: ClassVar[bool] = True
     shares_memory: ClassVar[bool] = False
     has_spares: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
     can_isolate_rng: ClassVar[bool] = True
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
@@ -163,8 +165,11 @@ class Backend(ABC):
         Requests to the old one are dropped. Only if the backend `can_kill`.
         """
 
-    def add(self, worker: int, share: Sequence[int]) -> None:
-        """Start one more worker for some environments, without waiting until it is up; only if `has_spares`."""
+    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
+        """Start one more worker for some environments, without waiting until it is up; only if `has_spares`.
+
+        They will move there from the worker `beside`.
+        """
         raise NotImplementedError
 
     def remove(self, worker: int, *, kill: bool) -> bool:
@@ -173,6 +178,14 @@ class Backend(ABC):
         Returns False if it has not ended yet, unless it is to be killed: one that has carried out a CLOSE ends soon.
         """
         raise NotImplementedError
+
+    def leaving(self) -> Collection[int]:
+        """Workers whose environments are to move to others where episodes end; asked about once a second."""
+        return ()
+
+    def rebalance(self, workers: Sequence[int]) -> int:
+        """Let some of these workers move to machines with more room; returns how many. They are `leaving` then."""
+        return 0
 
     def look(self) -> None:  # noqa: B027
         """Bring `statuses` up to date; there is nothing to do if they are in shared memory."""

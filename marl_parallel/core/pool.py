@@ -693,6 +693,15 @@ class Pool:
         """From now on, replace environments by spares as the recycler says."""
         self.recycler, self._reads_at_once = recycler, False
 
+    def rebalance(self) -> int:
+        """Let workers move to machines with more room, where episodes end; returns how many will."""
+        with self._lock:
+            self.check_open()
+            moved = self.backend.rebalance([*self.present_shares()])
+            if moved and self.recycler is not None:
+                self.recycler.next_look = 0.0
+            return moved
+
     def _look_to_recycle(self, recycler: Recycler, now: float) -> None:
         """Begin to make spares where they are due or soon will be, and remove workers that all have left."""
         if not recycler.looks(now):
@@ -717,6 +726,8 @@ class Pool:
             return
         slots = self._slots_of(worker)
         is_past = recycler.is_past_limit(worker, slots, now)
+        if queue.spare is not None and recycler.is_leaving(queue.spare) and not self._queues[queue.spare].share:
+            self._drop_spares(queue)
         if queue.spare is not None:
             self._prepare_missing(recycler, queue, now)
         elif self._may_have_spares(worker) and (is_past or recycler.wants_spares(slots, now)):
@@ -762,7 +773,7 @@ class Pool:
         if spare is None or not recycler.may_try(queue.position, now):
             return
         try:
-            self.backend.add(spare, queue.share)
+            self.backend.add(spare, queue.share, worker)
         except (OSError, RuntimeError) as error:
             self._warn_of_spares(recycler, queue, str(error))
             return
@@ -772,6 +783,15 @@ class Pool:
         self._queues[spare] = WorkerQueue((), queue.position, built)
         queue.spare = spare
         self._prepare(spare, built)
+
+    def _drop_spares(self, queue: WorkerQueue) -> None:
+        """Remove a worker that has spares, to which nothing has moved; episodes that wait for one begin without."""
+        spare, queue.spare = queue.spare, None
+        assert spare is not None
+        self.backend.remove(spare, kill=True)
+        self._remove(spare)
+        for waiting in [self.slots[env_id] for env_id in queue.share if self.slots[env_id].renewing]:
+            self._go_on(waiting)
 
     def _prepare_missing(self, recycler: Recycler, queue: WorkerQueue, now: float) -> list[int]:
         """Construct the spares of a worker that could not be made before; returns those for which it is too early."""
@@ -986,8 +1006,8 @@ class Pool:
     def _warn_of_spares(self, recycler: Recycler, queue: WorkerQueue, error: str) -> None:
         seconds = recycler.note_failed(queue.position, time.monotonic())
         logger.warning(
-            "environments %s could not be constructed again, as the RecyclePolicy wants; the present ones go on, and "
-            "it is tried again in %.0f s. %s", [*queue.share], seconds, error,
+            "environments %s could not be constructed in another worker; the present ones go on, and it is tried "
+            "again in %.0f s. %s", [*queue.share], seconds, error,
         )  # fmt: skip
 
     def _remove(self, worker: int) -> None:

@@ -1,4 +1,4 @@
-"""Which environments are replaced by spares, as a `RecyclePolicy` says; `pool.py` carries it out.
+"""Which environments are replaced by spares, as a `RecyclePolicy` and `Backend.leaving` say; `pool.py` does it.
 
 An environment past a limit is replaced where an episode begins. Its spare has been constructed before, with the spares
 of its neighbours, in a new worker, and its first episode has begun there::
@@ -45,6 +45,7 @@ class Recycler:
         self._memory: dict[int, int] = {}  # by worker, in bytes, at the last look
         self._measures = not (policy.max_memory_mb is None and policy.kill_above_mb is None)
         self._has_warned = False
+        self._leaving: frozenset[int] = frozenset()
         self._retry: dict[int, tuple[float, float]] = {}  # by position of a worker: when, and how long after a failure
 
     def episodes(self, slot: Slot) -> int:
@@ -60,10 +61,11 @@ class Recycler:
         return True
 
     def measure(self, workers: Sequence[int], now: float) -> None:
-        """Measure the memory of workers, if that is limited and was not done a moment ago."""
+        """Ask which workers leave their machines, and measure the memory of all if that is limited; once a second."""
         if now < self.next_look:
             return
         self.next_look = now + _LOOK_EVERY_S
+        self._leaving = frozenset(self._backend.leaving())
         if self._measures:
             found = {worker: self._backend.memory(worker) for worker in workers}
             self._memory = {worker: nbytes for worker, nbytes in found.items() if nbytes is not None}
@@ -78,11 +80,17 @@ class Recycler:
         self._memory.pop(worker, None)
 
     def is_past_limit(self, worker: int, slots: Sequence[Slot], now: float) -> bool:
-        """Whether a worker with these environments is past its limit of memory or age."""
+        """Whether a worker with these environments is past its limit of memory or age, or leaves its machine."""
         policy = self.policy
+        if worker in self._leaving:
+            return True
         if policy.max_memory_mb is not None and self.memory_mb(worker) > policy.max_memory_mb:
             return True
         return policy.max_age_s is not None and any(now - slot.built > policy.max_age_s for slot in slots)
+
+    def is_leaving(self, worker: int) -> bool:
+        """Whether a worker leaves its machine."""
+        return worker in self._leaving
 
     def is_to_be_killed(self, worker: int) -> bool:
         """Whether a worker has more memory than it may ever have."""
