@@ -1,6 +1,6 @@
-"""The README: its code runs, its tables are the measured ones, its arguments are the real ones.
+"""The README and the pages in `docs`: code runs, tables are the measured ones, arguments are the real ones.
 
-The code of the pages in `docs/` runs, too, where the libraries that it imports are installed.
+Code runs where the libraries that it imports are installed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ PAGES = {
     str(page.relative_to(ROOT)): page.read_text()
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-# Pages that explain what other pages and tests cover as well.
-REPEATING = ("docs/recipes/", "docs/agents.md", "docs/index.md", "docs/quickstart.md")
 FRAMEWORKS = "docs/frameworks/"
+# Pages that explain what other pages and tests cover as well, or that need libraries of `.ci/run`.
+REST = (
+    *(f"docs/recipes/{name}.md" for name in ("gae", "heterogeneous_teams", "mappo", "self_play")),
+    *(f"{FRAMEWORKS}{name}.md" for name in ("agilerl", "cleanrl", "rllib", "sb3", "torchrl")),
+    "docs/agents.md",
+    "docs/index.md",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -56,7 +61,7 @@ def python_blocks(*, of_frameworks: bool = False) -> list[object]:
             continue
         for block in blocks("python", text):
             line = text[: text.index(block)].count("\n") + 1
-            marks = [pytest.mark.rest] if name.startswith(REPEATING) else []
+            marks = [pytest.mark.rest] if name in REST else []
             unique.setdefault(block, pytest.param(block, id=f"{name} line {line}", marks=marks))
     return [parameters for block, parameters in unique.items() if can_run(block)]
 
@@ -73,15 +78,20 @@ def test_python_blocks_run_by_themselves(block, tmp_path):
     run("-", text=block, cwd=tmp_path)
 
 
-@pytest.mark.rest
 @pytest.mark.parametrize("block", python_blocks(of_frameworks=True))
 def test_blocks_about_frameworks(block, tmp_path):
     """The same; `.ci/run` has environments with these libraries."""
     run("-", text=block, cwd=tmp_path)
 
 
-def test_readme_simulator_passes_check(tmp_path):
-    (block,) = (block for block in blocks("python") if "class Foragers" in block)
+def test_pages_exist():
+    assert set(REST) <= PAGES.keys()
+
+
+def test_own_simulator_passes_check(tmp_path):
+    (block,) = (
+        block for block in blocks("python", PAGES["docs/recipes/own_simulator.md"]) if "class Foragers" in block
+    )
     (tmp_path / "foragers.py").write_text(block[: block.index("with ParallelEnv(")])
     report = json.loads(run("-m", "marl_parallel", "check", "foragers.py:Foragers", "--json", cwd=tmp_path))
     assert [one for one in report["findings"] if one["question"] != "cost"] == []
@@ -159,10 +169,9 @@ def test_pictures_exist(page):
 
 
 def test_arguments_equal_the_signature():
-    section = README[README.index("The arguments of `ParallelEnv`") :]
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGES["docs/reference/parallel_env.md"], re.MULTILINE)
     parameters = inspect.signature(ParallelEnv).parameters
-    shown = dict(rows[: len(parameters)])
+    shown = dict(rows)
     assert list(shown) == list(parameters)
     for name, default in shown.items():
         if parameters[name].default is not inspect.Parameter.empty and parameters[name].default is not None:
