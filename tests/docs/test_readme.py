@@ -27,6 +27,7 @@ PAGES = {
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 FRAMEWORKS = "docs/frameworks/"
+LIBRARIES = {"agilerl", "ray", "stable_baselines3", "torchrl"}
 # Pages that explain what other pages and tests cover as well, or that need libraries of `.ci/run`.
 REST = (
     *(f"docs/recipes/{name}.md" for name in ("gae", "heterogeneous_teams", "mappo", "self_play")),
@@ -41,8 +42,8 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def can_run(block: str) -> bool:
-    """Whether the libraries that it imports are installed."""
+def needed(block: str) -> set[str]:
+    """The libraries that it imports."""
     nodes = [*ast.walk(ast.parse(block))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -50,20 +51,23 @@ def can_run(block: str) -> bool:
     names |= {library for facade, library in facades.items() if facade in block}
     made = {"agilerl": "agilerl", "rllib": "ray", "sb3": "stable_baselines3", "torchrl": "torchrl"}
     names |= {library for facade, library in made.items() if f'facade="{facade}"' in block}
-    return all(importlib.util.find_spec(name.partition(".")[0]) for name in names)
+    return {name.partition(".")[0] for name in names}
 
 
 def python_blocks(*, of_frameworks: bool = False) -> list[object]:
-    """Every Python block of the pages about frameworks, or of all others, once, named by page and line."""
+    """Every Python block about frameworks, or every other one, once, named by page and line.
+
+    Blocks about frameworks are those of their pages, and those that need one of their libraries.
+    """
     unique = {}
     for name, text in PAGES.items():
-        if name.startswith(FRAMEWORKS) != of_frameworks:
-            continue
         for block in blocks("python", text):
+            if (name.startswith(FRAMEWORKS) or bool(needed(block) & LIBRARIES)) != of_frameworks:
+                continue
             line = text[: text.index(block)].count("\n") + 1
             marks = [pytest.mark.rest] if name in REST else []
             unique.setdefault(block, pytest.param(block, id=f"{name} line {line}", marks=marks))
-    return [parameters for block, parameters in unique.items() if can_run(block)]
+    return [parameters for block, parameters in unique.items() if all(map(importlib.util.find_spec, needed(block)))]
 
 
 def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
@@ -176,3 +180,24 @@ def test_arguments_equal_the_signature():
     for name, default in shown.items():
         if parameters[name].default is not inspect.Parameter.empty and parameters[name].default is not None:
             assert default == f"`{parameters[name].default!r}`".replace("'", '"'), name
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_rule_and_number_of_the_readme_follow_from_the_measurements():
+    """The best number of workers is faster than a plain loop from about that time of a step on, and slower below."""
+    measured = json.loads((RESULTS / "compare_workers.json").read_text())["measurements"]
+    measured = [one for one in measured if one["num_envs"] == 8]
+    loops = {one["environment"]: one["microseconds_per_step"] for one in measured if one["backend"] == "loop"}
+    best = {
+        name: max(one["speedup"] for one in measured if one["environment"] == name and one["backend"] == "process")
+        for name in loops
+    }
+    (microseconds,) = map(int, re.findall(r"It helps from about (\d+) µs a step", README))
+    assert {name for name in loops if best[name] > 1} == {name for name in loops if loops[name] > 0.8 * microseconds}
+    assert 0 < sum(best[name] > 1 for name in loops) < len(loops)
+    assert f"[{best['simple_spread_v3']:.2f} times](docs/performance.md#by-number-of-workers)" in README
+    for page in (PAGES["docs/performance.md"], (ROOT / "pyproject.toml").read_text()):
+        assert f"about {microseconds} µs a step" in page
