@@ -2,7 +2,7 @@
 
     python benchmarks/async_stepping.py              about two minutes; writes results/async_stepping.*
     python benchmarks/async_stepping.py --quick      a few seconds; writes only where --output says so
-    python benchmarks/async_stepping.py --markdown   the tables for the README, from the last run's JSON
+    python benchmarks/async_stepping.py --markdown   the tables for docs/performance.md, from the last run's JSON
 
 Sync calls `step` for all environments. Async calls `recv(min_envs=...)`, then `send` for the environments it received.
 Both continue where their previous turn ended, and alternate in rounds, so that a slow or busy machine affects both.
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import typer
 from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, Workers, counts, folder_for
-from pictures import finish, framed
+from pictures import finish, framed, in_docs
 from policies import Clocked, Drawn, Network
 from rich.console import Console
 from rich.table import Table
@@ -300,8 +300,8 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def markdown(report: Report) -> str:
-    """A picture and two tables for the README."""
-    parts = [f"![Sync and async stepping compared](benchmarks/results/{NAME}.png)"]
+    """A picture and two tables."""
+    parts = [in_docs("Sync and async stepping compared", NAME)]
     if uneven := report.of(UNEVEN):
         counts = list(dict.fromkeys(one.workers for results in uneven for one in results))
         lines = [

@@ -2,7 +2,7 @@
 
     python benchmarks/compare_facades.py              two to four minutes; adds to results/compare_facades.*
     python benchmarks/compare_facades.py --quick      a few seconds; writes only where --output says so
-    python benchmarks/compare_facades.py --markdown   the tables for the README, from the saved JSON
+    python benchmarks/compare_facades.py --markdown   the tables for docs/performance.md, from the saved JSON
 
 The peers and their settings are in `peers.py`; `contest.py` measures in turns. Not all of these libraries can be
 installed into one virtual environment: run it in each of them. `merged.py` merges the results.
@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from merged import Pair, Report, Result, read_json, run
 from mpe2 import simple_spread_v3
 from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
-from pictures import framed
+from pictures import framed, in_docs
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -152,8 +152,9 @@ def show(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """A picture and two tables for the README."""
-    parts = [f"![Facades compared](benchmarks/results/{NAME}.png)"]
+    """A picture and two tables, without the plain loop."""
+    report = report.without(peers.LOOP.name)
+    parts = [in_docs("Facades compared", NAME)]
     for headings, rows in (overhead_rows(report), peer_rows(report)):
         if rows:
             rule = "|".join("---" if heading in TEXTS else "---:" for heading in headings)
@@ -165,7 +166,7 @@ def markdown(report: Report) -> str:
 def save_plot(report: Report, path: Path) -> None:
     """For each environment, microseconds per step of facades and of dicts, or throughput relative to the peers."""
     groups: dict[tuple[str, str], list[Result]] = {}
-    for one in report.results:
+    for one in report.without(peers.LOOP.name).results:
         groups.setdefault((one.benchmark, one.environment), []).append(one)
     figure = framed(5.2 * len(groups), 1.6 + 0.3 * max(map(len, groups.values())))
     panels = figure.subplots(1, len(groups), squeeze=False)[0]

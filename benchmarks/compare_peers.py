@@ -2,7 +2,7 @@
 
     python benchmarks/compare_peers.py              some fifteen minutes; adds to results/compare_peers.*
     python benchmarks/compare_peers.py --quick      half a minute; writes only where --output says so
-    python benchmarks/compare_peers.py --markdown   the table for the README, from the saved JSON
+    python benchmarks/compare_peers.py --markdown   the table for docs/performance.md, from the saved JSON
 
 Each has its best setting, which is in `peers.py`; `contest.py` measures in turns. Not all of these libraries can be
 installed into one virtual environment: run it in each of them. `merged.py` merges the results.
@@ -20,7 +20,7 @@ from contest import Case, Contender, one_thread_each
 from merged import Pair, Report, Result, read_json, run
 from mpe2 import simple_spread_v3
 from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
-from pictures import framed
+from pictures import framed, in_docs
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -125,16 +125,19 @@ def show(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
+    """A picture and a table, without the plain loop."""
+    report = report.without(peers.LOOP.name)
     headings, rows = table(report)
     lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    picture = f"![Throughput compared with other packages](benchmarks/results/{NAME}.png)"
+    picture = in_docs("Throughput compared with other packages", NAME)
     return "\n\n".join([picture, "\n".join(lines), *notes(report)])
 
 
 def save_plot(report: Report, path: Path) -> None:
     """For each simulator, this package's throughput divided by each peer's."""
     environments = list(dict.fromkeys(one.environment for one in report.results))
+    report = report.without(peers.LOOP.name)
     figure = framed(3.4 * len(environments), 1.2 + 0.28 * len(PEERS))
     panels = figure.subplots(1, len(environments), squeeze=False, sharey=True)[0]
     names = [peer.name for peer in PEERS if any(one.against == peer.name for one in report.results)]

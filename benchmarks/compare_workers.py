@@ -2,7 +2,7 @@
 
     python benchmarks/compare_workers.py              about eight minutes; writes results/compare_workers.*
     python benchmarks/compare_workers.py --quick      a few seconds; writes only where --output says so
-    python benchmarks/compare_workers.py --markdown   the table for the README, from the last run's JSON
+    python benchmarks/compare_workers.py --markdown   the table for docs/performance.md, from the last run's JSON
     python benchmarks/compare_workers.py --baseline ../before
                                                       about an hour; compares this checkout with another one, beside
                                                       plain loops, and exits with status 1 if a row is slower
@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,11 +35,13 @@ from options import (
 )
 from pettingzoo.butterfly import pistonball_v6
 from pettingzoo.sisl import multiwalker_v9
-from pictures import save_plot
+from pictures import finish, framed, in_docs, save_plot
 from synthetic import Synthetic, rounds_per_microsecond
 
 from marl_parallel.cli.measure import LOOP, PETTINGZOO, STEP, contenders, measure, num_turns
 from marl_parallel.cli.report import (
+    COLOURS,
+    GREY,
     Report,
     in_microseconds,
     in_one_line,
@@ -46,12 +49,15 @@ from marl_parallel.cli.report import (
     progress,
     read_json,
     show,
+    tidy,
     write_csv,
     write_json,
 )
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compare_workers"
+SPEEDUPS = "speedup_by_step_cost"
+NUM_ENVS = 8
 WORKERS, BACKENDS = "1,2,4", "serial,thread,process"
 SECONDS, REPEATS = 0.9, 5
 ROUND_SECONDS, LAUNCHES = 0.2, 5
@@ -60,10 +66,10 @@ ROUND_SECONDS, LAUNCHES = 0.2, 5
 class Case(NamedTuple):
     name: str
     constructor: Callable[..., Any]
-    num_envs: int = 8
+    num_envs: int = NUM_ENVS
 
 
-def synthetic(name: str, num_envs: int = 8, **keywords: Any) -> Case:
+def synthetic(name: str, num_envs: int = NUM_ENVS, **keywords: Any) -> Case:
     """A case with `Synthetic`. The work per microsecond is measured once, so that all environments do the same."""
     return Case(name, functools.partial(Synthetic, rounds_per_us=rounds_per_microsecond(), **keywords), num_envs)
 
@@ -146,10 +152,11 @@ def main(
         write_json(report, directory / f"{NAME}.json")
         write_csv(report, directory / f"{NAME}.csv")
         save_plot(report, directory / f"{NAME}.png")
+        save_speedups(report, directory / f"{SPEEDUPS}.png")
 
 
 def markdown(report: Report) -> str:
-    """The table for the README: microseconds per environment step; in brackets, throughput over the plain loop's."""
+    """A picture and the table: microseconds per environment step; in brackets, throughput over the plain loop's."""
     columns = list(dict.fromkeys(m.contender for m in report.measurements if m.backend != LOOP))
     lines = [
         "| environment | envs | plain loop | " + " | ".join(map(str, columns)) + " |",
@@ -164,7 +171,43 @@ def markdown(report: Report) -> str:
         "Microseconds of wall time per environment step; in brackets, throughput relative to the plain loop; "
         f"medians of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
     )
-    return "\n".join([*lines, "", note])
+    picture = in_docs("Speed-up over a plain loop, by the time of a step and the number of workers", SPEEDUPS)
+    return "\n".join([picture, "", *lines, "", note])
+
+
+def speedups(report: Report) -> dict[int, list[tuple[float, float]]]:
+    """By number of worker processes: the plain loop's microseconds per step and the speed-up, for `NUM_ENVS`."""
+    points: dict[int, list[tuple[float, float]]] = {}
+    for loop, *others in report.tables():
+        for one in others:
+            if one.backend == "process" and one.num_envs == NUM_ENVS:
+                points.setdefault(one.workers, []).append((loop.microseconds_per_step, one.speedup))
+    return {workers: sorted(points[workers]) for workers in sorted(points)}
+
+
+def save_speedups(report: Report, path: Path) -> None:
+    """Draw the speed-up over the plain loop by the time of a step, with a line for each number of workers."""
+    from matplotlib.ticker import FuncFormatter
+
+    figure = framed(7.5, 4.0)
+    panel = figure.subplots()
+    panel.axhline(1, color="black", linestyle="dashed", linewidth=1, label="plain loop")
+    shades = ("#9dbfe0", COLOURS["process"], "#12335a")
+    for (workers, points), shade in zip(speedups(report).items(), itertools.cycle(shades)):
+        label = f"{workers} worker{'s' * (workers > 1)}"
+        panel.plot(*zip(*points), color=shade, marker="o", markersize=4, linewidth=1.5, label=label)
+    for loop, *others in report.tables():
+        if others and loop.num_envs == NUM_ENVS:
+            name = loop.environment.partition(",")[0]
+            place, style = loop.microseconds_per_step, {"rotation": 90, "ha": "center", "va": "top"}
+            panel.text(place, 0.99, name, transform=panel.get_xaxis_transform(), fontsize=7, color=GREY, **style)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda microseconds, _: f"{microseconds:,.0f}"))
+    panel.set_xlabel("µs of a simulator's step (plain loop)", fontsize=8)
+    panel.set_ylabel(f"speed-up over a plain loop, {NUM_ENVS} environments", fontsize=8)
+    tidy(panel)
+    panel.set_ylim(top=1.45 * panel.get_ylim()[1])  # room for the names
+    finish(figure, report.machine, path)
 
 
 def run(chosen: list[Case], backends: list[str], workers: list[int], seconds: float, repeats: int) -> Report:

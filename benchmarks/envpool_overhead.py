@@ -2,7 +2,7 @@
 
     python benchmarks/envpool_overhead.py              about two minutes; writes results/envpool_overhead.*
     python benchmarks/envpool_overhead.py --quick      a few seconds; writes only where --output says so
-    python benchmarks/envpool_overhead.py --markdown   the table for the README, from the saved JSON
+    python benchmarks/envpool_overhead.py --markdown   the table for docs/performance.md, from the saved JSON
 
 EnvPool must be installed. `contest.py` measures in turns, `merged.py` saves a run.
 """
@@ -135,7 +135,7 @@ def show(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """A table for the README."""
+    """The table."""
     rule = "|".join("---" if heading in TEXTS else "---:" for heading in HEADINGS)
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows(report))]
     return "\n\n".join(["\n".join(lines), *notes(report)])

@@ -2,7 +2,7 @@
 
     python benchmarks/many_agents.py              some minutes; writes results/many_agents.*
     python benchmarks/many_agents.py --quick      a few seconds, up to 100 agents; writes only where --output says so
-    python benchmarks/many_agents.py --markdown   the table for the README, from the last run's JSON
+    python benchmarks/many_agents.py --markdown   a table in Markdown, from the last run's JSON
 
 There is one environment with `backend="serial"`, which runs every part of a step except waiting. The measure is the CPU
 time of this thread, on which other programs have little effect. The time of the simulator alone, stepped with the same
@@ -321,7 +321,7 @@ def show(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """The table for the README."""
+    """The table."""
     names = headings(report)
     lines = [f"| {' | '.join(names)} |", "|---|---|---|---" + "|---:" * (len(names) - 4) + "|"]
     lines += [f"| {' | '.join(row)} |" for row in rows(report)]

@@ -111,6 +111,10 @@ class Report:
     results: list[Result] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
+    def without(self, against: str) -> Report:
+        """This report without the comparisons with one contender."""
+        return replace(self, results=[one for one in self.results if one.against != against])
+
     def updated(self, other: Report, known: Sequence[Pair]) -> Report:
         """This report with newer results; runs without results are dropped.
 

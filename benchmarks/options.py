@@ -21,7 +21,7 @@ Output: TypeAlias = Annotated[
     Path | None, typer.Option(help="The directory for results; without it, only a complete run is saved, in results/.")
 ]
 AsMarkdown: TypeAlias = Annotated[
-    bool, typer.Option("--markdown", help="Print the saved results as Markdown for the README, without a new run.")
+    bool, typer.Option("--markdown", help="Print the saved results as Markdown for `docs`, without a new run.")
 ]
 
 

@@ -16,6 +16,12 @@ COLUMNS = 4
 LEGEND_ENTRY_IN = 1.5
 
 
+def in_docs(title: str, name: str) -> str:
+    """Markdown of a saved picture, for a page of `docs`: a click shows it in full size."""
+    path = f"../benchmarks/results/{name}.png"
+    return f"[![{title}]({path})]({path})"
+
+
 def framed(width: float, height: float) -> Figure:
     """An empty picture of so many inches, with room for the machine that `finish` adds."""
     from matplotlib.figure import Figure

@@ -4,7 +4,7 @@
     python benchmarks/ray_scaling.py --quick      half a minute; writes only where --output says so
     python benchmarks/ray_scaling.py --nodes      one actor for the workers of a node, in turns with an actor per worker
     python benchmarks/ray_scaling.py --simulate   the cost model of a run with --nodes, extended to a thousand workers
-    python benchmarks/ray_scaling.py --markdown   the section for the README, from the saved JSON
+    python benchmarks/ray_scaling.py --markdown   the section for docs/performance.md, from the saved JSON
 
 Simulators wait here instead of computing, so that more actors than CPUs behave like actors on many machines. The work
 of the actors and of Ray is still done by the CPUs of this machine, so several machines can only be faster.
@@ -33,7 +33,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import typer
 from options import AsMarkdown, Output, Quick, Repeats, Seconds
-from pictures import OTHER_COLOURS, framed
+from pictures import OTHER_COLOURS, framed, in_docs
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -434,14 +434,15 @@ def rows(report: Report) -> tuple[list[str], list[list[str]]]:
 
 
 def notes(report: Report) -> list[str]:
+    reach = {wait: report.reach(K, wait) for wait in STEP_MS if wait}
+    served = [f"up to {count} at {wait:g} ms" for wait, count in reach.items() if count]
+    too_short = [f"none at {wait:g} ms" for wait, count in reach.items() if not count]
     texts = [
         "Environment steps per second with `step`; in brackets, the share of the time in which simulators step "
         f"(simulators that wait; medians of {report.settings['repeats']} rounds of {report.settings['seconds']:g} s).",
         f"A batch takes `k·s + {report.once_us / 1000:.2f} ms + {report.each_us / 1000:.2f} ms·A` for `A` actors of "
-        f"`k` environments with steps of `s`. With simulators that step for {100 * GOOD:.0f} % of the time, one driver "
-        "serves "
-        + ", ".join(f"{report.reach(K, wait)} actors at {wait:g} ms" for wait in STEP_MS if wait)
-        + f" ({K} environments in each).",
+        f"`k` environments with steps of `s`. Simulators step for at least {100 * GOOD:.0f} % of the time with these "
+        f"numbers of actors ({K} environments in each): {', '.join(served + too_short)}.",
     ]
     both = report.of(OURS, actors=2, envs_each=PEER_ENVS // 2, step_ms=0)[-1:], report.of(PLAIN)
     if all(both):
@@ -478,7 +479,7 @@ def markdown(report: Report) -> str:
     headings, cells = rows(report)
     lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
     lines += [f"| {' | '.join(row)} |" for row in cells]
-    return "\n\n".join([f"![Scaling over Ray actors](benchmarks/results/{NAME}.png)", "\n".join(lines), *notes(report)])
+    return "\n\n".join([in_docs("Scaling over Ray actors", NAME), "\n".join(lines), *notes(report)])
 
 
 def show_nodes(report: NodesReport) -> None:

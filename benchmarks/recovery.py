@@ -2,7 +2,7 @@
 
     python benchmarks/recovery.py              about two minutes; writes results/recovery.*
     python benchmarks/recovery.py --quick      a few seconds; writes only where --output says so
-    python benchmarks/recovery.py --markdown   the table for the README, from the last run's JSON
+    python benchmarks/recovery.py --markdown   the table for docs/performance.md, from the last run's JSON
 
 There are two workers, and the fault is in the first. The clock starts when the worker is killed, or with the step in
 which an environment raises or hangs; for a hang, `step_timeout` is subtracted. The clock stops when `step` returns a
@@ -269,7 +269,7 @@ def show(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """The table for the README."""
+    """The table."""
     lines = [
         "| environment | fault | envs per worker | construction | recovery | difference |",
         "|---|---|---:|---:|---:|---:|",

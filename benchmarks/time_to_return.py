@@ -2,7 +2,7 @@
 
     python benchmarks/time_to_return.py              some ten minutes; writes results/time_to_return.*
     python benchmarks/time_to_return.py --quick      a minute: too short to learn anything; writes where --output says
-    python benchmarks/time_to_return.py --markdown   the table for the README, from the last run's JSON
+    python benchmarks/time_to_return.py --markdown   the table for docs/performance.md, from the last run's JSON
 
 With one seed, every number of workers gives the same returns after the same number of steps. So all runs end with the
 same update, which is checked, and differ only in time. More workers make the simulators faster, but not the policy and

@@ -128,7 +128,7 @@ class ParallelEnv:
 
     Environments are dict environments (`reset` returns observations and infos, `step` five dicts with `__all__` in
     the flags), PettingZoo's `ParallelEnv` and `AECEnv`, RLlib's `MultiAgentEnv`, ML-Agents' `BaseEnv` and Gymnasium's
-    `Env` (whose one agent is `agent_0`). The values of their dicts arrive unchanged; the README lists the added keys.
+    `Env` (whose one agent is `agent_0`). Their dicts arrive with equal values; `docs/steps.md` lists the added keys.
 
     Args:
         env_constructors: One callable per environment, called inside its worker with those of the keywords `seed`,
@@ -152,7 +152,7 @@ class ParallelEnv:
         check_actions: True checks every action against its space.
         on_error: What happens when an environment raises, or its worker dies or hangs: `"raise"` raises here and
             closes everything; `"restart"` rebuilds the environment. The interrupted step truncates its agents and is
-            marked in `infos[i]["__common__"]`; see "Faults and restarts" in the README.
+            marked in `infos[i]["__common__"]`; see `docs/faults.md`.
         restart_policy: How often one environment may be rebuilt; after that, `RestartLimitExceeded` is raised.
         step_timeout: Seconds for each step, call, frame and attribute; None for no limit.
         reset_timeout: Seconds for each reset, automatic ones too; None for no limit.

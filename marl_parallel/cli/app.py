@@ -70,7 +70,7 @@ def marl_parallel(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Many environments of a multi-agent simulator, stepped side by side at the full speed of your cores."""
+    """Check, measure, record and replay multi-agent simulators that are stepped in parallel."""
 
 
 @app.command()

@@ -144,7 +144,7 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
         "let {name}.__init__ pass all of its arguments to super().__init__, and hold plain values only; "
         "else errors arrive as text, without the exception as their __cause__"),
     "no environment": (Question.API, PROBLEM, "it is no environment: {error}",
-        "return one of the kinds that the README lists"),
+        "return one of the kinds that docs/environments.md lists"),
     "ambiguous agents": (Question.API, PROBLEM, "its agents cannot be told apart: {error}",
         "give every agent a name of its own"),
     "no action space": (Question.API, PROBLEM,

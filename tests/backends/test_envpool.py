@@ -633,9 +633,9 @@ assert len(env.reset()[0]) == 2
     assert done.returncode == 0, done.stderr
 
 
-def test_readme_example():
-    readme = (BENCHMARKS.parent / "README.md").read_text()
-    blocks = re.findall(r"^```py\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+def test_example_of_the_page():
+    page = (BENCHMARKS.parent / "docs" / "simulators.md").read_text()
+    blocks = re.findall(r"^```py\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     (block,) = (block for block in blocks if "from_envpool" in block)
     done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

@@ -72,7 +72,7 @@ ALONE = {
     "HangsInConstructor": (Question.RUNS, PROBLEM, "the constructor has not come to its end within", "--timeout"),
     "FourValues": (Question.API, PROBLEM, "must return five dicts", "let step return that"),
     "NoActionSpace": (Question.API, PROBLEM, "'agent_1' declares no action space", "a space for each of them"),
-    "nothing": (Question.API, PROBLEM, "returned None", "README"),
+    "nothing": (Question.API, PROBLEM, "returned None", "docs/environments.md"),
     "Slow": (Question.API, REMARK, "lacks the key '__all__'", "set '__all__' in every step"),
 }  # fmt: skip
 

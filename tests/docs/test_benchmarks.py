@@ -70,7 +70,8 @@ def test_compare_workers(tmp_path):
     environments = {one.environment for one in report.measurements}
     assert {"simple_spread_v3", "multiwalker_v9", "pistonball_v6", "synthetic 50 µs, 3 x 18"} <= environments
     assert all(one.steps_per_second > 0 for one in report.measurements)
-    assert (tmp_path / "compare_workers.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("compare_workers", "speedup_by_step_cost"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     lines = (tmp_path / "compare_workers.csv").read_text().splitlines()
     assert len(lines) == 1 + len(report.measurements)
 

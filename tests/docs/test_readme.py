@@ -1,6 +1,6 @@
-"""The README: its code runs, its tables are the measured ones, its arguments are the real ones.
+"""The README and the pages in `docs`: code runs, tables are the measured ones, arguments are the real ones.
 
-The code of the pages in `docs/` runs, too, where the libraries that it imports are installed.
+Code runs where the libraries that it imports are installed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ PAGES = {
     str(page.relative_to(ROOT)): page.read_text()
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-# Pages that explain what other pages and tests cover as well.
-REPEATING = ("docs/recipes/", "docs/agents.md", "docs/index.md", "docs/quickstart.md")
 FRAMEWORKS = "docs/frameworks/"
+LIBRARIES = {"agilerl", "ray", "stable_baselines3", "torchrl"}
+# Pages that explain what other pages and tests cover as well, or that need libraries of `.ci/run`.
+REST = (
+    *(f"docs/recipes/{name}.md" for name in ("gae", "heterogeneous_teams", "mappo", "self_play")),
+    *(f"{FRAMEWORKS}{name}.md" for name in ("agilerl", "cleanrl", "rllib", "sb3", "torchrl")),
+    "docs/agents.md",
+    "docs/index.md",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -36,8 +42,8 @@ def blocks(language: str, text: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def can_run(block: str) -> bool:
-    """Whether the libraries that it imports are installed."""
+def needed(block: str) -> set[str]:
+    """The libraries that it imports."""
     nodes = [*ast.walk(ast.parse(block))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -45,20 +51,23 @@ def can_run(block: str) -> bool:
     names |= {library for facade, library in facades.items() if facade in block}
     made = {"agilerl": "agilerl", "rllib": "ray", "sb3": "stable_baselines3", "torchrl": "torchrl"}
     names |= {library for facade, library in made.items() if f'facade="{facade}"' in block}
-    return all(importlib.util.find_spec(name.partition(".")[0]) for name in names)
+    return {name.partition(".")[0] for name in names}
 
 
 def python_blocks(*, of_frameworks: bool = False) -> list[object]:
-    """Every Python block of the pages about frameworks, or of all others, once, named by page and line."""
+    """Every Python block about frameworks, or every other one, once, named by page and line.
+
+    Blocks about frameworks are those of their pages, and those that need one of their libraries.
+    """
     unique = {}
     for name, text in PAGES.items():
-        if name.startswith(FRAMEWORKS) != of_frameworks:
-            continue
         for block in blocks("python", text):
+            if (name.startswith(FRAMEWORKS) or bool(needed(block) & LIBRARIES)) != of_frameworks:
+                continue
             line = text[: text.index(block)].count("\n") + 1
-            marks = [pytest.mark.rest] if name.startswith(REPEATING) else []
+            marks = [pytest.mark.rest] if name in REST else []
             unique.setdefault(block, pytest.param(block, id=f"{name} line {line}", marks=marks))
-    return [parameters for block, parameters in unique.items() if can_run(block)]
+    return [parameters for block, parameters in unique.items() if all(map(importlib.util.find_spec, needed(block)))]
 
 
 def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
@@ -73,15 +82,20 @@ def test_python_blocks_run_by_themselves(block, tmp_path):
     run("-", text=block, cwd=tmp_path)
 
 
-@pytest.mark.rest
 @pytest.mark.parametrize("block", python_blocks(of_frameworks=True))
 def test_blocks_about_frameworks(block, tmp_path):
     """The same; `.ci/run` has environments with these libraries."""
     run("-", text=block, cwd=tmp_path)
 
 
-def test_readme_simulator_passes_check(tmp_path):
-    (block,) = (block for block in blocks("python") if "class Foragers" in block)
+def test_pages_exist():
+    assert set(REST) <= PAGES.keys()
+
+
+def test_own_simulator_passes_check(tmp_path):
+    (block,) = (
+        block for block in blocks("python", PAGES["docs/recipes/own_simulator.md"]) if "class Foragers" in block
+    )
     (tmp_path / "foragers.py").write_text(block[: block.index("with ParallelEnv(")])
     report = json.loads(run("-m", "marl_parallel", "check", "foragers.py:Foragers", "--json", cwd=tmp_path))
     assert [one for one in report["findings"] if one["question"] != "cost"] == []
@@ -126,10 +140,9 @@ def test_two_commands_set_everything_up():
 
 
 def between_markers(name: str) -> str:
-    """The README's text for a benchmark; `--markdown` prints it."""
-    (shown,) = re.findall(
-        rf"^<!-- [a-z ]+: benchmarks/{name}\.py --markdown -->$(.*?)^<!-- end -->$", README, re.S | re.M
-    )
+    """What the one page with the table of a benchmark shows; `--markdown` prints it."""
+    marked = rf"^<!-- [a-z ]+: benchmarks/{name}\.py --markdown -->$(.*?)^<!-- end -->$"
+    (shown,) = (table for text in PAGES.values() for table in re.findall(marked, text, re.S | re.M))
     return shown.strip()
 
 
@@ -144,6 +157,7 @@ def between_markers(name: str) -> str:
         "ray_scaling",
         "time_to_return",
         "envpool_overhead",
+        "simulators",
     ],
 )
 def test_tables_equal_the_measured_ones(name):
@@ -151,18 +165,39 @@ def test_tables_equal_the_measured_ones(name):
     assert between_markers(name) == run(f"benchmarks/{name}.py", "--markdown").strip()
 
 
-def test_pictures_exist():
-    pictures = re.findall(r"!\[.+\]\((.+)\)", README)
-    assert pictures
-    assert all((ROOT / picture).is_file() for picture in pictures)
+@pytest.mark.parametrize("page", PAGES)
+def test_pictures_exist(page):
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", PAGES[page])
+    assert all(((ROOT / page).parent / picture).is_file() for picture in pictures)
+    assert pictures or page not in ("README.md", "docs/performance.md")
 
 
 def test_arguments_equal_the_signature():
-    section = README[README.index("The arguments of `ParallelEnv`") :]
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGES["docs/reference/parallel_env.md"], re.MULTILINE)
     parameters = inspect.signature(ParallelEnv).parameters
-    shown = dict(rows[: len(parameters)])
+    shown = dict(rows)
     assert list(shown) == list(parameters)
     for name, default in shown.items():
         if parameters[name].default is not inspect.Parameter.empty and parameters[name].default is not None:
             assert default == f"`{parameters[name].default!r}`".replace("'", '"'), name
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_rule_and_number_of_the_readme_follow_from_the_measurements():
+    """The best number of workers is faster than a plain loop from about that time of a step on, and slower below."""
+    measured = json.loads((RESULTS / "compare_workers.json").read_text())["measurements"]
+    measured = [one for one in measured if one["num_envs"] == 8]
+    loops = {one["environment"]: one["microseconds_per_step"] for one in measured if one["backend"] == "loop"}
+    best = {
+        name: max(one["speedup"] for one in measured if one["environment"] == name and one["backend"] == "process")
+        for name in loops
+    }
+    (microseconds,) = map(int, re.findall(r"It helps from about (\d+) µs a step", README))
+    assert {name for name in loops if best[name] > 1} == {name for name in loops if loops[name] > 0.8 * microseconds}
+    assert 0 < sum(best[name] > 1 for name in loops) < len(loops)
+    assert f"[{best['simple_spread_v3']:.2f} times](docs/performance.md#by-number-of-workers)" in README
+    for page in (PAGES["docs/performance.md"], (ROOT / "pyproject.toml").read_text()):
+        assert f"about {microseconds} µs a step" in page

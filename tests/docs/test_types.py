@@ -1,4 +1,4 @@
-"""Type checkers: the README's examples and those in `examples` pass mypy and pyright; editors find the package.
+"""Type checkers: examples of the README, of `docs` and of `examples` pass mypy and pyright; editors find the package.
 
 An example is checked where the libraries that it imports are installed.
 """
@@ -18,20 +18,26 @@ from helpers import ROOT
 
 pytestmark = pytest.mark.release_independent
 
-README = ROOT / "README.md"
 
-
-def imported(file: Path) -> set[str]:
-    """The names of the packages that a file imports."""
-    nodes = [*ast.walk(ast.parse(file.read_text()))]
+def can_import(text: str) -> bool:
+    """Whether the packages that a program imports are installed."""
+    nodes = [*ast.walk(ast.parse(text))]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    return {name.partition(".")[0] for name in names}
+    return all(importlib.util.find_spec(name.partition(".")[0]) for name in names)
 
 
-EXAMPLES = [
-    file for file in sorted((ROOT / "examples").glob("*.py")) if all(map(importlib.util.find_spec, imported(file)))
-]
+def page_examples() -> dict[str, str]:
+    """The Python blocks of the README and of `docs`, each once, by page and line."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    blocks: dict[str, str] = {}
+    for page in pages:
+        text = page.read_text()
+        for found in re.finditer(r"(?sm)^```python\n(.*?)^```$", text):
+            name = "_".join(page.relative_to(ROOT).with_suffix("").parts).lower()
+            blocks.setdefault(found[1], f"{name}_{text[: found.start(1)].count(chr(10)) + 1}")
+    return {name: block for block, name in blocks.items()}
+
 
 # What libraries without types make of strict rules is no error of the examples; short examples have no annotations.
 MYPY = [
@@ -52,16 +58,17 @@ def checked(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["README", pytest.param("examples", marks=pytest.mark.rest)])
+@pytest.fixture(scope="module", params=["pages", pytest.param("examples", marks=pytest.mark.rest)])
 def files(tmp_path_factory, request) -> list[str]:
-    """The README's Python blocks, or the examples, in a folder outside the checkout."""
+    """The Python blocks of the README and of `docs`, or the examples, in a folder outside the checkout."""
     folder = tmp_path_factory.mktemp("typed")
-    if request.param == "README":
-        blocks = re.findall(r"(?sm)^```python\n(.*?)^```$", README.read_text())
-        texts = {f"readme_{number}": text for number, text in enumerate(blocks)}
-        assert len(texts) > 8
+    if request.param == "pages":
+        texts = {name: text for name, text in page_examples().items() if can_import(text)}
+        assert len(texts) > 40
+        assert any(name.startswith("readme_") for name in texts)
     else:
-        texts = {file.stem: file.read_text() for file in EXAMPLES}
+        texts = {file.stem: file.read_text() for file in sorted((ROOT / "examples").glob("*.py"))}
+        texts = {name: text for name, text in texts.items() if can_import(text)}
         assert {"async_rollout", "crashing_simulator", "gymnasium_evolution", "quickstart"} <= texts.keys()
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
