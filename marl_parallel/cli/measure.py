@@ -227,9 +227,15 @@ def _step_tuples(envs: Sequence[Any], sequence: Callable[[Iterable[Any]], Any], 
 def _step_lists(agents: Sequence[Any], envs: Sequence[Any], batch: Sequence[Actions]) -> None:
     for env, actions in zip(envs, batch, strict=True):
         _, _, terminated, truncated, _ = env.step([actions[agent] for agent in agents])
-        flags = [[*one.values()] if isinstance(one, Mapping) else one for one in (terminated, truncated)]
-        if np.all(np.logical_or(*flags)):
+        if all(_over_for_all(terminated, truncated)):
             env.reset()
+
+
+def _over_for_all(terminated: Any, truncated: Any) -> list[bool]:
+    """Whether the episode is over, for each agent, or for all."""
+    if isinstance(terminated, Mapping):
+        return [bool(terminated[agent] or truncated[agent]) for agent in terminated]
+    return [bool(terminated or truncated)]
 
 
 def _step_dicts(acting: list[list[Any]], envs: Sequence[Any], batch: Sequence[Actions]) -> None:
