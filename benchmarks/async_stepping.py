@@ -276,7 +276,7 @@ def show(report: Report) -> None:
             console.print(table(results))
         if report.of(benchmark):
             console.print(f"[dim]{note(report, benchmark)}\n", highlight=False)
-    console.print(f"[dim]{in_one_line(report.machine)}; load {report.machine['load']}", highlight=False)
+    console.print(f"[dim]{in_one_line(report.machine)}", highlight=False)
 
 
 def table(results: Sequence[Result]) -> Table:

@@ -61,8 +61,9 @@ def machine(distributions: tuple[str, ...] = ()) -> dict[str, Any]:
 def in_one_line(described: dict[str, Any]) -> str:
     """A machine's description as a line of text."""
     versions = ", ".join(f"{name} {number}" for name, number in described["versions"].items() if number)
+    load = f", load {described['load']:.1f} at the start" if "load" in described else ""
     return (
-        f"{described['cpu']}, {described['cpus']} CPUs; {described['system']}; "
+        f"{described['cpu']}, {described['cpus']} CPUs{load}; {described['system']}; "
         f"Python {described['python']}, {versions}; {described['date']}"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import json
 import re
@@ -487,6 +488,16 @@ def test_isolated_generators():
     result = run("isolated_generators.py", "--steps", "5", "--repeats", "1")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(" µs per environment step") == 2
+
+
+def test_all(synthetic):
+    """`all.py` knows programs that exist, and puts the tables of saved results between the marks of a page."""
+    every = importlib.import_module("all")
+    assert all((ROOT / "benchmarks" / f"{program.name}.py").is_file() for program in every.PROGRAMS)
+    assert every.run("a name that none has") == []
+    mark = "<!-- recovery table: benchmarks/recovery.py --markdown -->\n"
+    page = every.refreshed(f"before\n{mark}old\n<!-- end -->\nafter\n")
+    assert page == f"before\n{mark}{run('recovery.py', '--markdown').stdout.strip()}\n<!-- end -->\nafter\n"
 
 
 def test_recycling():
