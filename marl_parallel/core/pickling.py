@@ -14,9 +14,10 @@ import pickle
 import sys
 import uuid
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from types import ModuleType
-from typing import Any, TypeAlias
+from types import CodeType, ModuleType
+from typing import Any, ClassVar, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import cloudpickle
@@ -52,8 +53,16 @@ def loads(pickled: bytes) -> Any:
     return pickle.loads(pickled)
 
 
+def _code_with_its_file(code: CodeType) -> tuple[Any, ...]:
+    """Reduce code as cloudpickle does, but keep its file, so that stacks in workers name it and show its lines."""
+    create, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return create, tuple([code.co_filename if one == "<dynamic-code>" else one for one in arguments])
+
+
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, except that it never resets the attributes of classes that the reader knows."""
+    """cloudpickle's pickler, except that code keeps its file, and that known classes keep their attributes."""
+
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _code_with_its_file}, cloudpickle.Pickler.dispatch_table)
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)

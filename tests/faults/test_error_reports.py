@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -115,3 +117,36 @@ def test_no_restart_advice_where_restarts_do_not_apply():
     ]
     assert not any("on_error" in str(error) for error in errors)
     assert "start_timeout" in str(errors[-1])
+
+
+SCRIPT = """\
+from pettingzoo.utils.env import ParallelEnv as PettingZooEnv
+from gymnasium.spaces import Discrete
+from marl_parallel import EnvError, ParallelEnv
+
+class Broken(PettingZooEnv):
+    possible_agents = agents = ["a"]
+    def observation_space(self, agent): return Discrete(2)
+    action_space = observation_space
+    def reset(self, seed=None, options=None):
+        raise LookupError("no map")  # the line that is shown
+
+def lengthened(): return Broken()
+
+with ParallelEnv([lengthened] * 2, num_workers=2) as env:
+    try:
+        env.reset()
+    except EnvError as error:
+        print(error)
+"""
+
+
+def test_simulator_of_a_script(tmp_path):
+    """Its definitions travel by value; the stack names the script and shows its lines all the same."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=True)
+    assert f"line 10 of {script}" in done.stdout
+    assert (
+        f'File "{script}", line 10, in reset\n    raise LookupError("no map")  # the line that is shown' in done.stdout
+    )
