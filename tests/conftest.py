@@ -1,9 +1,9 @@
 """Fixtures and options of the tests.
 
-pytest                 every test once per backend: two workers with the default start method, shared memory
-pytest --setups=one    every test on one backend only, which its name chooses: for what no backend has to do with
-pytest --setups=rest   the other setups: other numbers of workers, other start methods, no shared memory; and what is
-                       marked `rest`: slow tests, and combinations of what other tests cover one by one
+pytest                 every test once, on a backend that its name chooses: two workers with the default start method,
+                       shared memory
+pytest --setups=rest   the other setups: other backends and numbers of workers, other start methods, no shared memory;
+                       and what is marked `rest`: slow tests, and combinations of what others cover one by one
 pytest --setups=all    both
 pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
 pytest --setups=ray-nodes    the same, with one actor for all workers of a node
@@ -105,12 +105,8 @@ class MachineLock:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--setups",
-        choices=["one", "once", "rest", "all", "ray", "ray-nodes"],
-        default="once",
-        help="see tests/conftest.py",
-    )
+    choices = ["one", "rest", "all", "ray", "ray-nodes"]
+    parser.addoption("--setups", choices=choices, default="one", help="see tests/conftest.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

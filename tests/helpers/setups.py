@@ -51,15 +51,12 @@ def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
         return []
     if choice in ("ray", "ray-nodes"):
         return [item for item in items if (setup := _setup_of(item)) is None or setup.backend != "ray"]
-    once = _once(items)
-    if choice == "one":
-        one = _on_one_setup([item for item in items if item in once])
-        return [item for item in items if item not in one]
-    return [item for item in items if (item in once) == (choice == "rest")]
+    one = _on_one_setup(_once_per_backend(items))
+    return [item for item in items if (item in one) == (choice == "rest")]
 
 
 def _on_one_setup(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Each test on one setup, which depends on its name only, so that all setups have their share."""
+    """Each test on one setup, which depends on its name only, so that all backends have their share."""
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         setup = _setup_of(item)
@@ -67,7 +64,7 @@ def _on_one_setup(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     return {same[zlib.crc32(test.encode()) % len(same)] for test, same in by_test.items()}
 
 
-def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+def _once_per_backend(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Each test once per backend: two workers with the default start method, shared memory.
 
     A test without such a setup keeps its first one. Those marked `rest` are left out.
@@ -85,7 +82,7 @@ def _once(items: Sequence[pytest.Item]) -> set[pytest.Item]:
         in_once = setup in (None, *BACKEND_SETUPS, *CONCURRENT_SETUPS) and not {*START_METHODS[1:]} & {*words}
         if in_once or key not in chosen:
             chosen[key] = item
-    return set(chosen.values())
+    return [*chosen.values()]
 
 
 def words_of(item: pytest.Item) -> list[str]:
