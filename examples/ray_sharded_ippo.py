@@ -73,6 +73,7 @@ class Args:
     gae_lambda: float = 0.95
     clip: float = 0.2
     entropy: float = 0.01
+    max_grad_norm: float = 0.5
     hidden: int = 128
     step_timeout: float = 60.0
     """seconds until an environment that hangs is restarted"""
@@ -173,7 +174,7 @@ def update(agent: Agent, optimizer: torch.optim.Optimizer, rollout: Rollout, arg
             optimizer.zero_grad()
             loss.backward()
             average_gradients(agent)
-            nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
 
 
