@@ -693,11 +693,11 @@ def connect(address: str | None, *, start: bool = False) -> bool:
                 _check_reachable(found)
                 ray.init(address=found)
             except (OSError, RuntimeError, RayError) as error:
-                reason = str(error).strip().partition("\n")[0]
-                raise ConnectionError(
-                    f"no Ray cluster can be reached at {found}: {reason}. Start one with `ray start --head`, or leave "
-                    "the address, and RAY_ADDRESS, out"
-                ) from error
+                reason = str(error).strip().partition("\n")[0].rstrip(".")
+                to_do = "Start one with `ray start --head`, or leave the address, and RAY_ADDRESS, out"
+                if type(error).__name__ == "AuthenticationError":  # older releases have none
+                    to_do = "It wants a token: set RAY_AUTH_MODE=token, as docs/clusters.md says under Access"
+                raise ConnectionError(f"no Ray cluster can be reached at {found}: {reason}. {to_do}") from error
             _connection.started_here, _connection.own_cluster = True, False
         elif address is not None:
             raise ConnectionError("no Ray cluster runs on this machine, and RAY_ADDRESS names none: `ray start --head`")

@@ -204,6 +204,18 @@ def test_unreachable_address(ray_clusters):
     assert not ray.is_initialized()
 
 
+def test_cluster_that_wants_a_token(ray_clusters, monkeypatch):
+    ray_clusters.shut_down()
+
+    def refused(**_: Any) -> None:
+        raise ray.exceptions.AuthenticationError("the token is missing")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(ray, "init", refused)
+        with pytest.raises(ConnectionError, match=r"the token is missing.*\. .*set RAY_AUTH_MODE=token"):
+            ParallelEnv([Skirmish] * 2, backend=RayBackend(f"127.0.0.1:{server.getsockname()[1]}"))
+
+
 def test_unreachable_address_in_the_environment(ray_clusters, monkeypatch):
     """An explicit cluster is never replaced by a local one."""
     ray_clusters.shut_down()
