@@ -73,8 +73,10 @@ def test_worker_leads_its_own_session(harness: LauncherHarness) -> None:
 def test_worker_inherits_no_descriptor(context: str) -> None:
     with contextlib.closing(LauncherHarness(context)) as harness:
         harness.launch("tells")
-        # stdio, the crash file, the guards (parent, server, keeper), its argument, and the listing itself
-        assert len(harness.receive()["fds"]) == 3 + 1 + 3 + 1 + 1
+        # Some builds of libffi keep their own file open as soon as ctypes is imported.
+        files = [file for file in harness.receive()["open_files"] if "libffi" not in file]
+    # stdio, the crash file, the guards (parent, server, keeper) and its argument
+    assert len(files) == 3 + 1 + 3 + 1, files
 
 
 def test_output_goes_to_the_parents_stdout(harness: LauncherHarness, capfd: pytest.CaptureFixture[str]) -> None:
