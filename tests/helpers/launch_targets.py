@@ -32,6 +32,12 @@ def _blas_threads() -> int:
     return int(next(getattr(library, name) for name in names if hasattr(library, name))())
 
 
+def _open_files() -> list[str]:
+    """Targets of this process's descriptors, without that of the listing itself, which is closed by then."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return [os.readlink(link) for link in links if os.path.lexists(link)]
+
+
 def _returns(index: int, fds: list[int]) -> None:
     atexit.register(_say, fds[0], atexit=index)
     threading.Thread(target=lambda: (time.sleep(0.1), _say(fds[0], thread=index))).start()
@@ -58,7 +64,7 @@ def _tells(index: int, fds: list[int]) -> None:
         stdin=os.readlink("/proc/self/fd/0"),
         blas_threads=_blas_threads(),
         threads=len(os.listdir("/proc/self/task")),
-        fds=sorted(int(name) for name in os.listdir("/proc/self/fd")),
+        open_files=_open_files(),
     )
 
 

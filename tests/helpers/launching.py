@@ -17,6 +17,11 @@ from marl_parallel.backends.memory import Block, Semaphore
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="these launchers are Linux's")
 
 
+def opened_by_libffi(path: str) -> bool:
+    """Whether an open file is libffi's own, which some builds of it open when ctypes is imported and keep open."""
+    return os.path.basename(path).startswith("libffi")
+
+
 class LauncherHarness:
     """A launcher, the semaphore it posts, and a pipe that workers write to."""
 
