@@ -287,10 +287,12 @@ def find_constructor(name: str | Callable[..., Any]) -> Callable[..., Any]:
         if callable(constructor):
             return constructor  # type: ignore[no-any-return]
     public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    prefix = in_file[1] if in_file else module_name
+    to_do = f": pass one of them, such as {f'{prefix}:{public[-1]}'!r}" if public else ""
     raise _about_name(
         AttributeError(
             f"module {module_name!r} has no callable named {' or '.join(map(repr, candidates))}; it has "
-            f"{', '.join(public) or 'none'}"
+            f"{', '.join(public) or 'none'}{to_do}"
         )
     )
 

@@ -173,7 +173,7 @@ class Rollout:
         >>> data.observations.shape, data.rewards.shape, int(data.done.sum())
         ((51, 4, 3, 18), (50, 4, 3), 8)
         >>> values = np.zeros((51, 4, 3), np.float32)  # of a critic on data.observations
-        >>> final_values = np.zeros((8, 3), np.float32)  # of a critic on data.final_observations[data.done]
+        >>> final_values = np.zeros((8, 3), np.float32)  # critic(data.final_observations)[data.done]
         >>> advantages, returns = gae(data, values, final_values, gamma=0.99, lam=0.95)
         >>> advantages.shape
         (50, 4, 3)
@@ -480,7 +480,8 @@ def gae(
     Args:
         data: Of a rollout; of several groups, one `group`.
         values: `(T + 1, N, k)`: of `data.observations`, by the critic.
-        final_values: Of `data.final_observations[data.done]`: `(number of ended episodes, k)`.
+        final_values: Of the last observations, `critic(data.final_observations)[data.done]`: `(number of ended episodes,
+            k)`.
         gamma: The discount factor.
         lam: The weight of longer estimates, from 0 to 1.
 

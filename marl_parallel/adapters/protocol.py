@@ -313,7 +313,11 @@ class Adapter(MultiAgentEnv):
             if not re.search(rf"\b{method}\(\) (got|missing|takes)\b", str(error)):
                 return
         passed = ", ".join([*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in keywords.items())])
-        raise self._mismatch(f"{type_name(self.source)} cannot be called as {method}({passed}): {error}") from error
+        hint = ""
+        if method == "reset" and re.search(r"missing .*'seed'", str(error)):
+            hint = ". Automatic resets pass no seed, so it needs a default: def reset(self, seed=None)"
+        text = f"{type_name(self.source)} cannot be called as {method}({passed}): {error}{hint}"
+        raise self._mismatch(text) from error
 
     def _dicts(self, method: str, result: Any) -> Any:
         """The dicts that a multi-agent `reset` or `step` returned, as a tuple; else raises `AdapterMismatch`."""

@@ -451,16 +451,17 @@ class Probe:
         try:
             return self.call(function)
         except (Exception, SystemExit, GeneratorExit) as error:
-            question, what, to_do = self.job.question, _raises(doing, error), "fix that line"
+            question, what = self.job.question, _raises(doing, error)
+            to_do = 'fix that line, or let runs go on with on_error="restart"'
             if isinstance(error, TypeError) and not _place_of(error):
                 # The adapter raises it because of what the simulator returned; or Python, because of how it was called.
                 last = traceback.extract_tb(error.__traceback__)[-1].line or ""
                 returned = last.startswith("raise ") and not isinstance(error.__cause__, TypeError)
-                to_do = f"let {doing} return that" if returned else f"let {doing} take what its API says"
+                to_do = f"let {doing} return that" if returned else f"let {doing} take what it is called with"
                 question, what = Question.API, str(error)
             else:
                 self.check_exception(error)
-            self.add(Finding(question, PROBLEM, what, f"{to_do}; not everything can be checked before"))
+            self.add(Finding(question, PROBLEM, what, f"{to_do}; what comes after it was not checked"))
             raise Stopped from error
 
     def call(self, function: Callable[[], Any]) -> Any:

@@ -98,7 +98,7 @@ def progress(total: int, description: str = "measuring") -> Iterator[Callable[[s
 
 def show(report: Report) -> None:
     """Print a table for each environment, and the machine."""
-    console = Console()
+    console = _wide_console()
     for measurements in report.tables():
         loop = measurements[0]
         table = _table(f"{loop.environment}, {loop.num_envs} environments")
@@ -124,9 +124,17 @@ def in_microseconds(measurement: Measurement) -> str:
     return f"{microseconds:,.0f}" if microseconds >= 100 else f"{microseconds:.1f}"
 
 
+_TABLE_WIDTH = 110
+
+
+def _wide_console() -> Console:
+    """A console on which tables are whole: where they are wider, the terminal breaks their lines."""
+    return Console(width=max(Console().width, _TABLE_WIDTH))
+
+
 def show_tune(result: dict[str, Any]) -> None:
     """Print a `tune_result` with its machine: the settings, the fastest first, the advice and the line to paste."""
-    console, best, pays_off = Console(), result["best"], result["pays_off"]
+    console, best, pays_off = _wide_console(), result["best"], result["pays_off"]
     table = _table(result["environment"], box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("workers", "per worker", "environments", "by", "steps/s", "± %", "rounds", "memory", ""):
         table.add_column(heading, justify="left" if heading in ("by", "") else "right", no_wrap=True)
@@ -158,12 +166,15 @@ def tune_result(
         statistics.median(in_turns[name]) for name in (measure.PLAIN_LOOP, measure.SERIAL, measure.WORKERS)
     )
     pays_off, setting = workers > loop, best.setting
-    path, colon, attribute = environment.partition(":")
-    # The line to paste names a file by its module: it runs in the folder of the file.
-    name = f"{Path(path).stem}{colon}{attribute}" if path.endswith(".py") else environment
-    arguments = [f'"{name}"', f"num_envs={setting.num_envs}", *([f"env_kwargs={env_kwargs!r}"] if env_kwargs else [])]
+    arguments = [
+        f'"{environment}"',
+        f"num_envs={setting.num_envs}",
+        *([f"env_kwargs={env_kwargs!r}"] if env_kwargs else []),
+    ]
     if pays_off:
-        advice = f"{workers / loop:.2f} times the speed of a plain loop."
+        advice = f"{workers / loop:.2f} times the speed of a plain loop, in rounds that took turns."
+        if workers / loop - 1 < max(measure.spread(in_turns[name]) for name in (measure.PLAIN_LOOP, measure.WORKERS)):
+            advice += " The rounds differ by more than that: measure again with more --seconds, on an idle machine."
         arguments.append(f"num_workers={setting.num_workers}")
     else:
         faster = "a plain loop or backend='serial' is" if serial > workers else "a plain loop is"
@@ -175,7 +186,7 @@ def tune_result(
     code = f"env = marl_parallel.make({', '.join(arguments)})"
     if pays_off and setting.way == ASYNC:
         half = max(1, setting.num_envs // 2)
-        code += f"\n# env.reset_async(); then repeat: env.recv(min_envs={half}), env.send actions to those it returned"
+        code += f"\nenv.reset_async()  # then repeat: batch = env.recv({half}); env.send(actions, batch.env_ids)"
     return {
         "environment": environment,
         "env_kwargs": env_kwargs,

@@ -423,7 +423,9 @@ class Pool:
             self._look_to_recycle(self.recycler, time.monotonic())
         if self._long_calls is not None and self._long_calls.patience() <= 0.0:
             for long in self._long_calls.look():
-                self._log_long_call(long, f". Pass a {long.activity.timeout}_timeout= to end what hangs")
+                limit = self._deadlines.limits[long.activity]
+                to_do = f". Pass a {long.activity.timeout}_timeout= to end what hangs"
+                self._log_long_call(long, to_do if limit is None else f". It is ended after {limit:g} s")
 
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():

@@ -171,9 +171,9 @@ class Deadlines:
     def __init__(self, backend: Backend, limits: Limits, queues: Mapping[int, WorkerQueue]) -> None:
         self._backend, self._queues = backend, queues
         enforced = limits if backend.enforces_timeouts else Limits()
-        self._limits: dict[Activity, float | None] = {one: getattr(enforced, one.timeout) for one in Activity}
+        self.limits: dict[Activity, float | None] = {one: getattr(enforced, one.timeout) for one in Activity}
         self.shortest = {  # by kind of request, the shortest timeout that may apply while it is carried out
-            message: min((limit for one in activities if (limit := self._limits[one]) is not None), default=None)
+            message: min((limit for one in activities if (limit := self.limits[one]) is not None), default=None)
             for message, activities in _LIMITED_BY.items()
         }
         self.looked = 0.0  # when the present call of the pool began, or `late` was last called in it
@@ -232,7 +232,7 @@ class Deadlines:
         """What a worker is doing, if its status shows it; the activity that has a limit, and the limit."""
         running, request = self._backend.statuses[worker].running, self._queues[worker].limited or Message.STEP
         activity = _LIMITED_BY[request][0] if running is None else running.activity
-        return running, activity, self._limits[activity]
+        return running, activity, self.limits[activity]
 
 
 # -- calls that take long ----------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_step_without_an_actions_argument():
     ((_, outcome),) = run_probes([_brief("StepTakesNothing")], 1, lambda job: None)
     (found,) = outcome.findings
     assert "step() takes 1 positional argument but 2 were given" in found.what
-    assert found.advice.startswith("let step take what its API says")
+    assert found.advice.startswith("let step take what it is called with")
 
 
 def _brief(name):
