@@ -480,8 +480,8 @@ def gae(
     Args:
         data: Of a rollout; of several groups, one `group`.
         values: `(T + 1, N, k)`: of `data.observations`, by the critic.
-        final_values: Of the last observations, `critic(data.final_observations)[data.done]`: `(number of ended episodes,
-            k)`.
+        final_values: `(number of ended episodes, k)`: of the last observations, as
+            `critic(data.final_observations)[data.done]`.
         gamma: The discount factor.
         lam: The weight of longer estimates, from 0 to 1.
 
