@@ -379,14 +379,14 @@ def test_partial_results_do_not_replace_complete_ones(synthetic, monkeypatch, tm
     saved = []
     monkeypatch.setattr(compare_workers, "run", lambda *_: None)
     monkeypatch.setattr(compare_workers, "show", lambda _: None)
-    for write in ("write_json", "write_csv", "save_plot"):
+    for write in ("write_json", "write_csv", "save_plot", "save_speedups"):
         monkeypatch.setattr(compare_workers, write, lambda _, path: saved.append(path.parent))
     for part in ({"only": "0 µs"}, {"workers": "2"}, {"backends": "thread"}, {"quick": True}):
         compare_workers.main(**part)
         assert not saved
     compare_workers.main(only="0 µs", output=tmp_path)
     compare_workers.main()
-    assert saved == [tmp_path] * 3 + [compare_workers.RESULTS] * 3
+    assert saved == [tmp_path] * 4 + [compare_workers.RESULTS] * 4
 
 
 @pytest.mark.parametrize(
