@@ -3,7 +3,9 @@
 python benchmarks/recycling.py
 
 Constructing an environment takes 200 ms here, and episodes have different lengths, so that mostly one environment at a
-time is reset or replaced. Steps of both kinds come from the same run, so that a busy machine affects both.
+time is reset or replaced. Steps of both kinds come from the same run, so that a busy machine affects both. There is a
+run with a limit of age, which waits until the new environments are there, and one with a limit of episodes, which is
+exact.
 """
 
 from __future__ import annotations
@@ -28,11 +30,10 @@ def make_env(env_id: int) -> Any:
     return simple_spread_v3.parallel_env(max_cycles=20 + 2 * env_id)
 
 
-def measure(seconds: float, episodes: int) -> dict[str, list[float]]:
+def measure(seconds: float, recycle: RecyclePolicy) -> dict[str, list[float]]:
     """Milliseconds of each step, by what happens in it."""
     times: dict[str, list[float]] = {"nothing else": [], "an episode begins": [], "an environment is replaced": []}
     kinds = [*times]
-    recycle = RecyclePolicy(max_episodes=episodes)
     with ParallelEnv([make_env] * NUM_ENVS, num_workers=WORKERS, recycle=recycle) as env:
         env.reset()
         step = functools.partial(env.step, [dict.fromkeys(env.possible_agents, 0)] * NUM_ENVS)
@@ -50,12 +51,19 @@ def measure(seconds: float, episodes: int) -> dict[str, list[float]]:
 def main(
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to step.")] = 60.0,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes after which an environment is replaced.")] = 100,
+    age: Annotated[float, typer.Option(min=0.1, help="Seconds after which one is replaced, in another run.")] = 5.0,
 ) -> None:
     """Print the distribution of each kind of step."""
-    for kind, of in measure(seconds, episodes).items():
-        of.sort()
-        median, late = statistics.median(of), of[min(int(0.99 * len(of)), len(of) - 1)]
-        print(f"{kind}: median {median:.2f} ms, p99 {late:.2f} ms, maximum {of[-1]:.2f} ms ({len(of)} steps)")
+    for recycle in (RecyclePolicy(max_age_s=age), RecyclePolicy(max_episodes=episodes)):
+        print(recycle)
+        for kind, of in measure(seconds / 2, recycle).items():
+            of.sort()
+            median, late = statistics.median(of), of[min(int(0.99 * len(of)), len(of) - 1)]
+            waited = sum(one > 1000 * CONSTRUCTOR_S / 2 for one in of)
+            print(
+                f"{kind}: median {median:.2f} ms, p99 {late:.2f} ms, maximum {of[-1]:.2f} ms ({len(of)} steps, "
+                f"{waited} of them longer than half a constructor)"
+            )
     print(f"constructor: {1000 * CONSTRUCTOR_S:.0f} ms. {in_one_line(machine(('mpe2',)))}")
 
 

@@ -501,9 +501,9 @@ def test_all(synthetic):
 
 
 def test_recycling():
-    result = run("recycling.py", "--seconds", "0.5", "--episodes", "3")
+    result = run("recycling.py", "--seconds", "0.5", "--episodes", "3", "--age", "0.5")
     assert result.returncode == 0, result.stderr
-    assert re.search(r"an environment is replaced: median [\d.]+ ms, .* \([1-9]\d* steps\)", result.stdout)
+    assert len(re.findall(r"an environment is replaced: median [\d.]+ ms, .* \([1-9]\d* steps", result.stdout)) == 2
 
 
 @pytest.mark.rest
