@@ -118,11 +118,13 @@ class EpisodeStatistics:
 
     def add_arrays(self, received: Any) -> None:
         """Add the steps in a `Received` of a native simulator, in which an `elapsed` of zero is a reset."""
-        ids, shape = received.env_ids, (len(received.env_ids), len(self._agents))
-        present = np.ones(shape, np.bool_) if received.present is None else received.present
-        self._returns[ids] += np.where(present, np.broadcast_to(received.rewards, shape), 0.0)
-        self._lengths[ids] += present
-        self._steps[ids] += 1
+        ids, present = received.env_ids, received.present
+        rewards = np.broadcast_to(received.rewards, (len(ids), len(self._agents)))
+        everyone = len(ids) == len(self.totals) and bool((ids[:-1] < ids[1:]).all())
+        rows = slice(None) if everyone else ids  # in place, which is several times faster
+        self._returns[rows] += rewards if present is None else np.where(present, rewards, 0.0)
+        self._lengths[rows] += 1 if present is None else present
+        self._steps[rows] += 1
         begun, over = ids[received.elapsed == 0], np.flatnonzero(received.terminated | received.truncated)
         if not self.listeners:  # all at once
             self.totals[begun] = 0.0
