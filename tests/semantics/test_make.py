@@ -433,8 +433,9 @@ def test_descriptions(facade):
     parallel = env.parallel_env
     assert parallel is env.env
     mode = parallel.metadata["autoreset_mode"].name
+    backend = type(parallel.runner.pool.backend).__name__  # of the system's kind
     inner = (
-        "ParallelEnv(num_envs=2, agents=['agent_0', 'agent_1', 'agent_2'], num_workers=2, backend=ProcessBackend, "
+        f"ParallelEnv(num_envs=2, agents=['agent_0', 'agent_1', 'agent_2'], num_workers=2, backend={backend}, "
         f"auto_reset={mode}, closed="
     )
     assert repr(parallel) == f"{inner}False)"
