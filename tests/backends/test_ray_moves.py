@@ -86,7 +86,8 @@ def test_as_few_moves_as_possible():
 
 
 @each_kind
-def test_announced_end_of_a_node(kind, three_nodes):
+@pytest.mark.parametrize("has_spares", [False, True], ids=["", "with spares there"])
+def test_announced_end_of_a_node(has_spares, kind, three_nodes):
     """Its environments move where their episodes end; then the machine goes, and nobody notices."""
     constructors = [functools.partial(Slow, LENGTH)] * 4
     backend = RayBackend(placement="PACK", **kind)
@@ -95,6 +96,10 @@ def test_announced_end_of_a_node(kind, three_nodes):
         watched = Watched(env)
         for _ in range(3):
             watched.step()
+        if has_spares:  # on the same node, so that others are constructed elsewhere
+            pool = env.runner.pool
+            pool._add_spares(pool.recycler, 0, time.monotonic())
+            assert wait_for(lambda: watched.step() or pool._are_prepared(pool._queues[0]), timeout=90)
         drain(node)
         watched.step_until(lambda nodes: node not in nodes)
         (doomed,) = (one for one in three_nodes.worker_nodes if one.node_id == node)
