@@ -96,6 +96,7 @@ class RayNodesBackend(RayBackend):
         self._bundles: list[dict[str, float]] = []
         self._most_requests = 0
         self._record_places: RecordPlaces | None = None
+        self._begun: set[Node] = set()  # nodes with an exchange that the present `wait` has begun
         self._looked = 0.0
         self._changed = True  # whether anything was sent or received since the last `look`
 
@@ -284,6 +285,7 @@ class RayNodesBackend(RayBackend):
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         replies, self._lost = self._lost, []
+        self._begun.clear()
         while not self._interrupted and not any(isinstance(reply, Lost) for _, reply in replies):
             missing = at_least - len(replies)
             expected = self._expected(missing)
@@ -298,10 +300,13 @@ class RayNodesBackend(RayBackend):
                 break
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:
-            hurried = {node.in_flight: node for node in self._nodes_in_use() if node.in_flight and node.waits_for_more}
-            if hurried:
+            in_flight = [node for node in self._nodes_in_use() if node.in_flight is not None]
+            if any(node.waits_for_more for node in in_flight):
                 self._look(hurry=True)
-                replies += self._collect(hurried, len(hurried), POLL_S)[1]
+            # What an exchange brings that has just begun has been ready before.
+            late = {node.in_flight: node for node in in_flight if node.waits_for_more or node in self._begun}
+            if late:
+                replies += self._collect(late, len(late), POLL_S)[1]
             else:
                 self.look()
         return replies
@@ -320,6 +325,7 @@ class RayNodesBackend(RayBackend):
             elif node.owes:
                 if node.in_flight is None:
                     self._send(node, {}, at_least=node.owes if missing >= owed else 1)
+                    self._begun.add(node)
                 expected[node.in_flight] = node
         return expected
 

@@ -29,8 +29,8 @@ AT_MOST_S = 60.0  # far more than any timeout here, even on a busy machine, and 
 
 # A message in a file of its own, one that goes through the socket, and the portable backend's.
 SENT = [
-    pytest.param("forkserver", {"moment": "file"}, id="file"),
-    pytest.param("forkserver", {"moment": "socket", "inline": True}, id="socket"),
+    pytest.param("forkserver", {"moment": "file"}, id="forkserver-file"),
+    pytest.param("forkserver", {"moment": "socket", "inline": True}, id="forkserver-socket"),
     pytest.param("portable", {"moment": "connection"}, id="portable"),
 ]
 sending = pytest.mark.parametrize(("start_method", "how"), SENT)
