@@ -227,15 +227,8 @@ def _step_tuples(envs: Sequence[Any], sequence: Callable[[Iterable[Any]], Any], 
 def _step_lists(agents: Sequence[Any], envs: Sequence[Any], batch: Sequence[Actions]) -> None:
     for env, actions in zip(envs, batch, strict=True):
         _, _, terminated, truncated, _ = env.step([actions[agent] for agent in agents])
-        if all(_over_for_all(terminated, truncated)):
+        if terminated or truncated:  # one flag for all agents
             env.reset()
-
-
-def _over_for_all(terminated: Any, truncated: Any) -> list[bool]:
-    """Whether the episode is over, for each agent, or for all."""
-    if isinstance(terminated, Mapping):
-        return [bool(terminated[agent] or truncated[agent]) for agent in terminated]
-    return [bool(terminated or truncated)]
 
 
 def _step_dicts(acting: list[list[Any]], envs: Sequence[Any], batch: Sequence[Actions]) -> None:

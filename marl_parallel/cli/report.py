@@ -167,7 +167,7 @@ def tune_result(
     )
     pays_off, setting = workers > loop, best.setting
     arguments = [
-        f'"{environment}"',
+        json.dumps(environment),  # quoted, also with the backslashes of Windows
         f"num_envs={setting.num_envs}",
         *([f"env_kwargs={env_kwargs!r}"] if env_kwargs else []),
     ]

@@ -425,7 +425,7 @@ class Pool:
             for long in self._long_calls.look():
                 limit = self._deadlines.limits[long.activity]
                 to_do = f". Pass a {long.activity.timeout}_timeout= to end what hangs"
-                self._log_long_call(long, to_do if limit is None else f". It is ended after {limit:g} s")
+                self._log_long_call(long, to_do if limit is None else f". It times out after {limit:g} s")
 
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():

@@ -10,14 +10,14 @@ from supersuit import concat_vec_envs_v1, pettingzoo_env_to_vec_env_v1
 from marl_parallel import make
 
 pytestmark = pytest.mark.needs("supersuit", "stable_baselines3")
-LENGTH, COPIES = 5, 4
+LENGTH, NUM_ENVS = 5, 4
 
 
 def test_rows_equal_supersuits():
     """Observations, rewards, ends and last observations of each row, over automatic resets."""
     vec = pettingzoo_env_to_vec_env_v1(simple_spread_v3.parallel_env(max_cycles=LENGTH))
-    theirs = concat_vec_envs_v1(vec, COPIES, num_cpus=1, base_class="stable_baselines3")
-    ours = make(simple_spread_v3.parallel_env, COPIES, {"max_cycles": LENGTH}, facade="sb3", num_workers=2)
+    theirs = concat_vec_envs_v1(vec, NUM_ENVS, num_cpus=1, base_class="stable_baselines3")
+    ours = make(simple_spread_v3.parallel_env, NUM_ENVS, {"max_cycles": LENGTH}, facade="sb3", num_workers=2)
     assert (ours.num_envs, ours.observation_space, ours.action_space) == (
         theirs.num_envs, theirs.observation_space, theirs.action_space,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def test_long_calls_are_reported(place, setup, build, caplog):
         assert first.startswith(f"environment 1 (worker {worker}) has been in {place} for ")
         assert "; it is at line " in first
         assert "test_long_calls.py" in first
-        ends = "It is ended after 60 s" if place == "constructor" else "_timeout= to end what hangs"
+        ends = "It times out after 60 s" if place == "constructor" else "_timeout= to end what hangs"
         assert ends in first
     plain = build([Counting] * 2, Setup("serial", True, 1))
     plain.reset()
