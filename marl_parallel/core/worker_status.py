@@ -42,7 +42,7 @@ class Activity(IntEnum):
         return "start" if self in (Activity.START, Activity.CONSTRUCTOR, Activity.CLOSE) else "step"
 
 
-_STEP = int(Activity.STEP)
+_STEP, _RESET = int(Activity.STEP), int(Activity.RESET)
 
 
 class Running(NamedTuple):
@@ -54,16 +54,14 @@ class Running(NamedTuple):
     inside: bool  # whether the simulator has not returned yet; else its result is being written
 
 
-# Numbers of 8 bytes: what is running and since when; whether requests are discarded; then what `_SUMS` packs: seconds
-# in simulators, in transport and waiting, the number of parts of requests begun, and how often each activity has ended.
+# Numbers of 8 bytes: what is running and since when; whether requests are discarded; seconds in simulators, in
+# transport and waiting; the number of parts of requests begun; steps and resets that have ended. The worker writes one
+# at a time, since `struct.pack_into` writes zeros first, which the parent would read.
 # `_ENV` is an environment's number plus one while its simulator runs, minus that from when it returns until the next
 # one's runs, that plus `_SETTLED` when the request has been carried out, and 0 before anything has started.
-_ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _TRANSPORT, _WAITING, _PARTS, _ENDED = range(9)
-# The counts of `StepTimes` follow.
-_RUNNING = struct.Struct("=qqd")
-_SUMS = struct.Struct(f"=3dq{len(Activity)}q")
+_ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _TRANSPORT, _WAITING, _PARTS, _STEPS, _RESETS = range(10)
 _SETTLED = 1 << 40
-_TIMES = 16
+_TIMES = 16  # the counts of `StepTimes`
 _SECONDS, _BITS = struct.Struct("=d"), struct.Struct("=q")
 
 
@@ -84,8 +82,7 @@ class WorkerStatus:
         self._view, self._ints, self._floats = view, view.cast("q"), view.cast("d")
         self._changed = time.monotonic()  # when the worker last began or finished a request
         self._entered = self._inside = self._busy = self._transport = self._waited = 0.0
-        self._parts = 0
-        self._ended = [0] * len(Activity)
+        self._parts = self._steps = self._resets = 0
         # For compiled code: numbers, step times, and a flag that is set in a forked child, which must not write them.
         numbers = np.frombuffer(view, np.int64)
         self.for_codec = numbers, numbers[_TIMES:], bytearray(1)
@@ -95,22 +92,28 @@ class WorkerStatus:
 
     def enter(self, env_id: int, activity: int) -> None:
         now = self._entered = time.monotonic()
-        _RUNNING.pack_into(self._view, 0, env_id + 1, activity, now)
+        ints = self._ints
+        self._floats[_SINCE] = now
+        ints[_ACTIVITY] = activity
+        ints[_ENV] = env_id + 1
 
     def leave(self) -> None:
         """Note that the simulator has returned, or raised; `end_request` writes sums and counts."""
         seconds = time.monotonic() - self._entered
         self._inside += seconds
         ints = self._ints
-        ints[0] = -ints[0]
-        self._ended[ints[1]] += 1
-        if ints[1] == _STEP:
+        ints[_ENV] = -ints[_ENV]
+        activity = ints[_ACTIVITY]
+        if activity == _STEP:
+            self._steps += 1
             ints[_TIMES + duration_place(seconds)] += 1
+        elif activity == _RESET:
+            self._resets += 1
 
     def add_steps(self, seconds: float, steps: int) -> None:
         """Add steps for which compiled code has written what `enter` and `leave` do."""
         self._inside += seconds
-        self._ended[Activity.STEP] += steps
+        self._steps += steps
 
     @contextlib.contextmanager
     def during(self, env_id: int, activity: Activity) -> Iterator[None]:
@@ -124,9 +127,9 @@ class WorkerStatus:
     def begin_request(self) -> None:
         now = time.monotonic()
         ints = self._ints
-        ints[0] = ints[1] = 0
+        ints[_ENV] = ints[_ACTIVITY] = 0
         self._parts += 1
-        ints[7] = self._parts
+        ints[_PARTS] = self._parts
         self._waited += now - self._changed
         self._floats[_WAITING] = self._waited
         self._changed = now
@@ -134,13 +137,13 @@ class WorkerStatus:
     def end_request(self) -> float:
         """Note that the worker has carried out the request, or the part of it; returns the time."""
         now = time.monotonic()
-        ints = self._ints
-        if (env := ints[0]) < 0:
-            ints[0] = _SETTLED - env
+        ints, floats = self._ints, self._floats
+        if (env := ints[_ENV]) < 0:
+            ints[_ENV] = _SETTLED - env
         self._busy += now - self._changed
         self._transport = max(self._transport, self._busy - self._inside)  # no sum ever decreases
-        sums = (self._inside, self._transport, self._waited, self._parts, *self._ended)
-        _SUMS.pack_into(self._view, 8 * _SIMULATOR, *sums)
+        floats[_SIMULATOR], floats[_TRANSPORT] = self._inside, self._transport
+        ints[_STEPS], ints[_RESETS] = self._steps, self._resets
         self._changed = now
         return now
 
@@ -197,9 +200,8 @@ class WorkerStatus:
     @property
     def stats(self) -> WorkerStats:
         ints, (inside, transport, waited) = self._ints, self._floats[_SIMULATOR:_PARTS]
-        steps, resets = ints[_ENDED + Activity.STEP], ints[_ENDED + Activity.RESET]
         return WorkerStats(
-            steps, resets, simulator_s=inside, transport_s=transport, waiting_s=waited,
+            ints[_STEPS], ints[_RESETS], simulator_s=inside, transport_s=transport, waiting_s=waited,
             step_times=StepTimes(tuple(ints[_TIMES:].tolist())),
         )  # fmt: skip
 
