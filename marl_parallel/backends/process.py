@@ -38,7 +38,7 @@ from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
 from marl_parallel.core import codec, reports
-from marl_parallel.core.backend import GENERATIONS, Backend, usable_cpus
+from marl_parallel.core.backend import Backend, most_workers, usable_cpus
 from marl_parallel.core.columns import span_of
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
@@ -328,7 +328,7 @@ class ProcessBackend(Backend):
 
     def start(self, shares: Sequence[Sequence[int]], most_requests: int, most: int | None = None) -> None:
         """As `Backend.start`; `most` is how many workers there may be at a time."""
-        most = GENERATIONS * len(shares) if most is None else most
+        most = most_workers(shares) if most is None else most
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         self._control_buffer = self._control.allocate(control_nbytes(most, self._capacity))
         self._wake = Semaphore(self._control_buffer, _WAKE)

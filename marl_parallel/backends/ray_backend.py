@@ -44,7 +44,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from marl_parallel.backends.ray_worker import ProcessInfo, RayNodeMonitor, RayWorker, unpack
-from marl_parallel.core.backend import GENERATIONS, Backend, usable_cpus
+from marl_parallel.core.backend import Backend, most_workers, usable_cpus
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordSlices
@@ -244,7 +244,7 @@ class RayBackend(Backend):
             self._places = {worker: Place(self._group, worker) for worker in self._shares}
             for node in {*placement_group_table(self._group)["bundles_to_node_id"].values()} - {None, ""}:
                 _monitor_of(node, self._runtime_env)  # so that it starts at the same time as the workers
-            self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(GENERATIONS * count)]
+            self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most_workers(shares))]
             for worker in self._shares:
                 self._set_actor(worker)
             # All workers are up before the first request, so that no constructor's time runs before it can begin.

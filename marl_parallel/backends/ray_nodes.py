@@ -38,7 +38,7 @@ from marl_parallel.backends.ray_backend import (
     shortage_of,
 )
 from marl_parallel.backends.ray_node import CONCURRENCY_GROUPS, Order, RayNode, Results, unpack
-from marl_parallel.core.backend import GENERATIONS, share_out
+from marl_parallel.core.backend import most_workers, share_out
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import STEPPED, Lost, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, RecordPlaces, RecordSlices
@@ -128,7 +128,7 @@ class RayNodesBackend(RayBackend):
             self._reserve(self._bundles, "nodes")
             assert self._group is not None
             self._places = {bundle: Place(self._group, bundle) for bundle in range(len(self._bundles))}
-            self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(GENERATIONS * len(shares))]
+            self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most_workers(shares))]
             for bundle, workers in enumerate(self._by_node):
                 node = self._start_node(bundle, workers)
                 self._nodes.append(node)

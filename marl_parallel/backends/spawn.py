@@ -32,7 +32,7 @@ from marl_parallel.backends.descendants import CrashFile, memory_of
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.core import reports
-from marl_parallel.core.backend import GENERATIONS, Backend
+from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
@@ -80,7 +80,7 @@ class PortableProcessBackend(Backend):
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
-        most = GENERATIONS * len(shares)
+        most = most_workers(shares)
         try:
             self._status_view = memoryview(self._status.allocate(most * WorkerStatus.NBYTES))
             self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]

@@ -60,8 +60,9 @@ def share_out(num_envs: int, num_workers: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
-GENERATIONS = 3
-"""How many workers there may be for each of the first ones: it, one that has spares, and one that is ending."""
+def most_workers(shares: Sequence[Sequence[int]]) -> int:
+    """How many workers there may be at a time: one for each environment and one for its spare, and some that end."""
+    return 2 * sum(map(len, shares)) + len(shares)
 
 
 class Backend(ABC):
@@ -73,8 +74,7 @@ class Backend(ABC):
         can_kill: Whether `stop` ends workers, and the processes they have started, whatever they are doing.
         side_by_side: Whether each worker needs a CPU of its own.
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
-        has_spares: Whether `add` can start workers after `start`; their numbers are less than `GENERATIONS` times
-            the number of the first ones.
+        has_spares: Whether `add` can start workers after `start`; their numbers are less than `most_workers`.
         moves: Whether workers can move to other machines, as `leaving` and `rebalance` say.
         can_isolate_rng: Whether environments of different workers do not use the same process-wide generators at once.
         keeps_logs: Whether what workers write to stdout and stderr can go to files.

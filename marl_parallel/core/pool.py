@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -32,7 +32,7 @@ from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core import reports
-from marl_parallel.core.backend import GENERATIONS, Backend
+from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.episode import recycled, renewed
 from marl_parallel.core.messages import (
     STEP_ALL,
@@ -630,10 +630,8 @@ class Pool:
         payload = {slot.env_id: recovery.rebuild_request(slot, error) for slot in slots}
         self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
         self.prepare_again(payload)
-        if replaces:
-            for queue in [*self._queues.values()]:
-                if queue.spare == worker:  # they have died with it
-                    self._prepare(worker, queue.share)
+        if replaces and (died := [slot.env_id for slot in self._with_spares_in(worker)]):
+            self._prepare(worker, died)
         recovery.announce(payload, error)
 
     def _slots_of(self, worker: int) -> list[Slot]:
@@ -719,8 +717,12 @@ class Pool:
                     )  # fmt: skip
                 if self.backend.remove(worker, kill=late):
                     self._remove(worker)
-            elif queue.share and not self.closed:
+            elif self.closed:
+                return
+            elif queue.share:
                 self._look_at(recycler, worker, queue, now)
+            elif recycler.is_leaving(worker):
+                self._drop_spares(worker)
 
     def _look_at(self, recycler: Recycler, worker: int, queue: WorkerQueue, now: float) -> None:
         if recycler.is_to_be_killed(worker):
@@ -728,13 +730,10 @@ class Pool:
             return
         slots = self._slots_of(worker)
         is_past = recycler.is_past_limit(worker, slots, now)
-        if queue.spare is not None and recycler.is_leaving(queue.spare) and not self._queues[queue.spare].share:
-            self._drop_spares(queue)
-        if queue.spare is not None:
-            self._prepare_missing(recycler, queue, now)
-        elif self._may_have_spares(worker) and (is_past or recycler.wants_spares(slots, now)):
+        without = [slot for slot in slots if slot.spare is None]
+        if without and self.backend.has_spares and (is_past or recycler.wants_spares(without, now)):
             self._add_spares(recycler, worker, now)
-        if is_past and (self._are_prepared(queue) or not self.backend.has_spares):
+        if is_past and (all(map(self._is_prepared, slots)) or not self.backend.has_spares):
             for slot in slots:
                 slot.due = True
         assert self.rebuilder is not None
@@ -757,60 +756,48 @@ class Pool:
         limit = recycler.policy.kill_above_mb
         self._handle_fault(worker, None, reports.too_large(worker, share, megabytes, limit), running)
 
-    def _may_have_spares(self, worker: int) -> bool:
-        """Whether another worker may have spares of this one, which has none of others itself."""
-        return self.backend.has_spares and all(queue.spare != worker for queue in self._queues.values())
+    def _is_prepared(self, slot: Slot) -> bool:
+        """Whether the spare of an environment is ready, and its worker constructs no others."""
+        return slot.spare is not None and not self._queues[slot.spare].is_preparing
 
-    def _are_prepared(self, queue: WorkerQueue) -> bool:
-        """Whether all environments of a worker have spares that are ready."""
-        if queue.spare is None:
-            return False
-        preparing = self._queues[queue.spare].preparing
-        return all(preparing.get(env_id) == 0 for env_id in queue.share)
+    def _with_spares_in(self, worker: int) -> list[Slot]:
+        return [slot for slot in self.slots if slot.spare == worker]
 
     def _add_spares(self, recycler: Recycler, worker: int, now: float) -> None:
-        """Start a worker, and construct the spares of all environments of another one there."""
-        queue = self._queues[worker]
+        """Start a worker and construct spares there: of another worker's environments, and those of workers like it."""
+        position = self._queues[worker].position
         spare = self._vacant()
-        if spare is None or not recycler.may_try(queue.position, now):
+        if spare is None or not recycler.may_try(position, now):
             return
+        env_ids = tuple([env_id for env_id in self.shares[position] if self.slots[env_id].spare is None])
         try:
-            self.backend.add(spare, queue.share, worker)
+            self.backend.add(spare, env_ids, worker)
         except (OSError, RuntimeError) as error:
-            self._warn_of_spares(recycler, queue, str(error))
+            self._warn_of_spares(recycler, position, env_ids, str(error))
             return
         if self.closed:
             return
-        built = tuple(queue.share)
-        self._queues[spare] = WorkerQueue((), queue.position, built)
-        queue.spare = spare
-        self._prepare(spare, built)
+        self._queues[spare] = WorkerQueue((), position, env_ids)
+        self._prepare(spare, env_ids)
 
-    def _drop_spares(self, queue: WorkerQueue) -> None:
-        """Remove a worker that has spares, to which nothing has moved; episodes that wait for one begin without."""
-        spare, queue.spare = queue.spare, None
-        assert spare is not None
-        self.backend.remove(spare, kill=True)
-        self._remove(spare)
-        for waiting in [self.slots[env_id] for env_id in queue.share if self.slots[env_id].renewing]:
-            self._go_on(waiting)
-
-    def _prepare_missing(self, recycler: Recycler, queue: WorkerQueue, now: float) -> list[int]:
-        """Construct the spares of a worker that could not be made before; returns those for which it is too early."""
-        assert queue.spare is not None
-        missing = [env_id for env_id in queue.share if env_id not in self._queues[queue.spare].preparing]
-        if missing and recycler.may_try(queue.position, now):
-            self._prepare(queue.spare, missing)
-            return []
-        return missing
+    def _drop_spares(self, worker: int) -> list[Slot]:
+        """Remove a worker that has nothing but spares; episodes that wait for one begin without. Returns the slots."""
+        dropped = self._with_spares_in(worker)
+        for slot in dropped:
+            slot.spare = None
+        self.backend.remove(worker, kill=True)
+        self._remove(worker)
+        for slot in dropped:
+            if slot.renewing:
+                self._go_on(slot)
+        return dropped
 
     def _vacant(self) -> int | None:
         """The number of a worker that may be added."""
-        numbers = range(GENERATIONS * len(self.shares))
-        return next((number for number in numbers if number not in self._queues), None)
+        return next((number for number in range(most_workers(self.shares)) if number not in self._queues), None)
 
     def _prepare(self, worker: int, env_ids: Iterable[int]) -> None:
-        """Construct spares in a worker; those that are there already are dropped."""
+        """Construct spares in a worker, or the environments themselves; those that are there already are dropped."""
         assert self.rebuilder is not None
         payload = {
             env_id: self.rebuilder.request(self.slots[env_id], self.slots[env_id].rebuilds + 1) for env_id in env_ids
@@ -819,15 +806,19 @@ class Pool:
         queue.prepared_since = time.monotonic()
         for env_id in payload:
             queue.preparing[env_id] = queue.preparing.get(env_id, 0) + 1
+            if self.slots[env_id].worker != worker:
+                self.slots[env_id].spare = worker
         self._post({worker: Request(Message.PREPARE, tuple(payload), payload, each=True)}, together=False)
 
     def prepare_again(self, env_ids: Iterable[int] | None = None) -> None:
         """Construct the spares of environments, or of all, again: they have other seeds, or write other things, now."""
-        chosen = None if env_ids is None else {*env_ids}
-        for queue in [*self._queues.values()]:
-            ids = [env_id for env_id in queue.share if chosen is None or env_id in chosen]
-            if queue.spare is not None and ids:
-                self._prepare(queue.spare, ids)
+        spares: dict[int, list[int]] = defaultdict(list)
+        for env_id in range(self.batch_size) if env_ids is None else env_ids:
+            spare = self.slots[env_id].spare
+            if spare is not None:
+                spares[spare].append(env_id)
+        for worker, chosen in spares.items():
+            self._prepare(worker, chosen)
 
     def _without_recycled(
         self, recycler: Recycler, message: Message, env_ids: Sequence[int], payloads: Any
@@ -850,30 +841,28 @@ class Pool:
 
     def _renew(self, recycler: Recycler, slot: Slot) -> None:
         """Begin the next episode of an environment in its spare, as soon as there is one."""
-        queue = self._queues[slot.worker]
-        if not self._may_have_spares(slot.worker) or (queue.spare is None and self._vacant() is None):
+        if slot.spare is None and (not self.backend.has_spares or self._vacant() is None):
             self._prepare(slot.worker, [slot.env_id])  # in its place
             return
-        now = time.monotonic()
-        if queue.spare is None:
-            self._add_spares(recycler, slot.worker, now)
-        if queue.spare is None or self._prepare_missing(recycler, queue, now):
+        if slot.spare is None:
+            self._add_spares(recycler, slot.worker, time.monotonic())
+        if slot.spare is None:
             self._go_on(slot)
-        elif self._are_prepared(queue):
-            self._move(slot, queue.spare)
+        elif self._is_prepared(slot):
+            self._move(slot, slot.spare)
 
     def _move(self, slot: Slot, worker: int) -> None:
         """Let the spare in a worker take the place of an environment, and begin the episode that is due."""
         old, new = self._queues[slot.worker], self._queues[worker]
-        del new.preparing[slot.env_id]
         if old is not new:
-            left, slot.worker = slot.worker, worker
+            del new.preparing[slot.env_id]
+            left, slot.worker, slot.spare = slot.worker, worker, None
             old.share = tuple([env_id for env_id in old.share if env_id != slot.env_id])
             new.share = tuple(sorted([*new.share, slot.env_id]))
             self._set_step_all(left)
             self._set_step_all(worker)
-            if not old.share:
-                old.ends_by, old.spare = time.monotonic() + _LEAVES_WITHIN_S, None
+            if not old.share and not old.preparing:  # no spares of others
+                old.ends_by = time.monotonic() + _LEAVES_WITHIN_S
                 self._post({left: Request(Message.CLOSE)}, together=False)
         slot.rebuilds += 1
         slot.recycled += 1
@@ -936,40 +925,48 @@ class Pool:
             if slot.worker == worker:  # it is no spare any more, or is constructed in place
                 if failure is not None:
                     failures[env_id] = failure
-                elif reply.message is Message.ADOPT and slot.renewing:
-                    self._apply_first(slot, reply.completed, result)
-                elif reply.message is Message.PREPARE and slot.renewing:
-                    queue.preparing[env_id] -= 1
-                    self._move(slot, worker)
+                if reply.message is Message.ADOPT:
+                    if failure is None and slot.renewing:
+                        self._apply_first(slot, reply.completed, result)
+                elif queue.note_prepared(env_id):
+                    del queue.preparing[env_id]
+                    if failure is None and slot.renewing:
+                        self._move(slot, worker)
+                    self._move_waiting(worker)
             elif failure is not None:
                 self._note_unprepared(recycler, worker, slot, str(reports.env_error(env_id, worker, failure)))
                 if worker not in self._queues:
                     return
-            elif reply.message is Message.PREPARE:
-                self._note_prepared(recycler, worker, slot)
+            elif queue.note_prepared(env_id):
+                self._note_prepared(recycler, worker)
 
-    def _note_prepared(self, recycler: Recycler, worker: int, slot: Slot) -> None:
-        """Note that a spare is ready; when all are, those that their callers wait for take their places."""
-        queue, old = self._queues[worker], self._queues[slot.worker]
-        queue.preparing[slot.env_id] -= 1
-        if self._are_prepared(old):
-            recycler.note_made(old.position, worker, time.monotonic() - queue.prepared_since)
+    def _note_prepared(self, recycler: Recycler, worker: int) -> None:
+        """Note that a spare is ready."""
+        queue = self._queues[worker]
+        if not queue.is_preparing:
+            recycler.note_made(queue.position, worker, time.monotonic() - queue.prepared_since)
             recycler.next_look = 0.0
-            for waiting in [self.slots[env_id] for env_id in old.share if self.slots[env_id].renewing]:
-                self._move(waiting, worker)
+            self._move_waiting(worker)
+
+    def _move_waiting(self, worker: int) -> None:
+        """Let the spares in a worker take their places, for which callers wait, if all of them are ready."""
+        if not self._queues[worker].is_preparing:
+            for slot in self._with_spares_in(worker):
+                if slot.renewing:
+                    self._move(slot, worker)
 
     def _note_unprepared(self, recycler: Recycler, worker: int, slot: Slot, error: str) -> None:
         """Note that a spare could not be made; its worker stays if environments have moved there."""
-        queue, old = self._queues[worker], self._queues[slot.worker]
+        queue = self._queues[worker]
         if not queue.share:
             self._lose_spares(worker, error)
-            return
-        queue.preparing[slot.env_id] -= 1
-        if queue.preparing[slot.env_id] == 0:
+        elif queue.note_prepared(slot.env_id):
             del queue.preparing[slot.env_id]
-            self._warn_of_spares(recycler, old, error)
-            for waiting in [self.slots[env_id] for env_id in old.share if self.slots[env_id].renewing]:
-                self._go_on(waiting)
+            slot.spare = None
+            self._warn_of_spares(recycler, queue.position, [slot.env_id], error)
+            if slot.renewing:
+                self._go_on(slot)
+            self._move_waiting(worker)
 
     def _apply_first(self, slot: Slot, completed: float, result: Any) -> None:
         """The first transition of an episode that begins in a spare, or in the old environment if there is none."""
@@ -992,24 +989,15 @@ class Pool:
     def _lose_spares(self, worker: int, error: str) -> None:
         """Remove a worker in which spares could not be made, or one that has died after all had left."""
         assert self.recycler is not None
-        for queue in self._queues.values():
-            if queue.spare == worker:
-                queue.spare = None
-                self._warn_of_spares(self.recycler, queue, error)
-                waiting = [slot for slot in map(self.slots.__getitem__, queue.share) if slot.renewing]
-                break
-        else:
-            waiting = []
-        self.backend.remove(worker, kill=True)
-        self._remove(worker)
-        for slot in waiting:
-            self._go_on(slot)
+        position = self._queues[worker].position
+        if dropped := self._drop_spares(worker):
+            self._warn_of_spares(self.recycler, position, [slot.env_id for slot in dropped], error)
 
-    def _warn_of_spares(self, recycler: Recycler, queue: WorkerQueue, error: str) -> None:
-        seconds = recycler.note_failed(queue.position, time.monotonic())
+    def _warn_of_spares(self, recycler: Recycler, position: int, env_ids: Sequence[int], error: str) -> None:
+        seconds = recycler.note_failed(position, time.monotonic())
         logger.warning(
             "environments %s could not be constructed in another worker; the present ones go on, and it is tried "
-            "again in %.0f s. %s", [*queue.share], seconds, error,
+            "again in %.0f s. %s", [*env_ids], seconds, error,
         )  # fmt: skip
 
     def _remove(self, worker: int) -> None:

@@ -72,6 +72,7 @@ class Slot:
 
     built: float = field(default_factory=time.monotonic)  # when the present environment was constructed
     first_episode: int = 0  # its number of ended episodes was this when the present one was constructed
+    spare: int | None = None  # the worker that has its spare, or constructs it
     due: bool = False  # whether its worker is past a limit, and the spares are ready
     retiring: bool = False  # whether its worker does not begin another episode with it
     renewing: bool = False  # whether it is replaced by a spare before the request in flight is carried out
@@ -96,8 +97,8 @@ class WorkerQueue:
     share: Sequence[int]  # its environments
     position: int  # of the worker, or of the first one that it has replaced, in statistics
     built: Sequence[int] = ()  # the environments in its process, some of which may have moved or be spares
-    spare: int | None = None  # the worker that has the spares of these environments
-    # The environments whose spares are here or to come, each with how many requests to construct it are in flight.
+    # Environments that are or will be constructed here before an episode begins in them, as spares or in place; each
+    # with how many requests for that are in flight.
     preparing: dict[int, int] = field(default_factory=dict)
     prepared_since: float = 0.0  # when the latest of these requests was posted
     ends_by: float | None = None  # when it is killed at the latest, since all environments have left
@@ -113,6 +114,16 @@ class WorkerQueue:
     def environments(self) -> Sequence[int]:
         """Its environments; if it has none, those whose spares it has, or that have left it."""
         return self.share or self.built
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether environments are being constructed that will be needed later."""
+        return any(self.preparing.values())
+
+    def note_prepared(self, env_id: int) -> bool:
+        """Count one request to construct an environment as carried out; returns whether it was the last of them."""
+        self.preparing[env_id] -= 1
+        return self.preparing[env_id] == 0
 
     @property
     def one_reply(self) -> bool:

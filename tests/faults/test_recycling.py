@@ -125,6 +125,39 @@ def test_asynchronous(setup, build):
     assert env.stats().recycled >= 8
 
 
+class KnowsItsProcess(Counting):
+    """Infos say how many steps its process had made when it was constructed there."""
+
+    steps_here = 0
+
+    def __init__(self, length: int, *, seed: int) -> None:
+        super().__init__(length, seed=seed)
+        self.steps_before = KnowsItsProcess.steps_here
+
+    def step(self, actions):
+        KnowsItsProcess.steps_here += 1
+        *dicts, infos = super().step(actions)
+        return (*dicts, {agent: {"steps_before": self.steps_before} for agent in infos})
+
+
+@pytest.mark.parametrize("setup", PROCESSES, ids=str)
+def test_no_step_waits_for_the_constructor_of_a_neighbour(setup, build):
+    """Neighbours with episodes of different lengths are constructed where nothing steps, and share workers again."""
+    lengths = (2, 3, 7, 17)
+    env = build(
+        [functools.partial(KnowsItsProcess, length) for length in (*lengths, *lengths)], setup,
+        recycle=RecyclePolicy(max_episodes=3),
+    )  # fmt: skip
+    env.reset()
+    workers = []
+    for _ in range(250):
+        infos = env.step([ACTIONS] * 8)[4]
+        assert all(info[agent]["steps_before"] == 0 for info in infos for agent in info.keys() & ACTIONS.keys())
+        workers.append(len(env.runner.pool.present_shares()))
+    assert env.stats().recycled == sum(2 * (250 // length // 3) for length in lengths)
+    assert min(workers[50:]) < 8
+
+
 class Slow(Counting):
     """Takes long to be constructed; holds on to memory with each episode."""
 
