@@ -394,12 +394,21 @@ def against_plain(seconds: float, repeats: int) -> list[Measured]:
 
 
 def fitted_to_nodes(measured: Sequence[Measured]) -> tuple[float, float, float, float]:
-    """c0, c1, c2 and c3 by least squares, none negative."""
-    ours_by_node = [one for one in measured if one.contender == NODES]
-    rest = [1e3 * (one.batch_ms - (one.inside_ms or 0.0)) for one in ours_by_node]
-    terms = [[1.0, one.nodes, one.actors, megabytes(one.actors, one.observation_size)] for one in ours_by_node]
-    costs, *_ = np.linalg.lstsq(np.array(terms), np.array(rest), rcond=None)
-    once, per_node, per_worker, per_mb = np.maximum(costs, 0.0).tolist()
+    """c3 from the two sizes of observations; c0, c1 and c2 from the others by least squares. None is negative."""
+    by_node = [one for one in measured if one.contender == NODES]
+    large = next(one for one in by_node if one.observation_size == LARGE)
+    small = next(one for one in by_node if one.observation_size != LARGE and one.actors == large.actors)
+    more = megabytes(large.actors, LARGE) - megabytes(small.actors, small.observation_size)
+    per_mb = max(1e3 * (large.batch_ms - small.batch_ms) / more, 0.0)
+    rest = [one for one in by_node if one.observation_size != LARGE]
+    costs = [
+        1e3 * (one.batch_ms - (one.inside_ms or 0.0)) - per_mb * megabytes(one.actors, one.observation_size)
+        for one in rest
+    ]
+    constants, *_ = np.linalg.lstsq(
+        np.array([[1.0, one.nodes, one.actors] for one in rest]), np.array(costs), rcond=None
+    )
+    once, per_node, per_worker = np.maximum(constants, 0.0).tolist()
     return once, per_node, per_worker, per_mb
 
 

@@ -617,6 +617,7 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
         "rules": env.rules.value,
         "agents": [str(agent) for agent in env.possible_agents],
         "takes_seed": takes_seed,
+        "state": None if env.state_space is None else str(env.state_space),
         "official": next(
             (tests for kind, tests in _TESTS.items() if isinstance(env.source, kind) or isinstance(env, kind)), ()
         ),
@@ -627,8 +628,11 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
         probe.find("no action space", whose=f"agent {unknown[0]!r} declares" if unknown else "its agents declare")
         return
 
+    traits = Traits()
+
     def inspect(dicts: Sequence[dict[Any, Any]]) -> None:
         step = len(solo.seconds["step"])
+        traits.note(env, dicts)
         for one in _findings_in(env, dicts, types):
             what = f"{one.what} ({f'in step {step}' if step else 'at the first reset'})"
             probe.add(one._replace(what=what), f"{one.question} {one.advice}")
@@ -642,6 +646,7 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
         probe.find("process-wide generators", names=" and ".join(drawn))
     probe.result.facts |= {"steps": sum(is_step for is_step, _ in trace)}
     probe.result.facts |= {f"{part}_types": sorted(names) for part, names in types.items()}
+    probe.result.facts |= traits.facts()
     probe.result.checked.add(Question.SPACES)
     used = yield from _run_alone(probe, solo, SEED, min(job.steps, 20), job.seconds)
     if takes_seed and (where := first_difference(used, trace)) is not None:
@@ -883,6 +888,56 @@ PROBES: dict[str, Callable[[Probe, Constructor], Steps]] = {
 
 
 # -- the values that a simulator returns -------------------------------------------------------------------------------
+
+
+@dataclass
+class Traits:
+    """What is special about the agents, as seen in a run."""
+
+    masked: set[str] = field(default_factory=set)  # have action masks
+    late: set[str] = field(default_factory=set)  # join an episode after its reset
+    early: set[str] = field(default_factory=set)  # end while others go on
+    takes_turns: bool = False
+    _begun: set[Any] = field(default_factory=set)  # the agents of the present episode
+    _ended: set[Any] = field(default_factory=set)
+
+    def note(self, env: MultiAgentEnv, dicts: Sequence[dict[Any, Any]]) -> None:
+        """Note the two dicts of a reset or the five of a step."""
+        observations, *results, infos = dicts
+        if not results:
+            self._begun, self._ended = {*observations}, set()
+        self.late |= {str(agent) for agent in observations.keys() - self._begun}
+        self._begun |= observations.keys()
+        if results:
+            for flags in results[1:]:
+                self._ended |= {agent for agent, flag in flags.items() if is_flag(flag) and flag and agent != ALL}
+            if self._begun - self._ended:
+                self.early |= {str(agent) for agent in self._ended}
+        self.masked |= {
+            str(agent) for agent in observations if mask_of(observations[agent], infos.get(agent)) is not None
+        }
+        self.takes_turns |= env.turn() is not None
+
+    def facts(self) -> dict[str, Any]:
+        """For `Examination.facts`."""
+        agents = {"masked_agents": self.masked, "late_agents": self.late, "early_agents": self.early}
+        return {**{name: sorted(found) for name, found in agents.items()}, "takes_turns": self.takes_turns}
+
+
+def in_words(facts: Mapping[str, Any]) -> str:
+    """What `Traits` has found, and the state."""
+
+    def which(text: str, agents: Sequence[str]) -> str:
+        few = ", ".join(agents) if len(agents) <= 3 else f"{len(agents)} agents"
+        return f"{text} ({few})" if agents else f"no {text}"
+
+    return "; ".join([
+        which("action masks", facts["masked_agents"]),
+        "no state" if facts["state"] is None else f"a state, {facts['state']}",
+        which("agents that join late", facts["late_agents"]),
+        which("agents that end before others", facts["early_agents"]),
+        *(["agents take turns"] if facts["takes_turns"] else []),
+    ])  # fmt: skip
 
 
 def _findings_in(env: MultiAgentEnv, dicts: Sequence[dict[Any, Any]], types: dict[str, set[str]]) -> Iterator[Finding]:
@@ -1158,6 +1213,7 @@ def show(result: Examination) -> None:
     if "reward_types" in facts:
         rewards, flags = (", ".join(facts[f"{part}_types"]) for part in ("reward", "flag"))
         console.print(f"Types: rewards {rewards}; flags {flags}")
+        console.print(f"Seen: {escape(in_words(facts))}", soft_wrap=True)
     if facts.get("tests"):
         console.print(f"Tests run: {', '.join(facts['tests'])}")
     groups: dict[Any, tuple[Finding, list[str]]] = {}  # the same finding about several backends is shown once

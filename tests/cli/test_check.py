@@ -33,6 +33,7 @@ from marl_parallel.cli.check import (
     examine,
     fingerprint,
     first_difference,
+    in_words,
     is_flag,
     mismatch,
     pickling_error,
@@ -124,6 +125,19 @@ def test_step_and_reset_times(alone):
     assert facts["step"]["count"] >= 1
     assert 2e-3 <= facts["step"]["median_s"] <= facts["step"]["p99_s"]
     assert 20e-3 <= facts["reset"]["median_s"] <= facts["reset"]["p99_s"]
+
+
+def test_what_is_seen_of_agents():
+    """Masks, agents that come and go, turns and the state."""
+    expected = {
+        "masked_actions.py:by_infos": "action masks (guest, host); no state; no agents that join late; "
+        "agents that end before others (guest)",
+        "variable_agents.py:VariableDictAgents": "no action masks; a state, Box(-inf, inf, (2,), float64); "
+        "agents that join late (c); agents that end before others (a, b)",
+    }
+    jobs = [Job("alone", f"{SIMULATORS / name}", "{}", **BRIEF) for name in expected]
+    for done, outcome in run_probes(jobs, 2, lambda job: None):
+        assert in_words(outcome.facts) == expected[Path(done.environment).name]
 
 
 def test_no_process_is_left(alone):

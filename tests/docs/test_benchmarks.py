@@ -509,7 +509,7 @@ def test_recycling():
 @pytest.mark.rest
 @pytest.mark.timeout(600)
 def test_soak(tmp_path):
-    short = ["--hours", "0.02", "--memory-mb", "100", "--programs", "1"]
+    short = ["--hours", "0.01", "--memory-mb", "100", "--programs", "1"]
     result = run("soak.py", *short, "--output", str(tmp_path), timeout=590)
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "soak.json").read_text())

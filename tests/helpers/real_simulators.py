@@ -176,12 +176,34 @@ class SharedFlags(gymnasium.Env):
         self.env.close()
 
 
+class LeavingAgents(PettingZooEnv):
+    """Lets agents that have ended leave a PettingZoo environment that keeps them in `agents`, such as Flatland's."""
+
+    def __init__(self, env: Any) -> None:
+        self.env, self.metadata, self.possible_agents = env, env.metadata, [*env.possible_agents]
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.agents = [*self.possible_agents]
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        results = self.env.step(actions)
+        self.agents = [agent for agent in self.agents if not (results[2][agent] or results[3][agent])]
+        return results
+
+    def close(self) -> None:
+        self.env.close()
+
+
 def plain(env: Any) -> Any:
     """Convert a simulator to a form that `reference` supports."""
     if isinstance(getattr(env, "action_space", None), spaces.Tuple):
         return TupleAsDict(env)
     if type(env).__module__.startswith("vmas."):
         return SharedFlags(env)
+    if type(env).__module__.startswith("flatland."):
+        return LeavingAgents(env)
     if isinstance(env, PettingZooEnv) and type(env).observation_space is PettingZooEnv.observation_space:
         env.observation_spaces = dict.fromkeys(env.possible_agents)  # it declares none
     if type(getattr(env, "unwrapped", env)).__module__.startswith("smarts."):
