@@ -28,10 +28,11 @@ _TABLE = re.compile(r"^(<!-- .+?: (benchmarks/\w+\.py(?: --\w+)*) -->\n).*?^(<!-
 
 
 class Program(NamedTuple):
-    """A benchmark, with the libraries that it cannot do without."""
+    """A benchmark, with the libraries that it cannot do without, and its options."""
 
     name: str
     needs: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
 
 PROGRAMS = (
@@ -49,6 +50,7 @@ PROGRAMS = (
     Program("pools_overhead", ("vmas", "jaxmarl", "envpool")),
     Program("ray_calls", ("ray",)),
     Program("ray_scaling", ("ray",)),
+    Program("ray_scaling", ("ray",), ("--nodes",)),
     Program("simulators"),
     Program("soak"),
 )
@@ -77,7 +79,8 @@ def run(only: str) -> list[str]:
             print(f"{program.name}: left out{f', needs {missing[0]}' if missing else ''}", flush=True)
             continue
         began = time.monotonic()
-        code = subprocess.run([sys.executable, str(HERE / f"{program.name}.py")], check=False).returncode
+        command = [sys.executable, str(HERE / f"{program.name}.py"), *program.options]
+        code = subprocess.run(command, check=False).returncode
         print(f"{program.name}: {time.monotonic() - began:.0f} s", flush=True)
         failed += [program.name] if code else []
     return failed

@@ -4,7 +4,8 @@
     python benchmarks/ray_scaling.py --quick      half a minute; writes only where --output says so
     python benchmarks/ray_scaling.py --nodes      one actor for the workers of a node, in turns with an actor per worker
     python benchmarks/ray_scaling.py --simulate   the cost model of a run with --nodes, extended to a thousand workers
-    python benchmarks/ray_scaling.py --markdown   the section for docs/performance.md, from the saved JSON
+    python benchmarks/ray_scaling.py --markdown   the tables for the documentation, from the saved JSON, also with
+                                                  --nodes or --simulate
 
 Simulators wait here instead of computing, so that more actors than CPUs behave like actors on many machines. The work
 of the actors and of Ray is still done by the CPUs of this machine, so several machines can only be faster.
@@ -491,38 +492,68 @@ def markdown(report: Report) -> str:
     return "\n\n".join([in_docs("Scaling over Ray actors", NAME), "\n".join(lines), *notes(report)])
 
 
-def show_nodes(report: NodesReport) -> None:
-    console, shown = Console(), Table(box=SIMPLE_HEAD)
-    for heading in ("nodes x workers", "step", "batch", "one actor per worker", "busy", "before", "driver", "before"):
-        shown.add_column(heading, justify="right")
-    for one, before in itertools.pairwise(report.measured):
-        if (one.contender, before.contender) == (NODES, OURS):
-            shown.add_row(
-                f"{one.nodes} x {one.actors // one.nodes}",
-                f"{one.step_ms:g} ms",
-                f"{one.batch_ms:.2f} ms",
-                f"{before.batch_ms:.2f} ms",
-                *("" if share is None else f"{share:.2f}" for share in (one.efficiency, before.efficiency)),
-                *(f"{cpu:.0f} µs" for cpu in (one.driver_us, before.driver_us)),
+def table_of_nodes(report: NodesReport) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells: each measurement beside that with an actor per worker."""
+    headings = ["nodes x workers", "step", "batch", "busy", "driver", "actor per worker: batch", "busy", "driver"]
+    cells = []
+    for one, other in itertools.pairwise(report.measured):
+        if (one.contender, other.contender) == (NODES, OURS):
+            cells.append(
+                [f"{one.nodes} x {one.actors // one.nodes}", f"{one.step_ms:g} ms", *_cells(one), *_cells(other)]
             )
-    console.print(shown)
-    console.print(
-        f"{K} environments in each worker; the driver's own CPU time is per worker and batch. A batch takes `k·s + "
-        f"{report.once_us / 1000:.2f} ms + {report.node_us / 1000:.2f} ms·N + {report.worker_us / 1000:.3f} ms·W + "
+    return headings, cells
+
+
+def _cells(one: Measured) -> list[str]:
+    busy = "" if one.efficiency is None else f"{one.efficiency:.2f}"
+    return [f"{one.batch_ms:.2f} ms", busy, f"{one.driver_us:.0f} µs"]
+
+
+def remarks_on_nodes(report: NodesReport) -> list[str]:
+    other = next(one for one in report.measured if one.contender == PLAIN)
+    own = report.measured[report.measured.index(other) - 1]
+    return [
+        f"{K} environments in each worker, which wait in each step; the driver's own CPU time is per worker and batch "
+        f"(medians of {report.settings['repeats']} rounds of {report.settings['seconds']:g} s). A batch takes `k·s + "
+        f"{report.once_us / 1000:.2f} ms + {report.node_us / 1000:.2f} ms·N + {report.worker_us / 1000:.2f} ms·W + "
         f"{report.mb_us / 1000:.2f} ms·M` for `N` nodes, `W` workers and `M` megabytes of results.",
-        highlight=False,
-    )
-    both = [one for one in report.measured if one.contender == PLAIN]
-    if both:
-        other = both[-1]
-        own = report.measured[report.measured.index(other) - 1]
-        console.print(
-            f"Steps of 0 ms, {PEER_ENVS} environments: {1e6 / own.steps_per_second:.0f} µs per environment step, "
-            f"{1e6 / other.steps_per_second:.0f} µs with one plain Ray actor per environment and dicts: "
-            f"{own.steps_per_second / other.steps_per_second:.1f} times as much.",
-            highlight=False,
-        )
+        f"Steps of 0 ms, {PEER_ENVS} environments: {1e6 / own.steps_per_second:.0f} µs per environment step, "
+        f"{1e6 / other.steps_per_second:.0f} µs with one plain Ray actor per environment and dicts: "
+        f"{own.steps_per_second / other.steps_per_second:.1f} times as much.",
+    ]
+
+
+def show_nodes(report: NodesReport) -> None:
+    console, shown = Console(width=120), Table(box=SIMPLE_HEAD)
+    headings, cells = table_of_nodes(report)
+    for heading in headings:
+        shown.add_column(heading, justify="right")
+    for row in cells:
+        shown.add_row(*row)
+    console.print(shown)
+    for remark in remarks_on_nodes(report):
+        console.print(remark, highlight=False)
     console.print(f"{in_one_line(report.machine)}.", highlight=False, style="dim")
+
+
+def markdown_of_nodes(report: NodesReport) -> str:
+    lines = [in_markdown(*table_of_nodes(report), "lr" + "r" * 6), *remarks_on_nodes(report)]
+    return "\n\n".join([*lines, f"{in_one_line(report.machine)}."])
+
+
+def markdown_of_simulation(report: NodesReport) -> str:
+    return "\n\n".join([
+        in_docs("Share of the time in which simulators step, by number of nodes", NODES_NAME),
+        in_markdown(*simulation(report), "lrrrrrr"),
+        in_markdown(["", "measured", "cost of", "assumed"], assumptions(report), "lrll"),
+        f"{in_one_line(report.machine)}.",
+    ])  # fmt: skip
+
+
+def in_markdown(headings: Sequence[str], cells: Sequence[Sequence[str]], alignment: str) -> str:
+    """A table; `alignment` has an `l` or `r` for each column."""
+    marks = "|".join("---:" if column == "r" else "---" for column in alignment)
+    return "\n".join([f"| {' | '.join(headings)} |", f"|{marks}|", *(f"| {' | '.join(row)} |" for row in cells)])
 
 
 def simulation(report: NodesReport) -> tuple[list[str], list[list[str]]]:
@@ -569,7 +600,7 @@ def assumptions(report: NodesReport) -> list[list[str]]:
 
 
 def show_simulation(report: NodesReport) -> None:
-    console = Console()
+    console = Console(width=120)
     for title, headings, cells in (
         (f"Busy for {100 * GOOD:.0f} % of the time, by the formula", *simulation(report)),
         ("Assumptions", ["", "measured", "cost of", "assumed"], assumptions(report)),
@@ -639,6 +670,11 @@ def read_json(path: Path) -> Report:
     return Report(**{**saved, "measured": [Measured(**values) for values in saved["measured"]]})
 
 
+def read_nodes(path: Path) -> NodesReport:
+    saved = json.loads(path.read_text())
+    return NodesReport(**{**saved, "measured": [Measured(**values) for values in saved["measured"]]})
+
+
 def main(
     quick: Quick = False,
     seconds: Seconds = 1.0,
@@ -649,29 +685,31 @@ def main(
     simulate: Annotated[bool, typer.Option("--simulate", help="Extend the saved measurements of --nodes.")] = False,
 ) -> None:
     """Measure throughput by number of Ray actors."""
-    if simulate:
-        directory = output or RESULTS
-        saved = json.loads((directory / f"{NODES_NAME}.json").read_text())
-        by_formula = NodesReport(**{**saved, "measured": [Measured(**values) for values in saved["measured"]]})
-        show_simulation(by_formula)
-        save_simulation(by_formula, directory / f"{NODES_NAME}.png")
+    directory = output or RESULTS
+    if simulate or (nodes and as_markdown):
+        report_of_nodes = read_nodes(directory / f"{NODES_NAME}.json")
+        if as_markdown:
+            print((markdown_of_simulation if simulate else markdown_of_nodes)(report_of_nodes))
+        else:
+            show_simulation(report_of_nodes)
+            save_simulation(report_of_nodes, directory / f"{NODES_NAME}.png")
         return
     if nodes:
         chosen, waits = (((1, 2), (2, 1)), (0, 1)) if quick else (NODE_PACKINGS, STEP_MS)
         measured = run_nodes(chosen, waits, 0.1 if quick else seconds, 2 if quick else repeats)
         show_nodes(measured)
-        if (directory := output or (None if quick else RESULTS)) is not None:
+        if output is not None or not quick:
             write_json(measured, directory / f"{NODES_NAME}.json")
             write_rows(measured.measured, directory / f"{NODES_NAME}.csv")
+            save_simulation(measured, directory / f"{NODES_NAME}.png")
         return
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(markdown(read_json(directory / f"{NAME}.json")))
         return
     packings, waits = (((1, 2), (2, 8)), (0, 1)) if quick else (PACKINGS, STEP_MS)
     report = run(packings, waits, 0.1 if quick else seconds, 2 if quick else repeats)
     show(report)
-    directory = output or (None if quick else RESULTS)
-    if directory is not None:
+    if output is not None or not quick:
         write_json(report, directory / f"{NAME}.json")
         write_rows(report.measured, directory / f"{NAME}.csv")
         save_plot(report, directory / f"{NAME}.png")

@@ -94,3 +94,18 @@ def test_page_and_example(ray_clusters):
         assert done.returncode == 0, done.stderr
     assert "4 environments were interrupted" in done.stdout
     assert "4 restarts" in done.stdout
+
+
+@pytest.mark.timeout(400)
+def test_benchmark_of_nodes(tmp_path):
+    """Also the tables that it makes of what it has saved."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "ray_scaling.py"), "--output", str(tmp_path)]
+    for options, text in (
+        (["--quick", "--nodes"], "times as much"),
+        (["--nodes", "--markdown"], "| 2 x 1 | 1 ms |"),
+        (["--simulate", "--markdown"], "| 512 x 16 | 65,536 |"),
+    ):
+        done = subprocess.run([*script, *options], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert text in done.stdout
+    assert {"ray_nodes.json", "ray_nodes.csv", "ray_nodes.png"} == {path.name for path in tmp_path.iterdir()}

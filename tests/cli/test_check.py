@@ -132,8 +132,10 @@ def test_what_is_seen_of_agents():
     expected = {
         "masked_actions.py:by_infos": "action masks (guest, host); no state; no agents that join late; "
         "agents that end before others (guest)",
-        "variable_agents.py:VariableDictAgents": "no action masks; a state, Box(-inf, inf, (2,), float64); "
-        "agents that join late (c); agents that end before others (a, b)",
+        "variable_agents.py:VariableAgents": "no action masks; a state, Box(-inf, inf, (2,), float64); "
+        "no agents that join late; agents that end before others (a, b)",
+        "variable_agents.py:VariableDictAgents": "no action masks; no state; agents that join late (c); "
+        "agents that end before others (a, b)",
     }
     jobs = [Job("alone", f"{SIMULATORS / name}", "{}", **BRIEF) for name in expected]
     for done, outcome in run_probes(jobs, 2, lambda job: None):
