@@ -158,10 +158,15 @@ def _step_by_masks(
 
 
 def _follow_pettingzoo(env: Any, actions: Actions) -> tuple[Any, Any]:
-    observations, _, _, _, infos = env.step(actions)
-    if not env.agents:
+    observations, _, terminations, truncations, infos = env.step(actions)
+    if _all_ended(env, terminations, truncations):
         return env.reset()  # type: ignore[no-any-return]
     return {agent: observations[agent] for agent in env.agents}, infos
+
+
+def _all_ended(env: Any, terminations: Mapping[Any, bool], truncations: Mapping[Any, bool]) -> bool:
+    """Whether no agent is left; some simulators keep agents in `agents` that have ended."""
+    return all(terminations.get(agent) or truncations.get(agent) for agent in env.agents)
 
 
 def _follow_gymnasium(env: Any, actions: Actions) -> tuple[Any, Any]:
@@ -205,8 +210,8 @@ def _step_pettingzoo(envs: Sequence[Any], batch: Sequence[Actions]) -> None:
     for env, actions in zip(envs, batch, strict=True):
         if len(env.agents) != len(actions):
             actions = {agent: actions[agent] for agent in env.agents}
-        env.step(actions)
-        if not env.agents:
+        _, _, terminations, truncations, _ = env.step(actions)
+        if _all_ended(env, terminations, truncations):
             env.reset()
 
 

@@ -347,3 +347,24 @@ def test_equal_contenders_are_measured_once():
 
 def test_keywords_of_the_command_line_reach_the_constructor(restored_sys_path):
     assert len(constructor_of(SPREAD, json.dumps({"N": 6}))().possible_agents) == 6
+
+
+class Keeping(Healthy):
+    """Keeps agents in `agents` that have ended, as Flatland's wrapper does; no step is allowed after the end."""
+
+    def reset(self, seed=None, options=None):
+        self.left = 3
+        return super().reset(seed=seed, options=options)
+
+    def step(self, actions):
+        assert self.left > 0, "the episode is over"
+        self.left -= 1
+        observations, rewards, _, truncations, infos = super().step(actions)
+        self.agents = self.possible_agents[:]
+        return observations, rewards, dict.fromkeys(self.agents, self.left == 0), truncations, infos
+
+
+def test_agents_that_stay_after_their_end():
+    """The plain loop resets the environment when all have ended, as `ParallelEnv` does."""
+    loop, serial = measure("it", Keeping, 2, [Contender("serial")], seconds=0.02, repeats=1)
+    assert min(*loop.rounds, *serial.rounds) > 0
