@@ -25,6 +25,7 @@ from marl_parallel.cli.measure import ASYNC, FACADES, STEP
 from marl_parallel.cli.output import check_writable, deliver, report_written
 from marl_parallel.cli.report import Report, machine, progress
 from marl_parallel.cli.target import (
+    MEASURING_HINT,
     CommandError,
     constructor_of,
     distributions_of,
@@ -103,7 +104,7 @@ def bench(
 
     [bold]Example[/bold]:  marl-parallel bench mpe2.simple_spread_v3 --num-envs 8 --workers 1,2,4 --async
     """
-    with short_errors(debug):
+    with short_errors(debug, hint=MEASURING_HINT):
         constructor = constructor_of(env, env_kwargs)
         ways = [STEP, *([ASYNC] if stepped_async else []), *(names_in(facade, FACADES, "facade") if facade else [])]
         against = measuring.contenders(names_in(backends), positive_numbers("--workers", workers), num_envs, ways)
@@ -188,7 +189,7 @@ def tune(
 
     [bold]Example[/bold]:  marl-parallel tune mpe2.simple_spread_v3 --memory 2GB
     """
-    with short_errors(debug), stdout_to_stderr() if as_json else nullcontext():
+    with short_errors(debug, hint=MEASURING_HINT), stdout_to_stderr() if as_json else nullcontext():
         check_writable(output)
         cpus = usable_cpus()
         powers_of_two = [2**n for n in range(cpus.bit_length())]

@@ -21,6 +21,7 @@ FORMS = "ENV is module[:attribute], path/to/file.py[:function], or an id of Pett
 _JSON_HINT = "single quotes around it, double quotes within: --env-kwargs '{\"N\": 5}'"
 _EXITS = "the simulator, or a module it imports, calls sys.exit"
 DEBUG_HINT = "--debug shows the whole traceback"
+MEASURING_HINT = f"speed is measured without faults, so no step may raise; {DEBUG_HINT}"
 
 
 class CommandError(Exception):
@@ -42,7 +43,7 @@ def in_brief(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def short_errors(debug: bool, status: int = 1) -> Iterator[None]:
+def short_errors(debug: bool, status: int = 1, hint: str = DEBUG_HINT) -> Iterator[None]:
     """Report an exception of the block in two lines on standard error, and exit with this status.
 
     With `debug`, exceptions pass through with their traceback.
@@ -55,7 +56,10 @@ def short_errors(debug: bool, status: int = 1) -> Iterator[None]:
             raise RuntimeError(f"{in_brief(error)}: {_EXITS}") from error
         if debug:
             raise
-        hint = error.args[1] if isinstance(error, CommandError) else f"{_EXITS}; {DEBUG_HINT}" if exits else DEBUG_HINT
+        if isinstance(error, CommandError):
+            hint = error.args[1]
+        elif exits:
+            hint = f"{_EXITS}; {hint}"
         print(f"error: {in_brief(error)}\nhint: {hint}", file=sys.stderr)
         raise SystemExit(status) from None
 

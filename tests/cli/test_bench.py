@@ -153,7 +153,7 @@ def test_working_directory_is_on_the_path(file, tmp_path):
         ([f"{SPREAD}:parallel_envs"], ["parallel_envs", "raw_env"]),
         ([SPREAD, "--env-kwargs", "{N: 5}"], ["--env-kwargs", '{"N": 5}']),
         ([SPREAD, "--env-kwargs", "[5]"], ["--env-kwargs", "JSON object"]),
-        ([SPREAD, "--env-kwargs", '{"agents": 5}'], ["TypeError", "agents", "--debug"]),
+        ([SPREAD, "--env-kwargs", '{"agents": 5}'], ["TypeError", "agents", "without faults", "--debug"]),
         ([SPREAD, "--workers", "1,two"], ["--workers"]),
         ([SPREAD, "--workers", "0"], ["--workers"]),
         ([SPREAD, "--backends", "process,greenlet"], ["greenlet", "thread"]),
