@@ -62,7 +62,7 @@ K, AGENTS = 8, 3
 CPU_SHARE = 0.05
 """CPUs that each actor requests from Ray: actors mostly wait."""
 
-PEER_ENVS = 16
+PEER_ENVS, NODE_PEER_ENVS = 16, 32
 WAITING_ACTORS, WAITING_ENVS, WAITING_MS = 4, 32, 5
 GOOD = 0.9
 OURS, PLAIN = "marl_parallel", "one Ray actor per environment"
@@ -327,7 +327,7 @@ def run(packings: Sequence[tuple[int, int]], step_ms: Sequence[float], seconds: 
 
 
 def run_nodes(
-    packings: Sequence[tuple[int, int]], step_ms: Sequence[float], seconds: float, repeats: int
+    packings: Sequence[tuple[int, int]], step_ms: Sequence[float], seconds: float, repeats: int, plain_envs: int
 ) -> NodesReport:
     """Measure one actor per node in turns with one actor per worker, and with one plain actor per environment."""
     described = machine(("ray",))
@@ -354,10 +354,10 @@ def run_nodes(
                     one = summary(NODES, 2, K, 0, rounds[name])
                     measured.append(replace(one, nodes=1, observation_size=size))
             on_turn("plain actors")
-            with by_node(1, PEER_ENVS // K) as (step, env), plain(PEER_ENVS) as other:
+            with by_node(1, plain_envs // K) as (step, env), plain(plain_envs) as other:
                 rounds = in_turns({NODES: (step, env), PLAIN: (other, None)}, 0, seconds, repeats)
-                measured.append(replace(summary(NODES, PEER_ENVS // K, K, 0, rounds[NODES]), nodes=1))
-                measured.append(summary(PLAIN, PEER_ENVS, 1, 0, rounds[PLAIN]))
+                measured.append(replace(summary(NODES, plain_envs // K, K, 0, rounds[NODES]), nodes=1))
+                measured.append(summary(PLAIN, plain_envs, 1, 0, rounds[PLAIN]))
     finally:
         ray.shutdown()
     return NodesReport(described, {"seconds": seconds, "repeats": repeats}, measured, *fitted_to_nodes(measured))
@@ -517,7 +517,7 @@ def remarks_on_nodes(report: NodesReport) -> list[str]:
         f"(medians of {report.settings['repeats']} rounds of {report.settings['seconds']:g} s). A batch takes `k·s + "
         f"{report.once_us / 1000:.2f} ms + {report.node_us / 1000:.2f} ms·N + {report.worker_us / 1000:.2f} ms·W + "
         f"{report.mb_us / 1000:.2f} ms·M` for `N` nodes, `W` workers and `M` megabytes of results.",
-        f"Steps of 0 ms, {PEER_ENVS} environments: {1e6 / own.steps_per_second:.0f} µs per environment step, "
+        f"Steps of 0 ms, {other.actors} environments: {1e6 / own.steps_per_second:.0f} µs per environment step, "
         f"{1e6 / other.steps_per_second:.0f} µs with one plain Ray actor per environment and dicts: "
         f"{own.steps_per_second / other.steps_per_second:.1f} times as much.",
     ]
@@ -696,7 +696,8 @@ def main(
         return
     if nodes:
         chosen, waits = (((1, 2), (2, 1)), (0, 1)) if quick else (NODE_PACKINGS, STEP_MS)
-        measured = run_nodes(chosen, waits, 0.1 if quick else seconds, 2 if quick else repeats)
+        plain_envs = K if quick else NODE_PEER_ENVS
+        measured = run_nodes(chosen, waits, 0.1 if quick else seconds, 2 if quick else repeats, plain_envs)
         show_nodes(measured)
         if output is not None or not quick:
             write_json(measured, directory / f"{NODES_NAME}.json")
