@@ -274,6 +274,8 @@ def find_constructor(name: str | Callable[..., Any]) -> Callable[..., Any]:
     """
     if not isinstance(name, str) and callable(name):
         return name
+    if isinstance(name, ModuleType):
+        raise TypeError(f"{_FORMS}; got the module itself: pass its name, {name.__name__!r}")
     if not isinstance(name, str):
         raise TypeError(f"{_FORMS}; got {name!r}")
     in_file = re.fullmatch(r"(.+\.py)(?::(.+))?", name)
@@ -305,8 +307,13 @@ def _imported(module_name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, but imports another one that does not
+        top = module_name.partition(".")[0]
         parent, _, last = module_name.rpartition(".")
-        hint = f"; a function of a module is named '{parent}:{last}'" if parent else ""
+        if error.name == top:
+            extra = " (the extra 'mpe' of marl-parallel does so)" if top == "mpe2" else ""
+            hint = f": install the package that contains it{extra}, or pass 'path/to/file.py' for a file"
+        else:
+            hint = f"; a function of a module is named '{parent}:{last}'"
         raise _about_name(ModuleNotFoundError(f"{error}{hint}", name=error.name)) from None
 
 

@@ -76,7 +76,10 @@ def record_video(
         'random.gif'
     """
     if not isinstance(env, ParallelEnv):
-        raise TypeError(f"a video is recorded of a ParallelEnv, got {type(env).__name__}")
+        raise TypeError(
+            f"a video is recorded of a ParallelEnv, got {type(env).__name__}: make one for the video, without facade=; "
+            "its policy takes observations as dicts"
+        )
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must take observations and return actions, or be None; got {policy!r}")
     path = Path(path)

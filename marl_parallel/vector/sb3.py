@@ -5,16 +5,18 @@ Below it are a normaliser, a rollout buffer and an evaluation for it, which leav
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from stable_baselines3.common.buffers import RolloutBuffer
-from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 
 from marl_parallel.action_masks import choices_of
 from marl_parallel.adapters import attributes
@@ -271,6 +273,16 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         """Close the environment; idempotent. Discards a step in flight."""
         self._stepper.close()
 
+    def __reduce__(self) -> tuple[type[_NotSaved], tuple[()]]:
+        """Only a placeholder is pickled: `model.save` pickles the `acting_in` of an `SB3RolloutBuffer`, too."""
+        return _NotSaved, ()
+
+    def __copy__(self) -> None:
+        copy.copy(self.env)  # raises
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        copy.copy(self.env)
+
     def _env_ids(self, indices: Indices) -> list[int]:
         """The environment of each row of `indices`; raises `IndexError` for an unknown row."""
         rows = [*self._get_indices(indices)]
@@ -281,6 +293,25 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
 
 
 # -- training and evaluation without the rows of absent agents ---------------------------------------------------------
+
+
+class _NotSaved:
+    """What a saved model has in place of its `SB3VecEnv`."""
+
+
+def _innermost(env: Any) -> Any:
+    while isinstance(env, VecEnvWrapper):
+        env = vars(env).get("venv")  # None in a `VecNormalize` from a file
+    return env
+
+
+def _check_rows(what: str, argument: str, env: Any) -> None:
+    """Raise `TypeError` unless this is an `SB3VecEnv`, or a wrapper around one."""
+    if not isinstance(_innermost(env), SB3VecEnv):
+        raise TypeError(
+            f"{what} takes as {argument} an SB3VecEnv, or a wrapper around one, got {type(env).__name__}: make it with "
+            'make(..., facade="sb3")'
+        )
 
 
 class SB3VecNormalize(VecNormalize):
@@ -296,6 +327,10 @@ class SB3VecNormalize(VecNormalize):
         ((12, 18), 12)
         >>> env.close()
     """
+
+    def __init__(self, venv: VecEnv, *arguments: Any, **keywords: Any) -> None:
+        _check_rows("SB3VecNormalize", "venv", venv)
+        super().__init__(venv, *arguments, **keywords)
 
     def reset(self) -> Any:
         self.old_obs = self.venv.reset()
@@ -333,10 +368,20 @@ class SB3VecNormalize(VecNormalize):
 class SB3RolloutBuffer(RolloutBuffer):
     """A `RolloutBuffer` for PPO and A2C that leaves the rows of agents that do not act out of training.
 
+    A model that is saved does not keep `acting_in`. To train it further, load it with
+    `PPO.load(path, env, rollout_buffer_kwargs={"acting_in": env})`.
+
     Args:
-        acting_in: The `SB3VecEnv`, or a wrapper around it.
-        *arguments: Those of `RolloutBuffer`, which the algorithm passes.
-        **keywords: Likewise.
+        buffer_size: As of `RolloutBuffer`; the algorithm passes it, and all arguments but `acting_in`.
+        observation_space: Likewise; no `Dict`.
+        action_space: Likewise.
+        *arguments: Likewise.
+        acting_in: The `SB3VecEnv`, or a wrapper around it. Stable-Baselines3 can save only models with an `SB3VecEnv`
+            or a `VecNormalize` here; another wrapper is a warning.
+        **keywords: As `arguments`.
+
+    Raises:
+        TypeError: `acting_in` is something else, or observations are dicts.
 
     Example:
         >>> from stable_baselines3 import PPO
@@ -348,16 +393,45 @@ class SB3RolloutBuffer(RolloutBuffer):
         >>> env.close()
     """
 
-    def __init__(self, *arguments: Any, acting_in: VecEnv, **keywords: Any) -> None:
-        self._env = acting_in
-        super().__init__(*arguments, **keywords)
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        *arguments: Any,
+        acting_in: VecEnv,
+        **keywords: Any,
+    ) -> None:
+        if isinstance(observation_space, spaces.Dict):
+            raise TypeError(
+                f"SB3RolloutBuffer takes observations that are arrays, got a Dict of {[*observation_space]}: keep one "
+                "entry with Stable-Baselines3's VecExtractDictObs, or leave rollout_buffer_class out"
+            )
+        env = _innermost(acting_in)
+        loaded = isinstance(env, _NotSaved) or (env is None and acting_in is not None)
+        if not loaded:
+            _check_rows("SB3RolloutBuffer", "acting_in", acting_in)
+            if not isinstance(acting_in, SB3VecEnv | VecNormalize):  # others cannot be pickled
+                warnings.warn(
+                    f"Stable-Baselines3 cannot save a model whose acting_in is a {type(acting_in).__name__}: pass the "
+                    "SB3VecEnv inside it",
+                    stacklevel=2,
+                )
+        self._env: SB3VecEnv | None = None if loaded else env
+        super().__init__(buffer_size, observation_space, action_space, *arguments, **keywords)
 
     def reset(self) -> None:
         super().reset()
         self._acted = np.zeros((self.buffer_size, self.n_envs), np.bool_)
-        self._acting: NDArray[np.bool_] = self._env.acting  # who acts on the observations that come next
+        if self._env is not None:
+            self._acting: NDArray[np.bool_] = self._env.acting  # who acts on the observations that come next
 
     def add(self, *arguments: Any, **keywords: Any) -> None:
+        if self._env is None:
+            raise ValueError(
+                "a model that was loaded does not have the acting_in of its SB3RolloutBuffer: to train it, pass "
+                'rollout_buffer_kwargs={"acting_in": env} to load, too'
+            )
         self._acted[self.pos], self._acting = self._acting, self._env.acting
         super().add(*arguments, **keywords)
 
@@ -404,6 +478,7 @@ def evaluate_policy(
         True
         >>> env.close()
     """
+    _check_rows("evaluate_policy", "env", env)
     per_env = len(env.agents)
     num_envs = env.num_envs // per_env
     left = np.array([(n_eval_episodes + env_id) // num_envs for env_id in range(num_envs)])

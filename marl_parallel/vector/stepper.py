@@ -367,7 +367,10 @@ class ArrayStepper(OfParallelEnv):
 
 def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -> BatchRunner:
     if not isinstance(env, ParallelEnv):
-        raise TypeError(f"{facade} is made of a ParallelEnv, got {type(env).__name__}")
+        raise TypeError(
+            f"{facade} is made of a ParallelEnv, got {type(env).__name__}: pass ParallelEnv([constructor] * num_envs), "
+            "or make(...) without facade="
+        )
     env.runner.check_open()
     env.runner.check_mode(facade, modes)
     return env.runner

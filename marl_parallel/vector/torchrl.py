@@ -24,6 +24,7 @@ from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import choices_of, declares_mask
 from marl_parallel.adapters import AgentID, Schema
+from marl_parallel.arguments import base_seed
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.native import NativePool
@@ -178,7 +179,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     def _set_seed(self, seed: int | None) -> None:
         self._runner.check_seed(seed)
-        self._seed = seed
+        self._seed = None if seed is None else base_seed(seed)
         self._unseeded[:] = seed is not None
 
     @exclusive("reset")
@@ -417,7 +418,11 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         key = self._at(name, "action")
         actions: Any = tensordict.get(key, None)
         if actions is None:
-            raise ValueError(f"no actions{'' if self._flat else f' for the group {name!r}'}: there is no {key!r}")
+            keys = sorted(map(str, tensordict.keys(True, True)))
+            raise ValueError(
+                f"no actions{'' if self._flat else f' for the group {name!r}'}: there is no {key!r}, only "
+                f"{', '.join(keys)}; let the policy write {key!r} (its out_keys), or call rand_action first"
+            )
         paths = (path for path, _ in leaves(space))
 
         def of_leaf(leaf: Space[Any]) -> NDArray[Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from helpers.episodes import ENVS, SEED, PlainLoop, ended
 from simulators.dying_agents import DyingAgents, TwoAgents
 from simulators.vector_rewards import Couriers
@@ -177,3 +179,72 @@ def test_training_without_the_rows_of_absent_agents():
     assert (trained == 5).all()  # no row of zeros
     assert len(trained) == 2 * 2 * 2 * (20 + 5)  # epochs, episodes, environments
     env.close()
+
+
+# -- saved models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_models_with_a_rollout_buffer_can_be_saved_and_loaded(normalised, tmp_path):
+    env: Any = SB3VecNormalize(opened()) if normalised else opened()
+    model = PPO(
+        "MlpPolicy", env, n_steps=40, batch_size=16, n_epochs=1, device="cpu",
+        rollout_buffer_class=SB3RolloutBuffer, rollout_buffer_kwargs={"acting_in": env},
+    ).learn(160)  # fmt: skip
+    model.save(tmp_path / "model")
+    observations = env.reset()
+    actions = model.predict(observations, deterministic=True)[0]
+    assert np.array_equal(PPO.load(tmp_path / "model").predict(observations, deterministic=True)[0], actions)
+    with pytest.raises(ValueError, match=r'pass rollout_buffer_kwargs=\{"acting_in": env\} to load'):
+        PPO.load(tmp_path / "model", env).learn(160)
+    again = PPO.load(tmp_path / "model", env, rollout_buffer_kwargs={"acting_in": env})
+    assert again.learn(160, reset_num_timesteps=False).num_timesteps == 320
+    env.close()
+
+
+def test_a_wrapper_that_cannot_be_saved_is_a_warning(tmp_path):
+    """The environment inside it can be saved."""
+    env = opened()
+    monitored = VecMonitor(env, str(tmp_path / "monitor.csv"))
+    keywords: Any = {"n_steps": 8, "batch_size": 8, "device": "cpu", "rollout_buffer_class": SB3RolloutBuffer}
+    with pytest.warns(UserWarning, match="whose acting_in is a VecMonitor: pass the SB3VecEnv inside it"):
+        PPO("MlpPolicy", monitored, rollout_buffer_kwargs={"acting_in": monitored}, **keywords)
+    PPO("MlpPolicy", monitored, rollout_buffer_kwargs={"acting_in": env}, **keywords).save(tmp_path / "model")
+    assert PPO.load(tmp_path / "model", monitored, rollout_buffer_kwargs={"acting_in": env}).learn(32)
+    monitored.close()
+
+
+@pytest.mark.parametrize("function", [copy.copy, copy.deepcopy])
+def test_an_environment_cannot_be_copied(function):
+    env = opened()
+    with pytest.raises(TypeError, match="can be neither pickled nor copied"):
+        function(env)
+    env.close()
+
+
+# -- wrong use ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (SB3VecNormalize, "SB3VecNormalize takes as venv an SB3VecEnv, .* got ParallelEnv: make it with make"),
+        (lambda env: evaluate_policy(None, env), "evaluate_policy takes as env an SB3VecEnv, .* got ParallelEnv: "),
+        (
+            lambda env: SB3RolloutBuffer(8, spaces.Box(0, 1), spaces.Discrete(2), acting_in=env),
+            "SB3RolloutBuffer takes as acting_in an SB3VecEnv, .* got ParallelEnv: make it with make",
+        ),
+        (
+            lambda env: SB3RolloutBuffer(8, spaces.Dict(eye=spaces.Box(0, 1)), spaces.Discrete(2), acting_in=env),
+            r"takes observations that are arrays, got a Dict of \['eye'\]: keep one entry .* VecExtractDictObs",
+        ),
+    ],
+)
+def test_wrong_arguments(function, message):
+    with ParallelEnv([TwoAgents], backend="serial") as env, pytest.raises(TypeError, match=message):
+        function(env)
+
+
+def test_no_environment_of_a_buffer():
+    with pytest.raises(TypeError, match=r"SB3RolloutBuffer takes as acting_in an SB3VecEnv, .* got NoneType"):
+        SB3RolloutBuffer(8, spaces.Box(0, 1), spaces.Discrete(2), acting_in=None)  # type: ignore[arg-type]

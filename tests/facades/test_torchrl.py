@@ -287,6 +287,14 @@ def test_seeds(parallel):
     assert env.env.seed() == (8, 9, 10)
 
 
+@pytest.mark.parametrize(("seed", "error"), [(-1, ValueError), (1.5, TypeError), ([1, 2], TypeError)])
+def test_wrong_seeds_change_nothing(seed, error, parallel):
+    env = TorchRLEnv(parallel(StackableAgents))
+    with pytest.raises(error, match="seed must"):
+        env.set_seed(seed)
+    env.reset()
+
+
 def test_options(parallel):
     env = TorchRLEnv(parallel(Hunt))
     env.reset(options={"map": 3})
@@ -387,7 +395,7 @@ def test_wrong_auto_reset_mode(mode, parallel):
 
 
 def test_wrong_type_of_env():
-    with pytest.raises(TypeError, match="TorchRLEnv is made of a ParallelEnv, got StackableAgents"):
+    with pytest.raises(TypeError, match="TorchRLEnv is made of a ParallelEnv, got StackableAgents: pass ParallelEnv"):
         TorchRLEnv(StackableAgents())
 
 
@@ -404,7 +412,9 @@ def test_before_the_first_reset(parallel):
 def test_missing_actions(parallel):
     env = TorchRLEnv(parallel(StackableAgents))
     data = env.reset()
-    with pytest.raises(ValueError, match="no actions for the group 'cow'"):
+    with pytest.raises(
+        ValueError, match=r"the group 'cow': there is no \('cow', 'action'\), only .*observation.*rand_action"
+    ):
         env.step(data)
     data["cow", "action"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"agents \['cow_0', 'cow_1', 'cow_2'\]: expected 3 x 3 integers.*float32"):

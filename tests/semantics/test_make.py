@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -152,6 +153,12 @@ def test_error_in_a_file(tmp_path, monkeypatch):
             "no environment is registered as 'CartPole-v999'; similar .* CartPole-v1",
         ),
         ("no_such_module:Here-v0", ImportError, "no_such_module"),
+        (
+            "mpe_not_installed.simple_v1",
+            ImportError,
+            "'mpe_not_installed': install the package that contains it, or pass",
+        ),
+        (json, TypeError, "got the module itself: pass its name, 'json'"),
         ("json.loads", ImportError, "a function of a module is named 'json:loads'"),
         ("no/such/file.py:env", FileNotFoundError, "there is no file .*no/such/file.py"),
     ],
@@ -159,6 +166,15 @@ def test_error_in_a_file(tmp_path, monkeypatch):
 def test_wrong_names(name, error, message):
     with pytest.raises(error, match=message):
         make(name)
+
+
+def test_missing_library_of_the_examples(monkeypatch):
+    for module in [name for name in sys.modules if name.partition(".")[0] == "mpe2"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:2])  # only modules that are part of the interpreter
+    with pytest.raises(ImportError, match=r"'mpe2': install .* \(the extra 'mpe' of marl-parallel does so\)"):
+        make("mpe2.simple_spread_v3")
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -220,7 +220,7 @@ def test_wrong_arguments_write_nothing(arguments, message, tmp_path):
 
 
 def test_wrong_types_of_env_and_policy(tmp_path):
-    with pytest.raises(TypeError, match="recorded of a ParallelEnv, got Lamp"):
+    with pytest.raises(TypeError, match=r"recorded of a ParallelEnv, got Lamp: make one .* without facade="):
         record_video(Lamp(), tmp_path / "lamp.gif", 2)
     with (
         lamps() as env,
