@@ -460,17 +460,24 @@ class RayBackend(Backend):
         lost = []
         for worker, actor in self._actors.items():
             if actor.starting is not None and time.monotonic() - actor.since > self._placement_timeout:
-                text = self._never_started(worker)
+                text = self._never_started(worker, self._places[worker], self._resources)
                 if not actor.spare:
                     raise ParallelEnvError(text, env_ids=[*self._shares[worker]], worker=worker)
                 lost.append((worker, Lost(None, "", text)))
         return lost
 
-    def _never_started(self, worker: int, reason: str = "") -> str:
+    def _never_started(self, worker: int, place: Place, resources: Mapping[str, float], reason: str = "") -> str:
+        to_do = "Add nodes, or raise RayBackend(placement_timeout=)"
+        if not reason and not place.shared and placement_group_table(place.group)["state"] == "CREATED":
+            reason = "Ray has set aside what it needs, but its process is not ready yet"
+            to_do = (
+                "Raise RayBackend(placement_timeout=), as the node may be busy or install a runtime_env, or read Ray's "
+                "logs on that node"
+            )
+        started = "started" if self._slices is None else "replaced"
         return (
-            f"worker {worker} could not be {'started' if self._slices is None else 'replaced'} within "
-            f"{self._placement_timeout:g} s: {reason or shortage_of(self._resources, 1)}. Add nodes, or raise "
-            "RayBackend(placement_timeout=)"
+            f"worker {worker} could not be {started} within {self._placement_timeout:g} s: "
+            f"{reason or shortage_of(resources, 1)}. {to_do}"
         )
 
     def _receive(self, worker: int, packed: Any) -> list[Reply | Lost]:
@@ -563,7 +570,7 @@ class RayBackend(Backend):
         if actor.starting is not None and self._slices is not None and not actor.spare:
             # It has not begun, so this is no fault of its environments. Ray may not know yet that a machine is gone.
             if time.monotonic() - actor.since > self._placement_timeout:
-                why = self._never_started(worker, reason)
+                why = self._never_started(worker, self._places[worker], self._resources, reason)
                 raise ParallelEnvError(why, env_ids=[*self._shares[worker]], worker=worker)
             self.replace(worker)
             self._actors[worker].waiting = actor.waiting
@@ -791,10 +798,12 @@ def ray_options(resources: Mapping[str, float]) -> dict[str, Any]:
 def shortage_of(resources: Mapping[str, float], count: int, of: str = "workers") -> str:
     """What so many workers or nodes want, and what the cluster has."""
     total, free = ray.cluster_resources(), ray.available_resources()
+    resources = {name: amount for name, amount in resources.items() if name != _SLOT} or resources
     each = ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
     there = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in resources)
     needed = f"it wants {each}" if count == 1 else f"{count} {of} want {each} each"
-    return f"{needed}, the {sum(node['Alive'] for node in ray.nodes())} nodes have {there} together"
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    return f"{needed}, the {nodes} node{'s have' if nodes != 1 else ' has'} {there} together"
 
 
 def _monitor_of(node: str, runtime_env: dict[str, Any] | None) -> Any:

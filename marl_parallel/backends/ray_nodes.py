@@ -35,7 +35,6 @@ from marl_parallel.backends.ray_backend import (
     ray_options,
     reason_of,
     results_of,
-    shortage_of,
 )
 from marl_parallel.backends.ray_node import CONCURRENCY_GROUPS, Order, RayNode, Results, unpack
 from marl_parallel.core.backend import most_workers, share_out
@@ -420,7 +419,7 @@ class RayNodesBackend(RayBackend):
         if node.starting is None or time.monotonic() - node.since <= self._placement_timeout:
             return []
         worker = next(worker for worker, one in self._node_of.items() if one is node)
-        text = self._never_started(worker, reason or shortage_of(self._bundles[node.bundle], 1))
+        text = self._never_started(worker, self._places[node.bundle], self._bundles[node.bundle], reason)
         if node.spare:
             return self._give_up(node, text)
         raise ParallelEnvError(text, env_ids=[*self._shares[worker]], worker=worker)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 import gymnasium
@@ -330,6 +332,14 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
             raise ValueError(
                 f"env_config[{OPTIONS!r}] may not have {', '.join(reserved)}: RLlib's config has the environment and "
                 'the seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
+            )
+        known = {*signature(ParallelEnv).parameters, "min_envs", "scalarize"} - {*_RESERVED}
+        if unknown := options.keys() - known:
+            near = sorted({name for one in unknown for name in get_close_matches(str(one), known)})
+            instead = f"; did you mean {', '.join(near)}?" if near else f"; it takes {', '.join(sorted(known))}"
+            raise TypeError(
+                f"env_config[{OPTIONS!r}] has arguments that ParallelEnv does not know: "
+                f"{', '.join(sorted(map(str, unknown)))}{instead}"
             )
         self._min_envs: int | None = options.pop("min_envs", None)
         if self._min_envs is not None:

@@ -174,6 +174,23 @@ def test_too_little_room(single_node):
         env.reset()
 
 
+@pytest.mark.parametrize("arguments", [{}, {"num_nodes": 1}])
+def test_slow_start(arguments, single_node, monkeypatch):
+    """There is room, so the error does not ask for more nodes."""
+    backend = RayBackend(**arguments)
+    reserve = backend._reserve
+
+    def reserve_and_hurry(*reserved):
+        reserve(*reserved)
+        backend._placement_timeout = 0.01
+
+    monkeypatch.setattr(backend, "_reserve", reserve_and_hurry)
+    with pytest.raises(ParallelEnvError, match=r"within 0\.01 s: Ray has set aside what it needs") as caught:
+        ParallelEnv([Skirmish], backend=backend, num_workers=1)
+    assert "Raise RayBackend(placement_timeout=)" in str(caught.value)
+    assert "Add nodes" not in str(caught.value)
+
+
 def test_no_room_for_a_replacement(three_nodes):
     """Each node has room for one worker; when a node is removed, there is none left for the replacement."""
     backend = RayBackend(num_cpus=2, placement_timeout=20)

@@ -105,7 +105,7 @@ def test_bad_numbers(single_node):
 
 def test_too_little_room(single_node):
     backend = RayBackend(num_cpus=3, num_nodes=2, workers_per_node=2, placement_timeout=0.5)
-    with pytest.raises(ParallelEnvError, match=r"2 nodes want 6 CPU each, the 1 nodes have 8 CPU"):
+    with pytest.raises(ParallelEnvError, match=r"2 nodes want 6 CPU each, the 1 node has 8 CPU"):
         ParallelEnv([Skirmish] * 4, backend=backend)
 
 

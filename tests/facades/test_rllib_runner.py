@@ -322,8 +322,12 @@ def test_options(runner_of):
     for name in ("auto_reset", "seed", "copy"):
         with pytest.raises(ValueError, match=rf"env_config\['parallel_env'\] may not have {name}"):
             ParallelMultiAgentEnvRunner(config=config_for(DyingRLlibAgents, parallel_env={name: False}))
-    with pytest.raises(TypeError, match="workers"):
-        ParallelMultiAgentEnvRunner(config=config_for(DyingRLlibAgents, parallel_env={"workers": 3}))
+    for name, message in (
+        ("on_eror", "ParallelEnv does not know: on_eror; did you mean on_error"),
+        ("xyz", "ParallelEnv does not know: xyz; it takes .*min_envs, num_workers.*scalarize"),
+    ):
+        with pytest.raises(TypeError, match=rf"env_config\['parallel_env'\] has arguments that {message}"):
+            ParallelMultiAgentEnvRunner(config=config_for(DyingRLlibAgents, parallel_env={name: 3}))
     runner = runner_of(config_for(DyingRLlibAgents, parallel_env={"backend": "thread", "num_workers": 1}))
     assert runner.env.env.num_workers == 1
 
