@@ -4,7 +4,8 @@
     python benchmarks/collect_rollouts.py --quick   half a minute; writes only where --output says so
 
 The contenders are in `collectors.py`; `contest.py` measures them in turns. With each first rollout, it is checked that
-all of it was stored. Contenders whose library is not installed are listed with the reason. PyTorch has one thread.
+all of it was stored. Contenders whose library is not installed are listed with the reason; the policy is that of an
+example, and needs `tyro`. PyTorch has one thread.
 
 PufferLib 3 is the distribution `pufferlib-core`. Its releases from 3.0.22 on want another PyTorch than TorchRL, but
 run with TorchRL's: `pip install torchrl psutil`, then `pip install --no-deps pufferlib-core`.

@@ -176,6 +176,7 @@ def facade_torchrl(case: Rollouts) -> Iterator[Collect]:
 def torchrl(case: Rollouts) -> Iterator[Collect]:
     from torchrl.envs import ParallelEnv
 
+    policy()  # if it raises, then before there are workers, which would keep the script from exiting
     make = functools.partial(torchrl_envs, case.constructor, case.num_envs // case.workers)
     env = ParallelEnv(case.workers, make)
     env.set_seed(SEED)
