@@ -4,10 +4,11 @@
     python benchmarks/collect_rollouts.py --quick   half a minute; writes only where --output says so
 
 The contenders are in `collectors.py`; `contest.py` measures them in turns. With each first rollout, it is checked that
-all of it was stored. Contenders whose library is not installed are listed with the reason. PyTorch has one thread.
+all of it was stored. Contenders whose library is not installed are listed with the reason; the policy is that of an
+example, and needs `tyro`. PyTorch has one thread.
 
-PufferLib 3 is built by downloading from other sites. Where that fails, its Python files are enough: unpack the source
-distribution and name it in PYTHONPATH.
+PufferLib 3 is the distribution `pufferlib-core`. Its releases from 3.0.22 on want another PyTorch than TorchRL, but
+run with TorchRL's: `pip install torchrl psutil`, then `pip install --no-deps pufferlib-core`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from marl_parallel.cli.report import in_one_line, machine, progress, write_json
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "collect_rollouts"
-REST_S = 0.6
 CASE = Rollouts("simple_spread_v3", simple_spread_v3.parallel_env, 16, workers=2, episode_steps=25, num_steps=128)
 BASES = {"the former loop": collectors.GLUE.name, "`Rollout`": collectors.ROLLOUT.name}
 """Contenders to whose throughput the others' is compared, with their names in headings."""
@@ -78,17 +78,12 @@ class Report:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def run(case: Rollouts, contenders: Sequence[Contender], seconds: float, repeats: int, rest_s: float) -> Report:
+def run(case: Rollouts, contenders: Sequence[Contender], seconds: float, repeats: int) -> Report:
     described = machine(DISTRIBUTIONS)
     used: dict[str, list[tuple[float, float]]] = {one.name: [] for one in contenders}
     accounted = [replace(one, start=functools.partial(accounting, one, used[one.name])) for one in contenders]
     with progress(turns(contenders, repeats)) as on_turn:
-
-        def rest(text: str) -> None:
-            on_turn(text)
-            time.sleep(rest_s)  # PufferLib's workers poll for half a second after their last step
-
-        rounds, missing = measure(case, accounted, seconds, repeats, rest)
+        rounds, missing = measure(case, accounted, seconds, repeats, on_turn)
     rates = {name: [case.num_steps * rate for rate in own] for name, own in rounds.items()}
     results = []
     for name, own in rates.items():
@@ -167,7 +162,7 @@ def main(
     if quick:
         seconds, repeats, case = 0.02, 2, replace(CASE, num_steps=30)
     one_thread_each()
-    report = run(case, chosen, seconds, repeats, rest_s=0.0 if quick else REST_S)
+    report = run(case, chosen, seconds, repeats)
     print(markdown(report))
     directory = folder_for(output, RESULTS, whole=not (quick or only or workers != CASE.workers))
     if directory is not None:

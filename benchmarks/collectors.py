@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from contest import SEED, Case, Contender
 from facades import parallel_env
-from peers import pufferlib_envs, torchrl_envs
+from peers import PUFFERLIB_POLLS_S, pufferlib_envs, torchrl_envs
 from version_stepper import Loops
 
 from marl_parallel import Current, Rollout
@@ -176,6 +176,7 @@ def facade_torchrl(case: Rollouts) -> Iterator[Collect]:
 def torchrl(case: Rollouts) -> Iterator[Collect]:
     from torchrl.envs import ParallelEnv
 
+    policy()  # if it raises, then before there are workers, which would keep the script from exiting
     make = functools.partial(torchrl_envs, case.constructor, case.num_envs // case.workers)
     env = ParallelEnv(case.workers, make)
     env.set_seed(SEED)
@@ -220,7 +221,7 @@ def pufferlib(case: Rollouts, batches: int) -> Iterator[Collect]:
 
         def collect() -> Batch:
             for number in range(case.num_steps * batches):
-                observations, reward, terminations, truncations, _, rows, _ = env.recv()
+                observations, reward, terminations, truncations, _, _, rows, _ = env.recv()
                 at = number // batches, slice(rows[0], rows[-1] + 1)
                 seen[at] = torch.as_tensor(observations)
                 rewards[at] = torch.as_tensor(reward)
@@ -258,14 +259,17 @@ CONTENDERS = [
     Contender(
         "PufferLib Multiprocessing, one batch",
         functools.partial(pufferlib, batches=1),
-        "`PettingZooPufferEnv`, `num_workers={workers}`, and the loop of its trainer",
+        "`PettingZooPufferEnv` of its `MeanOverAgents`, `num_workers={workers}`, and the loop of its trainer; "
+        "PufferLib 3 from the distribution `pufferlib-core`",
         next_step=True,
+        polls_s=PUFFERLIB_POLLS_S,
     ),
     Contender(
         "PufferLib Multiprocessing, two batches",
         functools.partial(pufferlib, batches=2),
         "the same, with `batch_size` half of the environments: one half simulates while the policy acts for the other",
         next_step=True,
+        polls_s=PUFFERLIB_POLLS_S,
     ),
     Contender(
         "TorchRL Collector",

@@ -40,6 +40,7 @@ PEERS = [
     peers.PUFFERLIB,
     peers.TORCHRL,
     peers.TORCHRL_SERIAL,
+    peers.TORCHRL_ASYNC,
     peers.TIANSHOU,
     peers.RAY_ACTORS,
 ]

@@ -5,7 +5,8 @@ the same random actions. Libraries are imported when a contender starts, since t
 virtual environment. A contender that cannot start is left out, with the reason.
 
 Contenders stay open while others are measured, and alternate in rounds, so that a slow or busy machine affects all of
-them. Between its turns, a contender waits for its next call and uses no CPU.
+them. Between its turns, a contender waits for its next call and uses no CPU: where its processes go on polling after a
+call, the next turn starts when they have stopped.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from marl_parallel.cli.measure import Actions, draw_actions
 
 SEED = 42
 DISTRIBUTIONS = (
-    "mpe2", "SuperSuit", "stable-baselines3", "torch", "torchrl", "tensordict", "ray", "agilerl", "smarts", "pufferlib",
-    "tianshou", "envpool",
+    "mpe2", "SuperSuit", "stable-baselines3", "torch", "torchrl", "tensordict", "ray", "agilerl", "smarts",
+    "pufferlib-core", "tianshou", "envpool",
 )  # fmt: skip
 """Distributions whose versions are saved, if they are installed."""
 
@@ -93,6 +94,7 @@ class Contender:
         start: Returns a context in which it is open and has been reset.
         setting: Its settings, for a note.
         next_step: Whether a reset takes a call of its own, which is not counted as a step.
+        polls_s: Seconds for which its processes poll after a call, and use CPUs that the next contender needs.
         ours: Whether it belongs to this package; then its errors are raised.
     """
 
@@ -100,6 +102,7 @@ class Contender:
     start: Callable[[Case], AbstractContextManager[Step]]
     setting: str = ""
     next_step: bool = False
+    polls_s: float = 0.0
     ours: bool = False
 
     def counted(self, case: Case) -> float:
@@ -140,9 +143,11 @@ def measure(
                 missing[one.name] = reason(error)
             else:
                 ready.append((one, step))
+                time.sleep(one.polls_s)
         for one, step in ready * repeats:
             on_turn(f"{case.name}: {one.name}")
             rounds.setdefault(one.name, []).append(one.counted(case) * _calls_per_second(step, seconds))
+            time.sleep(one.polls_s)
     return rounds, missing
 
 

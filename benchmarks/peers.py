@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -14,7 +12,10 @@ import gymnasium
 import numpy as np
 import pettingzoo
 from contest import SEED, Actions, Case, Contender, Step, stepping
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector.utils import CloudpickleWrapper, batch_space
+
+PUFFERLIB_POLLS_S = 0.6
+"""Its workers poll without pause for half a second after a step, then every 10 ms."""
 
 
 @contextmanager
@@ -90,12 +91,15 @@ def sb3_subproc(case: Case) -> Iterator[Step]:
         yield stepping(env.step, case.joint)
 
 
-def torchrl_env(constructor: Callable[[], Any]) -> Any:
+def torchrl_env(constructor: Callable[[], Any], seed: int | None = None) -> Any:
     from torchrl.envs import PettingZooWrapper
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PettingZoo in TorchRL is tested using version")
-        return PettingZooWrapper(constructor())
+        env = PettingZooWrapper(constructor())
+    if seed is not None:
+        env.set_seed(seed)
+    return env
 
 
 def torchrl_envs(constructor: Callable[[], Any], count: int) -> Any:
@@ -112,11 +116,29 @@ def torchrl_parallel(case: Case, shared: bool) -> Iterator[Step]:
         make = functools.partial(torchrl_envs, case.constructor, case.num_envs // case.workers)
     else:
         make = functools.partial(torchrl_env, case.constructor)
-    with closing(torchrl_env(case.constructor)) as one:
-        group_map = one.group_map
     with closing(ParallelEnv(case.workers if shared else case.num_envs, make)) as env:
         env.set_seed(SEED)
-        yield torchrl_stepping(env, group_map, case)
+        yield torchrl_stepping(env, torchrl_groups(case), case)
+
+
+@contextmanager
+def torchrl_async(case: Case) -> Iterator[Step]:
+    from torchrl.envs import AsyncEnvPool
+
+    # The pool cannot set seeds, and pickles constructors without cloudpickle.
+    makers = [
+        CloudpickleWrapper(functools.partial(torchrl_env, case.constructor, SEED + place))
+        for place in range(case.num_envs)
+    ]
+    options = {"backend": "multiprocessing", "exchange": "shm", "envs_per_worker": case.num_envs // case.workers}
+    with closing(AsyncEnvPool(makers, **options)) as env:
+        yield torchrl_stepping(env, torchrl_groups(case), case)
+
+
+def torchrl_groups(case: Case) -> dict[str, list[str]]:
+    """The agents of each group into which TorchRL's wrapper divides them."""
+    with closing(torchrl_env(case.constructor)) as env:
+        return dict(env.group_map)
 
 
 def torchrl_stepping(env: Any, group_map: dict[str, list[str]], case: Case) -> Step:
@@ -204,21 +226,20 @@ def smarts_parallel(case: Case) -> Iterator[Step]:
         env.close(terminate=True)
 
 
+def pufferlib_env(constructor: Callable[[], Any], **options: Any) -> Any:
+    from pufferlib.emulation import PettingZooPufferEnv
+    from pufferlib.pufferlib import MeanOverAgents
+
+    return PettingZooPufferEnv(MeanOverAgents(constructor()), **options)
+
+
 @contextmanager
 def pufferlib_envs(case: Case, **options: Any) -> Iterator[Any]:
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
-        warnings.simplefilter("ignore")
-        before = os.getcwd()
-        os.chdir(folder)  # its import leaves a link where it runs
-        try:
-            import pufferlib.emulation
-            import pufferlib.vector
-        finally:
-            os.chdir(before)
+    from pufferlib.vector import Multiprocessing, make
 
-    creator = functools.partial(pufferlib.emulation.PettingZooPufferEnv, env_creator=case.constructor)
-    options = {"backend": pufferlib.vector.Multiprocessing, "num_workers": case.workers, **options}
-    with closing(pufferlib.vector.make(creator, num_envs=case.num_envs, **options)) as env:
+    create = functools.partial(pufferlib_env, case.constructor)
+    options = {"backend": Multiprocessing, "num_workers": case.workers, **options}
+    with closing(make(create, num_envs=case.num_envs, **options)) as env:
         yield env
 
 
@@ -302,6 +323,12 @@ TORCHRL_SERIAL = Contender(
     functools.partial(torchrl_parallel, shared=True),
     "the same, in {workers} processes with several environments each",
 )
+TORCHRL_ASYNC = Contender(
+    "TorchRL AsyncEnvPool",
+    torchrl_async,
+    'of `PettingZooWrapper`s; `backend="multiprocessing", exchange="shm"`; in {workers} processes with several '
+    "environments each (`envs_per_worker`), which are threads; all are stepped at once, and the call waits for all",
+)
 AGILERL = Contender(
     "AgileRL AsyncPettingZooVecEnv", agilerl_async, "default settings; one process per environment (no other setting)"
 )
@@ -317,9 +344,11 @@ SMARTS = Contender(
 PUFFERLIB = Contender(
     "PufferLib Multiprocessing",
     pufferlib_multiprocessing,
-    "`PettingZooPufferEnv`, `num_workers={workers}`, its buffers in shared memory; the newest release that installs "
-    "without downloading anything while it is built, 1.0.1",
+    "`PettingZooPufferEnv` of its `MeanOverAgents`, so that empty infos need no message; `num_workers={workers}`, its "
+    "buffers in shared memory; the process that calls it and its workers poll without sleeping while they wait; "
+    "PufferLib 3 from the distribution `pufferlib-core`, unchanged",
     next_step=True,
+    polls_s=PUFFERLIB_POLLS_S,
 )
 TIANSHOU = Contender(
     "Tianshou SubprocVectorEnv",

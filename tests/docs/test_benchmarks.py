@@ -296,6 +296,17 @@ def test_contender_that_cannot_start_is_listed_with_the_reason(compare_facades):
         contest.measure(case, [contest.Contender("ours", fails, ours=True)], 0.001, 1, lambda text: None)
 
 
+def test_next_turn_starts_when_workers_have_stopped_polling(compare_facades, monkeypatch):
+    import contest
+
+    case, loop = compare_facades.synthetic(2, 3), compare_facades.peers.LOOP
+    polling = contest.Contender("polling", loop.start, polls_s=0.25)
+    events = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: seconds and events.append(seconds))
+    contest.measure(case, [polling, loop], 0.001, 2, lambda text: events.append(text.removeprefix(f"{case.name}: ")))
+    assert events == ["polling starts", 0.25, "plain loop starts", *["polling", 0.25, "plain loop"] * 2]
+
+
 @pytest.mark.rest
 def test_compare_peers(tmp_path):
     """Missing packages are listed; the others are measured on each simulator."""
@@ -303,8 +314,9 @@ def test_compare_peers(tmp_path):
     report = json.loads((tmp_path / "compare_peers.json").read_text())
     measured = {(one["environment"], one["against"]) for one in report["results"]}
     assert measured >= {("simple_spread_v3", "plain loop"), ("synthetic 0 µs", "plain loop")}
-    everybody = {"SMARTS ParallelEnv", "SuperSuit", "PufferLib Multiprocessing", "Tianshou SubprocVectorEnv"}
-    assert everybody <= {name for _, name in measured} | {*report["missing"]}
+    everybody = {name for _, name in measured} | {*report["missing"]}
+    assert {"SMARTS ParallelEnv", "SuperSuit", "PufferLib Multiprocessing", "TorchRL AsyncEnvPool"} <= everybody
+    assert "Tianshou SubprocVectorEnv" in everybody
     assert (tmp_path / "compare_peers.png").read_bytes().startswith(b"\x89PNG")
     shown = run("compare_peers.py", "--markdown", "--output", str(tmp_path)).stdout
     assert "| marl_parallel, dicts |" in shown
