@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -38,16 +40,14 @@ print("pids", *env.call(lambda _: os.getpid()), flush=True)
 """
 
 
-def child_reapers() -> set[int]:
-    """The processes that outlive a driver to end what its workers leave."""
-    return {process.pid for process in psutil.process_iter() if "marl_parallel-child-reaper" in _command(process)}
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # gone meanwhile
-        return []
+def child_reapers(mark: str) -> list[int]:
+    """The processes that outlive a driver to end what its workers leave, of clusters that were started with a mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # gone meanwhile, or another user's
+            if "marl_parallel-child-reaper" in process.cmdline() and process.environ().get("STARTED_BY") == mark:
+                found.append(process.pid)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def _command(process: psutil.Process) -> list[str]:
         ("time.sleep(600)", "another's"),
     ],
 )
-def test_end_of_a_script(ending, cluster, ray_clusters):
+def test_end_of_a_script(ending, cluster, ray_clusters, monkeypatch):
     """Without `close`, with `close`, by an exception and killed: workers and their simulators' children end."""
-    if cluster == "own":
-        ray_clusters.shut_down()
-    else:
+    mark, children = f"{os.getpid()} {time.monotonic()}", Children(os.getpid())
+    monkeypatch.setenv("STARTED_BY", mark)
+    ray_clusters.shut_down()
+    if cluster != "own":
         ray_clusters.one_node()
-    before, children = child_reapers(), Children(os.getpid())
     script = SCRIPT.format(ending=ending, tests=str(TESTS), tag=os.getpid())
     address = "local" if cluster == "own" else ray.get_runtime_context().gcs_address
     environ = {**os.environ, "RAY_ADDRESS": address}
@@ -73,12 +73,12 @@ def test_end_of_a_script(ending, cluster, ray_clusters):
         pids = [*map(int, next(line for line in process.stdout if line.startswith("pids")).split()[1:])]
         if "sleep" in ending:
             assert wait_for(lambda: len(children.running()) == 8)
-            assert len(child_reapers() - before) == 1
+            assert len(child_reapers(mark)) == 1
             process.kill()
         assert process.wait(60) == {"raise SystemExit(3)": 3, "time.sleep(600)": -signal.SIGKILL}.get(ending, 0)
     assert gone(pids, 30)
     assert children.gone(30)
-    assert wait_for(lambda: child_reapers() <= before)
+    assert wait_for(lambda: not child_reapers(mark))
 
 
 def test_page_and_example(ray_clusters):

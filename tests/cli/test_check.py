@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -17,8 +18,11 @@ import pytest
 from gymnasium import spaces
 from helpers import SIMULATORS
 from helpers.processes import gone
+from pettingzoo.classic import tictactoe_v3
 from simulators.deterministic import Hunt
 from simulators.failing import LockedError, PickyError
+from simulators.masked_actions import by_infos
+from simulators.variable_agents import VariableAgents, VariableDictAgents
 from typer.testing import CliRunner
 
 from marl_parallel.adapters import adapt
@@ -30,6 +34,8 @@ from marl_parallel.cli.check import (
     Job,
     Question,
     Severity,
+    Solo,
+    Traits,
     examine,
     fingerprint,
     first_difference,
@@ -127,19 +133,32 @@ def test_step_and_reset_times(alone):
     assert 20e-3 <= facts["reset"]["median_s"] <= facts["reset"]["p99_s"]
 
 
-def test_what_is_seen_of_agents():
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (by_infos, "action masks (guest, host); no state; no agents that join late; "
+         "agents that end before others (guest)"),
+        (VariableAgents, "no action masks; a state, Box(-inf, inf, (2,), float64); no agents that join late; "
+         "agents that end before others (a, b)"),
+        (VariableDictAgents, "no action masks; no state; agents that join late (c); "
+         "agents that end before others (a, b)"),
+        (tictactoe_v3.raw_env, "action masks (player_1, player_2); no state; no agents that join late; "
+         "no agents that end before others; agents take turns"),
+    ],
+)  # fmt: skip
+def test_what_is_seen_of_agents(make, text):
     """Masks, agents that come and go, turns and the state."""
-    expected = {
-        "masked_actions.py:by_infos": "action masks (guest, host); no state; no agents that join late; "
-        "agents that end before others (guest)",
-        "variable_agents.py:VariableAgents": "no action masks; a state, Box(-inf, inf, (2,), float64); "
-        "no agents that join late; agents that end before others (a, b)",
-        "variable_agents.py:VariableDictAgents": "no action masks; no state; agents that join late (c); "
-        "agents that end before others (a, b)",
-    }
-    jobs = [Job("alone", f"{SIMULATORS / name}", "{}", **BRIEF) for name in expected]
-    for done, outcome in run_probes(jobs, 2, lambda job: None):
-        assert in_words(outcome.facts) == expected[Path(done.environment).name]
+    solo, traits = Solo(adapt(make())), Traits()
+    solo.inspect = functools.partial(traits.note, solo.env)
+    actor = Actor(solo.env.action_spaces, 0)
+    for seed in range(5):
+        now = solo.begin(seed)
+        for _ in range(12):
+            if not now.acting:
+                break
+            now = solo.episode.step(actor(now.acting, now.observations, now.infos))
+    state = None if solo.env.state_space is None else str(solo.env.state_space)
+    assert in_words({**traits.facts(), "state": state}) == text
 
 
 def test_no_process_is_left(alone):
