@@ -707,6 +707,9 @@ class Pool:
         if not recycler.looks(now):
             return
         recycler.measure([worker for worker, queue in self._queues.items() if queue.share], now)
+        for worker in [worker for worker, queue in self._queues.items() if not queue.share and queue.ends_by is None]:
+            if recycler.is_leaving(worker):
+                self._drop_spares(worker)  # others are made elsewhere
         for worker, queue in [*self._queues.items()]:
             if queue.ends_by is not None:
                 late = now >= queue.ends_by
@@ -717,12 +720,8 @@ class Pool:
                     )  # fmt: skip
                 if self.backend.remove(worker, kill=late):
                     self._remove(worker)
-            elif self.closed:
-                return
-            elif queue.share:
+            elif queue.share and not self.closed:
                 self._look_at(recycler, worker, queue, now)
-            elif recycler.is_leaving(worker):
-                self._drop_spares(worker)
 
     def _look_at(self, recycler: Recycler, worker: int, queue: WorkerQueue, now: float) -> None:
         if recycler.is_to_be_killed(worker):

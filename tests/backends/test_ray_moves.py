@@ -99,7 +99,7 @@ def test_announced_end_of_a_node(has_spares, kind, three_nodes):
         if has_spares:  # on the same node, so that others are constructed elsewhere
             pool = env.runner.pool
             pool._add_spares(pool.recycler, 0, time.monotonic())
-            assert wait_for(lambda: watched.step() or pool._are_prepared(pool._queues[0]), timeout=90)
+            assert wait_for(lambda: watched.step() or all(map(pool._is_prepared, pool._slots_of(0))), timeout=90)
         drain(node)
         watched.step_until(lambda nodes: node not in nodes)
         (doomed,) = (one for one in three_nodes.worker_nodes if one.node_id == node)
