@@ -898,20 +898,20 @@ class Traits:
     late: set[str] = field(default_factory=set)  # join an episode after its reset
     early: set[str] = field(default_factory=set)  # end while others go on
     takes_turns: bool = False
-    _begun: set[Any] = field(default_factory=set)  # the agents of the present episode
+    _agents: set[Any] = field(default_factory=set)  # the agents of the present episode
     _ended: set[Any] = field(default_factory=set)
 
     def note(self, env: MultiAgentEnv, dicts: Sequence[dict[Any, Any]]) -> None:
         """Note the two dicts of a reset or the five of a step."""
         observations, *results, infos = dicts
         if not results:
-            self._begun, self._ended = {*observations}, set()
-        self.late |= {str(agent) for agent in observations.keys() - self._begun}
-        self._begun |= observations.keys()
+            self._agents, self._ended = {*observations}, set()
+        self.late |= {str(agent) for agent in observations.keys() - self._agents}
+        self._agents |= observations.keys()
         if results:
             for flags in results[1:]:
                 self._ended |= {agent for agent, flag in flags.items() if is_flag(flag) and flag and agent != ALL}
-            if self._begun - self._ended:
+            if self._agents - self._ended:
                 self.early |= {str(agent) for agent in self._ended}
         self.masked |= {
             str(agent) for agent in observations if mask_of(observations[agent], infos.get(agent)) is not None

@@ -729,8 +729,8 @@ class Pool:
             return
         slots = self._slots_of(worker)
         is_past = recycler.is_past_limit(worker, slots, now)
-        without = [slot for slot in slots if slot.spare is None]
-        if without and self.backend.has_spares and (is_past or recycler.wants_spares(without, now)):
+        missing = [slot for slot in slots if slot.spare is None]
+        if missing and self.backend.has_spares and (is_past or recycler.wants_spares(missing, now)):
             self._add_spares(recycler, worker, now)
         if is_past and (all(map(self._is_prepared, slots)) or not self.backend.has_spares):
             for slot in slots:
@@ -927,7 +927,7 @@ class Pool:
                 if reply.message is Message.ADOPT:
                     if failure is None and slot.renewing:
                         self._apply_first(slot, reply.completed, result)
-                elif queue.note_prepared(env_id):
+                elif queue.count_prepared(env_id):
                     del queue.preparing[env_id]
                     if failure is None and slot.renewing:
                         self._move(slot, worker)
@@ -936,7 +936,7 @@ class Pool:
                 self._note_unprepared(recycler, worker, slot, str(reports.env_error(env_id, worker, failure)))
                 if worker not in self._queues:
                     return
-            elif queue.note_prepared(env_id):
+            elif queue.count_prepared(env_id):
                 self._note_prepared(recycler, worker)
 
     def _note_prepared(self, recycler: Recycler, worker: int) -> None:
@@ -959,7 +959,7 @@ class Pool:
         queue = self._queues[worker]
         if not queue.share:
             self._lose_spares(worker, error)
-        elif queue.note_prepared(slot.env_id):
+        elif queue.count_prepared(slot.env_id):
             del queue.preparing[slot.env_id]
             slot.spare = None
             self._warn_of_spares(recycler, queue.position, [slot.env_id], error)

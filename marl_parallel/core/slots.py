@@ -120,7 +120,7 @@ class WorkerQueue:
         """Whether environments are being constructed that will be needed later."""
         return any(self.preparing.values())
 
-    def note_prepared(self, env_id: int) -> bool:
+    def count_prepared(self, env_id: int) -> bool:
         """Count one request to construct an environment as carried out; returns whether it was the last of them."""
         self.preparing[env_id] -= 1
         return self.preparing[env_id] == 0
