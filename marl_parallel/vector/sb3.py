@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
-from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.buffers import DictRolloutBuffer, RolloutBuffer
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecNormalize
 
 from marl_parallel.action_masks import choices_of
@@ -366,14 +366,14 @@ class SB3VecNormalize(VecNormalize):
 
 
 class SB3RolloutBuffer(RolloutBuffer):
-    """A `RolloutBuffer` for PPO and A2C that leaves the rows of agents that do not act out of training.
+    """A rollout buffer for PPO and A2C that leaves the rows of agents that do not act out of training.
 
-    A model that is saved does not keep `acting_in`. To train it further, load it with
-    `PPO.load(path, env, rollout_buffer_kwargs={"acting_in": env})`.
+    With `Dict` observations, it is a `DictRolloutBuffer`, too. A model that is saved does not keep `acting_in`. To
+    train it further, load it with `PPO.load(path, env, rollout_buffer_kwargs={"acting_in": env})`.
 
     Args:
         buffer_size: As of `RolloutBuffer`; the algorithm passes it, and all arguments but `acting_in`.
-        observation_space: Likewise; no `Dict`.
+        observation_space: Likewise.
         action_space: Likewise.
         *arguments: Likewise.
         acting_in: The `SB3VecEnv`, or a wrapper around it. Stable-Baselines3 can save only models with an `SB3VecEnv`
@@ -381,7 +381,7 @@ class SB3RolloutBuffer(RolloutBuffer):
         **keywords: As `arguments`.
 
     Raises:
-        TypeError: `acting_in` is something else, or observations are dicts.
+        TypeError: `acting_in` is something else.
 
     Example:
         >>> from stable_baselines3 import PPO
@@ -393,6 +393,10 @@ class SB3RolloutBuffer(RolloutBuffer):
         >>> env.close()
     """
 
+    def __new__(cls, buffer_size: int, observation_space: spaces.Space[Any], *_: Any, **__: Any) -> Any:
+        storage = cls._storage(isinstance(observation_space, spaces.Dict))
+        return object.__new__(type(cls.__name__, (cls, storage), {}))
+
     def __init__(
         self,
         buffer_size: int,
@@ -402,15 +406,10 @@ class SB3RolloutBuffer(RolloutBuffer):
         acting_in: VecEnv,
         **keywords: Any,
     ) -> None:
-        if isinstance(observation_space, spaces.Dict):
-            raise TypeError(
-                f"SB3RolloutBuffer takes observations that are arrays, got a Dict of {[*observation_space]}: keep one "
-                "entry with Stable-Baselines3's VecExtractDictObs, or leave rollout_buffer_class out"
-            )
         env = _innermost(acting_in)
         loaded = isinstance(env, _NotSaved) or (env is None and acting_in is not None)
         if not loaded:
-            _check_rows("SB3RolloutBuffer", "acting_in", acting_in)
+            _check_rows(type(self).__name__, "acting_in", acting_in)
             if not isinstance(acting_in, SB3VecEnv | VecNormalize):  # others cannot be pickled
                 warnings.warn(
                     f"Stable-Baselines3 cannot save a model whose acting_in is a {type(acting_in).__name__}: pass the "
@@ -419,6 +418,11 @@ class SB3RolloutBuffer(RolloutBuffer):
                 )
         self._env: SB3VecEnv | None = None if loaded else env
         super().__init__(buffer_size, observation_space, action_space, *arguments, **keywords)
+
+    @staticmethod
+    def _storage(observes_dicts: bool) -> Any:
+        """Stable-Baselines3's own buffer for these observations."""
+        return DictRolloutBuffer if observes_dicts else RolloutBuffer
 
     def reset(self) -> None:
         super().reset()
@@ -429,7 +433,7 @@ class SB3RolloutBuffer(RolloutBuffer):
     def add(self, *arguments: Any, **keywords: Any) -> None:
         if self._env is None:
             raise ValueError(
-                "a model that was loaded does not have the acting_in of its SB3RolloutBuffer: to train it, pass "
+                f"a model that was loaded does not have the acting_in of its {type(self).__name__}: to train it, pass "
                 'rollout_buffer_kwargs={"acting_in": env} to load, too'
             )
         self._acted[self.pos], self._acting = self._acting, self._env.acting
@@ -442,6 +446,28 @@ class SB3RolloutBuffer(RolloutBuffer):
         rows = np.random.permutation(np.flatnonzero(self._acted.swapaxes(0, 1)))
         for start in range(0, len(rows), batch_size or len(rows)):
             yield self._get_samples(rows[start : start + (batch_size or len(rows))])
+
+
+class SB3MaskableRolloutBuffer(SB3RolloutBuffer):
+    """An `SB3RolloutBuffer` for `sb3_contrib.MaskablePPO`: with the action masks of the rows.
+
+    Arguments and errors are those of `SB3RolloutBuffer`. Use `MaskablePPO.load` likewise.
+
+    Example:
+        >>> from sb3_contrib import MaskablePPO
+        >>> from marl_parallel import make
+        >>> from marl_parallel.vector import SB3VecEnv
+        >>> env = SB3VecEnv(make("pettingzoo.classic.tictactoe_v3", num_envs=4, num_workers=2))
+        >>> buffer = {"rollout_buffer_class": SB3MaskableRolloutBuffer, "rollout_buffer_kwargs": {"acting_in": env}}
+        >>> model = MaskablePPO("MultiInputPolicy", env, n_steps=16, n_epochs=1, device="cpu", **buffer).learn(128)
+        >>> env.close()
+    """
+
+    @staticmethod
+    def _storage(observes_dicts: bool) -> Any:
+        from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
+
+        return MaskableDictRolloutBuffer if observes_dicts else MaskableRolloutBuffer
 
 
 def evaluate_policy(

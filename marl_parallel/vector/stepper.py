@@ -302,6 +302,7 @@ class ArrayStepper(OfParallelEnv):
 
         Raises:
             ValueError: Other action spaces, an unknown agent, or none.
+            ClosedEnvironmentError: After `close`.
 
         Example:
             >>> from marl_parallel import make
@@ -315,6 +316,7 @@ class ArrayStepper(OfParallelEnv):
             ((2, 2, 9), dtype('bool'))
             >>> stepper.close()
         """
+        self.runner.check_open()
         masks = action_masks(self.runner.batch, self.runner.schema, agents)
         return masks if self._some is None else masks[self._some[0] : self._some[-1] + 1]
 

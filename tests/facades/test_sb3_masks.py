@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.error import ClosedEnvironmentError
 from mpe2 import simple_spread_v3
 from pettingzoo.classic import connect_four_v3
 from sb3_contrib import MaskablePPO
@@ -93,3 +94,11 @@ def test_continuous_actions_have_no_masks():
     with pytest.raises(ValueError, match="need agents with equal Discrete"):
         env.action_masks()
     env.close()
+
+
+def test_no_masks_after_close():
+    env, _, _ = open_env("masks in infos, agents die")
+    env.reset()
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.action_masks()

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers.episodes import ENVS, SEED, PlainLoop, ended
-from simulators.dying_agents import DyingAgents, TwoAgents
+from sb3_contrib import MaskablePPO
+from simulators.dying_agents import DyingAgents, TwoAgents, TwoMaskedAgents
 from simulators.vector_rewards import Couriers
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 
 from marl_parallel import ParallelEnv
-from marl_parallel.vector import SB3RolloutBuffer, SB3VecEnv, SB3VecNormalize, evaluate_policy
+from marl_parallel.vector import (
+    SB3MaskableRolloutBuffer,
+    SB3RolloutBuffer,
+    SB3VecEnv,
+    SB3VecNormalize,
+    evaluate_policy,
+)
 
-pytestmark = pytest.mark.needs("stable_baselines3")
+pytestmark = pytest.mark.needs("stable_baselines3", "sb3_contrib")
+
+BUFFERS: dict[str, tuple[Any, ...]] = {
+    "arrays": (PPO, SB3RolloutBuffer, TwoAgents, "MlpPolicy"),
+    "dicts": (PPO, SB3RolloutBuffer, functools.partial(TwoMaskedAgents, in_dicts=True), "MultiInputPolicy"),
+    "masks": (MaskablePPO, SB3MaskableRolloutBuffer, TwoMaskedAgents, "MlpPolicy"),
+    "masks and dicts": (
+        MaskablePPO,
+        SB3MaskableRolloutBuffer,
+        functools.partial(TwoMaskedAgents, in_dicts=True),
+        "MultiInputPolicy",
+    ),
+}
 
 
-def opened(**keywords: Any) -> SB3VecEnv:
-    return SB3VecEnv(ParallelEnv([TwoAgents] * 2, num_workers=2, **keywords))
+def opened(make: Any = TwoAgents, **keywords: Any) -> SB3VecEnv:
+    return SB3VecEnv(ParallelEnv([make] * 2, num_workers=2, **keywords))
 
 
 def zeros(env: Any) -> np.ndarray:
@@ -159,25 +179,32 @@ def test_evaluation_counts_the_episodes_of_agents():
     env.close()
 
 
-def test_training_without_the_rows_of_absent_agents():
-    env = opened()
-    model = PPO(
-        "MlpPolicy", env, n_steps=40, batch_size=16, n_epochs=2, device="cpu",
-        rollout_buffer_class=SB3RolloutBuffer, rollout_buffer_kwargs={"acting_in": env},
+@pytest.mark.parametrize("case", BUFFERS)
+def test_training_without_the_rows_of_absent_agents(case):
+    algorithm, buffer, make, policy = BUFFERS[case]
+    env = opened(make)
+    model = algorithm(
+        policy, env, n_steps=40, batch_size=16, n_epochs=2, device="cpu",
+        rollout_buffer_class=buffer, rollout_buffer_kwargs={"acting_in": env},
     )  # fmt: skip
     seen = []
     samples = model.rollout_buffer._get_samples
 
     def recorded(rows: Any, *arguments: Any) -> Any:
         batch = samples(rows, *arguments)
-        seen.append(batch.observations.numpy())
+        seen.append(batch)
         return batch
 
     model.rollout_buffer._get_samples = recorded
     model.learn(160)
-    trained = np.concatenate([part for part in seen if len(part) > 1])
+    seen = [batch for batch in seen if len(batch.actions) > 1]
+    points = [batch.observations["at"] if "dicts" in case else batch.observations for batch in seen]
+    trained = np.concatenate(points)
     assert (trained == 5).all()  # no row of zeros
     assert len(trained) == 2 * 2 * 2 * (20 + 5)  # epochs, episodes, environments
+    if "masks" in case:
+        assert all((batch.action_masks.numpy() == [1, 0]).all() for batch in seen)
+        assert all((batch.actions.numpy() == 0).all() for batch in seen)
     env.close()
 
 
@@ -185,19 +212,26 @@ def test_training_without_the_rows_of_absent_agents():
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-def test_models_with_a_rollout_buffer_can_be_saved_and_loaded(normalised, tmp_path):
-    env: Any = SB3VecNormalize(opened()) if normalised else opened()
-    model = PPO(
-        "MlpPolicy", env, n_steps=40, batch_size=16, n_epochs=1, device="cpu",
-        rollout_buffer_class=SB3RolloutBuffer, rollout_buffer_kwargs={"acting_in": env},
+@pytest.mark.parametrize("case", BUFFERS)
+def test_models_with_a_rollout_buffer_can_be_saved_and_loaded(case, normalised, tmp_path):
+    algorithm, buffer, make, policy = BUFFERS[case]
+    env: Any = opened(make)
+    if normalised:
+        env = SB3VecNormalize(env, norm_obs_keys=["at"] if "dicts" in case else None)
+    model = algorithm(
+        policy, env, n_steps=40, batch_size=16, n_epochs=1, device="cpu",
+        rollout_buffer_class=buffer, rollout_buffer_kwargs={"acting_in": env},
     ).learn(160)  # fmt: skip
     model.save(tmp_path / "model")
     observations = env.reset()
     actions = model.predict(observations, deterministic=True)[0]
-    assert np.array_equal(PPO.load(tmp_path / "model").predict(observations, deterministic=True)[0], actions)
-    with pytest.raises(ValueError, match=r'pass rollout_buffer_kwargs=\{"acting_in": env\} to load'):
-        PPO.load(tmp_path / "model", env).learn(160)
-    again = PPO.load(tmp_path / "model", env, rollout_buffer_kwargs={"acting_in": env})
+    assert np.array_equal(algorithm.load(tmp_path / "model").predict(observations, deterministic=True)[0], actions)
+    message = (
+        rf'acting_in of its {buffer.__name__}: to train it, pass rollout_buffer_kwargs=\{{"acting_in": env\}} to load'
+    )
+    with pytest.raises(ValueError, match=message):
+        algorithm.load(tmp_path / "model", env).learn(160)
+    again = algorithm.load(tmp_path / "model", env, rollout_buffer_kwargs={"acting_in": env})
     assert again.learn(160, reset_num_timesteps=False).num_timesteps == 320
     env.close()
 
@@ -235,8 +269,8 @@ def test_an_environment_cannot_be_copied(function):
             "SB3RolloutBuffer takes as acting_in an SB3VecEnv, .* got ParallelEnv: make it with make",
         ),
         (
-            lambda env: SB3RolloutBuffer(8, spaces.Dict(eye=spaces.Box(0, 1)), spaces.Discrete(2), acting_in=env),
-            r"takes observations that are arrays, got a Dict of \['eye'\]: keep one entry .* VecExtractDictObs",
+            lambda env: SB3MaskableRolloutBuffer(8, spaces.Box(0, 1), spaces.Discrete(2), acting_in=env),
+            "SB3MaskableRolloutBuffer takes as acting_in an SB3VecEnv, .* got ParallelEnv: make it with make",
         ),
     ],
 )

@@ -102,3 +102,28 @@ class TwoAgents(PettingZooEnv):
         self.agents = [a for a in there if not ends[a]]
         seen = {a: np.full(1, 5, np.float32) for a in there}
         return seen, dict.fromkeys(there, 1.0), ends, dict.fromkeys(there, False), {a: {} for a in there}
+
+
+class TwoMaskedAgents(TwoAgents):
+    """Both agents may take action 0 only; the masks are in infos, or in observations that are dicts."""
+
+    def __init__(self, *, in_dicts: bool = False) -> None:
+        self.in_dicts = in_dicts
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        point = super().observation_space(agent)
+        return spaces.Dict(at=point, action_mask=spaces.MultiBinary(2)) if self.in_dicts else point
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        return self.masked(*super().reset(seed, options))
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        seen, rewards, terminated, truncated, infos = super().step(actions)
+        seen, infos = self.masked(seen, infos)
+        return seen, rewards, terminated, truncated, infos
+
+    def masked(self, seen: dict, infos: dict) -> tuple[dict, dict]:
+        mask = np.array([1, 0], np.int8)
+        if self.in_dicts:
+            return {agent: {"at": point, "action_mask": mask} for agent, point in seen.items()}, infos
+        return seen, {agent: {"action_mask": mask} for agent in infos}
