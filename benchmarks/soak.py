@@ -279,7 +279,8 @@ def memory_of_tree() -> float:
 
 
 PROGRAM = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in programs in the background
 from marl_parallel import ParallelEnv
 from gymnasium import spaces
 
@@ -311,8 +312,11 @@ def processes_left_by(state: str, number: int) -> int:
         below = psutil.Process(program.pid).children(recursive=True)
         assert len(below) >= WORKERS
         program.send_signal(number)
-        program.wait(GONE_WITHIN_S)
-    return len(psutil.wait_procs(below, GONE_WITHIN_S)[1])
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it is counted
+            program.wait(GONE_WITHIN_S)
+        left = len(psutil.wait_procs(below, GONE_WITHIN_S)[1]) + (program.poll() is None)
+        program.kill()
+    return left
 
 
 def main(
