@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from marl_parallel.vector.pettingzoo import PettingZooVecEnv as PettingZooVecEnv
     from marl_parallel.vector.rllib import ParallelMultiAgentEnvRunner as ParallelMultiAgentEnvRunner
     from marl_parallel.vector.rllib import RLlibVectorMultiAgentEnv as RLlibVectorMultiAgentEnv
-    from marl_parallel.vector.sb3 import SB3MaskableRolloutBuffer as SB3MaskableRolloutBuffer
     from marl_parallel.vector.sb3 import SB3RolloutBuffer as SB3RolloutBuffer
     from marl_parallel.vector.sb3 import SB3VecEnv as SB3VecEnv
     from marl_parallel.vector.sb3 import SB3VecNormalize as SB3VecNormalize
@@ -38,7 +37,7 @@ _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
     # Ray alone does not install all that RLlib needs.
     "rllib": (["ParallelMultiAgentEnvRunner", "RLlibVectorMultiAgentEnv"], "RLlib", ["ray", "tree"]),
     "sb3": (
-        ["SB3MaskableRolloutBuffer", "SB3RolloutBuffer", "SB3VecEnv", "SB3VecNormalize", "evaluate_policy"],
+        ["SB3RolloutBuffer", "SB3VecEnv", "SB3VecNormalize", "evaluate_policy"],
         "Stable-Baselines3",
         ["stable_baselines3"],
     ),

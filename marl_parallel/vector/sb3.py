@@ -6,6 +6,7 @@ Below it are a normaliser, a rollout buffer and an evaluation for it, which leav
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -27,6 +28,7 @@ from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import unfit_leaf, zeros
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.types import installed
 from marl_parallel.vector.rows import AgentRows, agent_infos, divided, env_infos
 from marl_parallel.vector.stepper import ArrayFacade, Scalarize
 
@@ -35,6 +37,7 @@ __doctest_requires__ = ["stable_baselines3"]
 Indices = int | Iterable[int] | None
 """Of rows; None for all of them."""
 
+_BUFFER = "SB3RolloutBuffer"
 _ADVICE = "make them equal with a wrapper, or use PettingZooVecEnv"
 
 Results = tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]
@@ -366,22 +369,27 @@ class SB3VecNormalize(VecNormalize):
 
 
 class SB3RolloutBuffer(RolloutBuffer):
-    """A rollout buffer for PPO and A2C that leaves the rows of agents that do not act out of training.
+    """A rollout buffer for PPO, A2C and MaskablePPO that leaves the rows of agents that do not act out of training.
 
-    With `Dict` observations, it is a `DictRolloutBuffer`, too. A model that is saved does not keep `acting_in`. To
-    train it further, load it with `PPO.load(path, env, rollout_buffer_kwargs={"acting_in": env})`.
+    It is a `DictRolloutBuffer`, too, if observations are dicts; and a `MaskableRolloutBuffer` or
+    `MaskableDictRolloutBuffer` if `sb3_contrib` is installed and actions are `Discrete` or `MultiDiscrete`.
+
+    A model that is saved does not keep `acting_in`. To train it further, load it with
+    `PPO.load(path, env, rollout_buffer_kwargs={"acting_in": env})`. After `model.set_env(env)`, set
+    `model.rollout_buffer.acting_in = env`.
 
     Args:
         buffer_size: As of `RolloutBuffer`; the algorithm passes it, and all arguments but `acting_in`.
         observation_space: Likewise.
         action_space: Likewise.
         *arguments: Likewise.
-        acting_in: The `SB3VecEnv`, or a wrapper around it. Stable-Baselines3 can save only models with an `SB3VecEnv`
-            or a `VecNormalize` here; another wrapper is a warning.
+        acting_in: The `SB3VecEnv` that the model steps, or a wrapper around it. Stable-Baselines3 can save only models
+            with an `SB3VecEnv` or a `VecNormalize` here; another wrapper is a warning.
         **keywords: As `arguments`.
 
     Raises:
         TypeError: `acting_in` is something else.
+        ValueError: It has another number of rows; or, in training, the model does not step it.
 
     Example:
         >>> from stable_baselines3 import PPO
@@ -393,8 +401,21 @@ class SB3RolloutBuffer(RolloutBuffer):
         >>> env.close()
     """
 
-    def __new__(cls, buffer_size: int, observation_space: spaces.Space[Any], *_: Any, **__: Any) -> Any:
-        storage = cls._storage(isinstance(observation_space, spaces.Dict))
+    _acting: NDArray[np.bool_]
+
+    def __new__(
+        cls,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        *_: Any,
+        **__: Any,
+    ) -> Any:
+        storage: Any = DictRolloutBuffer if isinstance(observation_space, spaces.Dict) else RolloutBuffer
+        if choices_of(action_space) is not None and installed("sb3_contrib"):
+            from sb3_contrib.common.maskable import buffers
+
+            storage = getattr(buffers, f"Maskable{storage.__name__}")
         return object.__new__(type(cls.__name__, (cls, storage), {}))
 
     def __init__(
@@ -403,40 +424,57 @@ class SB3RolloutBuffer(RolloutBuffer):
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         *arguments: Any,
-        acting_in: VecEnv,
+        acting_in: VecEnv | None = None,
         **keywords: Any,
     ) -> None:
-        env = _innermost(acting_in)
-        loaded = isinstance(env, _NotSaved) or (env is None and acting_in is not None)
-        if not loaded:
-            _check_rows(type(self).__name__, "acting_in", acting_in)
-            if not isinstance(acting_in, SB3VecEnv | VecNormalize):  # others cannot be pickled
-                warnings.warn(
-                    f"Stable-Baselines3 cannot save a model whose acting_in is a {type(acting_in).__name__}: pass the "
-                    "SB3VecEnv inside it",
-                    stacklevel=2,
-                )
-        self._env: SB3VecEnv | None = None if loaded else env
+        if acting_in is None:
+            raise TypeError(f'{_BUFFER} needs the environment: pass rollout_buffer_kwargs={{"acting_in": env}}')
+        self._acting_in: SB3VecEnv | None = None
         super().__init__(buffer_size, observation_space, action_space, *arguments, **keywords)
+        if _innermost(acting_in) is not None and not isinstance(_innermost(acting_in), _NotSaved):
+            self.acting_in = acting_in
 
-    @staticmethod
-    def _storage(observes_dicts: bool) -> Any:
-        """Stable-Baselines3's own buffer for these observations."""
-        return DictRolloutBuffer if observes_dicts else RolloutBuffer
+    @property
+    def acting_in(self) -> VecEnv | None:
+        """The `SB3VecEnv` that the model steps; None in a model that was loaded without one."""
+        return self._acting_in
+
+    @acting_in.setter
+    def acting_in(self, env: VecEnv) -> None:
+        _check_rows(_BUFFER, "acting_in", env)
+        if not isinstance(env, SB3VecEnv | VecNormalize):  # others cannot be pickled
+            warnings.warn(
+                f"Stable-Baselines3 cannot save a model whose acting_in is a {type(env).__name__}: pass the SB3VecEnv "
+                "inside it",
+                stacklevel=2,
+            )
+        if env.num_envs != self.n_envs:
+            raise ValueError(
+                f"the acting_in of an {_BUFFER} is the environment that the model steps, with {self.n_envs} rows; got "
+                f"one with {env.num_envs}"
+            )
+        self._acting_in = _innermost(env)
+        self._acting = self._acting_in.acting
 
     def reset(self) -> None:
         super().reset()
         self._acted = np.zeros((self.buffer_size, self.n_envs), np.bool_)
-        if self._env is not None:
-            self._acting: NDArray[np.bool_] = self._env.acting  # who acts on the observations that come next
+        if self._acting_in is not None:
+            self._acting = self._acting_in.acting  # who acts on the observations that come next
 
     def add(self, *arguments: Any, **keywords: Any) -> None:
-        if self._env is None:
+        if self._acting_in is None:
             raise ValueError(
-                f"a model that was loaded does not have the acting_in of its {type(self).__name__}: to train it, pass "
+                f"a model that was loaded does not have the acting_in of its {_BUFFER}: to train it, pass "
                 'rollout_buffer_kwargs={"acting_in": env} to load, too'
             )
-        self._acted[self.pos], self._acting = self._acting, self._env.acting
+        acting = self._acting_in.acting
+        if acting is self._acting:  # each step and reset makes a new array
+            raise ValueError(
+                f"the model does not step the acting_in of its {_BUFFER}: pass the environment that it steps; after "
+                "model.set_env(env), set model.rollout_buffer.acting_in = env"
+            )
+        self._acted[self.pos], self._acting = self._acting, acting
         super().add(*arguments, **keywords)
 
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
@@ -448,28 +486,6 @@ class SB3RolloutBuffer(RolloutBuffer):
             yield self._get_samples(rows[start : start + (batch_size or len(rows))])
 
 
-class SB3MaskableRolloutBuffer(SB3RolloutBuffer):
-    """An `SB3RolloutBuffer` for `sb3_contrib.MaskablePPO`: with the action masks of the rows.
-
-    Arguments and errors are those of `SB3RolloutBuffer`. Use `MaskablePPO.load` likewise.
-
-    Example:
-        >>> from sb3_contrib import MaskablePPO
-        >>> from marl_parallel import make
-        >>> from marl_parallel.vector import SB3VecEnv
-        >>> env = SB3VecEnv(make("pettingzoo.classic.tictactoe_v3", num_envs=4, num_workers=2))
-        >>> buffer = {"rollout_buffer_class": SB3MaskableRolloutBuffer, "rollout_buffer_kwargs": {"acting_in": env}}
-        >>> model = MaskablePPO("MultiInputPolicy", env, n_steps=16, n_epochs=1, device="cpu", **buffer).learn(128)
-        >>> env.close()
-    """
-
-    @staticmethod
-    def _storage(observes_dicts: bool) -> Any:
-        from sb3_contrib.common.maskable.buffers import MaskableDictRolloutBuffer, MaskableRolloutBuffer
-
-        return MaskableDictRolloutBuffer if observes_dicts else MaskableRolloutBuffer
-
-
 def evaluate_policy(
     model: Any,
     env: VecEnv,
@@ -478,8 +494,9 @@ def evaluate_policy(
     callback: Callable[[dict[str, Any], dict[str, Any]], None] | None = None,
     reward_threshold: float | None = None,
     return_episode_rewards: bool = False,
+    use_masking: bool = True,
 ) -> Any:
-    """As Stable-Baselines3's `evaluate_policy`, with the true returns of agents that die.
+    """As the `evaluate_policy` of Stable-Baselines3 and `sb3_contrib`, with the true returns of agents that die.
 
     Args:
         model: Has a method `predict`.
@@ -490,6 +507,7 @@ def evaluate_policy(
         callback: Called after each step with `locals()` and `globals()`.
         reward_threshold: `AssertionError` if the mean return is not above this.
         return_episode_rewards: Whether to return the returns and lengths of all agents' episodes, two lists.
+        use_masking: Whether to pass the action masks to `predict`, if it takes `action_masks` as that of `MaskablePPO`.
 
     Returns:
         The mean and the standard deviation of the returns; or two lists.
@@ -505,6 +523,8 @@ def evaluate_policy(
         >>> env.close()
     """
     _check_rows("evaluate_policy", "env", env)
+    rows: SB3VecEnv = _innermost(env)
+    masked = use_masking and rows._has_choices and "action_masks" in inspect.signature(model.predict).parameters
     per_env = len(env.agents)
     num_envs = env.num_envs // per_env
     left = np.array([(n_eval_episodes + env_id) // num_envs for env_id in range(num_envs)])
@@ -513,8 +533,9 @@ def evaluate_policy(
     observations, states = env.reset(), None
     episode_starts = np.ones(env.num_envs, np.bool_)
     while left.any():
+        masks = {"action_masks": rows.action_masks()} if masked else {}
         actions, states = model.predict(
-            observations, state=states, episode_start=episode_starts, deterministic=deterministic
+            observations, state=states, episode_start=episode_starts, deterministic=deterministic, **masks
         )
         observations, _, dones, infos = env.step(actions)
         episode_starts = dones

@@ -13,30 +13,21 @@ from helpers.episodes import ENVS, SEED, PlainLoop, ended
 from sb3_contrib import MaskablePPO
 from simulators.dying_agents import DyingAgents, TwoAgents, TwoMaskedAgents
 from simulators.vector_rewards import Couriers
-from stable_baselines3 import PPO
+from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 
-from marl_parallel import ParallelEnv
-from marl_parallel.vector import (
-    SB3MaskableRolloutBuffer,
-    SB3RolloutBuffer,
-    SB3VecEnv,
-    SB3VecNormalize,
-    evaluate_policy,
-)
+from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.vector import SB3RolloutBuffer, SB3VecEnv, SB3VecNormalize, evaluate_policy
 
 pytestmark = pytest.mark.needs("stable_baselines3", "sb3_contrib")
 
-BUFFERS: dict[str, tuple[Any, ...]] = {
-    "arrays": (PPO, SB3RolloutBuffer, TwoAgents, "MlpPolicy"),
-    "dicts": (PPO, SB3RolloutBuffer, functools.partial(TwoMaskedAgents, in_dicts=True), "MultiInputPolicy"),
-    "masks": (MaskablePPO, SB3MaskableRolloutBuffer, TwoMaskedAgents, "MlpPolicy"),
-    "masks and dicts": (
-        MaskablePPO,
-        SB3MaskableRolloutBuffer,
-        functools.partial(TwoMaskedAgents, in_dicts=True),
-        "MultiInputPolicy",
-    ),
+IN_DICTS = functools.partial(TwoMaskedAgents, in_dicts=True)
+TRAINED: dict[str, tuple[Any, Any, str]] = {
+    "arrays": (PPO, TwoAgents, "MlpPolicy"),
+    "dicts": (PPO, IN_DICTS, "MultiInputPolicy"),
+    "masks": (MaskablePPO, TwoMaskedAgents, "MlpPolicy"),
+    "masks and dicts": (MaskablePPO, IN_DICTS, "MultiInputPolicy"),
+    "A2C": (A2C, IN_DICTS, "MultiInputPolicy"),
 }
 
 
@@ -179,14 +170,20 @@ def test_evaluation_counts_the_episodes_of_agents():
     env.close()
 
 
-@pytest.mark.parametrize("case", BUFFERS)
-def test_training_without_the_rows_of_absent_agents(case):
-    algorithm, buffer, make, policy = BUFFERS[case]
-    env = opened(make)
-    model = algorithm(
-        policy, env, n_steps=40, batch_size=16, n_epochs=2, device="cpu",
-        rollout_buffer_class=buffer, rollout_buffer_kwargs={"acting_in": env},
+def learner(case: str, env: Any, acting_in: Any) -> Any:
+    algorithm, _, policy = TRAINED[case]
+    batches: dict[str, Any] = {} if algorithm is A2C else {"batch_size": 16, "n_epochs": 2}
+    return algorithm(
+        policy, env, n_steps=40, device="cpu",
+        rollout_buffer_class=SB3RolloutBuffer, rollout_buffer_kwargs={"acting_in": acting_in}, **batches,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_training_without_the_rows_of_absent_agents(case):
+    algorithm, make, _ = TRAINED[case]
+    env = opened(make)
+    model = learner(case, env, env)
     seen = []
     samples = model.rollout_buffer._get_samples
 
@@ -198,42 +195,68 @@ def test_training_without_the_rows_of_absent_agents(case):
     model.rollout_buffer._get_samples = recorded
     model.learn(160)
     seen = [batch for batch in seen if len(batch.actions) > 1]
-    points = [batch.observations["at"] if "dicts" in case else batch.observations for batch in seen]
-    trained = np.concatenate(points)
+    trained = np.concatenate([batch.observations["at"] if make is IN_DICTS else batch.observations for batch in seen])
     assert (trained == 5).all()  # no row of zeros
-    assert len(trained) == 2 * 2 * 2 * (20 + 5)  # epochs, episodes, environments
-    if "masks" in case:
+    assert len(trained) == (1 if algorithm is A2C else 2) * 2 * 2 * (20 + 5)  # epochs, episodes, environments
+    if algorithm is MaskablePPO:
         assert all((batch.action_masks.numpy() == [1, 0]).all() for batch in seen)
         assert all((batch.actions.numpy() == 0).all() for batch in seen)
     env.close()
+
+
+def test_evaluation_with_action_masks():
+    """The policy without masks takes actions that are not allowed."""
+    env = opened(functools.partial(TwoMaskedAgents, strict=True))
+    model = MaskablePPO("MlpPolicy", env, device="cpu", seed=0)
+    assert evaluate_policy(model, env, 4, deterministic=False) == (12.5, 7.5)
+    with pytest.raises(EnvError, match="action 1 is not allowed"):
+        evaluate_policy(model, env, 4, deterministic=False, use_masking=False)
 
 
 # -- saved models ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize("case", BUFFERS)
+@pytest.mark.parametrize("case", TRAINED)
 def test_models_with_a_rollout_buffer_can_be_saved_and_loaded(case, normalised, tmp_path):
-    algorithm, buffer, make, policy = BUFFERS[case]
+    algorithm, make, _ = TRAINED[case]
     env: Any = opened(make)
     if normalised:
-        env = SB3VecNormalize(env, norm_obs_keys=["at"] if "dicts" in case else None)
-    model = algorithm(
-        policy, env, n_steps=40, batch_size=16, n_epochs=1, device="cpu",
-        rollout_buffer_class=buffer, rollout_buffer_kwargs={"acting_in": env},
-    ).learn(160)  # fmt: skip
+        env = SB3VecNormalize(env, norm_obs_keys=["at"] if make is IN_DICTS else None)
+    model = learner(case, env, env).learn(160)
     model.save(tmp_path / "model")
     observations = env.reset()
     actions = model.predict(observations, deterministic=True)[0]
     assert np.array_equal(algorithm.load(tmp_path / "model").predict(observations, deterministic=True)[0], actions)
-    message = (
-        rf'acting_in of its {buffer.__name__}: to train it, pass rollout_buffer_kwargs=\{{"acting_in": env\}} to load'
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r'pass rollout_buffer_kwargs=\{"acting_in": env\} to load'):
         algorithm.load(tmp_path / "model", env).learn(160)
     again = algorithm.load(tmp_path / "model", env, rollout_buffer_kwargs={"acting_in": env})
     assert again.learn(160, reset_num_timesteps=False).num_timesteps == 320
     env.close()
+
+
+def test_another_environment_for_a_model():
+    first, second = opened(seed=1), opened(seed=2)
+    model = learner("arrays", first, first).learn(160)
+    model.set_env(second)
+    with pytest.raises(ValueError, match=r"does not step the acting_in .* set model\.rollout_buffer\.acting_in = env"):
+        model.learn(160)
+    model.rollout_buffer.acting_in = second
+    assert model.learn(160)
+    assert model.rollout_buffer.acting_in is second
+    assert (model.rollout_buffer._acted.sum(axis=0) == [40, 10] * 2).all()
+    first.close()
+    second.close()
+
+
+def test_an_environment_that_the_model_does_not_step():
+    """It was never reset, was reset, or is closed."""
+    stepped, other = opened(seed=1), opened(seed=2)
+    for prepare in (lambda: None, other.reset, other.close):
+        prepare()
+        with pytest.raises(ValueError, match="the model does not step the acting_in of its SB3RolloutBuffer: pass the"):
+            learner("arrays", stepped, other).learn(160)
+    stepped.close()
 
 
 def test_a_wrapper_that_cannot_be_saved_is_a_warning(tmp_path):
@@ -268,10 +291,6 @@ def test_an_environment_cannot_be_copied(function):
             lambda env: SB3RolloutBuffer(8, spaces.Box(0, 1), spaces.Discrete(2), acting_in=env),
             "SB3RolloutBuffer takes as acting_in an SB3VecEnv, .* got ParallelEnv: make it with make",
         ),
-        (
-            lambda env: SB3MaskableRolloutBuffer(8, spaces.Box(0, 1), spaces.Discrete(2), acting_in=env),
-            "SB3MaskableRolloutBuffer takes as acting_in an SB3VecEnv, .* got ParallelEnv: make it with make",
-        ),
     ],
 )
 def test_wrong_arguments(function, message):
@@ -280,5 +299,13 @@ def test_wrong_arguments(function, message):
 
 
 def test_no_environment_of_a_buffer():
-    with pytest.raises(TypeError, match=r"SB3RolloutBuffer takes as acting_in an SB3VecEnv, .* got NoneType"):
-        SB3RolloutBuffer(8, spaces.Box(0, 1), spaces.Discrete(2), acting_in=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r'needs the environment: pass rollout_buffer_kwargs=\{"acting_in": env\}'):
+        SB3RolloutBuffer(8, spaces.Box(0, 1), spaces.Discrete(2))
+
+
+def test_an_environment_of_another_size():
+    env, smaller = opened(seed=1), SB3VecEnv(ParallelEnv([TwoAgents], backend="serial", seed=2))
+    with pytest.raises(ValueError, match="that the model steps, with 4 rows; got one with 2"):
+        learner("arrays", env, smaller)
+    env.close()
+    smaller.close()

@@ -107,8 +107,8 @@ class TwoAgents(PettingZooEnv):
 class TwoMaskedAgents(TwoAgents):
     """Both agents may take action 0 only; the masks are in infos, or in observations that are dicts."""
 
-    def __init__(self, *, in_dicts: bool = False) -> None:
-        self.in_dicts = in_dicts
+    def __init__(self, *, in_dicts: bool = False, strict: bool = False) -> None:
+        self.in_dicts, self.strict = in_dicts, strict
 
     def observation_space(self, agent: str) -> spaces.Space:
         point = super().observation_space(agent)
@@ -118,6 +118,8 @@ class TwoMaskedAgents(TwoAgents):
         return self.masked(*super().reset(seed, options))
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        if self.strict and any(actions.values()):
+            raise ValueError("action 1 is not allowed")
         seen, rewards, terminated, truncated, infos = super().step(actions)
         seen, infos = self.masked(seen, infos)
         return seen, rewards, terminated, truncated, infos
