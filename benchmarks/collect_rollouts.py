@@ -1,7 +1,8 @@
 """Compare collectors of rollouts on simple_spread, all with the same policy on the CPU.
 
-    python benchmarks/collect_rollouts.py           some five minutes; writes results/collect_rollouts.*
-    python benchmarks/collect_rollouts.py --quick   half a minute; writes only where --output says so
+    python benchmarks/collect_rollouts.py              some five minutes; writes results/collect_rollouts.json
+    python benchmarks/collect_rollouts.py --quick      half a minute; writes only where --output says so
+    python benchmarks/collect_rollouts.py --markdown   the table for docs/learners.md, from the saved JSON
 
 The contenders are in `collectors.py`; `contest.py` measures them in turns. With each first rollout, it is checked that
 all of it was stored. Contenders whose library is not installed are listed with the reason; the policy is that of an
@@ -14,6 +15,7 @@ run with TorchRL's: `pip install torchrl psutil`, then `pip install --no-deps pu
 from __future__ import annotations
 
 import functools
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +29,7 @@ import typer
 from collectors import Rollouts
 from contest import DISTRIBUTIONS, Contender, Step, measure, one_thread_each, turns
 from mpe2 import simple_spread_v3
-from options import Only, Output, Quick, Repeats, Seconds, folder_for
+from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, folder_for
 
 from marl_parallel.cli.measure import spread
 from marl_parallel.cli.report import in_one_line, machine, progress, write_json
@@ -35,8 +37,6 @@ from marl_parallel.cli.report import in_one_line, machine, progress, write_json
 RESULTS = Path(__file__).parent / "results"
 NAME = "collect_rollouts"
 CASE = Rollouts("simple_spread_v3", simple_spread_v3.parallel_env, 16, workers=2, episode_steps=25, num_steps=128)
-BASES = {"the former loop": collectors.GLUE.name, "`Rollout`": collectors.ROLLOUT.name}
-"""Contenders to whose throughput the others' is compared, with their names in headings."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Result:
         spread: Half the distance between the best and worst round, as a share of the median.
         policy_us: CPU microseconds of the policy per environment step: the median of the rollouts.
         parent_us: CPU microseconds of this process beyond the policy's, per environment step: the median.
-        ratios: The throughput divided by that of each of `BASES`: the median of the ratios within each round.
+        ratio: The throughput divided by that of `Rollout`: the median of the ratios within each round; None without it.
         rounds: Environment steps per second in each round.
     """
 
@@ -58,7 +58,7 @@ class Result:
     spread: float
     policy_us: float
     parent_us: float
-    ratios: dict[str, float]
+    ratio: float | None
     rounds: list[float]
 
 
@@ -85,15 +85,12 @@ def run(case: Rollouts, contenders: Sequence[Contender], seconds: float, repeats
     with progress(turns(contenders, repeats)) as on_turn:
         rounds, missing = measure(case, accounted, seconds, repeats, on_turn)
     rates = {name: [case.num_steps * rate for rate in own] for name, own in rounds.items()}
+    base = rates.get(collectors.ROLLOUT.name)
     results = []
     for name, own in rates.items():
         policy_us, parent_us = map(statistics.median, zip(*used[name], strict=True))
-        ratios = {
-            base: statistics.median(a / b for a, b in zip(own, rates[base], strict=True))
-            for base in BASES.values()
-            if base in rates
-        }
-        results.append(Result(name, statistics.median(own), spread(own), policy_us, parent_us, ratios, own))
+        ratio = statistics.median(a / b for a, b in zip(own, base, strict=True)) if base else None
+        results.append(Result(name, statistics.median(own), spread(own), policy_us, parent_us, ratio, own))
     return Report(described, case.num_steps, case.workers, seconds, repeats, results, missing)
 
 
@@ -121,14 +118,14 @@ def accounting(contender: Contender, used: list[tuple[float, float]], case: Roll
 
 
 def markdown(report: Report) -> str:
-    headings = ["", "env-steps/s", *(f"times {name}" for name in BASES), "CPU µs per env-step: policy", "the rest"]
-    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
-    for one in report.results:
-        ratios = [f"{one.ratios[base]:.2f}" if base in one.ratios else "" for base in BASES.values()]
+    lines = [
+        "| | environment steps/s | times `Rollout` | CPU time of the main process per step: policy | all else |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for one in sorted(report.results, key=lambda one: -one.steps_per_second):
+        ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
         speed = f"{one.steps_per_second:,.0f} ± {one.spread:.0%}"
-        lines.append(
-            f"| {' | '.join([one.contender, speed, *ratios, f'{one.policy_us:.1f}', f'{one.parent_us:.1f}'])} |"
-        )
+        lines.append(f"| {one.contender} | {speed} | {ratio} | {one.policy_us:.0f} µs | {one.parent_us:.0f} µs |")
     shown = {one.contender for one in report.results}
     settings = [
         f"{one.name}: {one.setting.format(workers=report.workers)}."
@@ -137,13 +134,18 @@ def markdown(report: Report) -> str:
     ]
     notes = [
         f"Rollouts of {report.num_steps} steps of {CASE.num_envs} environments, workers: {report.workers}. Medians; "
-        "± half the distance between the best and worst round; ratios within each round. CPU time is that of the "
-        "process that collects, waiting included where it polls. " + " ".join(settings),
+        "± is half the distance between the best and worst round; ratios are within each round. CPU time includes "
+        "waiting where the process polls. " + " ".join(settings),
         f"{report.repeats} rounds of {report.seconds:g} s; {in_one_line(report.machine)}.",
     ]
     if report.missing:
         notes.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
     return "\n\n".join(["\n".join(lines), *notes]) + "\n"
+
+
+def read_json(path: Path) -> Report:
+    saved = json.loads(path.read_text())
+    return Report(**{**saved, "results": [Result(**values) for values in saved["results"]]})
 
 
 def main(
@@ -153,8 +155,12 @@ def main(
     seconds: Seconds = 2.0,
     repeats: Repeats = 7,
     output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure collectors of rollouts."""
+    if as_markdown:
+        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        return
     chosen = [one for one in collectors.CONTENDERS if only in one.name]
     if not chosen:
         raise typer.BadParameter(f"no contender has {only!r} in its name", param_hint="--only")
@@ -167,7 +173,6 @@ def main(
     directory = folder_for(output, RESULTS, whole=not (quick or only or workers != CASE.workers))
     if directory is not None:
         write_json(report, directory / f"{NAME}.json")
-        (directory / f"{NAME}.md").write_text(markdown(report))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import peers
 import typer
 from contest import Case, one_thread_each
 from matplotlib.axes import Axes
-from merged import Pair, Report, Result, read_json, run
+from merged import Pair, Report, Result, machines, read_json, run
 from mpe2 import simple_spread_v3
 from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
 from pictures import framed, in_docs
@@ -35,7 +35,6 @@ RESULTS = Path(__file__).parent / "results"
 NAME = "compare_facades"
 WORKERS = 2
 OVERHEAD, PEERS = "overhead", "peers"
-TARGET = 1.5
 
 
 FACADES = {
@@ -168,15 +167,15 @@ def save_plot(report: Report, path: Path) -> None:
     groups: dict[tuple[str, str], list[Result]] = {}
     for one in report.without(peers.LOOP.name).results:
         groups.setdefault((one.benchmark, one.environment), []).append(one)
-    figure = framed(5.2 * len(groups), 1.6 + 0.3 * max(map(len, groups.values())))
-    panels = figure.subplots(1, len(groups), squeeze=False)[0]
+    lines = [*map(len, groups.values())]
+    figure = framed(8.5, sum(1.0 + 0.24 * count for count in lines))
+    panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=[count + 2 for count in lines])[:, 0]
     for panel, ((benchmark, environment), results) in zip(panels, groups.items(), strict=True):
         (_draw_overhead if benchmark == OVERHEAD else _draw_gains)(panel, results)
-        panel.set_title(f"{environment}\n{results[0].num_envs} environments, {WORKERS} workers", fontsize=9)
-    footer = "\n".join(f"{letter}: {run}" for letter, run in report.runs.items())
-    figure.supxlabel(footer, x=0.995, ha="right", fontsize=4, color=GREY)  # unlike a text, it gets space of its own
+        panel.set_title(f"{environment}: {results[0].num_envs} environments, {WORKERS} workers", fontsize=9)
+    figure.supxlabel(machines(report), fontsize=8, color=GREY)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def _draw_overhead(panel: Axes, results: Sequence[Result]) -> None:
@@ -189,14 +188,14 @@ def _draw_overhead(panel: Axes, results: Sequence[Result]) -> None:
 def _draw_gains(panel: Axes, results: Sequence[Result]) -> None:
     gains = [one.gain for one in results]
     _draw_bars(panel, [f"{one.ours} / {one.against}" for one in results], gains, [f"{gain:.2f}" for gain in gains])
-    _mark(panel, [TARGET] * len(gains))
-    panel.set_xlabel(f"times the peer's throughput (dashed: target, {TARGET})", fontsize=8)
+    _mark(panel, [1.0] * len(gains))
+    panel.set_xlabel("times the other's throughput (dashed: as fast)", fontsize=8)
 
 
 def _draw_bars(panel: Axes, labels: list[str], values: list[float], numbers: list[str]) -> None:
     bars = panel.barh(range(len(values)), values, 0.7, color=COLOURS["process"])
-    panel.bar_label(bars, numbers, fontsize=6, padding=2, bbox=PATCH)
-    panel.set_yticks(range(len(labels)), labels, fontsize=7)
+    panel.bar_label(bars, numbers, fontsize=7, padding=2, bbox=PATCH)
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
     panel.invert_yaxis()
     panel.tick_params(axis="x", labelsize=7)
     panel.margins(x=0.12)

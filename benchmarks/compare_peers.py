@@ -17,7 +17,7 @@ import facades
 import peers
 import typer
 from contest import Case, Contender, one_thread_each
-from merged import Pair, Report, Result, read_json, run
+from merged import Pair, Report, Result, machines, read_json, run
 from mpe2 import simple_spread_v3
 from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
 from pictures import framed, in_docs
@@ -32,6 +32,9 @@ RESULTS = Path(__file__).parent / "results"
 NAME = "compare_peers"
 NUM_ENVS, WORKERS = 8, 2
 PART = "peers"
+OWN = "marl_parallel, dicts"
+COLUMNS, OTHERS = 2, "#a9b2bc"
+"""Of the picture: columns of panels, and the colour of the other packages."""
 PEERS = [
     peers.LOOP,
     peers.SMARTS,
@@ -90,7 +93,7 @@ def table(report: Report) -> tuple[list[str], list[list[str]]]:
     for one in report.results:
         own.setdefault(one.environment, []).append(f"{one.microseconds_per_step:,.1f} ({one.run})")
     rows = [[peer.name, *(cells.get((peer.name, name), "") for name in environments)] for peer in PEERS]
-    ours = ["marl_parallel, dicts", *(", ".join(dict.fromkeys(own[name])) for name in environments)]
+    ours = [OWN, *(", ".join(dict.fromkeys(own[name])) for name in environments)]
     return ["", *environments], [ours, *(row for row in rows if any(row[1:]))]
 
 
@@ -136,28 +139,31 @@ def markdown(report: Report) -> str:
 
 
 def save_plot(report: Report, path: Path) -> None:
-    """For each simulator, this package's throughput divided by each peer's."""
-    environments = list(dict.fromkeys(one.environment for one in report.results))
+    """For each simulator, each peer's throughput as a share of this package's, whose bar is 1."""
     report = report.without(peers.LOOP.name)
-    figure = framed(3.4 * len(environments), 1.2 + 0.28 * len(PEERS))
-    panels = figure.subplots(1, len(environments), squeeze=False, sharey=True)[0]
-    names = [peer.name for peer in PEERS if any(one.against == peer.name for one in report.results)]
-    for panel, environment in zip(panels, environments, strict=True):
-        gains = {one.against: one.gain for one in report.results if one.environment == environment}
-        there = [place for place, name in enumerate(names) if name in gains]
-        bars = panel.barh(there, [gains[names[place]] for place in there], 0.7, color=COLOURS["process"])
-        panel.bar_label(bars, [f"{gains[names[place]]:.2f}" for place in there], fontsize=6, padding=2)
-        panel.axvline(1, color="black", linestyle="dashed", linewidth=0.8)
-        panel.set_yticks(range(len(names)), names, fontsize=7)
-        panel.set_title(environment, fontsize=8)
-        panel.tick_params(axis="x", labelsize=6)
-        panel.margins(x=0.2)
+    environments = list(dict.fromkeys(one.environment for one in report.results))
+    names = [OWN, *(peer.name for peer in PEERS if any(one.against == peer.name for one in report.results))]
+    lines = -(-len(environments) // COLUMNS)
+    figure = framed(8.5, 0.6 + lines * (0.5 + 0.24 * len(names)))
+    panels = list(figure.subplots(lines, COLUMNS, squeeze=False, sharex=True, sharey=True).flat)
+    for panel, environment in zip(panels, environments, strict=False):
+        shares = {one.against: 1 / one.gain for one in report.results if one.environment == environment}
+        shares[OWN] = 1.0
+        there = [place for place, name in enumerate(names) if name in shares]
+        colours = [COLOURS["process"] if names[place] == OWN else OTHERS for place in there]
+        bars = panel.barh(there, [shares[names[place]] for place in there], 0.75, color=colours)
+        panel.bar_label(bars, [f"{shares[names[place]]:.2f}" for place in there], fontsize=7, padding=2)
+        panel.set_yticks(range(len(names)), names, fontsize=8)
+        panel.set_title(environment, fontsize=9)
+        panel.tick_params(axis="x", labelsize=7)
+        panel.margins(x=0.12)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].invert_yaxis()
-    footer = "\n".join(f"{letter}: {run}" for letter, run in report.runs.items())
-    figure.supxlabel(f"times the peer's throughput\n{footer}", fontsize=5, color=GREY)
+    for unused in panels[len(environments) :]:
+        unused.set_visible(False)
+    panels[0].invert_yaxis()  # of all panels
+    figure.supxlabel(f"throughput, as a share of this package's ({machines(report)})", fontsize=8, color=GREY)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

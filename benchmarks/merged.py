@@ -26,6 +26,12 @@ RENAMED = {"Ray, an actor per copy": "Ray, an actor per environment"}
 """Contenders that have another name now than in saved results."""
 
 
+def machines(report: Report) -> str:
+    """The machines and days of all runs, for the foot of a picture."""
+    described = [run.machine for run in report.runs.values()]
+    return "; ".join(dict.fromkeys(f"{one['cpu']}, {one['cpus']} CPUs, {one['date']}" for one in described))
+
+
 class Pair(NamedTuple):
     """Two contenders that are compared on one case."""
 

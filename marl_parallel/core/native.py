@@ -424,7 +424,8 @@ class NativePool:
         """Note where these transitions leave their environments; returns whether they are all, in order."""
         ids, old = received.env_ids, self.marks
         over = received.terminated | received.truncated
-        self.statistics.add_arrays(received)
+        in_order = ids.tobytes() == self._all.tobytes()
+        self.statistics.add_arrays(received, over, in_order=in_order)
         self._copy_masks(received)
         if len(self._agents) == 1 and received.present is None and received.turns is None:  # it lives to the end
             flagged = over[:, None]
@@ -438,7 +439,6 @@ class NativePool:
             if received.turns is not None:
                 acting &= received.turns
         new = {"acting": acting, "alive": alive, "flagged": flagged, "over": over}
-        in_order = ids.tobytes() == self._all.tobytes()
         self.marks = new if in_order else stacking.placed(old, ids, new)
         self._agent_lists.clear()
         return in_order

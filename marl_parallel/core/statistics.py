@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.core.transition import ALL, COMMON
@@ -44,6 +45,7 @@ class EpisodeStatistics:
         n = len(agents)
         self.totals = np.zeros((num_envs, 2 * n + 1))
         self._returns, self._lengths, self._steps = self.totals[:, :n], self.totals[:, n:-1], self.totals[:, -1]
+        self._first = np.array([0.0] * n + [float(self._start)] * (n + 1))  # totals after an episode's end
         # Sums and steps of agents that are not declared, and of rewards that are vectors.
         self._others: dict[int, dict[AgentID, list[Any]]] = {}
         self._ended: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos
@@ -116,25 +118,25 @@ class EpisodeStatistics:
                 same = total[1] == 0 or np.shape(total[0]) == np.shape(reward)
                 total[0], total[1] = total[0] + reward if same else np.nan, total[1] + 1
 
-    def add_arrays(self, received: Any) -> None:
-        """Add the steps in a `Received` of a native simulator, in which an `elapsed` of zero is a reset."""
-        ids, present = received.env_ids, received.present
-        rewards = np.broadcast_to(received.rewards, (len(ids), len(self._agents)))
-        everyone = len(ids) == len(self.totals) and bool((ids[:-1] < ids[1:]).all())
-        rows = slice(None) if everyone else ids  # in place, which is several times faster
+    def add_arrays(self, received: Any, ends: NDArray[np.bool_], *, in_order: bool) -> None:
+        """Add the steps in a `Received` of a native simulator, in which an `elapsed` of zero is a reset.
+
+        `ends` marks the episodes that end; `in_order` says that the rows are all environments, in order.
+        """
+        ids, present, rewards = received.env_ids, received.present, received.rewards
+        rows = slice(None) if in_order else ids  # in place, which is several times faster
         self._returns[rows] += rewards if present is None else np.where(present, rewards, 0.0)
         self._lengths[rows] += 1 if present is None else present
         self._steps[rows] += 1
-        begun, over = ids[received.elapsed == 0], np.flatnonzero(received.terminated | received.truncated)
+        begun, over = ids[received.elapsed == 0], np.flatnonzero(ends)
         if not self.listeners:  # all at once
-            self.totals[begun] = 0.0
+            if len(begun):
+                self.totals[begun] = 0.0
             if len(over):
                 env_ids = ids[over]
                 flags = received.terminated[over], received.truncated[over]
                 self._columns.append((env_ids, self.totals[env_ids], *flags))
-                self._returns[env_ids] = 0.0
-                self._lengths[env_ids] = self._start
-                self._steps[env_ids] = self._start
+                self.totals[env_ids] = self._first
                 for env_id in env_ids.tolist():
                     self.ended[env_id] += 1
             return

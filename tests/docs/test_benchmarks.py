@@ -337,7 +337,7 @@ def test_collect_rollouts(synthetic, tmp_path):
     assert all("No module named" in why for why in report["missing"].values())
     assert all(one["steps_per_second"] > 0 and len(one["rounds"]) == 2 for one in report["results"])
     assert ("Rollout" in measured) == (collectors.GLUE.name in measured) == ("the policy alone" in measured)
-    table = (tmp_path / "collect_rollouts.md").read_text()
+    table = run("collect_rollouts.py", "--markdown", "--output", str(tmp_path)).stdout
     assert table in result.stdout
     assert all(f"| {name} |" in table for name in measured)
     assert all(name in table for name in report["missing"])
