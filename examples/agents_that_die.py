@@ -171,7 +171,7 @@ def save(log: list[dict[str, float]], args: Args) -> None:
 
 def record(agents: Agents, args: Args, path: Path) -> None:
     kwargs = {"max_cycles": args.max_cycles, "render_mode": "rgb_array"}
-    with make(GAME, num_envs=4, env_kwargs=kwargs, auto_reset="NEXT_STEP", seed=7) as env:
+    with make(GAME, num_envs=2, env_kwargs=kwargs, auto_reset="NEXT_STEP", seed=7) as env:
         nothing = np.zeros(env.observation_space[env.possible_agents[0]].shape or ())
 
         @torch.no_grad()
@@ -180,7 +180,7 @@ def record(agents: Agents, args: Args, path: Path) -> None:
             chosen = agents.policy(agents.seen(torch.from_numpy(rows))).sample().tolist()
             return [dict(zip(env.possible_agents, row)) for row in chosen]
 
-        record_video(env, path, steps=120, policy=act, fps=15, tile_width=200)
+        record_video(env, path, steps=120, policy=act, fps=15, tile_width=400)
 
 
 def main(args: Args) -> None:

@@ -24,6 +24,8 @@ from marl_parallel.types import how_to_install
 Policy: TypeAlias = Callable[[Dicts], Sequence[Mapping[AgentID, Any]]]
 """Takes the observations of all environments, a tuple of dicts by agent, and returns what `step` takes."""
 
+_PALETTE_FRAMES = 16
+"""From so many frames a `.gif` takes its colours."""
 _MOST_FPS = {".gif": 50.0, ".mp4": float("inf")}
 """By suffix; viewers show a GIF's frames of less than two hundredths of a second for ten."""
 _DEFAULT_FPS = 30.0
@@ -114,9 +116,10 @@ def record_video(
             return env.sample_actions()
 
     size: tuple[int, ...] | None = None  # height and width of each environment's part of the first frame
+    bordered = env.num_envs > 1
     with _writer(path, float(fps)) as write:
         for frames, returns in _run(env, steps, policy):
-            pictures = [_picture(frame, i, returns[i], tile_width, labels) for i, frame in enumerate(frames)]
+            pictures = [_picture(frame, i, returns[i], tile_width, labels, bordered) for i, frame in enumerate(frames)]
             size = size or tuple(max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
             height, width = size
             for env_id, picture in enumerate(pictures):
@@ -151,8 +154,10 @@ def _run(env: ParallelEnv, steps: int, policy: Policy) -> Iterator[tuple[tuple[A
         yield env.render(), returns
 
 
-def _picture(frame: Any, env_id: int, value: float, width: int | None, labels: bool) -> NDArray[np.uint8]:
-    """A frame, scaled to a width and labelled with a return."""
+def _picture(
+    frame: Any, env_id: int, value: float, width: int | None, labels: bool, bordered: bool
+) -> NDArray[np.uint8]:
+    """A frame, scaled to a width, with a border, and labelled with a return."""
     array = np.asarray(frame)
     if array.ndim != 3 or array.shape[2] != 3 or array.dtype != np.uint8:
         raise ValueError(
@@ -164,6 +169,8 @@ def _picture(frame: Any, env_id: int, value: float, width: int | None, labels: b
     if width is not None:
         height = max(round(image.height * width / image.width), 1)
         image = image.resize((width, height), images.Resampling.LANCZOS)
+    if bordered:
+        draw.Draw(image).rectangle((0, 0, image.width - 1, image.height - 1), outline="gray")
     if labels:
         strip = max(image.height // _LABEL_SHARE, _LABEL_LEAST)
         labelled = images.new("RGB", (image.width, image.height + strip), "black")
@@ -172,6 +179,14 @@ def _picture(frame: Any, env_id: int, value: float, width: int | None, labels: b
         draw.Draw(labelled).text((strip // 3, strip // 2), text, fill="white", font=font, anchor="lm")
         image = labelled
     return np.asarray(image)
+
+
+def _indexed(frames: list[Any]) -> list[Any]:
+    """Frames with one palette, without dithering: a pixel that stays the same takes no room in a file."""
+    _, images, *_ = _libraries()
+    some = np.concatenate([np.asarray(frame) for frame in frames[:: -(-len(frames) // _PALETTE_FRAMES)]])
+    palette = images.fromarray(some).quantize(255, dither=images.Dither.NONE)
+    return [frame.quantize(palette=palette, dither=images.Dither.NONE) for frame in frames]
 
 
 @contextlib.contextmanager
@@ -186,7 +201,7 @@ def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], No
             # A frame's time is whole hundredths of a second; some last one more, so that the speed is right.
             ends = [round(100 * count / fps) for count in range(len(frames) + 1)]
             lengths = [10 * (end - begin) for begin, end in pairwise(ends)]
-            first, *others = map(images.fromarray, frames)
+            first, *others = _indexed([*map(images.fromarray, frames)])
             first.save(part, save_all=True, append_images=others, duration=lengths, loop=0)
         else:
             writer = imageio.get_writer(part, fps=fps, macro_block_size=2)

@@ -62,13 +62,13 @@ def record(tmp_path, monkeypatch):
 
 
 def brightness(path):
-    """Of each frame: the largest value of a pixel in its lower half, where no label is."""
+    """Of each frame: the largest value of a pixel in the lower half of the first tile, without label and border."""
     frames = []
     with Image.open(path) as video:
         for index in range(video.n_frames):
             video.seek(index)
             frame = video.convert("L")
-            frames.append(frame.crop((0, frame.height // 2, frame.width, frame.height)).getextrema()[1])
+            frames.append(frame.crop((2, frame.height // 2, 18, frame.height - 2)).getextrema()[1])
         return frames, video.size
 
 

@@ -93,7 +93,11 @@ def test_environments_are_in_a_grid_with_labels(tile_width, size, tmp_path):
     strip = max(height // 14, _LABEL_LEAST)
     assert 0 <= picture.shape[0] - 2 * (height + strip) <= 1
     assert 0 <= picture.shape[1] - 2 * width <= 1
-    assert (picture[strip + 2 : strip + height - 2, 2 : 2 * width - 2] == 50).all()
+    for left in (0, width):
+        tile = picture[strip : strip + height, left : left + width]
+        assert (tile[1:-1, 1:-1] == 50).all()
+        assert (tile[[0, -1]] == 128).all()  # the border
+        assert (tile[:, [0, -1]] == 128).all()
     labels = picture[:strip]
     assert (labels == 0).any()
     assert (labels > 200).any()
@@ -264,10 +268,10 @@ def test_frames_of_different_sizes(suffix, tmp_path):
     path = tmp_path / f"lamp{suffix}"
     with ParallelEnv([Resized, Lamp], "NEXT_STEP", num_workers=1) as env:
         record_video(env, path, 3, labels=False)
-        one, two = (iio.imread(path, index=index)[:, :WIDTH].mean(axis=(1, 2)) for index in (1, 2))
-        assert one[:18] == pytest.approx(50, abs=3)
+        one, two = (iio.imread(path, index=index)[:, 4 : WIDTH - 4].mean(axis=(1, 2)) for index in (1, 2))
+        assert one[4:16] == pytest.approx(50, abs=3)  # inside the border
         assert one[24:] == pytest.approx(0, abs=3)
-        assert two[:40] == pytest.approx(100, abs=3)
+        assert two[4:36] == pytest.approx(100, abs=3)
         with pytest.raises(ValueError, match=r"environment 0: .* in 61 x 40 pixels, got one of 61 x 80"):
             record_video(env, path, 4, labels=False)
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
