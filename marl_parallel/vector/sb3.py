@@ -524,7 +524,8 @@ def evaluate_policy(
     """
     _check_rows("evaluate_policy", "env", env)
     rows: SB3VecEnv = _innermost(env)
-    masked = use_masking and rows._has_choices and "action_masks" in inspect.signature(model.predict).parameters
+    masked = use_masking and choices_of(rows.action_space) is not None
+    masked = masked and "action_masks" in inspect.signature(model.predict).parameters
     per_env = len(env.agents)
     num_envs = env.num_envs // per_env
     left = np.array([(n_eval_episodes + env_id) // num_envs for env_id in range(num_envs)])
