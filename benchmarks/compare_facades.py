@@ -167,9 +167,9 @@ def save_plot(report: Report, path: Path) -> None:
     groups: dict[tuple[str, str], list[Result]] = {}
     for one in report.without(peers.LOOP.name).results:
         groups.setdefault((one.benchmark, one.environment), []).append(one)
-    lines = [*map(len, groups.values())]
-    figure = framed(8.5, sum(1.0 + 0.24 * count for count in lines))
-    panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=[count + 2 for count in lines])[:, 0]
+    bars = [*map(len, groups.values())]
+    figure = framed(8.5, sum(1.0 + 0.24 * count for count in bars))
+    panels = figure.subplots(len(groups), 1, squeeze=False, height_ratios=[count + 2 for count in bars])[:, 0]
     for panel, ((benchmark, environment), results) in zip(panels, groups.items(), strict=True):
         (_draw_overhead if benchmark == OVERHEAD else _draw_gains)(panel, results)
         panel.set_title(f"{environment}: {results[0].num_envs} environments, {WORKERS} workers", fontsize=9)

@@ -26,12 +26,6 @@ RENAMED = {"Ray, an actor per copy": "Ray, an actor per environment"}
 """Contenders that have another name now than in saved results."""
 
 
-def machines(report: Report) -> str:
-    """The machines and days of all runs, for the foot of a picture."""
-    described = [run.machine for run in report.runs.values()]
-    return "; ".join(dict.fromkeys(f"{one['cpu']}, {one['cpus']} CPUs, {one['date']}" for one in described))
-
-
 class Pair(NamedTuple):
     """Two contenders that are compared on one case."""
 
@@ -191,6 +185,12 @@ def result(pair: Pair, ours: list[float], against: list[float]) -> Result:
         run="a",
         rounds=[ours, against],
     )
+
+
+def machines(report: Report) -> str:
+    """The machines and days of all runs, for the foot of a picture."""
+    described = [run.machine for run in report.runs.values()]
+    return "; ".join(dict.fromkeys(f"{one['cpu']}, {one['cpus']} CPUs, {one['date']}" for one in described))
 
 
 def read_json(path: Path) -> Report:

@@ -46,7 +46,7 @@ def record_video(
     """Reset all environments, step them, and write their frames as one video: a grid of all environments.
 
     Above each frame are the environment's number and its return so far: the sum of all agents' rewards in the episode.
-    The outermost pixels of frames of several environments are gray, so that one sees where each ends.
+    If there are several environments, each frame has a grey border, in place of its outermost pixels.
     With `auto_reset=True` the frame after an episode's last step is the next episode's first; with `"NEXT_STEP"` the
     last frame is shown too. Environments that do not reset themselves are reset here.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -61,14 +62,18 @@ def record(tmp_path, monkeypatch):
     sys.modules.pop("lamps", None)
 
 
+TILE = 20
+
+
 def brightness(path):
-    """Of each frame: the largest value of a pixel in the lower half of the first tile, without label and border."""
+    """Of each frame: the largest value of a pixel in its lower half, where no label is, without the tiles' borders."""
     frames = []
     with Image.open(path) as video:
         for index in range(video.n_frames):
             video.seek(index)
-            frame = video.convert("L")
-            frames.append(frame.crop((2, frame.height // 2, 18, frame.height - 2)).getextrema()[1])
+            frame = np.asarray(video.convert("L"))
+            inside = [column for column in range(frame.shape[1]) if 0 < column % TILE < TILE - 1]
+            frames.append(int(frame[len(frame) // 2 : -1, inside].max()))
         return frames, video.size
 
 

@@ -268,10 +268,11 @@ def test_frames_of_different_sizes(suffix, tmp_path):
     path = tmp_path / f"lamp{suffix}"
     with ParallelEnv([Resized, Lamp], "NEXT_STEP", num_workers=1) as env:
         record_video(env, path, 3, labels=False)
-        one, two = (iio.imread(path, index=index)[:, 4 : WIDTH - 4].mean(axis=(1, 2)) for index in (1, 2))
-        assert one[4:16] == pytest.approx(50, abs=3)  # inside the border
+        one, two = (iio.imread(path, index=index)[:, 3 : WIDTH - 3].mean(axis=(1, 2)) for index in (1, 2))
+        inside = 1 if suffix == ".gif" else 4  # the codec of mp4 blurs the border
+        assert one[inside:18] == pytest.approx(50, abs=3)
         assert one[24:] == pytest.approx(0, abs=3)
-        assert two[4:36] == pytest.approx(100, abs=3)
+        assert two[inside:38] == pytest.approx(100, abs=3)
         with pytest.raises(ValueError, match=r"environment 0: .* in 61 x 40 pixels, got one of 61 x 80"):
             record_video(env, path, 4, labels=False)
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
