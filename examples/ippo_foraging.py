@@ -3,7 +3,7 @@
     python examples/ippo_foraging.py           one run: a CSV log, and the learning curve as a PNG
     python examples/ippo_foraging.py --check   three seeds; fails unless they learn
 
-It needs `pip install "marl-parallel[examples]" lbforaging`. The simulator takes and returns tuples; `StackedVecEnv`
+It needs `pip install -e ".[examples]" lbforaging`. The simulator takes and returns tuples; `StackedVecEnv`
 makes arrays over environments and agents of them, `Rollout` collects its steps, and one network acts for both agents.
 The same `--seed` gives the same returns, with every number of workers.
 """

@@ -196,7 +196,7 @@ class ParallelEnv:
 
     If an environment raises, its worker dies, or it takes longer than its timeout, methods raise `EnvError`,
     `WorkerCrashed` or `WorkerTimeout`, and everything is closed; with `on_error="restart"`, `step`, `reset` and `recv`
-    raise only `RestartLimitExceeded`.
+    raise only `RestartLimitExceeded` and exceptions that the `RestartPolicy` does not restart.
 
     Example:
         >>> from mpe2 import simple_spread_v3

@@ -98,7 +98,7 @@ PROBLEM, REMARK = Severity.PROBLEM, Severity.REMARK
 
 
 class Question(str, Enum):
-    """What `check` asks; the text is true if nothing is found."""
+    """What `check` asks; the text is true if nothing is found. `COST` is a subject, and its answer has words."""
 
     RUNS = "It runs alone: constructor, reset, step and close"
     API = "It keeps to its API"
@@ -109,7 +109,7 @@ class Question(str, Enum):
     SERIAL = 'Several environments give the same results with backend="serial"'
     THREAD = 'Several environments give the same results with backend="thread"'
     PROCESS = 'Several environments give the same results with backend="process"'
-    COST = "Step and reset times are even"
+    COST = "Step and reset times"
 
     @classmethod
     def of_backend(cls, backend: str) -> Question:
@@ -117,7 +117,7 @@ class Question(str, Enum):
 
 
 class Finding(NamedTuple):
-    """A fault of the simulator, and the advice: one sentence each."""
+    """A fault of the simulator, and the advice: a sentence or a phrase each."""
 
     question: Question
     severity: Severity
@@ -143,7 +143,7 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
         "its exception {name} cannot be pickled and unpickled ({reason})",
         "let {name}.__init__ pass all of its arguments to super().__init__, and hold plain values only; "
         "else errors arrive as text, without the exception as their __cause__"),
-    "no environment": (Question.API, PROBLEM, "it is no environment: {error}",
+    "no environment": (Question.API, PROBLEM, "it is not an environment: {error}",
         "return one of the kinds that docs/environments.md lists"),
     "ambiguous agents": (Question.API, PROBLEM, "its agents cannot be told apart: {error}",
         "give every agent a name of its own"),
@@ -195,12 +195,12 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
         "together with others, environment {env_id} gives other results than alone: {where}",
         "let environments share nothing: no globals, class attributes that change, files or ports of one "
         "name; or pass envs_per_worker=1, so that each has a process of its own"),
-    "uneven steps": (Question.COST, REMARK, "step times are uneven: the p99 is {ratio:.0f}x the median",
-        "with `step`, everyone waits for the slowest environment; send and recv(min_envs=...) go on with the others"),
-    "long resets": (Question.COST, REMARK, "a reset takes as long as {ratio:.0f} steps",
-        "with `step`, everyone waits while an environment is reset; send and recv(min_envs=...) go on with the others"),
-    "short steps": (Question.COST, REMARK, "a step takes {us:.0f} µs, about what it costs to hand it to a worker",
-        "use many environments in each of a few workers; `marl-parallel tune` finds how many"),
+    "uneven steps": (Question.COST, REMARK, "uneven steps (p99 is {ratio:.0f}x the median)",
+        "`step` waits for the slowest environment; send and recv(min_envs=...) go on with the others"),
+    "long resets": (Question.COST, REMARK, "long resets (as long as {ratio:.0f} steps)",
+        "`step` waits for environments that are reset; send and recv(min_envs=...) go on with the others"),
+    "short steps": (Question.COST, REMARK, "short steps ({us:.0f} µs, less than it takes to wake a worker)",
+        'a plain loop or backend="serial" is usually faster; `marl-parallel tune` compares them'),
 }
 # fmt: on
 
@@ -239,14 +239,20 @@ class Examination:
         self.add(other.findings)
 
     def answers(self) -> Mapping[Question, str]:
-        """By question: "yes", "no", "yes, with a remark" where there are remarks only, or "not checked"."""
+        """By question: "yes", "no", "yes, with a remark" where there are remarks only, or "not checked".
+
+        The answer about costs is "even", or what has been found.
+        """
         answers = {}
         for question in Question:
-            severities = {finding.severity for finding in self.findings if finding.question is question}
+            about = [finding for finding in self.findings if finding.question is question]
+            severities = {finding.severity for finding in about}
             if PROBLEM in severities:
                 answers[question] = "no"
             elif question not in self.checked:
                 answers[question] = "not checked"
+            elif question is Question.COST:
+                answers[question] = "; ".join(finding.what for finding in about) or "even"
             else:
                 answers[question] = "yes, with a remark" if severities else "yes"
         return answers
@@ -1019,7 +1025,7 @@ def _array_mismatch(value: Any, space: Any) -> tuple[str, str, Severity] | None:
     try:
         array = np.asarray(value)
     except ValueError:
-        return f"is {_brief(value)}, which is no array", "return an array of one dtype", PROBLEM
+        return f"is {_brief(value)}, which is not an array", "return an array of one dtype", PROBLEM
     if array.shape != space.shape:
         advice = f"return arrays of shape {space.shape}, or declare a space of shape {array.shape}"
         return f"has shape {array.shape}, but its space says {space.shape}", advice, PROBLEM
@@ -1049,7 +1055,7 @@ def reward_error(reward: Any) -> tuple[str, str] | None:
         return None if math.isfinite(reward) else (f"is {reward}", advice)
     if isinstance(reward, np.ndarray | list | tuple) and np.asarray(reward).dtype.kind in "biuf":
         return None
-    return f"is {_brief(reward)}, which is no number", "return a float for each agent"
+    return f"is {_brief(reward)}, which is not a number", "return a float for each agent"
 
 
 def is_flag(flag: Any) -> bool:
@@ -1200,7 +1206,7 @@ def show(result: Examination) -> None:
         title += f": {facts['kind'][0].lower()}{facts['kind'][1:]}, {agents}"
     console.print(f"[bold]{escape(title)}")
     table = Table(show_header=False)
-    colours = {"yes": "green", "no": "red", "not checked": "dim"}
+    colours = {"yes": "green", "even": "green", "no": "red", "not checked": "dim"}
     for question, answer in result.answers().items():
         table.add_row(question.value, f"[{colours.get(answer, 'yellow')}]{answer}")
     console.print(table)

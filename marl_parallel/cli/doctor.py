@@ -33,7 +33,7 @@ OPTIONAL = (
     "prometheus-client", "protobuf", "psutil", "ray", "rich", "sb3-contrib", "shimmy", "smarts", "stable-baselines3",
     "sumo-rl", "supersuit", "tensordict", "torch", "torchrl", "typer", "vmas",
 )  # fmt: skip
-# Environment variables that change what workers do. Values of others are nobody's business.
+# Environment variables that change what workers do. Others are not shown: they may contain passwords.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "LIBSUMO_AS_TRACI", "MARL_PARALLEL_PORTABLE", "MARL_PARALLEL_PURE", "MKL_NUM_THREADS",
     "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONMALLOC", "RAY_ADDRESS", "SDL_VIDEODRIVER", "SUMO_HOME", "TMPDIR",

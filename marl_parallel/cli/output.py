@@ -1,4 +1,4 @@
-"""`--json` and `--output`, which mean the same in every command: print the results as JSON, and save them as JSON."""
+"""`--json` and `--output`, which mean the same in every command that prints results: print or save them as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_writable(*paths: Path | None) -> None:
             raise CommandError(f"{path} is a directory", "name a file")
         above = next(folder for folder in path.absolute().parents if folder.exists())  # the others will be created
         if not above.is_dir():
-            raise CommandError(f"{path}: {above} is no directory", "name a file in a directory")
+            raise CommandError(f"{path}: {above} is not a directory", "name a file in a directory")
 
 
 def deliver(values: dict[str, Any], as_json: bool, output: Path | None) -> None:

@@ -96,7 +96,7 @@ def names_in(text: str, known: Sequence[str] = NAMES, kind: str = "backend") -> 
 def positive_numbers(option: str, text: str) -> list[int]:
     """The numbers in the comma-separated list of an option."""
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", text):
-        raise CommandError(f"{option} {text} is no list of positive numbers", f"such as {option} 1,2,4")
+        raise CommandError(f"{option} {text} is not a list of positive numbers", f"such as {option} 1,2,4")
     return [int(number) for number in text.split(",")]
 
 
@@ -109,7 +109,7 @@ def parsed_size(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", text.upper())
     if match is None or (match[3] and not match[2]) or not float(match[1]):
-        raise CommandError(f"{text!r} is no amount of memory", "such as 800MB, 2GB or 1.5GiB")
+        raise CommandError(f"{text!r} is not an amount of memory", "such as 800MB, 2GB or 1.5GiB")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
 
 
@@ -121,7 +121,7 @@ def constructor_of(target: str, env_kwargs: str = "{}") -> functools.partial[Any
     try:
         keywords = json.loads(env_kwargs)
     except json.JSONDecodeError as error:
-        raise CommandError(f"--env-kwargs is no JSON: {error}", _JSON_HINT) from error
+        raise CommandError(f"--env-kwargs is not valid JSON: {error}", _JSON_HINT) from error
     if not isinstance(keywords, dict):
         raise CommandError(f"--env-kwargs must be a JSON object, got {env_kwargs}", _JSON_HINT)
     if not re.match(r".+\.py(:|$)", target):

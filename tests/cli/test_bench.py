@@ -161,7 +161,7 @@ def test_working_directory_is_on_the_path(file, tmp_path):
         ([MIXED, *BRIEF, "--facade", "gymnasium"], ["rows need equal spaces", "--facade pettingzoo"]),
         ([SPREAD, "--plot", "plot.docx"], ["docx", ".png"]),
         ([SPREAD, "--output", "."], ["directory"]),
-        ([SPREAD, "--csv", f"{__file__}/new/a.csv"], [f"{__file__} is no directory"]),
+        ([SPREAD, "--csv", f"{__file__}/new/a.csv"], [f"{__file__} is not a directory"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )

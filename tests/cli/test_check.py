@@ -318,7 +318,7 @@ def test_exit_status_of_a_correct_simulator(check):
     assert "2 agents" in result.stdout
     for question in Question:
         (line,) = (line for line in result.stdout.splitlines() if question.value in line)
-        assert " yes" in line, line
+        assert (" yes" in line) is (question is not Question.COST), line
     for text in (
         "rewards float; flags bool",
         "step",
@@ -490,6 +490,15 @@ def test_findings_are_sorted_and_unique():
     found.add([remark])
     assert found.findings == [problem, remark]
     assert not found.healthy
+
+
+def test_answer_about_costs():
+    found = Examination("it", checked={Question.COST})
+    assert found.answers()[Question.COST] == "even"
+    found.add([
+        Finding(Question.COST, REMARK, what, "") for what in ("uneven steps (p99 is 59x the median)", "long resets")
+    ])  # fmt: skip
+    assert found.answers()[Question.COST] == "uneven steps (p99 is 59x the median); long resets"
 
 
 def test_masks_of_another_form_are_a_remark():

@@ -186,6 +186,17 @@ def test_readme_is_short():
     assert len(README.splitlines()) <= 150
 
 
+def test_no_file_has_marks_of_a_merge_conflict():
+    """Without git, which source distributions and the copies of `.ci/run` lack."""
+    folders = (".ci", ".github", "benchmarks", "docs", "examples", "marl_parallel", "tests")
+    paths = [*ROOT.glob("*"), *(path for folder in folders for path in (ROOT / folder).rglob("*"))]
+    texts = {".c", ".cff", ".css", ".h", ".json", ".md", ".py", ".pyi", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
+    checked = [path for path in paths if path.suffix in texts and path.is_file()]
+    assert {ROOT / "CHANGELOG.md", ROOT / "README.md"} <= {*checked}
+    mark = re.compile(rb"^(?:<{7}|>{7}) ", re.MULTILINE)
+    assert [str(path) for path in checked if mark.search(path.read_bytes())] == []
+
+
 def test_rule_and_number_of_the_readme_follow_from_the_measurements():
     """The best number of workers is faster than a plain loop from about that time of a step on, and slower below."""
     measured = json.loads((RESULTS / "compare_workers.json").read_text())["measurements"]

@@ -82,6 +82,9 @@ def test_links_of_a_package_lead_to_the_repository_that_built_it(run_setup):
 
 def test_one_version():
     assert version("marl-parallel") == marl_parallel.__version__
-    lines = [*(ROOT / "pyproject.toml").read_text().splitlines(), *(ROOT / "CITATION.cff").read_text().splitlines()]
-    assert [line for line in lines if re.match(r"version\s*[:=] *[\"\d]", line)] == []
-    assert f"## [{marl_parallel.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert not re.search(r"^version\s*= *[\"\d]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    changelog = re.escape(f"## [{marl_parallel.__version__}] - ") + r"(unreleased|\d{4}-\d\d-\d\d)$"
+    (date,) = re.findall(changelog, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = dict(re.findall(r"^([\w-]+): (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
+    assert citation["version"] == marl_parallel.__version__
+    assert citation.get("date-released", "unreleased") == date
