@@ -100,6 +100,7 @@ class Actor:
         # References to its `ProcessInfo`, then to its node monitor's reply; None once it has started.
         self.starting = handle.process_info.remote()
         self.since = time.monotonic()  # when it was requested, or the first one that it replaces and never started
+        self.ready = math.inf  # when it had started
         self.node = ""  # the id of its node, when it is up
         self.key = secrets.randbits(48)  # its number at its node monitor
         self.monitor: Any = None  # the handle of its node monitor; None if none watches it
@@ -325,6 +326,7 @@ class RayBackend(Backend):
         actor = self._actors.pop(worker)
         if ray.is_initialized():
             self._ends += _kill([actor])
+            _, self._ends = ray.wait(self._ends, num_returns=len(self._ends), timeout=0)
         self._free(self._places.pop(worker))
         self._forget(worker)
         return True
@@ -507,7 +509,7 @@ class RayBackend(Backend):
     def _note_start(self, worker: int, *, watched: bool) -> None:
         """Send the requests that waited for the start of a worker."""
         actor = self._actors[worker]
-        actor.starting = None
+        actor.starting, actor.ready = None, time.monotonic()
         if not watched:  # if it dies, the error has no exit code and no stack
             actor.monitor = None
         waiting, actor.waiting = actor.waiting, []
@@ -524,11 +526,16 @@ class RayBackend(Backend):
         if now - self._statuses_read < STATUS_INTERVAL_S:
             return
         self._statuses_read = now
-        busy = {actor.key: actor for actor in self._actors.values() if actor.pending}
+        busy = {actor.key: actor for actor in [*self._actors.values()] if actor.pending}
         for ref in [monitor.statuses.remote(keys) for monitor, keys in _by_monitor(busy.values()).items()]:
             moment, statuses = _monitor_result(ref) or (0.0, {})
             for key, status in statuses.items():
                 busy[key].update(status, moment)
+        self.looking_s += time.monotonic() - now
+
+    def ready_since(self, worker: int) -> float:
+        actor = self._actors.get(worker)
+        return 0.0 if actor is None else actor.ready
 
     def ahead(self, worker: int) -> float:
         return self._actors[worker].clock_offset

@@ -39,7 +39,7 @@ from marl_parallel.backends.ray_backend import (
 from marl_parallel.backends.ray_node import CONCURRENCY_GROUPS, Order, RayNode, Results, unpack
 from marl_parallel.core.backend import most_workers, share_out
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.messages import STEPPED, Lost, Reply, Request
+from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, RecordPlaces, RecordSlices
 from marl_parallel.core.worker_status import WorkerStatus
 from marl_parallel.types import ParallelEnvError
@@ -59,7 +59,8 @@ class Node:
         self.spare = False  # whether it was started beside others, so that the batch goes on if it cannot start
         self.exchange = handle.exchange.options(concurrency_group="exchange").remote
         self.post = handle.post.options(concurrency_group="control", num_returns=0).remote
-        self.starting: Any = None  # reference to the result of its start; None once it has started
+        self.starting: Any = None  # reference to the result of its start; None once it has started, or is given up
+        self.ready = math.inf  # when it had started
         self.since = time.monotonic()  # when its start was requested, or that of the first one that it replaces
         self.waiting: list[tuple[dict[int, Request], bool]] = []  # requests to send once it has started
         self.in_flight: Any = None  # reference to the result of the exchange
@@ -69,6 +70,7 @@ class Node:
         self.starts: list[tuple[int, int, Sequence[int]]] = []  # of workers, to be sent with the next order
         self.started: Counter[int] = Counter()  # how often each worker was started
         self.pending: dict[int, deque[Request]] = {}  # by worker
+        self.closing: set[int] = set()  # workers that close their environments, or have done so
         self.clock_offset = math.inf  # this machine's clock minus its own, in seconds, at most
         self.lost: str | None = None  # why it is gone
         self.memory: dict[int, tuple[Any, int | None]] = {}  # by worker: reference to the next answer, and the last one
@@ -158,30 +160,29 @@ class RayNodesBackend(RayBackend):
         return node
 
     def _restart_node(self, old: Node) -> Node:
-        """Start a node in the place of one that is gone, or that could not start."""
+        """Start a node, without workers, in the place of one that is gone, or that could not start."""
         ray.kill(old.handle)
-        workers = [worker for worker, node in self._node_of.items() if node.bundle == old.bundle]
-        new = self._nodes[old.bundle] = self._start_node(old.bundle, workers)
+        new = self._nodes[old.bundle] = self._start_node(old.bundle, ())
         return new
 
     def replace(self, worker: int) -> None:
         if self._group is None or not ray.is_initialized():
             return  # closed meanwhile by a signal handler
         node = self._node_of[worker]
-        if node.lost is None:
-            self._start_worker(node, worker)
-            return
-        node = self._nodes[node.bundle]
+        if node.lost is not None:
+            node = self._nodes[node.bundle]
         if node.lost is not None:
             node = self._restart_node(node)
         self._node_of[worker] = node
-        self.statuses[worker] = WorkerStatus(bytearray(WorkerStatus.NBYTES))
+        self._start_worker(node, worker)
 
     def _start_worker(self, node: Node, worker: int) -> None:
+        self._drop_orders(node, worker)
         node.started[worker] += 1
         node.starts.append((worker, node.started[worker], self._shares[worker]))
         node.pending[worker] = deque()
         node.memory.pop(worker, None)
+        node.closing.discard(worker)
         self.statuses[worker] = WorkerStatus(bytearray(WorkerStatus.NBYTES))
 
     def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
@@ -199,7 +200,8 @@ class RayNodesBackend(RayBackend):
         """The node to which workers move from another one; started here for the first of them."""
         node = self._successors.get((old, target or ""))
         if node is None or node.lost is not None or node.id in draining_nodes():
-            moving = [worker for worker in old.pending if self._targets.get(worker) == target]
+            staying = [worker for worker in old.pending if worker not in old.closing]
+            moving = [worker for worker in staying if self._targets.get(worker) == target]
             bundle = len(self._nodes)
             self._bundles.append(self._bundle(len(moving)))
             self._places[bundle] = self._place_elsewhere(self._bundles[bundle], target)
@@ -216,21 +218,27 @@ class RayNodesBackend(RayBackend):
         node = self._node_of.get(worker)
         if node is None:
             return True
-        if node.lost is None and ray.is_initialized():
-            if _answer(node.control("remove", worker, node.orders, node.started[worker], kill=kill)) is False:
+        if node.lost is None and node.starting is None and ray.is_initialized():
+            removed = node.control("remove", worker, node.orders, node.started[worker], kill=kill)
+            if _answer(removed) is False:
                 return False
-            node.starts = [start for start in node.starts if start[0] != worker]
-            for requests, _ in node.waiting:
-                requests.pop(worker, None)
+        self._drop_orders(node, worker)
         del self._node_of[worker]
         self._forget(worker)
         node.pending.pop(worker, None)
+        node.closing.discard(worker)
         if node not in self._node_of.values() and self._nodes[node.bundle] is node:  # all have moved
             if node.lost is None and ray.is_initialized():
                 ray.kill(node.handle)
-            node.lost = "its workers have moved"
+            node.lost, node.starting = "its workers have moved", None
             self._free(self._places.pop(node.bundle))
         return True
+
+    def _drop_orders(self, node: Node, worker: int) -> None:
+        """Forget what a node has not been told of a worker."""
+        node.starts = [start for start in node.starts if start[0] != worker]
+        for requests, _ in node.waiting:
+            requests.pop(worker, None)
 
     def allocate(self, layout: Layout) -> Any:
         block = mmap.mmap(-1, layout.nbytes)
@@ -254,6 +262,8 @@ class RayNodesBackend(RayBackend):
                 self._lost.append((worker, Lost(None, "", node.lost)))
             else:
                 node.pending[worker].append(request)
+                if request.message is Message.CLOSE:
+                    node.closing.add(worker)
                 by_node.setdefault(node, {})[worker] = request
         for node, part in by_node.items():
             if node.starting is not None:
@@ -346,10 +356,12 @@ class RayNodesBackend(RayBackend):
             return self._note_node_lost(node, packed)
         if node.starting is not None:
             node.id, now = packed
-            node.starting, node.clock_offset = None, time.monotonic() - now
+            node.starting, node.ready = None, time.monotonic()
+            node.clock_offset = node.ready - now
             waiting, node.waiting = node.waiting, []
             for requests, together in waiting:
-                self._send(node, requests, together=together and len(waiting) == 1)
+                if requests:
+                    self._send(node, requests, together=together and len(waiting) == 1)
             return []
         results = unpack(packed)
         node.in_flight, node.seen = None, results.number
@@ -409,8 +421,8 @@ class RayNodesBackend(RayBackend):
         # It has not begun, so this is no fault of its environments. Ray may not know yet that a machine is gone.
         self._check_start(node, reason)
         new = self._restart_node(node)
-        new.since, new.waiting = node.since, node.waiting
-        new.pending.update(node.pending)
+        new.since, new.waiting, new.pending = node.since, node.waiting, node.pending
+        new.starts, new.started = node.starts, node.started
         self._node_of.update(dict.fromkeys(workers, new))
         return []
 
@@ -445,12 +457,17 @@ class RayNodesBackend(RayBackend):
         for node, ref in [(node, node.control("look", hurry=hurry and node.waits_for_more)) for node in nodes]:
             if (answer := _answer(ref)) is not None:
                 self._update(node, *answer)
+        self.looking_s += time.monotonic() - self._looked
 
     def _update(self, node: Node, now: float, statuses: Mapping[int, tuple[int, bytes]]) -> None:
         node.clock_offset = min(node.clock_offset, time.monotonic() - now)
         for worker, (start, status) in statuses.items():
             if self._node_of.get(worker) is node and start == node.started[worker]:
                 self.statuses[worker].copy_from(status, node.clock_offset)
+
+    def ready_since(self, worker: int) -> float:
+        node = self._node_of.get(worker)
+        return 0.0 if node is None else node.ready
 
     def ahead(self, worker: int) -> float:
         return self._node_of[worker].clock_offset

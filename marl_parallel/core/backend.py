@@ -73,6 +73,7 @@ class Backend(ABC):
         enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be enforced.
         can_kill: Whether `stop` ends workers, and the processes they have started, whatever they are doing.
         side_by_side: Whether each worker needs a CPU of its own.
+        looking_s: Seconds that `look` has spent waiting for other machines so far.
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
         has_spares: Whether `add` can start workers after `start`; their numbers are less than `most_workers`.
         moves: Whether workers can move to other machines, as `leaving` and `rebalance` say.
@@ -90,6 +91,7 @@ class Backend(ABC):
     can_isolate_rng: ClassVar[bool] = True
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
+    looking_s = 0.0
     statuses: list[WorkerStatus]
     _claimed = False
 
@@ -189,6 +191,10 @@ class Backend(ABC):
 
     def look(self) -> None:  # noqa: B027
         """Bring `statuses` up to date; there is nothing to do if they are in shared memory."""
+
+    def ready_since(self, worker: int) -> float:
+        """When a worker had found its place, so that its timeouts began; infinity before; in seconds of this clock."""
+        return 0.0
 
     def ahead(self, worker: int) -> float:
         """Seconds that this clock is ahead of a worker's; 0 if they are the same."""

@@ -175,7 +175,9 @@ class Pool:
                 else:
                     self._all_idle = False
                     limit = self._deadlines.shortest[Message.STEP]
-                    warn_after = None if self._long_calls is None else self._long_calls.warn_after
+                    patience = None if self._long_calls is None else self._long_calls.warn_after
+                    if self.recycler is not None and (patience is None or patience > self.recycler.next_look - now):
+                        patience = max(self.recycler.next_look - now, 0.0)
                     for worker, request in self._step_all.items():
                         queue = self._queues[worker]
                         queue.posted += 1
@@ -184,9 +186,7 @@ class Pool:
                     if self.histories is not None:
                         self.histories.note_steps(env_ids, None)
                     self.backend.post(self._step_all, together=True)
-                    replies = self.backend.wait(
-                        self._deadlines.patience() if limit else warn_after, len(self._step_all)
-                    )
+                    replies = self.backend.wait(self._deadlines.patience() if limit else patience, len(self._step_all))
                     extras: dict[int, Any] = {}
                     complete = 0
                     for _, reply in replies:
@@ -425,7 +425,11 @@ class Pool:
             for long in self._long_calls.look():
                 limit = self._deadlines.limits[long.activity]
                 to_do = f". Pass a {long.activity.timeout}_timeout= to end what hangs"
-                self._log_long_call(long, to_do if limit is None else f". It times out after {limit:g} s")
+                if self.backend.ready_since(long.worker) > time.monotonic():
+                    to_do = ": it waits for room in the cluster"
+                elif limit is not None:
+                    to_do = f". It times out after {limit:g} s"
+                self._log_long_call(long, to_do)
 
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():
@@ -446,10 +450,11 @@ class Pool:
                 continue
             queue = self._queues[worker]
             if reply.message in _FOR_SPARES:
-                self._for_spares -= reply.last
-                self._apply_for_spares(worker, reply, failures)
-                if worker in self._queues and reply.last:
+                if reply.last and queue.requests:
+                    self._for_spares -= 1
                     queue.requests.popleft()
+                    queue.since, queue.suspect = time.monotonic(), None
+                self._apply_for_spares(worker, reply, failures)
                 continue
             failures.update(reply.failures)
             if reply.message is Message.STEP or reply.message is Message.RESET:
@@ -796,18 +801,21 @@ class Pool:
         return next((number for number in range(most_workers(self.shares)) if number not in self._queues), None)
 
     def _prepare(self, worker: int, env_ids: Iterable[int]) -> None:
-        """Construct spares in a worker, or the environments themselves; those that are there already are dropped."""
+        """Construct spares in a worker, or the environments themselves; those that are there already are dropped.
+
+        What is being constructed at present is constructed again after that, once.
+        """
         assert self.rebuilder is not None
-        payload = {
-            env_id: self.rebuilder.request(self.slots[env_id], self.slots[env_id].rebuilds + 1) for env_id in env_ids
-        }
-        queue = self._queues[worker]
-        queue.prepared_since = time.monotonic()
-        for env_id in payload:
-            queue.preparing[env_id] = queue.preparing.get(env_id, 0) + 1
-            if self.slots[env_id].worker != worker:
-                self.slots[env_id].spare = worker
-        self._post({worker: Request(Message.PREPARE, tuple(payload), payload, each=True)}, together=False)
+        queue, payload = self._queues[worker], {}
+        for slot in [self.slots[env_id] for env_id in env_ids]:
+            queue.preparing[slot.env_id] = min(queue.preparing.get(slot.env_id, 0) + 1, 2)
+            if queue.preparing[slot.env_id] == 1:
+                payload[slot.env_id] = self.rebuilder.request(slot, slot.rebuilds + 1)
+            if slot.worker != worker:
+                slot.spare = worker
+        if payload:
+            queue.prepared_since = time.monotonic()
+            self._post({worker: Request(Message.PREPARE, tuple(payload), payload, each=True)}, together=False)
 
     def prepare_again(self, env_ids: Iterable[int] | None = None) -> None:
         """Construct the spares of environments, or of all, again: they have other seeds, or write other things, now."""
@@ -927,7 +935,9 @@ class Pool:
                 if reply.message is Message.ADOPT:
                     if failure is None and slot.renewing:
                         self._apply_first(slot, reply.completed, result)
-                elif queue.count_prepared(env_id):
+                elif queue.note_prepared(env_id) and failure is None:
+                    self._prepare(worker, [env_id])
+                else:
                     del queue.preparing[env_id]
                     if failure is None and slot.renewing:
                         self._move(slot, worker)
@@ -936,7 +946,9 @@ class Pool:
                 self._note_unprepared(recycler, worker, slot, str(reports.env_error(env_id, worker, failure)))
                 if worker not in self._queues:
                     return
-            elif queue.count_prepared(env_id):
+            elif queue.note_prepared(env_id):
+                self._prepare(worker, [env_id])
+            else:
                 self._note_prepared(recycler, worker)
 
     def _note_prepared(self, recycler: Recycler, worker: int) -> None:
@@ -959,7 +971,7 @@ class Pool:
         queue = self._queues[worker]
         if not queue.share:
             self._lose_spares(worker, error)
-        elif queue.count_prepared(slot.env_id):
+        else:
             del queue.preparing[slot.env_id]
             slot.spare = None
             self._warn_of_spares(recycler, queue.position, [slot.env_id], error)

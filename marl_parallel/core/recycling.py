@@ -8,8 +8,9 @@ of its neighbours, in a new worker, and its first episode has begun there::
     end of the episode   -> ADOPT, or the caller's RESET, in the new worker
     all have moved       -> CLOSE, Backend.remove        the old worker ends
 
-A spare is never constructed in a worker that steps others, which would wait. So an environment that is due again
-while its neighbours have not moved gets a spare in one more worker.
+A spare is not constructed in a worker that steps others, which would wait. So an environment that is due again while
+its neighbours have not moved gets a spare in one more worker. Only where others have moved already, and a spare that
+waits must have another seed, is it constructed again beside them.
 
 A backend without further workers (`Backend.has_spares`) constructs the new environment in place; its caller waits.
 """

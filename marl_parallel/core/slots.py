@@ -97,8 +97,8 @@ class WorkerQueue:
     share: Sequence[int]  # its environments
     position: int  # of the worker, or of the first one that it has replaced, in statistics
     built: Sequence[int] = ()  # the environments in its process, some of which may have moved or be spares
-    # Environments that are or will be constructed here before an episode begins in them, as spares or in place; each
-    # with how many requests for that are in flight.
+    # Environments that are or will be constructed here before an episode begins in them, as spares or in place; with
+    # 0 if that has been done, 1 if the request is in flight, 2 if it will have to be repeated then.
     preparing: dict[int, int] = field(default_factory=dict)
     prepared_since: float = 0.0  # when the latest of these requests was posted
     ends_by: float | None = None  # when it is killed at the latest, since all environments have left
@@ -120,10 +120,11 @@ class WorkerQueue:
         """Whether environments are being constructed that will be needed later."""
         return any(self.preparing.values())
 
-    def count_prepared(self, env_id: int) -> bool:
-        """Count one request to construct an environment as carried out; returns whether it was the last of them."""
-        self.preparing[env_id] -= 1
-        return self.preparing[env_id] == 0
+    def note_prepared(self, env_id: int) -> bool:
+        """Note that a request to construct an environment was carried out; returns whether it must be repeated."""
+        repeats = self.preparing[env_id] == 2
+        self.preparing[env_id] = 0
+        return repeats
 
     @property
     def one_reply(self) -> bool:
@@ -189,6 +190,7 @@ class Deadlines:
         }
         self.looked = 0.0  # when the present call of the pool began, or `late` was last called in it
         self._wait_ends: float | None = None  # when the present wait ends at the latest
+        self._looking_s = 0.0  # the backend's before it
         self._frozen: list[tuple[float, float]] = []
 
     def patience(self) -> float | None:
@@ -202,7 +204,7 @@ class Deadlines:
             self._note_frozen(self.looked, now)
         suspected = any(queue.suspect is not None for queue in self._queues.values())
         seconds = min(_UNCHANGED_S if suspected else _POLL_S, *limits)
-        self._wait_ends = now + seconds
+        self._wait_ends, self._looking_s = now + seconds, self._backend.looking_s
         return seconds
 
     def late(self) -> list[int]:
@@ -211,6 +213,7 @@ class Deadlines:
         self.looked = now = time.monotonic()  # it may be frozen below, too
         if wait_ends is None:
             return []
+        wait_ends += self._backend.looking_s - self._looking_s  # the workers did run meanwhile
         if now - wait_ends > _FROZEN_S:
             self._note_frozen(wait_ends, now)
         late = []
@@ -218,7 +221,7 @@ class Deadlines:
             if queue.limited is None:
                 continue
             state, limit = self._backend.statuses[worker].state, self.overrun(worker)[2]
-            started = max(queue.since, state[1])
+            started = max(queue.since, state[1], self._backend.ready_since(worker))
             frozen = sum(max(end - max(begin, started), 0.0) for begin, end in self._frozen)
             if limit is None or now - started - frozen <= limit:
                 queue.suspect = None

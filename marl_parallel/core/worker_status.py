@@ -158,7 +158,12 @@ class WorkerStatus:
         return bytes(self._view)
 
     def copy_from(self, others: bytes, ahead: float) -> None:
-        """Copy another machine's status, but what the parent writes; this clock is `ahead` by so many seconds."""
+        """Copy another machine's status, but what the parent writes; this clock is `ahead` by so many seconds.
+
+        One that has travelled longer than a later one is left out, so that no count ever decreases.
+        """
+        if _progress(memoryview(others).cast("q")) < _progress(self._ints):
+            return
         discarded = self._ints[_DISCARDED]
         self._view[:] = others
         self._floats[_SINCE] += ahead
@@ -204,6 +209,11 @@ class WorkerStatus:
             ints[_STEPS], ints[_RESETS], simulator_s=inside, transport_s=transport, waiting_s=waited,
             step_times=StepTimes(tuple(ints[_TIMES:].tolist())),
         )  # fmt: skip
+
+
+def _progress(ints: memoryview) -> tuple[int, int]:
+    """What no later status of a process has less of: parts of requests begun, and steps and resets that have ended."""
+    return ints[_PARTS], ints[_STEPS] + ints[_RESETS]
 
 
 _of_this_process: WeakSet[WorkerStatus] = WeakSet()

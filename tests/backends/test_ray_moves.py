@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import time
 from typing import Any
 
@@ -142,6 +144,41 @@ def test_rebalance(mode, kind, three_nodes):
 
 
 @each_kind
+def test_node_that_joins_late(kind, three_nodes, caplog):
+    """Environments of a lost node wait for room longer than `start_timeout`; they are restarted once, on a new node."""
+    constructors = [functools.partial(Counting, LENGTH)] * 6
+    nodes = dict.fromkeys(kind, NODES)
+    backend = RayBackend(num_cpus=CPUS_EACH / 2, placement_timeout=120, **nodes)
+    options = {"on_error": "restart", "start_timeout": 4.0, "warn_after": 2.0}
+    with ParallelEnv(constructors, "SAME_STEP", 1, backend=backend, num_workers=6, **options) as env:
+        before = workers_by_node(env)
+        env.reset()
+        (doomed,) = (one for one in three_nodes.worker_nodes if one.node_id == before[-1])
+        three_nodes.remove_node(doomed, allow_graceful=False)
+        lost, marks = [place == before[-1] for place in before], [0] * 6
+
+        def step(timeout: float) -> None:
+            env.send([ACTIONS] * 6)
+            try:
+                batch = env.recv(6, timeout)
+            except TimeoutError:
+                three_nodes.add_node(num_cpus=CPUS_EACH)
+                batch = env.recv(6, 90)
+            for env_id, info in zip(batch.env_ids, batch.infos, strict=True):
+                marks[env_id] += "restarted" in info.get("__common__", {})
+
+        assert wait_for(lambda: step(10.0) or any(marks), timeout=120)
+        for _ in range(LENGTH):
+            step(90.0)
+        assert marks == [int(one) for one in lost]
+        assert (env.stats().faults, env.stats().restarts) == (sum(lost), sum(lost))
+        assert "waits for room in the cluster" in caplog.text
+        after = workers_by_node(env)
+        assert [old != new for old, new in zip(before, after)] == lost
+        assert {*after} - {*before} <= {one.node_id for one in three_nodes.worker_nodes}
+
+
+@each_kind
 def test_target_that_goes(kind, three_nodes, caplog):
     """A worker that cannot start where it is to move stays, and the batch goes on."""
     backend = RayBackend(placement="PACK", **kind)
@@ -155,6 +192,63 @@ def test_target_that_goes(kind, three_nodes, caplog):
         assert not backend.leaving()
         for _ in range(2 * LENGTH):
             watched.step()
+
+
+@each_kind
+def test_spares_that_are_dropped_before_there_is_room(kind, three_nodes):
+    """Nobody waits for their machine, and nothing comes of it later."""
+    backend = RayBackend(placement="PACK", placement_timeout=4.0, **kind)
+    with ParallelEnv([functools.partial(Slow, LENGTH)] * 2, True, 1, backend=backend, num_workers=2) as env:
+        watched, pool = Watched(env), env.runner.pool
+        backend._targets[1] = "ff" * 28
+        pool.recycler.next_look = 0.0
+        watched.step()
+        (spare,) = {*pool._queues} - {0, 1}
+        began = time.monotonic()
+        pool._drop_spares(spare)
+        assert time.monotonic() < began + 2
+        pool.recycler.note_failed(1, began)  # so that no other one is tried
+        while time.monotonic() < began + 6:
+            watched.step()
+        assert {*pool._queues} == {0, 1}
+
+
+class Hanging(Counting):
+    """Hangs in its third step, unless it has been restarted."""
+
+    def __init__(self, *, seed: int, restarts: int) -> None:
+        super().__init__(40, seed=seed)
+        self.hangs_at = 3 if restarts == 0 else None
+
+    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
+        if self.steps + 1 == self.hangs_at:
+            time.sleep(600)
+        return super().step(actions)
+
+
+@each_kind
+def test_timeouts_while_another_node_does_not_answer(kind, three_nodes):
+    """A machine that is stopped costs time, but what hangs elsewhere is ended."""
+    nodes = dict.fromkeys(kind, 2)
+    backend = RayBackend(num_cpus=CPUS_EACH, **nodes)
+    options = {"on_error": "restart", "step_timeout": 2.0}
+    with ParallelEnv([Hanging] * 2, True, 1, backend=backend, num_workers=2, **options) as env:
+        env.reset()
+        for _ in range(2):
+            env.step([ACTIONS] * 2)
+        stopped = backend._node_of[0].handle if kind else backend._actors[0].monitor
+        pid = ray.get(stopped.__ray_call__.remote(lambda _: os.getpid()))
+        env.send([ACTIONS] * 2)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            batch = env.recv(1, timeout=120)
+            assert batch.env_ids == (1,)
+            assert "restarted" in batch.infos[0]["__common__"]
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        batch = env.recv(1, timeout=120)
+        assert "restarted" in batch.infos[0]["__common__"]
+        env.step([ACTIONS] * 2)
 
 
 def test_other_backends_stay(parallel):

@@ -32,7 +32,9 @@ def test_a_stop_at_any_moment_does_not_count(stop, monkeypatch):
     clock = Clock(stop)
     monkeypatch.setattr("marl_parallel.core.slots.time", clock)
     status = SimpleNamespace(state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True))
-    backend: Any = SimpleNamespace(enforces_timeouts=True, statuses=[status])
+    backend: Any = SimpleNamespace(
+        enforces_timeouts=True, statuses=[status], looking_s=0.0, ready_since=lambda worker: 0.0
+    )
     queue = WorkerQueue(range(1), 0, since=clock.now)
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
     queue.requests.append((STEP_ALL, 1, deadlines.shortest[Message.STEP]))

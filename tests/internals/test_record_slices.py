@@ -110,8 +110,11 @@ def test_status_of_another_machine():
     assert ours.running == theirs.running._replace(since=theirs.running.since + 100.0)
     assert ours.discarded
     assert not theirs.discarded
+    early = theirs.copy()
     theirs.leave()
     theirs.end_request()
     ours.copy_from(bytes(theirs._view), 100.0)
+    assert (ours.stats.steps, ours.running, ours.settled) == (1, None, 3)
+    ours.copy_from(early, 100.0)  # has travelled longer
     assert (ours.stats.steps, ours.running, ours.settled) == (1, None, 3)
     assert ours.stats.simulator_s == theirs.stats.simulator_s
