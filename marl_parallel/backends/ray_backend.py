@@ -109,6 +109,7 @@ class Actor:
         self.sent = 0  # how many orders were sent
         self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES))  # as of the latest result or `look`
         self.clock_offset = 0.0  # this machine's clock minus its own, in seconds, at most
+        self.completed = -math.inf  # of its last reply
         self.memory: int | None = None  # bytes
         self.memory_asked: Any = None  # reference to the monitor's next answer
         self.closed = False  # whether it has closed its environments
@@ -120,7 +121,8 @@ class Actor:
 
     def localized(self, reply: Reply, pending: Pending) -> Reply:
         """A reply with this machine's time; it is the last one only if its order is."""
-        return reply._replace(completed=reply.completed + self.clock_offset, last=reply.last and pending.last)
+        self.completed = later(reply.completed + self.clock_offset, self.completed)
+        return reply._replace(completed=self.completed, last=reply.last and pending.last)
 
 
 class RayBackend(Backend):
@@ -621,6 +623,11 @@ def results_of(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, A
         return [*zip(ready, ray.get(ready))]
     except RayError:
         return [(ref, _get(ref)) for ref in ready]
+
+
+def later(moment: float, than: float) -> float:
+    """The moment of a reply, after that of the worker's last one: the clocks' difference is known better and better."""
+    return max(moment, math.nextafter(than, math.inf))
 
 
 def reason_of(error: RayError) -> str:

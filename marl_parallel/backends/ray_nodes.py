@@ -32,6 +32,7 @@ from marl_parallel.backends.ray_backend import (
     Place,
     RayBackend,
     draining_nodes,
+    later,
     ray_options,
     reason_of,
     results_of,
@@ -72,6 +73,7 @@ class Node:
         self.pending: dict[int, deque[Request]] = {}  # by worker
         self.closing: set[int] = set()  # workers that close their environments, or have done so
         self.clock_offset = math.inf  # this machine's clock minus its own, in seconds, at most
+        self.completed: dict[int, float] = {}  # by worker: of its last reply
         self.lost: str | None = None  # why it is gone
         self.memory: dict[int, tuple[Any, int | None]] = {}  # by worker: reference to the next answer, and the last one
 
@@ -379,7 +381,6 @@ class RayNodesBackend(RayBackend):
     def _apply(self, node: Node, results: Results) -> list[tuple[int, int, Reply | Lost]]:
         """Copy statuses and records; returns the replies, with this machine's time."""
         self._update(node, results.now, results.statuses)
-        offset = node.clock_offset
         if self._slices is not None:
             if results.records is not None:
                 self._put_results(node, results, results.records)
@@ -390,7 +391,9 @@ class RayNodesBackend(RayBackend):
             if reply is None:
                 reply = STEPPED
             elif not isinstance(reply, Lost):
-                reply = reply._replace(completed=reply.completed + offset)
+                moment = later(reply.completed + node.clock_offset, node.completed.get(worker, -math.inf))
+                reply = reply._replace(completed=moment)
+                node.completed[worker] = moment
             replies.append((worker, start, reply))
         return replies
 

@@ -268,6 +268,22 @@ def test_replies_of_a_replaced_process_keep_out_nothing_else():
     assert block == bytes(24) + bytes([2] * 8)
 
 
+def test_order_of_replies_while_the_difference_of_clocks_becomes_known():
+    """A result that travelled for long makes the difference seem larger; a later reply of the worker stays later."""
+    backend, node = RayNodesBackend(num_nodes=1), Node(MagicMock(), 0)
+    node.clock_offset, node.pending = 1000.0, {0: deque([Request(Message.STEP, (2, 0), each=True)])}
+    backend._shares = {0: (0, 2)}
+    moments = []
+    for number, env_id in enumerate((2, 0), 1):
+        reply = Reply(Message.STEP, (env_id,), {}, {}, 5.0 + number / 1000, last=env_id == 0)
+        now = time.monotonic() - node.clock_offset + number
+        packed = pack(Results(number, now, [(0, 0, reply)], {}, [()], None, None))
+        ((_, received),) = backend._receive_from(node, packed)
+        moments.append(received.completed)
+    assert node.clock_offset < 999
+    assert moments == sorted({*moments})
+
+
 def test_restarts_equal_the_reference(single_node):
     """For every fault in every method: dicts, marks, seeds and counts are the same as with processes."""
 
