@@ -52,7 +52,7 @@ from marl_parallel.cli.report import (
 from marl_parallel.core.backend import usable_cpus
 
 RESULTS = Path(__file__).parent / "results"
-NAME = "async_stepping"
+NAME, COLUMNS = "async_stepping", 2
 WORKERS = "1,2,3,4"
 NUM_ENVS = 8
 STEP_US = 1000
@@ -334,8 +334,12 @@ def markdown(report: Report) -> str:
 
 def save_plot(report: Report, path: Path) -> None:
     panels = [results for benchmark in NOTES for results in report.of(benchmark)]
-    figure = framed(max(3.2 * len(panels), 6.0), 3.9)
-    for panel, results in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
+    rows = -(-len(panels) // COLUMNS)
+    figure = framed(7.5, 0.6 + 2.9 * rows)
+    axes = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
+    for unused in axes[len(panels) :]:
+        unused.set_visible(False)
+    for panel, results in zip(axes, panels, strict=False):
         uneven = results[0].benchmark == UNEVEN
         counts = sorted({one.workers for one in results})
         for one in results:
@@ -355,7 +359,7 @@ def save_plot(report: Report, path: Path) -> None:
         panel.set_xticks(range(len(counts)), [str(count) for count in counts])
         panel.set_title(f"{results[0].benchmark}\n{results[0].simulators}", fontsize=9)
         panel.set_xlabel("workers", fontsize=8)
-        panel.set_ylabel("time in simulators / (wall x CPUs)" if uneven else "throughput over sync", fontsize=8)
+        panel.set_ylabel("share of min(workers, CPUs) in simulators" if uneven else "throughput over sync", fontsize=8)
         tidy(panel)
         panel.set_ylim(top=1.12 if uneven else 2.25)
     finish(figure, report.machine, path)

@@ -45,7 +45,7 @@ FACADES = {
     facades.RLLIB: [peers.RLLIB],
     facades.AGILERL: [peers.AGILERL],
 }
-"""Each facade, and the peers for the same training loops; the plain loop is added to each."""
+"""Each facade, and the peers for the same training loops; plain loops are added to each."""
 
 
 # -- the cases ---------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def pairs() -> list[Pair]:
         *(
             Pair(PEERS, spread_case, ours, against)
             for ours, own_peers in FACADES.items()
-            for against in [*own_peers, peers.LOOP]
+            for against in [*own_peers, peers.LOOPS, peers.LOOP]
         ),
     ]
 
@@ -115,7 +115,7 @@ def peer_rows(report: Report) -> tuple[list[str], list[list[str]]]:
 def notes(report: Report) -> list[str]:
     """What the tables show, the settings of the peers, the runs, and what is missing."""
     shown = {one.against for one in report.results if one.benchmark == PEERS}
-    contenders = dict.fromkeys(peer for own in FACADES.values() for peer in [*own, peers.LOOP])
+    contenders = dict.fromkeys(peer for own in FACADES.values() for peer in [*own, peers.LOOPS, peers.LOOP])
     settings = [f"{p.name}: {p.setting.format(workers=WORKERS)}." for p in contenders if p.name in shown]
     texts = []
     if any(one.benchmark == OVERHEAD for one in report.results):

@@ -35,7 +35,8 @@ PART = "peers"
 OWN = "marl_parallel, dicts"
 COLUMNS, OTHERS = 2, "#a9b2bc"
 """Of the picture: columns of panels, and the colour of the other packages."""
-PEERS = [
+AGAINST = [
+    peers.LOOPS,
     peers.SMARTS,
     peers.SUPERSUIT,
     peers.AGILERL,
@@ -75,7 +76,7 @@ def cases() -> list[Case]:
 
 
 def pairs() -> list[Pair]:
-    return [Pair(PART, case, ours, peer) for case in cases() for ours in OURS for peer in (peers.LOOP, *PEERS)]
+    return [Pair(PART, case, ours, peer) for case in cases() for ours in OURS for peer in (peers.LOOP, *AGAINST)]
 
 
 OURS: list[Contender] = [facades.DICTS]
@@ -103,7 +104,7 @@ def _took(one: Result) -> str:
 
 def notes(report: Report) -> list[str]:
     shown = {one.against for one in report.results}
-    settings = [f"{peer.name}: {peer.setting.format(workers=WORKERS)}." for peer in PEERS if peer.name in shown]
+    settings = [f"{peer.name}: {peer.setting.format(workers=WORKERS)}." for peer in AGAINST if peer.name in shown]
     texts = [
         f"Microseconds of wall time per environment step, {NUM_ENVS} environments, {WORKERS} workers where they can be "
         "chosen; in brackets, this package's throughput divided by that of the row, the median of the ratios within "
@@ -116,7 +117,7 @@ def notes(report: Report) -> list[str]:
 
 
 def show(report: Report) -> None:
-    console, (headings, rows) = Console(), table(report, [peers.LOOP, *PEERS])
+    console, (headings, rows) = Console(), table(report, [peers.LOOP, *AGAINST])
     shown = Table(box=SIMPLE_HEAD)
     for heading in headings:
         shown.add_column(heading, justify="right" if heading else "left")
@@ -129,7 +130,7 @@ def show(report: Report) -> None:
 
 def markdown(report: Report) -> str:
     """A picture and a table, without the plain loop."""
-    headings, rows = table(report, PEERS)
+    headings, rows = table(report, AGAINST)
     lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     picture = in_docs("Throughput compared with other packages", NAME)
@@ -139,7 +140,7 @@ def markdown(report: Report) -> str:
 def save_plot(report: Report, path: Path) -> None:
     """For each simulator, each peer's throughput as a share of this package's, whose bar is 1."""
     environments = list(dict.fromkeys(one.environment for one in report.results))
-    names = [OWN, *(peer.name for peer in PEERS if any(one.against == peer.name for one in report.results))]
+    names = [OWN, *(peer.name for peer in AGAINST if any(one.against == peer.name for one in report.results))]
     lines = -(-len(environments) // COLUMNS)
     figure = framed(8.5, 0.6 + lines * (0.5 + 0.24 * len(names)))
     panels = list(figure.subplots(lines, COLUMNS, squeeze=False, sharex=True, sharey=True).flat)

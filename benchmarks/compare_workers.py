@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -35,10 +36,11 @@ from options import (
 )
 from pettingzoo.butterfly import pistonball_v6
 from pettingzoo.sisl import multiwalker_v9
-from pictures import finish, framed, in_docs, save_plot
+from pictures import finish, framed, in_docs
 from synthetic import Synthetic, rounds_per_microsecond
+from version_stepper import Loops
 
-from marl_parallel.cli.measure import LOOP, PETTINGZOO, STEP, contenders, measure, num_turns
+from marl_parallel.cli.measure import LOOP, PETTINGZOO, STEP, Contender, Run, contenders, measure, num_turns, repeatedly
 from marl_parallel.cli.report import (
     COLOURS,
     GREY,
@@ -58,6 +60,8 @@ RESULTS = Path(__file__).parent / "results"
 NAME = "compare_workers"
 SPEEDUPS = "speedup_by_step_cost"
 NUM_ENVS = 8
+LOOPS = Contender("plain loops side by side", 2)
+LOOPS_CALL_S = 0.05
 WORKERS, BACKENDS = "1,2,4", "serial,thread,process"
 SECONDS, REPEATS = 0.9, 5
 ROUND_SECONDS, LAUNCHES = 0.2, 5
@@ -151,7 +155,6 @@ def main(
     if directory is not None:
         write_json(report, directory / f"{NAME}.json")
         write_csv(report, directory / f"{NAME}.csv")
-        save_plot(report, directory / f"{NAME}.png")
         save_speedups(report, directory / f"{SPEEDUPS}.png")
 
 
@@ -175,12 +178,12 @@ def markdown(report: Report) -> str:
     return "\n".join([picture, "", *lines, "", note])
 
 
-def speedups(report: Report) -> dict[int, list[tuple[float, float]]]:
+def speedups(report: Report, backend: str = "process") -> dict[int, list[tuple[float, float]]]:
     """By number of worker processes: the plain loop's microseconds per step and the speed-up, for `NUM_ENVS`."""
     points: dict[int, list[tuple[float, float]]] = {}
     for loop, *others in report.tables():
         for one in others:
-            if one.backend == "process" and one.num_envs == NUM_ENVS:
+            if one.backend == backend and one.num_envs == NUM_ENVS:
                 points.setdefault(one.workers, []).append((loop.microseconds_per_step, one.speedup))
     return {workers: sorted(points[workers]) for workers in sorted(points)}
 
@@ -192,6 +195,9 @@ def save_speedups(report: Report, path: Path) -> None:
     figure = framed(7.5, 4.0)
     panel = figure.subplots()
     panel.axhline(1, color="black", linestyle="dashed", linewidth=1, label="plain loop")
+    for workers, points in speedups(report, LOOPS.backend).items():
+        style = {"color": GREY, "linestyle": "dotted", "linewidth": 1.2}
+        panel.plot(*zip(*points), label=f"{workers} plain loops side by side", **style)
     shades = ("#9dbfe0", COLOURS["process"], "#12335a")
     for (workers, points), shade in zip(speedups(report).items(), itertools.cycle(shades)):
         label = f"{workers} worker{'s' * (workers > 1)}"
@@ -210,17 +216,27 @@ def save_speedups(report: Report, path: Path) -> None:
     finish(figure, report.machine, path)
 
 
+@contextmanager
+def loops(case: Case) -> Iterator[Run]:
+    """Plain loops in processes of their own, which is the most that this machine can do with so many workers."""
+    with closing(Loops(case.constructor, case.num_envs, LOOPS.workers, barrier=False)) as processes:
+        batches = processes.warm(LOOPS_CALL_S)
+        yield repeatedly(lambda _: processes.step(batches), [None], batches * case.num_envs)
+
+
 def run(chosen: list[Case], backends: list[str], workers: list[int], seconds: float, repeats: int) -> Report:
     against = {case.name: contenders(backends, workers, case.num_envs) for case in chosen}
     described = machine(("mpe2",))
     measurements = []
-    with progress(sum(num_turns(len(who), repeats) for who in against.values())) as on_turn:
-        for name, constructor, num_envs in chosen:
+    with progress(sum(num_turns(1 + len(who), repeats) for who in against.values())) as on_turn:
+        for case in chosen:
+            name, constructor, num_envs = case
             measurements += measure(
                 name,
                 constructor,
                 num_envs,
                 against[name],
+                others={LOOPS: functools.partial(loops, case)},
                 seconds=seconds,
                 repeats=repeats,
                 on_turn=lambda turn, name=name: on_turn(f"{name}: {turn}"),

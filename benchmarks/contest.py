@@ -34,7 +34,17 @@ DISTRIBUTIONS = (
 """Distributions whose versions are saved, if they are installed."""
 
 Step = Callable[[], object]
-"""Steps all environments once, with the next actions."""
+"""Steps all environments once, with the next actions; or as often as its `batches` says, if it has that."""
+
+
+class Batches:
+    """A `Step` of several batches, for a contender whose calls take longer than a batch of a fast simulator."""
+
+    def __init__(self, step: Callable[[int], object], batches: int) -> None:
+        self._step, self.batches = step, batches
+
+    def __call__(self) -> None:
+        self._step(self.batches)
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class Contender:
     ours: bool = False
 
     def counted(self, case: Case) -> float:
-        """Environment steps per call."""
+        """Environment steps per batch."""
         share = case.episode_steps / (case.episode_steps + 1) if self.next_step else 1.0
         return case.num_envs * share
 
@@ -136,7 +146,7 @@ def measure(
             on_turn(f"{case.name}: {one.name} starts")
             try:
                 step = stack.enter_context(one.start(case))
-                _calls_per_second(step, seconds / 4)
+                _batches_per_second(step, seconds / 4)
             except Exception as error:
                 if one.ours and not isinstance(error, ImportError):
                     raise
@@ -146,7 +156,7 @@ def measure(
                 time.sleep(one.polls_s)
         for one, step in ready * repeats:
             on_turn(f"{case.name}: {one.name}")
-            rounds.setdefault(one.name, []).append(one.counted(case) * _calls_per_second(step, seconds))
+            rounds.setdefault(one.name, []).append(one.counted(case) * _batches_per_second(step, seconds))
             time.sleep(one.polls_s)
     return rounds, missing
 
@@ -157,12 +167,12 @@ def reason(error: Exception) -> str:
     return text if isinstance(error, ImportError) else f"{type(error).__name__}: {text}"
 
 
-def _calls_per_second(step: Step, seconds: float) -> float:
-    count = 0
+def _batches_per_second(step: Step, seconds: float) -> float:
+    count, batches = 0, getattr(step, "batches", 1)
     started = now = time.perf_counter()
     while now < started + seconds or not count:
         step()
-        count += 1
+        count += batches
         now = time.perf_counter()
     return count / (now - started)
 

@@ -24,7 +24,6 @@ KINDS = {
     "waiting": "#dddddd",
     "write actions": COLOURS["serial"],
     "read results": OTHER_COLOURS[2],
-    "wait": "#dddddd",
 }
 
 

@@ -11,9 +11,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pettingzoo
-from contest import SEED, Actions, Case, Contender, Step, stepping
+from contest import SEED, Actions, Batches, Case, Contender, Step, stepping
 from gymnasium.vector.utils import CloudpickleWrapper, batch_space
+from version_stepper import Loops
 
+LOOPS_CALL_S = 0.05
+"""About how long plain loops side by side step with each call."""
 PUFFERLIB_POLLS_S = 0.6
 """Its workers poll without pause for half a second after a step, then every 10 ms."""
 
@@ -32,6 +35,12 @@ def plain_loop(case: Case) -> Iterator[Step]:
                     env.reset()
 
         yield stepping(step, case.by_env)
+
+
+@contextmanager
+def loops(case: Case) -> Iterator[Step]:
+    with closing(Loops(case.constructor, case.num_envs, case.workers, barrier=False)) as processes:
+        yield Batches(processes.step, processes.warm(LOOPS_CALL_S))
 
 
 @contextmanager
@@ -300,6 +309,9 @@ def ray_actors(case: Case) -> Iterator[Step]:
 
 
 LOOP = Contender("plain loop", plain_loop, "over bare environments, in one process")
+LOOPS = Contender(
+    "plain loops side by side", loops, "{workers} processes, which do not wait for each other: the limit of the machine"
+)
 SUPERSUIT = Contender(
     "SuperSuit", supersuit, "`pettingzoo_env_to_vec_env_v1`, then `concat_vec_envs_v1(num_cpus={workers})`"
 )

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from marl_parallel.cli.report import GREY, PLOT_LABEL, Report, draw, in_one_line
+from marl_parallel.cli.report import GREY, in_one_line
 
 if TYPE_CHECKING:  # matplotlib takes half a second to import
     from matplotlib.artist import Artist
     from matplotlib.figure import Figure
 
 OTHER_COLOURS = ("#a23b72", "#5c5470", "#2a9d8f")
-COLUMNS = 4
 LEGEND_ENTRY_IN = 1.5
 
 
@@ -40,7 +39,7 @@ def finish(figure: Figure, machine: dict[str, Any], path: Path) -> None:
         list(entries.values()),
         list(entries),
         loc="outside upper center",
-        ncols=min(len(entries), legend_columns(figure.get_figwidth())),
+        ncols=min(len(entries), max(int(figure.get_figwidth() / LEGEND_ENTRY_IN), 1)),
         fontsize=8,
         frameon=False,
         handlelength=1.6,
@@ -50,24 +49,3 @@ def finish(figure: Figure, machine: dict[str, Any], path: Path) -> None:
     figure.text(0.995, 0.05 / figure.get_figheight(), in_one_line(machine), footer)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def legend_columns(width: float) -> int:
-    return max(int(width / LEGEND_ENTRY_IN), 1)
-
-
-def save_plot(report: Report, path: Path) -> None:
-    """Draw throughput over the number of workers, one panel for each environment."""
-    panels = report.tables()
-    columns = min(len(panels), COLUMNS)
-    rows = -(-len(panels) // columns)
-    width = max(3.2 * columns, 6.0)
-    kinds = {one.kind for one in report.measurements} | {"ideal"}  # the plain loop is one of them
-    figure = framed(width, 2.9 * rows + 0.8 + 0.2 * -(-len(kinds) // legend_columns(width)))
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel, measurements in zip(axes, panels, strict=False):
-        draw(panel, measurements, report.machine["cpus"])
-    for unused in axes[len(panels) :]:
-        unused.set_visible(False)
-    figure.supylabel(PLOT_LABEL, fontsize=9)
-    finish(figure, report.machine, path)

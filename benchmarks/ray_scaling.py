@@ -622,7 +622,7 @@ def save_simulation(report: NodesReport, path: Path) -> None:
     for wait, colour in zip([wait for wait in STEP_MS if wait], [*COLOURS.values(), *OTHER_COLOURS]):
         shares = [report.efficiency(nodes, nodes * SIMULATED_WORKERS, wait) for nodes in reach]
         panel.plot(reach, shares, color=colour, linewidth=1, label=f"steps of {wait:g} ms")
-    panel.axhline(GOOD, color="black", linestyle="dashed", linewidth=0.8)
+    panel.axhline(GOOD, color="black", linestyle="dashed", linewidth=0.8, label=f"{100 * GOOD:.0f} %")
     panel.set_xscale("log", base=2)
     panel.set_xticks([2**n for n in range(10)], [str(2**n) for n in range(10)])
     panel.set_ylim(0, 1.05)
@@ -648,7 +648,7 @@ def save_plot(report: Report, path: Path) -> None:
         points = [one.actors for one in measured], [one.efficiency for one in measured]
         panel.plot(*points, "o", color=colour, markersize=4, label=f"steps of {wait:g} ms")
         panel.plot(reach, [report.efficiency(actors, K, wait) for actors in reach], color=colour, linewidth=1)
-    panel.axhline(GOOD, color="black", linestyle="dashed", linewidth=0.8)
+    panel.axhline(GOOD, color="black", linestyle="dashed", linewidth=0.8, label=f"{100 * GOOD:.0f} %")
     panel.set_xscale("log", base=2)
     panel.set_xticks([2**n for n in range(9)], [str(2**n) for n in range(9)])
     panel.set_ylim(0, 1.05)

@@ -149,7 +149,8 @@ class Monitor:
         """Write all metrics, and return them by name.
 
         Counts are those since the start. Times, shares and `steps_per_second` are of the time since the last call;
-        those of workers that have not stepped since are left out.
+        those of workers that have not stepped since are left out, and so is `steps_per_second` if the clock has not
+        advanced since.
 
         Args:
             step: The horizontal axis, such as the number of environment steps.
@@ -167,7 +168,8 @@ class Monitor:
         for count in ("steps", "resets", "faults", "restarts", "recycled"):
             yield count, getattr(stats, count)
         yield from [(f"restarts/{kind}", stats.restart_kinds[kind]) for kind in _KINDS]
-        yield "steps_per_second", (stats.steps - before.steps) / seconds
+        if seconds > 0:
+            yield "steps_per_second", (stats.steps - before.steps) / seconds
         places = enumerate(zip(stats.workers, before.workers, self._memory(stats)))
         for worker, (now, earlier, memory) in places:
             yield from [(f"{name}/worker_{worker}", value) for name, value in _of_interval(now, earlier)]

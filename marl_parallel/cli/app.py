@@ -80,12 +80,13 @@ def bench(
     num_envs: Annotated[int, typer.Option(min=1, help="The number of environments.")] = 8,
     workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "1,2,4",
     backends: Annotated[
-        str, typer.Option("--backends", "--backend", help=f"Of {', '.join(NAMES)}; comma-separated.")
+        str,
+        typer.Option("--backends", "--backend", help=f"Backends to measure: {', '.join(NAMES)}; comma-separated."),
     ] = "process",
     stepped_async: Annotated[
-        bool, typer.Option("--async", help="Also by send and recv: half of the environments go on while others step.")
+        bool, typer.Option("--async", help="Also measure send and recv, for half of the environments at a time.")
     ] = False,
-    facade: Annotated[str, typer.Option(help=f"Also through a facade: {', '.join(FACADES)}; comma-separated.")] = "",
+    facade: Annotated[str, typer.Option(help=f"Also measure facades: {', '.join(FACADES)}; comma-separated.")] = "",
     env_kwargs: EnvKwargs = "{}",
     seconds: Annotated[float, typer.Option(min=0.001, help="How long each measurement lasts.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="The number of rounds; each measures everything.")] = 5,
@@ -133,7 +134,9 @@ def bench(
 def check(
     env: EnvArgument,
     env_kwargs: EnvKwargs = "{}",
-    backends: Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}; comma-separated.")] = ",".join(BACKENDS),
+    backends: Annotated[
+        str, typer.Option(help=f"Backends to check: {', '.join(BACKENDS)}; comma-separated.")
+    ] = ",".join(BACKENDS),
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a constructor, step or reset may take.")] = 30.0,
     seconds: Annotated[float, typer.Option(min=0.01, help="How long each run lasts, at most.")] = 2.0,
     steps: Annotated[int, typer.Option(min=1, help="How many steps each run has, at most.")] = 200,
@@ -165,7 +168,10 @@ def tune(
     env: EnvArgument,
     env_kwargs: EnvKwargs = "{}",
     memory: Annotated[
-        str, typer.Option(help="What all worker processes may use together, such as 2GB.", show_default="what is free")
+        str,
+        typer.Option(
+            help="The memory that all worker processes may use together, such as 2GB.", show_default="what is free"
+        ),
     ] = "",
     workers: Annotated[
         str, typer.Option(help="Numbers of workers, comma-separated.", show_default="up to twice the CPUs")
@@ -278,7 +284,7 @@ def record(
 
 @app.command()
 def replay(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What the report of a failure names.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file that the error names.")],
     debugger: Annotated[
         bool, typer.Option("--pdb", help="Stop in pdb where an exception was raised, or before a step that crashes.")
     ] = False,
@@ -287,11 +293,14 @@ def replay(
     ] = None,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0.001, metavar="SECONDS", help="Print the stacks and end if one call takes longer."),
+        typer.Option(min=0.001, metavar="SECONDS", help="Print the stacks and end if a call or the exit takes longer."),
     ] = None,
     in_process: Annotated[
         bool,
-        typer.Option("--in-process", help="Replay in this process what ended a worker, as under gdb; so does --pdb."),
+        typer.Option(
+            "--in-process",
+            help="Replay a worker's death in this process instead of a child, for example under gdb; --pdb implies it.",
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -300,7 +309,8 @@ def replay(
     If the failure was the death of a worker process, a child process replays it, and its death is reported.
 
     FILE runs code of whoever wrote it: open only files of people you trust. The exit code is 0 if it failed again at
-    the same step; 1 if at another step or not at all; 2 if FILE cannot be used here; 3 if FILE lacks the first steps.
+    the same step; 1 if at another step or not at all; 2 if FILE cannot be used here; 3 if FILE lacks the first steps
+    or if call() failed.
 
     [bold]Example[/bold]:  marl-parallel replay marl_parallel-replays/env-3-20260131-120000-4711-0.replay --pdb
     """

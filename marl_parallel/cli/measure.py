@@ -17,8 +17,9 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -447,16 +448,18 @@ def measure(
     num_envs: int,
     against: Sequence[Contender],
     *,
+    others: Mapping[Contender, Callable[[], AbstractContextManager[Run]]] = MappingProxyType({}),
     seconds: float = 1.0,
     repeats: int = 5,
     on_turn: Callable[[str], None] = lambda label: None,
 ) -> list[Measurement]:
     """Measure the plain loop, whose measurement comes first, and each contender in turns of so many seconds.
 
-    `on_turn` gets the name of the contender before each of `num_turns(len(against), repeats)` turns.
+    `others` are no `ParallelEnv`s; each is opened by its function, before the others are. `on_turn` gets the name of
+    the contender before each of `num_turns(len(others) + len(against), repeats)` turns.
     """
     loop = Contender(LOOP)
-    everyone = [loop, *against]
+    everyone = [loop, *others, *against]
     rounds: dict[Contender, list[float]] = {contender: [] for contender in everyone}
     with ExitStack() as stack:
         on_turn(str(loop))
@@ -464,6 +467,9 @@ def measure(
         adapted = adapted_for_loop(envs[0])
         batches = draw_actions(adapted.action_spaces, num_envs)
         runs = {loop: warm(repeatedly(plain_loop(envs, adapted), batches, num_envs), seconds)}
+        for contender, opened_by in others.items():
+            on_turn(str(contender))
+            runs[contender] = warm(stack.enter_context(opened_by()), seconds)
         for contender in against:
             on_turn(str(contender))
             backend, workers, way = contender

@@ -16,6 +16,7 @@ import pdb
 import random
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from enum import IntEnum
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters import Schema, adapt
+from marl_parallel.adapters import MultiAgentEnv, Schema, adapt
 from marl_parallel.cli.target import CommandError, in_brief, short_errors
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import call_constructor
@@ -38,7 +39,7 @@ from marl_parallel.core.reports import manner_of_death
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import WorkerStatus
 
-_NOT_BEGUN, _ENDED = -1, -2  # in place of the step that runs
+_NOT_BEGUN, _ENDED = -1, -2  # in place of the step that runs; after the last one, `_ENDED` minus the outcome
 _GIL_HELD_S = 1.0
 """After a timeout, how long a Python thread has to report it before a native one does."""
 
@@ -76,7 +77,12 @@ def replay(path: Path, *, debugger: bool, until: int | None, timeout: float | No
 def _here(run: _Run) -> Outcome:
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    return run.outcome()
+    outcome = Outcome.UNUSABLE
+    try:
+        outcome = run.outcome()
+    finally:
+        run.end(outcome)
+    return outcome
 
 
 def _in_child(path: Path, crash: Crash, until: int | None, timeout: float | None) -> Outcome:
@@ -91,24 +97,23 @@ def _in_child(path: Path, crash: Crash, until: int | None, timeout: float | None
         child.join(0.25)
         child.kill()
         return Outcome.INTERRUPTED
-    assert child.exitcode is not None
-    if progress.value == _ENDED:
-        return Outcome(child.exitcode)
+    how = f"the process died ({manner_of_death(Lost(child.exitcode, ''))[0]})"
+    if progress.value <= _ENDED:
+        outcome = Outcome(_ENDED - progress.value)
+        if child.exitcode != outcome:
+            print(f"warning: after the replay, {how} in close() or when it exited", file=sys.stderr)
+        return outcome
     if progress.value == _NOT_BEGUN:
         print("the process died before the first reset")
         return Outcome.UNUSABLE
-    how = f"the process died ({manner_of_death(Lost(child.exitcode, ''))[0]})"
     return _compared(how, progress.value, crash)
 
 
 def _child(path: Path, until: int | None, timeout: float | None, progress: Any) -> None:
-    """The main function of the child process; `progress` has the step that runs, or `_ENDED` if it ends by itself."""
+    """The main function of the child process; `progress` has the step that runs, then the outcome."""
     run = _Run(read_crash(path), False, until, timeout, progress)
-    try:
-        with short_errors(False, Outcome.UNUSABLE):
-            outcome = _here(run)
-    finally:
-        run.note(_ENDED)
+    with short_errors(False, Outcome.UNUSABLE):
+        outcome = _here(run)
     sys.exit(outcome)
 
 
@@ -154,8 +159,10 @@ class _Run:
     def __init__(
         self, crash: Crash, debugger: bool, until: int | None, timeout: float | None, progress: Any = None
     ) -> None:
-        self.crash, self.debugger, self.until, self.timeout = crash, debugger, until, timeout
+        self.crash, self.debugger, self.until = crash, debugger, until
+        self.timeout = None if debugger else timeout
         self._progress = progress
+        self._env: MultiAgentEnv | None = None
         self.step = 0
         # An exception is looked at where it was raised; what kills or stops the process, before that.
         self.stops_at = until if until is not None or crash.error == "EnvError" else crash.step
@@ -184,9 +191,6 @@ class _Run:
         except BaseException as error:
             self._show(error)
             return _compared(f"failed with {in_brief(error)}", self.step, self.crash)
-        finally:
-            with contextlib.suppress(Exception):  # of a simulator that has failed
-                episode.env.close()
         self._end_line()
         if not ended:
             print(f"stopped before {_at(self.step + 1)}")
@@ -200,7 +204,30 @@ class _Run:
         )
         return Outcome.DIFFERENT
 
-    def note(self, step: int) -> None:
+    def end(self, outcome: Outcome) -> None:
+        """Close the environment; what happens here and when this process exits does not change the outcome."""
+        sys.stdout.flush()  # the simulator may end this process
+        self._note(_ENDED - outcome)
+
+        def late() -> Outcome:
+            what = "close() or the exit of this process did not finish"
+            print(f"warning: after the replay, {what} within {self.timeout:g} s", file=sys.stderr)
+            return outcome
+
+        if self._env is not None:
+            with contextlib.suppress(Exception, SystemExit), self._limited(late):
+                self._env.close()
+        if self.timeout is not None:
+            threading.Thread(target=self._end_at_exit, args=(self.timeout, late), daemon=True).start()
+
+    def _end_at_exit(self, timeout: float, late: Callable[[], Outcome]) -> None:
+        """End this process if it does not exit by itself in time: threads and processes of the simulator may go on."""
+        if self._progress is None:  # else it exits now
+            threading.main_thread().join()
+        time.sleep(timeout)
+        self._end_now(late)
+
+    def _note(self, step: int) -> None:
         """Note the step that runs for the process that waits for this one, if there is one."""
         if self._progress is not None:
             self._progress.value = step
@@ -223,8 +250,8 @@ class _Run:
             hint = f"it was written with Python {written}, this is {here}; {_HINT}"
             raise CommandError(f"the file cannot be unpickled here: {in_brief(error)}", hint) from error
         keywords = {"seed": crash.constructor_seed, "env_id": crash.env_id, "restarts": crash.restarts}
-        with self._limited(print_late=lambda: print("the constructor has not finished within the timeout")):
-            env = adapt(call_constructor(constructor, keywords)[0], adapter)
+        with self._limited(self._late_constructor):
+            self._env = env = adapt(call_constructor(constructor, keywords)[0], adapter)
         seeding = crash.seed, crash.number - 1
         status = WorkerStatus(bytearray(WorkerStatus.NBYTES))
         episode = Episode(env, crash.env_id, AutoresetMode[crash.mode], status, seeding)
@@ -252,7 +279,7 @@ class _Run:
                 self.step = step - 1
                 return False
             self._announce(step)
-            with self._limited():
+            with self._limited(self._late_step):
                 if self.debugger and step == self.stops_at:
                     transition = pdb.runcall(call, argument)
                     if transition is None:
@@ -266,7 +293,7 @@ class _Run:
                 extras = transitions.write(0, transition)
                 if extras is not None:
                     loads(dump_extras(extras))
-        with self._limited():
+        with self._limited(self._late_step):
             if crash.method == "render":
                 env.render()
             elif crash.method == "state":
@@ -276,7 +303,7 @@ class _Run:
     def _announce(self, step: int) -> None:
         """Print which step comes next: the last line that a crash leaves."""
         self.step = step
-        self.note(step)
+        self._note(step)
         if step == self.crash.step:
             self._end_line()
             failed = "" if self.crash.method in ("render", "call", "state") else ", in which it failed"
@@ -298,25 +325,20 @@ class _Run:
         if self.debugger and error.__traceback__ is not None:
             pdb.post_mortem(error.__traceback__)
 
+    def _late_constructor(self) -> Outcome:
+        print("the constructor has not finished within the timeout")
+        return Outcome.UNUSABLE
+
+    def _late_step(self) -> Outcome:
+        return _compared(f"did not finish within {self.timeout:g} s", self.step, self.crash)
+
     @contextlib.contextmanager
-    def _limited(self, print_late: Callable[[], object] | None = None) -> Iterator[None]:
-        """End this process if a block takes longer than the timeout, with the stacks of all threads."""
-        if self.timeout is None or self.debugger:
+    def _limited(self, late: Callable[[], Outcome]) -> Iterator[None]:
+        """End this process if a block takes longer than the timeout; `late` prints that, and returns the outcome."""
+        if self.timeout is None:
             yield
             return
-
-        def late() -> None:
-            faulthandler.dump_traceback(all_threads=True)
-            if print_late is None:
-                outcome = _compared(f"did not finish within {self.timeout:g} s", self.step, self.crash)
-            else:
-                print_late()
-                outcome = Outcome.UNUSABLE
-            sys.stdout.flush()
-            self.note(_ENDED)
-            os._exit(outcome)
-
-        timer = threading.Timer(self.timeout, late)
+        timer = threading.Timer(self.timeout, self._end_now, [late])
         timer.daemon = True
         timer.start()
         faulthandler.dump_traceback_later(self.timeout + _GIL_HELD_S, exit=True)
@@ -325,6 +347,15 @@ class _Run:
         finally:
             timer.cancel()
             faulthandler.cancel_dump_traceback_later()
+
+    def _end_now(self, late: Callable[[], Outcome]) -> None:
+        """End this process with the stacks of all threads."""
+        faulthandler.dump_traceback(all_threads=True)
+        outcome = late()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._note(_ENDED - outcome)
+        os._exit(outcome)
 
 
 _HINT = "it needs the same versions of the simulator and its libraries, and may need the same files"

@@ -284,14 +284,14 @@ def trace(status: WorkerStatus, on: bool) -> array[float] | None:
 class Tracer:
     """Stores slices of a pool's calls and collects those of its workers, for the file that Perfetto reads.
 
-    Lane 0 of the file is the parent's, lane `worker + 1` a worker's.
+    Lane 0 of the file is the caller's, lane `worker + 1` a worker's.
     """
 
     def __init__(self, path: Path, shares: Sequence[range]) -> None:
         self.path = path
         self._started = time.monotonic()
         self._events: list[dict[str, Any]] = []
-        names = ["parent", *(f"worker {worker} (environments {[*share]})" for worker, share in enumerate(shares))]
+        names = ["your program", *(f"worker {worker} (environments {[*share]})" for worker, share in enumerate(shares))]
         for lane, name in enumerate(names):
             self._add(lane, "thread_name", ph="M", args={"name": name})
             self._add(lane, "thread_sort_index", ph="M", args={"sort_index": lane})
@@ -301,10 +301,10 @@ class Tracer:
 
     def watch(self, pool: Any, batch: Any) -> None:
         """Store a slice for each call that sends, waits, or crosses the block, also by array views of the batch."""
-        self._replace(pool, "run", lambda message, *_: f"wait for {message.name.lower()}")
-        self._replace(pool, "execute", lambda sent: f"wait for {next(iter(sent.values())).message.name.lower()}")
+        self._replace(pool, "run", lambda message, *_: f"waiting for {message.name.lower()}")
+        self._replace(pool, "execute", lambda sent: f"waiting for {next(iter(sent.values())).message.name.lower()}")
         self._replace(pool, "send", lambda message, *_: f"send {message.name.lower()}")
-        self._replace(pool, "recv", lambda *_: "wait")
+        self._replace(pool, "recv", lambda *_: "waiting")
         create_view = batch.arrays
 
         def arrays(**keywords: Any) -> Any:
@@ -374,7 +374,7 @@ class Tracer:
             delattr(owner, method)  # the class's own method is found again
         self._replaced.clear()
         for name, began, ended in self._parent_slices:
-            self._add_slice(0, name, "parent", began, ended)
+            self._add_slice(0, name, "your program", began, ended)
         target = self.path.resolve()
         special = self.path.exists() and not self.path.is_file()  # such as a pipe
         file = target.with_name(f".{target.name}-{os.getpid()}")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,10 +46,17 @@ def command(*arguments: object, text: str = "") -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
-def fail(folder: Path, fate: Fate, length: int | None = None, steps: int = 12, kept: int = 50) -> Path:
+def fail(
+    folder: Path,
+    fate: Fate,
+    length: int | None = None,
+    steps: int = 12,
+    kept: int = 50,
+    make: Callable[..., Any] = Counting,
+) -> Path:
     """The file of a failure of environment 1 that has such a fault."""
     how: dict[str, Any] = {"backend": "serial"} if fate.fault == "raise" else {"step_timeout": 1.0}
-    constructor = crashing(lambda seed: Counting(length, seed=seed), {(1, 0): fate})
+    constructor = crashing(lambda seed: make(length, seed=seed), {(1, 0): fate})
     with (  # noqa: PT012
         pytest.raises(ParallelEnvError) as caught,
         ParallelEnv([constructor] * 2, num_workers=1, replay=kept, replay_dir=folder, **how) as env,
@@ -110,6 +123,58 @@ def test_not_reproduced(fault, tmp_path):
     done = command(fail(tmp_path, Fate(fault, "step", 6), length=4))
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well. The failure may depend on earlier")
+
+
+class FailsAtTheEnd(Counting):
+    """Steps well, and then dies or hangs in `close` or when its process exits."""
+
+    def __init__(self, length: int | None, how: str, *, seed: int) -> None:
+        super().__init__(length, seed=seed)
+        self.how = how
+        if how == "dies at exit":
+            atexit.register(os.kill, os.getpid(), signal.SIGSEGV)
+        elif how == "hangs at exit":
+            threading.Thread(target=lambda: time.sleep(60)).start()
+
+    def close(self) -> None:
+        if self.how == "dies in close":
+            os._exit(7)
+        elif self.how == "exits in close":
+            sys.exit("no licence left")
+        elif self.how == "hangs in close":
+            time.sleep(60)
+
+
+def fails_at_the_end(folder: Path, fault: str, how: str) -> Path:
+    """A file whose replay steps well."""
+    return fail(folder, Fate(fault, "step", 6), length=4, make=functools.partial(FailsAtTheEnd, how=how))
+
+
+@pytest.mark.parametrize(("how", "death"), [("dies in close", "exit code 7"), ("dies at exit", "SIGSEGV")])
+def test_death_after_the_replay(how, death, tmp_path):
+    """It is no failure of the step that came before."""
+    done = command(fails_at_the_end(tmp_path, "os._exit", how))
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well.")
+    assert f"the process died ({death}" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("fault", ["os._exit", "loop"])
+def test_exit_in_close(fault, tmp_path):
+    done = command(fails_at_the_end(tmp_path, fault, "exits in close"))
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well.")
+
+
+@pytest.mark.parametrize("how", ["hangs in close", "hangs at exit"])
+@pytest.mark.parametrize("fault", ["os._exit", "loop"])
+def test_timeout_after_the_replay(fault, how, tmp_path):
+    """In a child process, or in that of the command."""
+    done = command(fails_at_the_end(tmp_path, fault, how), "--timeout", "1")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well.")
+    assert "test_replay.py" in done.stderr
+    assert "close() or the exit of this process did not finish within 1 s" in done.stderr.splitlines()[-1]
 
 
 def test_another_step(raised, replay):

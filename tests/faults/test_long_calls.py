@@ -12,19 +12,16 @@ import time
 from typing import Any
 
 import pytest
-from helpers.setups import Setup
+from helpers.setups import CONCURRENT_SETUPS, Setup
 from simulators.counting import ACTIONS, Counting
 
 from marl_parallel import ParallelEnv
 
 pytestmark = pytest.mark.release_independent
 
-CONCURRENT = [
-    Setup("thread", True, 2),
-    Setup("process", True, 2),
-    Setup("process", True, 1),
-    Setup("portable", True, 2),
-]
+THREAD, APART, PACKED = Setup("thread", True, 2), Setup("process", True, 2), Setup("process", True, 1)
+PROCESSES = [setup for setup in CONCURRENT_SETUPS if setup.backend != "thread"]
+RAY = [setup for setup in PROCESSES if setup.backend == "ray"]
 WAITS_S = 1.0
 
 
@@ -68,7 +65,7 @@ def waiting_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in warnings_of(caplog) if " in wait\n" in text]
 
 
-@pytest.mark.parametrize("setup", CONCURRENT, ids=str)
+@pytest.mark.parametrize("setup", [*CONCURRENT_SETUPS, PACKED], ids=str)
 @pytest.mark.parametrize("place", ["constructor", "reset", "step"])
 def test_long_calls_are_reported(place, setup, build, caplog):
     """After 0.2 s, 0.4 s, 0.8 s; with the stack; and nothing else changes."""
@@ -103,7 +100,7 @@ def test_long_calls_are_reported(place, setup, build, caplog):
     assert observations[1]["long"].tolist() == [43, 1, 0]
 
 
-@pytest.mark.parametrize("setup", CONCURRENT[:2], ids=str)
+@pytest.mark.parametrize("setup", [THREAD, APART, *RAY], ids=str)
 def test_receiving_again_and_again(setup, build, caplog):
     """Each `recv` is shorter than `warn_after`."""
     env = build(slow("step"), setup, warn_after=0.5)
@@ -118,7 +115,7 @@ def test_receiving_again_and_again(setup, build, caplog):
     assert waiting_of(caplog)[0].startswith("environment 1 (worker 1) has been in step for ")
 
 
-@pytest.mark.parametrize("setup", CONCURRENT[:3], ids=str)
+@pytest.mark.parametrize("setup", [THREAD, APART, PACKED, *RAY], ids=str)
 def test_no_warnings_of_short_calls(setup, build, caplog):
     env = build(slow(""), setup, warn_after=0.5)
     env.reset()
@@ -132,13 +129,13 @@ def test_no_warnings_of_short_calls(setup, build, caplog):
 
 
 def test_no_warnings_if_turned_off(build, caplog):
-    env = build(slow("step"), CONCURRENT[1], warn_after=None)
+    env = build(slow("step"), APART, warn_after=None)
     env.reset()
     env.step([ACTIONS] * 2)
     assert warnings_of(caplog) == []
 
 
-@pytest.mark.parametrize("setup", [CONCURRENT[1], CONCURRENT[3]], ids=str)
+@pytest.mark.parametrize("setup", PROCESSES, ids=str)
 def test_stopped_worker_is_not_continued(setup, build, caplog):
     env = build([Counting] * 2, setup, warn_after=0.2)
     env.reset()
@@ -153,7 +150,7 @@ def test_stopped_worker_is_not_continued(setup, build, caplog):
     assert any(text.startswith("worker 1 (environment 1) has not begun its step for ") for text in warnings_of(caplog))
 
 
-@pytest.mark.parametrize("setup", [CONCURRENT[1], CONCURRENT[3]], ids=str)
+@pytest.mark.parametrize("setup", PROCESSES, ids=str)
 def test_simulator_that_ignores_no_signal(setup, build, caplog):
     """Without a handler, the signal that asks for a stack would end the process."""
     env = build(slow("step"), setup, warn_after=0.2)
@@ -166,7 +163,7 @@ def test_simulator_that_ignores_no_signal(setup, build, caplog):
     assert not any("It is here" in text for text in texts)
 
 
-@pytest.mark.parametrize("setup", CONCURRENT, ids=str)
+@pytest.mark.parametrize("setup", [*CONCURRENT_SETUPS, PACKED], ids=str)
 def test_ctrl_c_reports_where_it_hangs(setup, build, caplog, tmp_path):
     env = build(slow("step", go_on=str(tmp_path / "go on")), setup)
     env.reset()

@@ -36,6 +36,11 @@ SETUPS = [
     *(setup for setup in BACKEND_SETUPS if setup.backend == "ray"),
 ]
 PROCESSES = [Setup("process", True, 2), rest(Setup("portable", True, 2)), *SETUPS[6:]]
+ONE_PROCESS = [
+    Setup("process", True, 1),
+    rest(Setup("portable", True, 1)),
+    *(Setup("ray", True, 1) for _ in SETUPS[6:]),
+]
 LENGTHS = (3, 5, 4, 6)
 each_mode = pytest.mark.parametrize("mode", [SAME_STEP, NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
 
@@ -191,11 +196,12 @@ def test_memory(setup, build):
     assert wait_for(lambda: env.step([ACTIONS] * 4) and all_gone(*first), timeout=30)
 
 
-def test_age(build):
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_age(setup, build):
     """Environments are replaced when they are old, each at the end of its own episode."""
-    env = build([Slow] * 2, Setup("process", True, 1), recycle=RecyclePolicy(max_age_s=0.5))
+    env = build([Slow] * 2, setup, recycle=RecyclePolicy(max_age_s=0.5))
     env.reset()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 80
     while env.stats().recycled < 4 and time.monotonic() < until:
         for dicts in env.step([ACTIONS] * 2)[4]:
             if "__common__" in dicts:
@@ -204,13 +210,14 @@ def test_age(build):
     assert env.stats().recycled >= 4
 
 
-def test_kill_above(build, caplog):
+@pytest.mark.parametrize("setup", ONE_PROCESS, ids=str)
+def test_kill_above(setup, build, caplog):
     """A worker with too much memory is restarted in the middle of an episode."""
-    leaks = functools.partial(Slow, 0.0, 40.0)
+    leaks = functools.partial(Slow, 0.0, 20.0)
     policy = RecyclePolicy(kill_above_mb=400)
-    env = build([leaks] * 2, Setup("process", True, 1), on_error="restart", recycle=policy)
+    env = build([leaks] * 2, setup, on_error="restart", recycle=policy)
     env.reset()
-    until = time.monotonic() + 30
+    until = time.monotonic() + 80
     with caplog.at_level(logging.WARNING, "marl_parallel"):
         while not env.stats().restarts and time.monotonic() < until:
             infos = env.step([ACTIONS] * 2)[4]
@@ -218,6 +225,30 @@ def test_kill_above(build, caplog):
     infos += env.step([ACTIONS] * 2)[4]  # it may have been killed after the results had come
     assert any("kill_above_mb=400" in info.get("__common__", {}).get("error", "") for info in infos)
     assert "kill_above_mb=400" in caplog.text
+
+
+class Swelling(Counting):
+    """Takes more and more memory in the third step, which never ends."""
+
+    def step(self, actions):
+        taken = []
+        while self.steps == 2:
+            taken.append(np.ones(1 << 20))
+            time.sleep(0.01)
+        return super().step(actions)
+
+
+def test_kill_above_in_the_middle_of_a_step(build):
+    """Also if nothing else limits a step."""
+    env = build(
+        [functools.partial(Swelling, 40)] * 2, Setup("process", True, 2), on_error="restart",
+        recycle=RecyclePolicy(kill_above_mb=600), warn_after=None,
+    )  # fmt: skip
+    env.reset()
+    for _ in range(2):
+        env.step([ACTIONS] * 2)
+    for info in env.step([ACTIONS] * 2)[4]:
+        assert "kill_above_mb=600" in info["__common__"]["error"]
 
 
 FAULTS = [
@@ -325,6 +356,46 @@ def test_spares_that_cannot_be_made(mode, build, tmp_path, caplog):
     assert env.stats().recycled == 0
     assert "no licence left" in caplog.text
     assert "tried again in 60 s" in caplog.text
+
+
+class Listed(Counting):
+    """Adds the seed of each construction to a file; takes long to be constructed."""
+
+    def __init__(self, path: str, *, seed: int) -> None:
+        super().__init__(40, seed=seed)
+        time.sleep(0.3)
+        with open(path, "a") as file:
+            file.write(f"{seed}\n")
+
+
+def test_seeds_that_change_faster_than_spares_are_constructed(build, tmp_path):
+    """Only the present and the next construction are outstanding, and the spare has the last seed."""
+    made = tmp_path / "made"
+    made.touch()
+    listed, policy = functools.partial(Listed, str(made)), RecyclePolicy(max_episodes=60)
+    env = build([listed], Setup("process", True, 1), DISABLED, recycle=policy)
+    env.reset()
+    seed = 100
+    while not env.stats().recycled:
+        seed += 1
+        env.step([ACTIONS])
+        time.sleep(0.03)  # so that there is time for a spare before the last episode
+        before = made.read_text().split()
+        env.reset(seed=seed)
+    assert seed == 160
+    assert len(made.read_text().split()) <= len(before) + 2
+    assert env.seed() == (seed,)
+
+
+def test_last_spare_of_a_worker_that_cannot_be_constructed(build, tmp_path):
+    """Nothing counts as outstanding any more, so that the next waits are as long as before."""
+    makes = [functools.partial(Counting, 4), functools.partial(Moody, str(tmp_path / "made"))]
+    env = build(makes, Setup("process", True, 1), recycle=RecyclePolicy(max_episodes=2))
+    env.reset()
+    for _ in range(30):
+        env.step([ACTIONS] * 2)
+    assert env.stats().recycled == 0
+    assert env.runner.pool._for_spares == 0
 
 
 def test_close_while_spares_are_made(build):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from helpers.setups import TWO_WORKERS, Setup, rest
+from helpers.setups import BACKEND_SETUPS, TWO_WORKERS, Setup, rest
 from pettingzoo.utils import parallel_to_aec
 from simulators.counting import ACTIONS, Counting
 from simulators.crashing import Fate, crashing
@@ -28,7 +28,8 @@ from marl_parallel.vector import StackedVecEnv
 pytestmark = pytest.mark.release_independent
 
 APART, PACKED = Setup("process", True, 2), Setup("process", True, 1)
-SETUPS = [*(setup for setup in TWO_WORKERS if setup.backend != "ray"), PACKED, Setup("portable", True, 2)]
+SETUPS = [*TWO_WORKERS, PACKED, Setup("portable", True, 2)]
+RAY = [setup for setup in BACKEND_SETUPS if setup.backend == "ray"]
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 COMBINATIONS = [
     pair if pair[0] is APART or pair[1] == "SAME_STEP" else rest(*pair) for pair in itertools.product(SETUPS, MODES)
@@ -148,7 +149,7 @@ def test_recycled_environments(setup, mode, build, again, tmp_path):
     assert {crash.number for crash in crashes} == {0, 1}
 
 
-@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED], ids=str)
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_requested_restarts(setup, mode, build, again, tmp_path):
     env = build([Tank] * 4, setup, mode, replay=50, replay_dir=tmp_path)
@@ -169,7 +170,7 @@ def test_python_codec(build, again, tmp_path, monkeypatch):
     same(str(caught.value), again)
 
 
-@pytest.mark.parametrize("setup", [APART, Setup("thread", True, 2)], ids=str)
+@pytest.mark.parametrize("setup", [APART, Setup("thread", True, 2), *RAY], ids=str)
 def test_send_and_recv(setup, build, again, tmp_path):
     how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
     env = build([Tank] * 4, setup, **how)
@@ -232,7 +233,7 @@ def test_render(build, again, tmp_path):
     assert again(file_of(str(caught.value)))[0] is Outcome.SAME_STEP
 
 
-@pytest.mark.parametrize("setup", [APART, PACKED], ids=str)
+@pytest.mark.parametrize("setup", [APART, PACKED, *RAY], ids=str)
 @pytest.mark.parametrize("fault", ["os._exit", "SIGKILL", rest("SIGSEGV")])
 def test_deaths_have_files(fault, setup, build, tmp_path):
     """The failed environment's only, with the step that ran; the replacement's death has another."""
@@ -249,9 +250,9 @@ def test_deaths_have_files(fault, setup, build, tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["process", "thread"])
-def test_timeouts_have_files(backend, build, again, tmp_path):
-    hangs = Fate("loop", "step", 1) if backend == "process" else None
+@pytest.mark.parametrize("setup", [APART, Setup("thread", True, 2), *RAY], ids=str)
+def test_timeouts_have_files(setup, build, again, tmp_path):
+    hangs = None if setup.backend == "thread" else Fate("loop", "step", 1)
 
     def overflow(level: float) -> None:
         import time
@@ -259,7 +260,7 @@ def test_timeouts_have_files(backend, build, again, tmp_path):
         time.sleep(1.5)
 
     constructor = crashing(Counting, {(1, 0): hangs}) if hangs else lambda: Tank(overflow)
-    env = build([constructor] * 2, Setup(backend, True, 2), step_timeout=0.3, replay=9, replay_dir=tmp_path)
+    env = build([constructor] * 2, setup, step_timeout=0.3, replay=9, replay_dir=tmp_path)
     env.reset(options=None if hangs else [{}, {"level": 9.0}])
     with pytest.raises(WorkerTimeout) as caught:  # noqa: PT012
         for _ in range(2):

@@ -16,6 +16,7 @@ import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -24,7 +25,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from helpers import ROOT
-from helpers.setups import Setup
+from helpers.setups import BACKEND_SETUPS, Setup
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,6 +37,8 @@ from marl_parallel.core.worker_status import duration_place
 from marl_parallel.monitoring import Monitor
 
 APART, PACKED = Setup("process", True, 2), Setup("process", True, 1)
+RAY = [setup for setup in BACKEND_SETUPS if setup.backend == "ray"]
+each_process_setup = pytest.mark.parametrize("setup", [APART, *RAY], ids=str)
 
 
 class Rewarding(Counting):
@@ -120,13 +123,14 @@ def check_step_times(build: Callable[..., ParallelEnv], setup: Setup) -> None:
     assert (times - times).total == 0
 
 
-def test_kinds_of_restarts(build):
+@pytest.mark.parametrize("setup", [PACKED, *(Setup("ray", True, 1) for _ in RAY)], ids=str)
+def test_kinds_of_restarts(setup, build):
     fates = {
         (0, 0): Fate("raise", "step", 1),
         (1, 0): Fate("os._exit", "step", 2),
         (1, 1): Fate("loop", "step", 2),
     }
-    env = build([crashing(Counting, fates)] * 3, PACKED, on_error="restart", step_timeout=0.5)
+    env = build([crashing(Counting, fates)] * 3, setup, on_error="restart", step_timeout=0.5)
     env.reset()
     for _ in range(12):
         env.step([ACTIONS] * 3)
@@ -248,8 +252,9 @@ def test_writers(build):
     assert all(type(number) is float for number in values.values())
 
 
-def test_times_are_those_since_the_last_call(build):
-    env = build([lambda seed, env_id: Rewarding(seed, env_id, 3e-3)] * 2, APART)
+@each_process_setup
+def test_times_are_those_since_the_last_call(setup, build):
+    env = build([lambda seed, env_id: Rewarding(seed, env_id, 3e-3)] * 2, setup)
     with Monitor(env) as monitor:
         env.reset()
         monitor.log(0)
@@ -263,6 +268,19 @@ def test_times_are_those_since_the_last_call(build):
         assert monitor.log(3)["env/steps_per_second"] == 0
 
 
+def test_calls_within_a_tick_of_the_clock(build, monkeypatch):
+    """No time has passed, so there is no rate."""
+    monkeypatch.setattr("marl_parallel.monitoring.time", SimpleNamespace(monotonic=lambda: 1.0))
+    env = build([Rewarding] * 2, Setup("serial", True, 1))
+    with Monitor(env) as monitor:
+        env.reset()
+        play(env, 2)
+        values = monitor.log(0)
+        assert values["env/steps"] == 4
+        assert "env/steps_per_second" not in values
+        assert "env/steps_per_second" not in monitor.log(1)
+
+
 @pytest.mark.parametrize("backend", ["serial", "thread"])
 def test_no_memory_without_processes(backend, build):
     env = build([Rewarding] * 2, Setup(backend, True, 2))
@@ -274,8 +292,9 @@ def test_no_memory_without_processes(backend, build):
 # -- Prometheus --------------------------------------------------------------------------------------------------------
 
 
-def test_endpoint(build):
-    env = build([crashing(Rewarding, {(3, 0): Fate("raise", "step", 2)})] * 4, APART, on_error="restart")
+@each_process_setup
+def test_endpoint(setup, build):
+    env = build([crashing(Rewarding, {(3, 0): Fate("raise", "step", 2)})] * 4, setup, on_error="restart")
     with Monitor(env) as monitor:
         port = monitor.serve(port=0)
         env.reset()
@@ -358,9 +377,10 @@ def test_metrics_after_the_environments_have_closed(build):
         assert monitor.log(0)["env/steps"] == 6
 
 
-def test_metrics_while_a_step_hangs(build):
+@each_process_setup
+def test_metrics_while_a_step_hangs(setup, build):
     """The thread of the endpoint waits for no worker."""
-    env = build([crashing(Rewarding, {(1, 0): Fate("loop", "step", 1)})] * 2, APART, step_timeout=30.0)
+    env = build([crashing(Rewarding, {(1, 0): Fate("loop", "step", 1)})] * 2, setup, step_timeout=30.0)
     with Monitor(env) as monitor:
         port = monitor.serve(0)
         env.reset()
@@ -383,11 +403,12 @@ def test_metrics_while_a_step_hangs(build):
 
 
 @pytest.mark.rest
-def test_counts_never_decrease(build):
+@each_process_setup
+def test_counts_never_decrease(setup, build):
     """While workers die and are recycled, another thread reads."""
     fates = {(i, n): Fate("os._exit", "step", 5 + 3 * i + n) for i in range(4) for n in range(2)}
     env = build(
-        [crashing(Rewarding, fates)] * 4, APART, on_error="restart",
+        [crashing(Rewarding, fates)] * 4, setup, on_error="restart",
         restart_policy=RestartPolicy(rate_limit=None), recycle=RecyclePolicy(max_episodes=3),
     )  # fmt: skip
     readings: list[dict[Any, float]] = []
@@ -409,7 +430,7 @@ def test_counts_never_decrease(build):
         reader = threading.Thread(target=read)
         reader.start()
         env.reset()
-        play(env, 120)
+        play(env, 50 if setup.backend == "ray" else 120)  # an actor needs a second to start
         over.set()
         reader.join()
     assert not errors

@@ -16,7 +16,7 @@ from marl_parallel import EnvError, ParallelEnv
 
 pytestmark = pytest.mark.release_independent
 
-SETUPS = [Setup("serial", True, 2), *(setup for setup in CONCURRENT_SETUPS if setup.backend != "ray")]
+SETUPS = [Setup("serial", True, 2), *CONCURRENT_SETUPS]
 each_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 

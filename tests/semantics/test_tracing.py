@@ -55,7 +55,7 @@ def test_one_lane_per_worker_and_one_for_the_parent(two_worker_setup, build, tmp
         env.step([ACTIONS] * 4)
     after = env.stats()
     env.close()
-    assert names(file) == {0: "parent", 1: "worker 0 (environments [0, 1])", 2: "worker 1 (environments [2, 3])"}
+    assert names(file) == {0: "your program", 1: "worker 0 (environments [0, 1])", 2: "worker 1 (environments [2, 3])"}
     for lane, share in ((1, (0, 1)), (2, (2, 3))):
         saved = slices(file, lane)
         counts = Counter((one["name"], one["args"].get("env_id")) for one in saved)
@@ -71,8 +71,8 @@ def test_one_lane_per_worker_and_one_for_the_parent(two_worker_setup, build, tmp
         counted = after.workers[lane - 1].simulator_s - before.workers[lane - 1].simulator_s
         assert inside / 1e6 == pytest.approx(counted, rel=0.2, abs=1e-3)
     own = Counter(one["name"] for one in slices(file, 0))
-    assert own["write actions"] == own["read results"] - 1 == own["wait for step"] == 7
-    assert own["wait for reset"] == 1
+    assert own["write actions"] == own["read results"] - 1 == own["waiting for step"] == 7
+    assert own["waiting for reset"] == 1
 
 
 def test_trace_of_part_of_a_run(backend_setup, build, tmp_path):
@@ -116,7 +116,7 @@ def test_send_and_recv(concurrent_setup, build, tmp_path):
     env.recv()
     env.close()
     own = Counter(one["name"] for one in slices(file, 0))
-    assert own["send step"] == own["wait"] == 1
+    assert own["send step"] == own["waiting"] == 1
     assert Counter(one["name"] for one in slices(file, 2))["step"] == 2
 
 
@@ -188,7 +188,7 @@ def test_times_match_the_clock(tmp_path):
         env.reset()
         env.step([ACTIONS])
     (step,) = (one for one in slices(file, 1) if one["name"] == "step")
-    (wait,) = (one for one in slices(file, 0) if one["name"] == "wait for step")
+    (wait,) = (one for one in slices(file, 0) if one["name"] == "waiting for step")
     assert step["dur"] >= 50_000
     assert wait["ts"] <= step["ts"] + TOLERANCE_US
     assert step["ts"] + step["dur"] <= wait["ts"] + wait["dur"] + TOLERANCE_US
