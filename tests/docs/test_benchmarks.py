@@ -394,7 +394,7 @@ def test_partial_results_do_not_replace_complete_ones(synthetic, monkeypatch, tm
         assert not saved
     compare_workers.main(only="0 µs", output=tmp_path)
     compare_workers.main()
-    assert saved == [tmp_path] * 4 + [compare_workers.RESULTS] * 4
+    assert saved == [tmp_path] * 3 + [compare_workers.RESULTS] * 3
 
 
 @pytest.mark.parametrize(

@@ -119,5 +119,5 @@ def test_page_names_what_exists():
     here = " ".join(row[1] for row in rows)
     for name in {*re.findall(r"`env\.(\w+)\(", here), *re.findall(r"then `env\.(\w+)\(", here)}:
         assert any(hasattr(kind, name) for kind in (ParallelEnv, GymnasiumVectorEnv)), name
-    for section in ("SMARTS", "ML-Agents", "TorchRL", "RLlib", "Gym"):
+    for section in ("SMARTS", "ML-Agents", "TorchRL", "RLlib", "Gymnasium and Gym"):
         assert f"## Migrating from {section}\n" in PAGE
