@@ -251,7 +251,7 @@ def policy_alone(case: Rollouts) -> Iterator[Callable[[], object]]:
     yield lambda: [act(observations) for _ in range(case.num_steps)]
 
 
-GLUE = Contender("GymnasiumVectorEnv, the example's former loop", glue, ours=True)
+GLUE = Contender("GymnasiumVectorEnv and a loop of your own", glue, ours=True)
 ROLLOUT = Contender("Rollout", rollout, ours=True)
 CONTENDERS = [
     Contender("plain loops side by side", loops, "{workers} processes, without a policy; actions drawn beforehand"),

@@ -120,7 +120,7 @@ def notes(report: Report) -> list[str]:
         "Microseconds of wall time to step all environments once, resets included; the overhead is the median of the "
         "ratios within each round."
     )
-    return [note, *(f"{letter}: {one}." for letter, one in report.runs.items())]
+    return [note, *(f"{one}." for one in report.runs.values())]
 
 
 def show(report: Report) -> None:

@@ -321,10 +321,10 @@ def show(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """The table."""
+    """The table of one auto-reset mode."""
     names = headings(report)
     lines = [f"| {' | '.join(names)} |", "|---|---|---|---" + "|---:" * (len(names) - 4) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows(report)]
+    lines += [f"| {' | '.join(row)} |" for row in rows(report) if "SAME_STEP" in row]
     note = (
         "Microseconds per agent and step of one serial environment, without the simulator's own time; medians "
         f"of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."

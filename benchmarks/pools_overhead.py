@@ -3,6 +3,7 @@
     python benchmarks/pools_overhead.py            a minute or two for each; writes results/pools_overhead.json
     python benchmarks/pools_overhead.py --quick    16 environments, a few steps; writes nothing
     python benchmarks/pools_overhead.py --only vmas
+    python benchmarks/pools_overhead.py --markdown the table for docs/simulators.md, from the saved JSON
 
 Both sides take the same random actions, in turns of a few steps. "Alone" is the library's own call for a step with its
 own automatic resets, whose results stay in the library's arrays. CPU time is that of all threads of the process: on a
@@ -12,24 +13,26 @@ busy machine it tells more than wall time.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import typer
 from contest import SEED
-from options import Only, Quick
+from options import AsMarkdown, Only, Quick
+from tables import Results
 
 from marl_parallel import make
+from marl_parallel.cli.report import machine
 
 RESULTS = Path(__file__).parent / "results" / "pools_overhead.json"
-PACKAGES = ("marl-parallel", "envpool", "vmas", "torch", "jaxmarl", "jax", "numpy")
+PACKAGES = ("envpool", "vmas", "torch", "jaxmarl", "jax")
+HEADINGS = ("", "wall time, alone", "with `StackedVecEnv`", "CPU time, alone", "with `StackedVecEnv`", "CPU time")
+NOTE = "Medians for one step of all 4,096 environments; the last column is the median of the differences."
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "envpool": ("CartPole-v1", {}),
     "vmas": ("balance", {"n_agents": 3, "max_steps": 100}),
@@ -146,22 +149,32 @@ def measure(library: str, num_envs: int, rounds: int, steps: int) -> dict[str, A
     return result
 
 
-def installed_versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "machine": platform.machine(), "system": platform.platform()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+def table(found: dict[str, Any]) -> Results:
+    """What has been measured; the machine is that of the latest run."""
+    cells = [
+        [
+            f"{library} {one['name']}",
+            *(f"{one[key] / 1000:.1f} ms" for key in ("alone_wall_us", "ours_wall_us", "alone_cpu_us", "ours_cpu_us")),
+            f"{one['overhead_cpu_percent']:+.1f} %",
+        ]
+        for library, one in sorted(found.items())
+    ]
+    described = max((one["machine"] for one in found.values()), key=lambda one: one["date"])
+    return Results(described, HEADINGS, cells, NOTE)
 
 
-def main(quick: Quick = False, only: Only = "", rounds: int = 41, steps: int = 26) -> None:
+def main(
+    quick: Quick = False, only: Only = "", rounds: int = 41, steps: int = 26, as_markdown: AsMarkdown = False
+) -> None:
     """Measure the overhead over EnvPool, VMAS and JaxMARL."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if as_markdown:
+        print(table(found).markdown())
+        return
     chosen = [library for library in CASES if only in library]
     if not chosen:
         raise typer.BadParameter(f"none of {', '.join(CASES)} has {only!r} in its name", param_hint="--only")
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    described = machine(PACKAGES)
     for library in chosen:
         try:
             result = measure(library, *((16, 3, 2) if quick else (4096, rounds, steps)))
@@ -169,7 +182,7 @@ def main(quick: Quick = False, only: Only = "", rounds: int = 41, steps: int = 2
             print(f"{library}: left out, {error}")
             continue
         print(json.dumps(result))
-        found[library] = {**result, "versions": installed_versions(), "date": time.strftime("%Y-%m-%d")}
+        found[library] = {**result, "machine": described}
         if not quick:
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,11 +1,12 @@
 """Measure what one exchange with a Ray actor costs the driver, by each of Ray's mechanisms, and where the time goes.
 
-    python benchmarks/ray_calls.py                half a minute
+    python benchmarks/ray_calls.py               half a minute; writes results/ray_calls.json
+    python benchmarks/ray_calls.py --markdown    the table for docs/ray.md, from the saved JSON
 
 The actor returns what it gets: 2.3 kB, as much as the results of eight environments of three agents with 18 numbers.
 CPU time is that of the driver's process: the thread that calls, and Ray's own threads by their names. A second node
-runs on the same machine; its actors are reached like those of another machine. At the end, the CPU time of compiled
-graphs that do nothing.
+runs on the same machine; its actors are reached like those of another machine. The last column is the CPU time of
+compiled graphs that do nothing.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 import typer
-from options import Seconds
-from ray.cluster_utils import Cluster
-from ray.dag import InputNode
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from options import AsMarkdown, Output, Seconds, folder_for
+from tables import Results, read, show_and_save
 
+from marl_parallel.cli.report import machine
+
+RESULTS, NAME = Path(__file__).parent / "results", "ray_calls.json"
+SECONDS = 2.0
 NBYTES = 2300
+HEADINGS = ("", "wall time", "CPU time of the driver", "of which in the calling thread", "threads of Ray", "idle")
+NOTE = (
+    f"Microseconds, with {NBYTES} bytes in each direction; the other node runs on the same machine. Threads of Ray are "
+    "the busiest ones of the driver. Idle: CPU time of an open graph while nothing is called, as a share of a CPU."
+)
 WAIT_S = 0.01
 WARM_UP = 20
 
@@ -62,7 +66,7 @@ def cpu_by_thread() -> Counter[str]:
 
 
 def measured(exchange: Callable[[], object], seconds: float) -> list[str]:
-    """Microseconds of wall time, CPU time, and that of the calling thread; and of the busiest threads of Ray."""
+    """Cells: wall time, CPU time, and that of the calling thread, in microseconds; and the busiest threads of Ray."""
     for _ in range(WARM_UP):
         exchange()
     threads, process, own = cpu_by_thread(), time.process_time(), time.thread_time()
@@ -78,13 +82,6 @@ def measured(exchange: Callable[[], object], seconds: float) -> list[str]:
     return [*(f"{1e6 * one / count:,.0f}" for one in took), busiest]
 
 
-def compiled(method: Any) -> Any:
-    """A compiled graph of one call."""
-    with InputNode() as given:
-        node = method.bind(given)
-    return node.experimental_compile(_buffer_size_bytes=1 << 16)
-
-
 def idle_cpu(processes: dict[str, psutil.Process], seconds: float) -> str:
     """CPU time of processes while nothing happens, as shares of a CPU."""
 
@@ -97,19 +94,27 @@ def idle_cpu(processes: dict[str, psutil.Process], seconds: float) -> str:
 
 
 def echo(node_id: str) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(Echo).options(num_cpus=0.1, scheduling_strategy=where).remote()
 
 
-def main(seconds: Seconds = 2.0) -> None:
+def main(seconds: Seconds = SECONDS, output: Output = None, as_markdown: AsMarkdown = False) -> None:
     """Measure what one exchange with a Ray actor costs the driver."""
-    data, table = os.urandom(NBYTES), Table(box=SIMPLE_HEAD)
-    for heading in ("µs per exchange", "wall", "CPU", "calling thread", "threads of Ray"):
-        table.add_column(heading, justify="left" if heading == "threads of Ray" else "right")
+    if as_markdown:
+        print(read((output or RESULTS) / NAME).markdown())
+        return
+    import ray
+    from ray.cluster_utils import Cluster
+    from ray.dag import InputNode
+
+    described, data = machine(("ray",)), os.urandom(NBYTES)
+    rows: dict[str, list[str]] = {}
     resources = {"num_cpus": 2, "object_store_memory": 2 * 10**8}
     cluster = Cluster(initialize_head=True, head_node_args={**resources, "include_dashboard": False})
     cluster.add_node(**resources)
-    idle = {}
     try:
         ray.init(address=cluster.address, log_to_driver=False)
         here = ray.get_runtime_context().get_node_id()
@@ -123,19 +128,19 @@ def main(seconds: Seconds = 2.0) -> None:
             return ray.get(ref)
 
         def show(name: str, exchange: Callable[[], object]) -> None:
-            table.add_row(name, *measured(exchange, seconds))
+            rows[name] = [*measured(exchange, seconds), ""]
 
-        show("call", lambda: ray.get(calls.execute.remote(data)))
-        show("call without task events", lambda: ray.get(silent.remote(data)))
-        show("call with ray.wait", with_wait)
-        show("call that waits 10 ms", lambda: ray.get(calls.wait.remote(data)))
-        show("call, other node", lambda: ray.get(distant.execute.remote(data)))
+        show("a call: `ray.get(actor.method.remote(x))`", lambda: ray.get(calls.execute.remote(data)))
+        show("the same without task events", lambda: ray.get(silent.remote(data)))
+        show("with `ray.wait` before `ray.get`", with_wait)
+        show("a call that waits 10 ms in the actor", lambda: ray.get(calls.wait.remote(data)))
+        show("a call, other node", lambda: ray.get(distant.execute.remote(data)))
         items = streaming.stream.options(_generator_backpressure_num_objects=2).remote()
-        show("item of a streaming generator", lambda: ray.get(next(items)))
+        show("an item of a streaming generator", lambda: ray.get(next(items)))
         for name, node, method in (
-            ("compiled graph", here, "execute"),
-            ("compiled graph that waits 10 ms", here, "wait"),
-            ("compiled graph, other node", there, "execute"),
+            ("a compiled graph", here, "execute"),
+            ("a compiled graph that waits 10 ms in the actor", here, "wait"),
+            ("a compiled graph, other node", there, "execute"),
         ):
             # One at a time, each with an actor of its own: an idle graph takes CPU time.
             actor = echo(node)
@@ -144,14 +149,14 @@ def main(seconds: Seconds = 2.0) -> None:
                 bound = getattr(actor, method).bind(given)
             graph = bound.experimental_compile(_buffer_size_bytes=1 << 16)
             show(name, lambda graph=graph: ray.get(graph.execute(data)))
-            idle[name] = idle_cpu(processes, seconds)
+            rows[name][-1] = idle_cpu(processes, seconds)
             graph.teardown()
     finally:
         ray.shutdown()
         cluster.shutdown()
-    Console().print(table)
-    for name, shares in idle.items():
-        print(f"{name}, idle: CPU time of the {shares}")
+    results = Results(described, HEADINGS, [[name, *cells] for name, cells in rows.items()], NOTE)
+    folder = folder_for(output, RESULTS, whole=seconds == SECONDS)
+    show_and_save(results, folder and folder / NAME)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How long a step takes that replaces an environment, compared with a step that resets one.
 
-python benchmarks/recycling.py
+    python benchmarks/recycling.py               two minutes; writes results/recycling.json
+    python benchmarks/recycling.py --markdown    the table for docs/recycling.md, from the saved JSON
 
 Constructing an environment takes 200 ms here, and episodes have different lengths, so that mostly one environment at a
 time is reset or replaced. Steps of both kinds come from the same run, so that a busy machine affects both. There is a
@@ -13,16 +14,27 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from mpe2 import simple_spread_v3
+from options import AsMarkdown, Output, folder_for
+from tables import Results, read, show_and_save
 
 from marl_parallel import ParallelEnv, RecyclePolicy
-from marl_parallel.cli.report import in_one_line, machine
+from marl_parallel.cli.report import machine
 
+RESULTS, NAME = Path(__file__).parent / "results", "recycling.json"
 NUM_ENVS, WORKERS = 8, 2
 CONSTRUCTOR_S = 0.2
+SECONDS, EPISODES, AGE_S = 120.0, 100, 5.0
+HEADINGS = ("limit", "in the step", "median", "p99", "longest", "steps", "that waited")
+NOTE = (
+    f"Milliseconds of a step of {NUM_ENVS} environments of simple_spread in {WORKERS} workers, whose episodes have "
+    f"different lengths and whose constructors take {1000 * CONSTRUCTOR_S:.0f} ms. A step has waited if it took longer "
+    "than half a constructor."
+)
 
 
 def make_env(env_id: int) -> Any:
@@ -48,23 +60,37 @@ def measure(seconds: float, recycle: RecyclePolicy) -> dict[str, list[float]]:
     return times
 
 
-def main(
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to step.")] = 60.0,
-    episodes: Annotated[int, typer.Option(min=1, help="Episodes after which an environment is replaced.")] = 100,
-    age: Annotated[float, typer.Option(min=0.1, help="Seconds after which one is replaced, in another run.")] = 5.0,
-) -> None:
-    """Print the distribution of each kind of step."""
-    for recycle in (RecyclePolicy(max_age_s=age), RecyclePolicy(max_episodes=episodes)):
-        print(recycle)
-        for kind, of in measure(seconds / 2, recycle).items():
+def rows(seconds: float, policies: dict[str, RecyclePolicy]) -> list[list[str]]:
+    """A row for each policy and kind of step."""
+    found = []
+    for limit, recycle in policies.items():
+        for kind, of in measure(seconds / len(policies), recycle).items():
             of.sort()
-            median, late = statistics.median(of), of[min(int(0.99 * len(of)), len(of) - 1)]
+            numbers = statistics.median(of), of[min(int(0.99 * len(of)), len(of) - 1)], of[-1]
             waited = sum(one > 1000 * CONSTRUCTOR_S / 2 for one in of)
-            print(
-                f"{kind}: median {median:.2f} ms, p99 {late:.2f} ms, maximum {of[-1]:.2f} ms ({len(of)} steps, "
-                f"{waited} of them longer than half a constructor)"
-            )
-    print(f"constructor: {1000 * CONSTRUCTOR_S:.0f} ms. {in_one_line(machine(('mpe2',)))}")
+            found.append([limit, kind, *(f"{number:.1f}" for number in numbers), f"{len(of):,}", f"{waited:,}"])
+    return found
+
+
+def main(
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to step.")] = SECONDS,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes after which an environment is replaced.")] = EPISODES,
+    age: Annotated[float, typer.Option(min=0.1, help="Seconds after which one is replaced, in another run.")] = AGE_S,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
+) -> None:
+    """Measure each kind of step."""
+    if as_markdown:
+        print(read((output or RESULTS) / NAME).markdown())
+        return
+    described = machine(("mpe2",))
+    policies = {
+        f"`max_age_s={age:g}`": RecyclePolicy(max_age_s=age),
+        f"`max_episodes={episodes}`": RecyclePolicy(max_episodes=episodes),
+    }
+    results = Results(described, HEADINGS, rows(seconds, policies), NOTE, labels=2)
+    folder = folder_for(output, RESULTS, whole=(seconds, episodes, age) == (SECONDS, EPISODES, AGE_S))
+    show_and_save(results, folder and folder / NAME)
 
 
 if __name__ == "__main__":

@@ -287,7 +287,7 @@ def markdown(results: Sequence[Result]) -> str:
     notes = [f"[{number}] {why}" for why, number in marks.items()]
     broken = [one for one in results if one.status != WORKS]
     if broken:
-        notes += ["Simulators that do not work:", "| simulator | what fails | error |\n|---|---|---|\n" + "\n".join(
+        notes += ["Simulators that did not run:", "| simulator | what fails | error |\n|---|---|---|\n" + "\n".join(
             f"| {one.name} | {one.status if one.status != FAILS else what} | {cell(error)} |"
             for one in broken for what, error in [*one.errors.items()][:1]
         )]  # fmt: skip
@@ -315,7 +315,7 @@ def markdown(results: Sequence[Result]) -> str:
     described = sorted({one.machine for one in results})
     notes.append(
         "Equals: bit for bit. Plain loop: wall time of one environment step. 2 workers: throughput with four "
-        f"environments in two worker processes, relative to it. {'; '.join(described)}.{used}"
+        f"environments in two worker processes, relative to it. Measured on {', and on '.join(described)}.{used}"
     )
     return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n"
 

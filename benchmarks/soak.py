@@ -2,12 +2,13 @@
 
     python benchmarks/soak.py --hours 0.5           writes results/soak.json
     python benchmarks/soak.py --hours 0.01 --output /tmp
+    python benchmarks/soak.py --markdown            the table for docs/faults.md, from the saved JSON
 
 Two batches are stepped in turns, each with `send` and `recv`: one has the faults, the leak, restarts and recycling, the
 other has none of these. Each observation tells the seed, the episode, the step and a checksum of all actions. They are
 compared with those of a model here, which knows seeds, actions and the marks in infos only: each difference is a
 mismatch. A `recv` that takes longer than all timeouts together is a hang. After each turn, a method of each environment
-is called, where some fail, too.
+is called, its state is read and it is rendered, where some fail, too.
 
 At the end, programs that step or hang are interrupted and killed: a process that they leave is counted.
 
@@ -39,7 +40,8 @@ import numpy as np
 import psutil
 import typer
 from gymnasium import spaces
-from options import Output
+from options import AsMarkdown, Output
+from tables import Results
 
 from marl_parallel import EnvError, ParallelEnv, ParallelEnvError, RecyclePolicy, RestartPolicy
 from marl_parallel.cli.report import in_one_line, machine
@@ -99,11 +101,18 @@ ANYWHERE: dict[str, Callable[[], None]] = {
     "SIGSTOP": functools.partial(send, signal.SIGSTOP),
     "endless loop": loops,
 }
-IN_CONSTRUCTOR = {"exception in the constructor": raises, "constructor that never returns": never_returns}
+IN_CONSTRUCTOR = {
+    "exception in the constructor": raises,
+    "sys.exit in the constructor": exits,
+    "os._exit in the constructor": functools.partial(os._exit, 7),
+    "SIGKILL in the constructor": functools.partial(send, signal.SIGKILL),
+    "constructor that never returns": never_returns,
+}
 VALUES = ("info that does not pickle", "observation that does not pickle", "observation of a wrong shape")
 IN_RESET = tuple(f"{name} in reset" for name in ANYWHERE)
-IN_CALL = tuple(f"{name} in call" for name in ANYWHERE)
-KINDS = (*ANYWHERE, *IN_RESET, *IN_CALL, *IN_CONSTRUCTOR, *VALUES)
+PROBED = ("call", "state", "render")
+IN_PROBES = tuple(f"{name} in {method}" for name in ANYWHERE for method in PROBED)
+KINDS = (tuple(ANYWHERE), IN_RESET, IN_PROBES, tuple(IN_CONSTRUCTOR), VALUES)
 CLOSES = [lambda: None, raises, never_returns]
 
 
@@ -115,6 +124,8 @@ class Leaking:
     """
 
     possible_agents = AGENTS
+    render_mode = "rgb_array"
+    state_space = spaces.Box(-np.inf, np.inf, (4,), np.float64)
 
     def __init__(self, faulty: bool, *, seed: int, restarts: int) -> None:
         self.observation_space = spaces.Dict(dict.fromkeys(AGENTS, spaces.Box(-np.inf, np.inf, (4,), np.float64)))
@@ -124,7 +135,7 @@ class Leaking:
         self.leaked: list[np.ndarray] = []
         self.faulty, self.fault, self.place = faulty, "", (0, 0)
         if faulty:
-            self.fault = str(random.choice(KINDS))
+            self.fault = str(random.choice(KINDS[random.integers(len(KINDS))]))
             self.place = int(random.geometric(FAULTS_PER_EPISODE)), int(random.integers(1, EPISODE_STEPS))
             self.close = CLOSES[random.choice(len(CLOSES), p=[0.9, 0.05, 0.05])]
         time.sleep(CONSTRUCTOR_S)
@@ -143,10 +154,21 @@ class Leaking:
         return self._observed(), {}
 
     def probe(self) -> int:
-        """Called after each turn."""
-        if self.fault in IN_CALL:
-            ANYWHERE[self.fault.removesuffix(" in call")]()
+        """Called after each turn, as `state` and `render` are."""
+        self._fail_in("call")
         return self.seed
+
+    def state(self) -> np.ndarray:
+        self._fail_in("state")
+        return self._observed()["a"]  # type: ignore[no-any-return]
+
+    def render(self) -> np.ndarray:
+        self._fail_in("render")
+        return np.full((2, 2, 3), self.seed % 256, np.uint8)
+
+    def _fail_in(self, method: str) -> None:
+        if self.fault in IN_PROBES and self.fault.endswith(f" in {method}"):
+            ANYWHERE[self.fault.removesuffix(f" in {method}")]()
 
     def step(self, actions: dict[str, int]) -> tuple[dict, dict, dict, dict, dict]:
         until = time.perf_counter() + STEP_S
@@ -218,9 +240,9 @@ class Run:
     """A batch that is stepped in turns."""
 
     def __init__(self, faulty: bool, max_memory_mb: float) -> None:
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"seed": 42}
         if faulty:
-            more = {
+            more |= {
                 "on_error": "restart",
                 "restart_policy": RestartPolicy(rate_limit=None),
                 "recycle": RecyclePolicy(max_memory_mb=max_memory_mb),
@@ -260,13 +282,18 @@ class Run:
         self.seconds += time.perf_counter() - began
 
     def probe(self) -> None:
-        """Call a method of each environment; after a fault, the next result is marked."""
+        """Call a method of each environment, read its state, render it; after a fault, the next result is marked."""
+        env = self.env
         for env_id, model in enumerate(self.models):
-            try:
-                (seed,) = self.env.call("probe", env_ids=[env_id])
-            except ParallelEnvError:
-                continue
-            self.mismatches += seed != model.seed and seed not in model.next_seeds()
+            with contextlib.suppress(ParallelEnvError):
+                (seed,) = env.call("probe", env_ids=[env_id])
+                self.mismatches += seed not in (model.seed, *model.next_seeds())
+            with contextlib.suppress(ParallelEnvError):
+                seed = int(env.state(env_ids=[env_id])[0][0])
+                self.mismatches += seed not in (model.seed, *model.next_seeds())
+            with contextlib.suppress(ParallelEnvError):
+                (frame,) = env.render(env_ids=[env_id])
+                self.mismatches += frame[0, 0, 0] not in [seed % 256 for seed in (model.seed, *model.next_seeds())]
 
 
 def memory_of_tree() -> float:
@@ -319,6 +346,27 @@ def processes_left_by(state: str, number: int) -> int:
     return left
 
 
+def table(result: dict[str, Any]) -> Results:
+    """What the run found."""
+    quarters = result["memory in MB, by quarter"]
+    rows = {
+        "steps": f"{result['steps']:,}",
+        "faults": f"{result['faults']:,}",
+        "environments constructed again after faults": f"{result['restarts']:,}",
+        "environments replaced because of the leak": f"{result['recycled']:,}",
+        "results that differ from the model": str(result["mismatches"]),
+        "calls that hang": str(result["hangs"]),
+        "processes left": str(result["processes left"]),
+        "memory of all processes, in the second and the last quarter": f"{quarters[1]:.0f} MB, {quarters[3]:.0f} MB",
+        "speed, as a share of that without faults": f"{result['share of the faultless throughput, in service']:.0%}",
+    }
+    note = (
+        f"{NUM_ENVS} environments in {WORKERS} workers, for {60 * result['hours']:.0f} minutes. Environments without "
+        "faults took turns with them; the time in which environments were constructed again does not count."
+    )
+    return Results(result["machine"], ("", "found"), [*map(list, rows.items())], note)
+
+
 def main(
     hours: Annotated[float, typer.Option(min=0.001, help="How long to run.")] = 0.5,
     memory_mb: Annotated[
@@ -326,9 +374,13 @@ def main(
     ] = 160,
     programs: Annotated[int, typer.Option(min=1, help="How many programs are ended in each way.")] = 5,
     output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Run, print the figures, and write them to soak.json."""
     folder = output or RESULTS
+    if as_markdown:
+        print(table(json.loads((folder / "soak.json").read_text())).markdown())
+        return
     logging.getLogger("marl_parallel").setLevel(logging.ERROR)  # no report for each restart
     soak, faultless = Run(True, memory_mb), Run(False, memory_mb)
     memory: list[tuple[float, float]] = []

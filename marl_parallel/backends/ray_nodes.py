@@ -425,7 +425,7 @@ class RayNodesBackend(RayBackend):
         self._check_start(node, reason)
         new = self._restart_node(node)
         new.since, new.waiting, new.pending = node.since, node.waiting, node.pending
-        new.starts, new.started = node.starts, node.started
+        new.starts, new.started, new.closing = node.starts, node.started, node.closing
         self._node_of.update(dict.fromkeys(workers, new))
         return []
 

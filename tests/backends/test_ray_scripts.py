@@ -97,6 +97,16 @@ def test_page_and_example(ray_clusters):
 
 
 @pytest.mark.timeout(400)
+def test_benchmark_of_calls(tmp_path):
+    script = [sys.executable, str(ROOT / "benchmarks" / "ray_calls.py"), "--output", str(tmp_path)]
+    for options in (["--seconds", "0.05"], ["--markdown"]):
+        done = subprocess.run([*script, *options], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| a compiled graph")]
+    assert len(rows) == 3
+    assert all(int(row[1].replace(",", "")) > 0 and "%" in row[-1] for row in rows)
+
+
 def test_benchmark_of_nodes(tmp_path):
     """Also the tables that it makes of what it has saved."""
     script = [sys.executable, str(ROOT / "benchmarks" / "ray_scaling.py"), "--output", str(tmp_path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,6 +74,7 @@ def test_compare_workers(tmp_path):
     environments = {one.environment for one in report.measurements}
     assert {"simple_spread_v3", "multiwalker_v9", "pistonball_v6", "synthetic 50 µs, 3 x 18"} <= environments
     assert all(one.steps_per_second > 0 for one in report.measurements)
+    assert {one.environment for one in report.measurements if one.backend == "plain loops side by side"} == environments
     assert (tmp_path / "speedup_by_step_cost.png").read_bytes().startswith(b"\x89PNG")
     lines = (tmp_path / "compare_workers.csv").read_text().splitlines()
     assert len(lines) == 1 + len(report.measurements)
@@ -220,6 +223,7 @@ def test_compare_facades(tmp_path):
     assert measured >= {
         ("simple_spread_v3", "PettingZooVecEnv", "plain loop"),
         ("simple_spread_v3", "GymnasiumVectorEnv", "plain loop"),
+        ("simple_spread_v3", "GymnasiumVectorEnv", "plain loops side by side"),
         ("simple_spread_v3", "GymnasiumVectorEnv", "Gymnasium AsyncVectorEnv"),
     }
     assert all(one["steps_per_second"] > 0 and one["gain"] > 0 and one["run"] in report["runs"] for one in results)
@@ -309,7 +313,8 @@ def test_compare_peers(tmp_path):
     run("compare_peers.py", "--quick", "--output", str(tmp_path))
     report = json.loads((tmp_path / "compare_peers.json").read_text())
     measured = {(one["environment"], one["against"]) for one in report["results"]}
-    assert measured >= {("simple_spread_v3", "plain loop"), ("synthetic 0 µs", "plain loop")}
+    loops = ("plain loop", "plain loops side by side")
+    assert measured >= {(name, loop) for name in ("simple_spread_v3", "synthetic 0 µs") for loop in loops}
     everybody = {name for _, name in measured} | {*report["missing"]}
     assert {"SMARTS ParallelEnv", "SuperSuit", "PufferLib Multiprocessing", "TorchRL AsyncEnvPool"} <= everybody
     assert "Tianshou SubprocVectorEnv" in everybody
@@ -317,6 +322,25 @@ def test_compare_peers(tmp_path):
     shown = run("compare_peers.py", "--markdown", "--output", str(tmp_path)).stdout
     assert "| marl_parallel, dicts |" in shown
     assert all(name in shown for name in report["missing"])
+
+
+def test_contender_with_several_batches_in_a_call(compare_facades, monkeypatch):
+    """Each of them counts."""
+    import contest
+
+    clock = [0.0]
+    monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=lambda _: None))
+
+    def step(batches):
+        clock[0] += batches / 4
+
+    @contextlib.contextmanager
+    def start(_):
+        yield contest.Batches(step, 5)
+
+    case = compare_facades.synthetic(2, 3)
+    rounds, _ = contest.measure(case, [contest.Contender("several", start)], 3.0, 2, lambda text: None)
+    assert rounds["several"] == [4.0 * case.num_envs] * 2
 
 
 @pytest.mark.rest
@@ -492,9 +516,10 @@ def test_calibration_of_microseconds(synthetic):
     assert 0.5e-3 < np.median(took) < 2e-3
 
 
-def test_isolated_generators():
-    result = run("isolated_generators.py", "--steps", "5", "--repeats", "1")
-    assert result.stdout.count(" µs per environment step") == 2
+def test_isolated_generators(tmp_path):
+    run("isolated_generators.py", "--steps", "5", "--repeats", "1", "--output", str(tmp_path))
+    shown = run("isolated_generators.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert len(re.findall(r"^\| `isolate_rng=(?:False|True)` \| [1-9]\d* \|$", shown, re.MULTILINE)) == 2
 
 
 def test_all(synthetic):
@@ -507,9 +532,15 @@ def test_all(synthetic):
     assert page == f"before\n{mark}{run('recovery.py', '--markdown').stdout.strip()}\n<!-- end -->\nafter\n"
 
 
-def test_recycling():
-    result = run("recycling.py", "--seconds", "0.5", "--episodes", "3", "--age", "0.5")
-    assert len(re.findall(r"an environment is replaced: median [\d.]+ ms, .* \([1-9]\d* steps", result.stdout)) == 2
+def test_recycling(tmp_path):
+    run("recycling.py", "--seconds", "0.5", "--episodes", "3", "--age", "0.5", "--output", str(tmp_path))
+    rows = json.loads((tmp_path / "recycling.json").read_text())["rows"]
+    assert [row[0] for row in rows] == ["`max_age_s=0.5`"] * 3 + ["`max_episodes=3`"] * 3
+    assert all(float(row[2]) <= float(row[3]) <= float(row[4]) and int(row[5].replace(",", "")) > 0 for row in rows)
+    assert (
+        "| `max_episodes=3` | an environment is replaced |"
+        in run("recycling.py", "--markdown", "--output", str(tmp_path)).stdout
+    )
 
 
 @pytest.mark.rest
@@ -520,6 +551,8 @@ def test_soak(tmp_path):
     report = json.loads((tmp_path / "soak.json").read_text())
     assert (report["mismatches"], report["hangs"], report["processes left"]) == (0, 0, 0)
     assert report["faults"] > 0
+    shown = run("soak.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert f"| faults | {report['faults']:,} |" in shown
     assert report["recycled"] > 0
 
 

@@ -149,6 +149,7 @@ def between_markers(name: str) -> str:
 @pytest.mark.parametrize(
     "name",
     [
+        "collect_rollouts",
         "compare_workers",
         "compare_peers",
         "compare_facades",
@@ -157,7 +158,13 @@ def between_markers(name: str) -> str:
         "ray_scaling",
         "time_to_return",
         "envpool_overhead",
+        "isolated_generators",
+        "many_agents",
+        "pools_overhead",
+        "ray_calls",
+        "recycling",
         "simulators",
+        "soak",
     ],
 )
 def test_tables_equal_the_measured_ones(name):
