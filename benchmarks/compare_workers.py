@@ -38,7 +38,7 @@ from pettingzoo.butterfly import pistonball_v6
 from pettingzoo.sisl import multiwalker_v9
 from pictures import finish, framed, in_docs
 from synthetic import Synthetic, rounds_per_microsecond
-from version_stepper import Loops
+from version_stepper import CALL_S, Loops
 
 from marl_parallel.cli.measure import LOOP, PETTINGZOO, STEP, Contender, Run, contenders, measure, num_turns, repeatedly
 from marl_parallel.cli.report import (
@@ -61,7 +61,6 @@ NAME = "compare_workers"
 SPEEDUPS = "speedup_by_step_cost"
 NUM_ENVS = 8
 LOOPS = Contender("plain loops side by side", 2)
-LOOPS_CALL_S = 0.05
 WORKERS, BACKENDS = "1,2,4", "serial,thread,process"
 SECONDS, REPEATS = 0.9, 5
 ROUND_SECONDS, LAUNCHES = 0.2, 5
@@ -220,7 +219,7 @@ def save_speedups(report: Report, path: Path) -> None:
 def loops(case: Case) -> Iterator[Run]:
     """Plain loops in processes of their own, which is the most that this machine can do with so many workers."""
     with closing(Loops(case.constructor, case.num_envs, LOOPS.workers, barrier=False)) as processes:
-        batches = processes.warm(LOOPS_CALL_S)
+        batches = processes.warm(CALL_S)
         yield repeatedly(lambda _: processes.step(batches), [None], batches * case.num_envs)
 
 

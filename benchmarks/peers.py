@@ -13,10 +13,8 @@ import numpy as np
 import pettingzoo
 from contest import SEED, Actions, Batches, Case, Contender, Step, stepping
 from gymnasium.vector.utils import CloudpickleWrapper, batch_space
-from version_stepper import Loops
+from version_stepper import CALL_S, Loops
 
-LOOPS_CALL_S = 0.05
-"""About how long plain loops side by side step with each call."""
 PUFFERLIB_POLLS_S = 0.6
 """Its workers poll without pause for half a second after a step, then every 10 ms."""
 
@@ -40,7 +38,7 @@ def plain_loop(case: Case) -> Iterator[Step]:
 @contextmanager
 def loops(case: Case) -> Iterator[Step]:
     with closing(Loops(case.constructor, case.num_envs, case.workers, barrier=False)) as processes:
-        yield Batches(processes.step, processes.warm(LOOPS_CALL_S))
+        yield Batches(processes.step, processes.warm(CALL_S))
 
 
 @contextmanager

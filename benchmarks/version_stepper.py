@@ -24,6 +24,8 @@ import numpy as np
 from pettingzoo import AECEnv
 from pettingzoo.utils.conversions import turn_based_aec_to_parallel
 
+CALL_S = 0.05
+"""About how long `Loops` should step with each call, so that the call itself takes little of the time."""
 BATCHES = 64
 """Number of batches of actions, which are drawn in advance and used in turn."""
 

@@ -100,7 +100,7 @@ class Actor:
         # References to its `ProcessInfo`, then to its node monitor's reply; None once it has started.
         self.starting = handle.process_info.remote()
         self.since = time.monotonic()  # when it was requested, or the first one that it replaces and never started
-        self.ready = math.inf  # when it had started
+        self.ready = math.inf  # when it was up, in seconds of this clock
         self.node = ""  # the id of its node, when it is up
         self.key = secrets.randbits(48)  # its number at its node monitor
         self.monitor: Any = None  # the handle of its node monitor; None if none watches it
@@ -109,7 +109,7 @@ class Actor:
         self.sent = 0  # how many orders were sent
         self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES))  # as of the latest result or `look`
         self.clock_offset = 0.0  # this machine's clock minus its own, in seconds, at most
-        self.completed = -math.inf  # of its last reply
+        self.completed = -math.inf  # when its last reply was completed, by this clock
         self.memory: int | None = None  # bytes
         self.memory_asked: Any = None  # reference to the monitor's next answer
         self.closed = False  # whether it has closed its environments
@@ -626,7 +626,7 @@ def results_of(refs: list[Any], count: int, timeout: float) -> list[tuple[Any, A
 
 
 def later(moment: float, than: float) -> float:
-    """The moment of a reply, after that of the worker's last one: the clocks' difference is known better and better."""
+    """The time of a reply, later than that of the worker's last one, even if `clock_offset` has decreased since."""
     return max(moment, math.nextafter(than, math.inf))
 
 

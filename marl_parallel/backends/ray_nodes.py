@@ -61,7 +61,7 @@ class Node:
         self.exchange = handle.exchange.options(concurrency_group="exchange").remote
         self.post = handle.post.options(concurrency_group="control", num_returns=0).remote
         self.starting: Any = None  # reference to the result of its start; None once it has started, or is given up
-        self.ready = math.inf  # when it had started
+        self.ready = math.inf  # when it was up, in seconds of this clock
         self.since = time.monotonic()  # when its start was requested, or that of the first one that it replaces
         self.waiting: list[tuple[dict[int, Request], bool]] = []  # requests to send once it has started
         self.in_flight: Any = None  # reference to the result of the exchange
@@ -71,9 +71,9 @@ class Node:
         self.starts: list[tuple[int, int, Sequence[int]]] = []  # of workers, to be sent with the next order
         self.started: Counter[int] = Counter()  # how often each worker was started
         self.pending: dict[int, deque[Request]] = {}  # by worker
-        self.closing: set[int] = set()  # workers that close their environments, or have done so
+        self.closing: set[int] = set()  # workers that have got a CLOSE
         self.clock_offset = math.inf  # this machine's clock minus its own, in seconds, at most
-        self.completed: dict[int, float] = {}  # by worker: of its last reply
+        self.completed: dict[int, float] = {}  # by worker: when its last reply was completed, by this clock
         self.lost: str | None = None  # why it is gone
         self.memory: dict[int, tuple[Any, int | None]] = {}  # by worker: reference to the next answer, and the last one
 
@@ -237,7 +237,7 @@ class RayNodesBackend(RayBackend):
         return True
 
     def _drop_orders(self, node: Node, worker: int) -> None:
-        """Forget what a node has not been told of a worker."""
+        """Drop the starts and requests of a worker that have not been sent to its node."""
         node.starts = [start for start in node.starts if start[0] != worker]
         for requests, _ in node.waiting:
             requests.pop(worker, None)

@@ -455,8 +455,8 @@ def measure(
 ) -> list[Measurement]:
     """Measure the plain loop, whose measurement comes first, and each contender in turns of so many seconds.
 
-    `others` are no `ParallelEnv`s; each is opened by its function, before the others are. `on_turn` gets the name of
-    the contender before each of `num_turns(len(others) + len(against), repeats)` turns.
+    `others` are contenders without a `ParallelEnv`, each with the function that opens it; they are opened first.
+    `on_turn` gets the name of the contender before each of `num_turns(len(others) + len(against), repeats)` turns.
     """
     loop = Contender(LOOP)
     everyone = [loop, *others, *against]

@@ -193,7 +193,7 @@ class Backend(ABC):
         """Bring `statuses` up to date; there is nothing to do if they are in shared memory."""
 
     def ready_since(self, worker: int) -> float:
-        """When a worker had found its place, so that its timeouts began; infinity before; in seconds of this clock."""
+        """When a worker was up, in seconds of `time.monotonic`; infinity before. Its timeouts begin then."""
         return 0.0
 
     def ahead(self, worker: int) -> float:

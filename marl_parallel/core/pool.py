@@ -426,7 +426,7 @@ class Pool:
                 limit = self._deadlines.limits[long.activity]
                 to_do = f". Pass a {long.activity.timeout}_timeout= to end what hangs"
                 if self.backend.ready_since(long.worker) > time.monotonic():
-                    to_do = ": it waits for room in the cluster"
+                    to_do = ". It waits for room in the cluster, or for its process to start"
                 elif limit is not None:
                     to_do = f". It times out after {limit:g} s"
                 self._log_long_call(long, to_do)

@@ -9,8 +9,8 @@ of its neighbours, in a new worker, and its first episode has begun there::
     all have moved       -> CLOSE, Backend.remove        the old worker ends
 
 A spare is not constructed in a worker that steps others, which would wait. So an environment that is due again while
-its neighbours have not moved gets a spare in one more worker. Only where others have moved already, and a spare that
-waits must have another seed, is it constructed again beside them.
+its neighbours have not moved gets a spare in one more worker. There is one exception: if some environments have moved
+to a worker, and the seed of a spare that waits there changes, the spare is constructed again there.
 
 A backend without further workers (`Backend.has_spares`) constructs the new environment in place; its caller waits.
 """

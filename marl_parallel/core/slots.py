@@ -190,7 +190,7 @@ class Deadlines:
         }
         self.looked = 0.0  # when the present call of the pool began, or `late` was last called in it
         self._wait_ends: float | None = None  # when the present wait ends at the latest
-        self._looking_s = 0.0  # the backend's before it
+        self._looking_s = 0.0  # the backend's `looking_s` when it began
         self._frozen: list[tuple[float, float]] = []
 
     def patience(self) -> float | None:

@@ -160,7 +160,7 @@ class WorkerStatus:
     def copy_from(self, others: bytes, ahead: float) -> None:
         """Copy another machine's status, but what the parent writes; this clock is `ahead` by so many seconds.
 
-        One that has travelled longer than a later one is left out, so that no count ever decreases.
+        A status that arrives after a newer one is ignored, so that no count ever decreases.
         """
         if _progress(memoryview(others).cast("q")) < _progress(self._ints):
             return
@@ -212,7 +212,7 @@ class WorkerStatus:
 
 
 def _progress(ints: memoryview) -> tuple[int, int]:
-    """What no later status of a process has less of: parts of requests begun, and steps and resets that have ended."""
+    """Counts that never decrease in a process: parts of requests begun, and steps and resets that have ended."""
     return ints[_PARTS], ints[_STEPS] + ints[_RESETS]
 
 

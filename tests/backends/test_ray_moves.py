@@ -172,7 +172,7 @@ def test_node_that_joins_late(kind, three_nodes, caplog):
             step(90.0)
         assert marks == [int(one) for one in lost]
         assert (env.stats().faults, env.stats().restarts) == (sum(lost), sum(lost))
-        assert "waits for room in the cluster" in caplog.text
+        assert "It waits for room in the cluster" in caplog.text
         after = workers_by_node(env)
         assert [old != new for old, new in zip(before, after)] == lost
         assert {*after} - {*before} <= {one.node_id for one in three_nodes.worker_nodes}
@@ -196,7 +196,7 @@ def test_target_that_goes(kind, three_nodes, caplog):
 
 @each_kind
 def test_spares_that_are_dropped_before_there_is_room(kind, three_nodes):
-    """Nobody waits for their machine, and nothing comes of it later."""
+    """No step waits for their machine, neither at once nor after `placement_timeout`."""
     backend = RayBackend(placement="PACK", placement_timeout=4.0, **kind)
     with ParallelEnv([functools.partial(Slow, LENGTH)] * 2, True, 1, backend=backend, num_workers=2) as env:
         watched, pool = Watched(env), env.runner.pool

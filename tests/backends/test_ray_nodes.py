@@ -269,7 +269,7 @@ def test_replies_of_a_replaced_process_keep_out_nothing_else():
 
 
 def test_order_of_replies_while_the_difference_of_clocks_becomes_known():
-    """A result that travelled for long makes the difference seem larger; a later reply of the worker stays later."""
+    """A slow result makes the difference seem larger; a later reply of the worker stays later."""
     backend, node = RayNodesBackend(num_nodes=1), Node(MagicMock(), 0)
     node.clock_offset, node.pending = 1000.0, {0: deque([Request(Message.STEP, (2, 0), each=True)])}
     backend._shares = {0: (0, 2)}

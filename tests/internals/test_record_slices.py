@@ -115,6 +115,6 @@ def test_status_of_another_machine():
     theirs.end_request()
     ours.copy_from(bytes(theirs._view), 100.0)
     assert (ours.stats.steps, ours.running, ours.settled) == (1, None, 3)
-    ours.copy_from(early, 100.0)  # has travelled longer
+    ours.copy_from(early, 100.0)  # arrives late
     assert (ours.stats.steps, ours.running, ours.settled) == (1, None, 3)
     assert ours.stats.simulator_s == theirs.stats.simulator_s
