@@ -585,7 +585,7 @@ class Pool:
         """
         recovery, replaces = self.recovery, env_id is None
         if not self._queues[worker].share:
-            self._lose_spares(worker, str(error))
+            self._lose_spares(worker, error)
             return
         if self.histories is not None:
             self.histories.save(error, running)
@@ -943,7 +943,7 @@ class Pool:
                         self._move(slot, worker)
                     self._move_waiting(worker)
             elif failure is not None:
-                self._note_unprepared(recycler, worker, slot, str(reports.env_error(env_id, worker, failure)))
+                self._note_unprepared(recycler, worker, slot, reports.env_error(env_id, worker, failure))
                 if worker not in self._queues:
                     return
             elif queue.note_prepared(env_id):
@@ -966,7 +966,7 @@ class Pool:
                 if slot.renewing:
                     self._move(slot, worker)
 
-    def _note_unprepared(self, recycler: Recycler, worker: int, slot: Slot, error: str) -> None:
+    def _note_unprepared(self, recycler: Recycler, worker: int, slot: Slot, error: EnvError) -> None:
         """Note that a spare could not be made; its worker stays if environments have moved there."""
         queue = self._queues[worker]
         if not queue.share:
@@ -974,7 +974,8 @@ class Pool:
         else:
             del queue.preparing[slot.env_id]
             slot.spare = None
-            self._warn_of_spares(recycler, queue.position, [slot.env_id], error)
+            self._skip_seed(slot)
+            self._warn_of_spares(recycler, queue.position, [slot.env_id], str(error))
             if slot.renewing:
                 self._go_on(slot)
             self._move_waiting(worker)
@@ -997,12 +998,22 @@ class Pool:
         slot.ending = None
         self._finish(slot, completed, first)
 
-    def _lose_spares(self, worker: int, error: str) -> None:
+    def _lose_spares(self, worker: int, error: ParallelEnvError) -> None:
         """Remove a worker in which spares could not be made, or one that has died after all had left."""
         assert self.recycler is not None
         position = self._queues[worker].position
         if dropped := self._drop_spares(worker):
-            self._warn_of_spares(self.recycler, position, [slot.env_id for slot in dropped], error)
+            for slot in dropped:
+                if slot.env_id in error.env_ids:
+                    self._skip_seed(slot)
+            self._warn_of_spares(self.recycler, position, [slot.env_id for slot in dropped], str(error))
+
+    def _skip_seed(self, slot: Slot) -> None:
+        """Let the next spare of an environment have another seed: with this one it could not be constructed.
+
+        While it has never been reset, it keeps the count on which the seed of its first reset depends.
+        """
+        slot.rebuilds += slot.has_reset
 
     def _warn_of_spares(self, recycler: Recycler, position: int, env_ids: Sequence[int], error: str) -> None:
         seconds = recycler.note_failed(position, time.monotonic())

@@ -27,7 +27,7 @@ from marl_parallel.types import RecyclePolicy
 
 _LOOK_EVERY_S = 1.0
 _LOOK_COSTS_AT_MOST = 0.01
-_RETRY_AFTER_S = 60.0
+_RETRY_AFTER_S, _RETRY_AT_LEAST_EVERY_S = 1.0, 60.0
 _MB = 1e6
 
 
@@ -120,7 +120,7 @@ class Recycler:
 
     def note_failed(self, position: int, now: float) -> float:
         """Note that spares could not be made; returns in how many seconds that is tried again."""
-        seconds = 2 * self._retry.get(position, (0.0, _RETRY_AFTER_S / 2))[1]
+        seconds = min(2 * self._retry.get(position, (0.0, _RETRY_AFTER_S / 2))[1], _RETRY_AT_LEAST_EVERY_S)
         self._retry[position] = now + seconds, seconds
         return seconds
 
@@ -139,5 +139,5 @@ class Recycler:
             )  # fmt: skip
 
     def may_try(self, position: int, now: float) -> bool:
-        """Whether spares may be made now: not soon after a failure."""
+        """Whether spares may be made now: not too soon after a failure."""
         return now >= self._retry.get(position, (0.0, 0.0))[0]

@@ -355,7 +355,41 @@ def test_spares_that_cannot_be_made(mode, build, tmp_path, caplog):
                 assert "__common__" not in infos
     assert env.stats().recycled == 0
     assert "no licence left" in caplog.text
-    assert "tried again in 60 s" in caplog.text
+    assert "tried again in 1 s" in caplog.text
+
+
+class Unlucky(Counting):
+    """Cannot be constructed with one seed, however often it is tried."""
+
+    def __init__(self, *, seed: int, env_id: int, fails: Any) -> None:
+        super().__init__(4, seed=seed)
+        if env_id == 1 and seed == seed_of(42, 1, 1):
+            fails()
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [functools.partial(int, "no map"), functools.partial(os._exit, 1), functools.partial(time.sleep, 60)],
+    ids=["raises", "dies", "hangs"],
+)
+@pytest.mark.parametrize("setup", PROCESSES, ids=str)
+def test_seed_with_which_nothing_can_be_constructed(fails, setup, build, caplog):
+    """It is tried again soon, with the next seed; the environments of other workers do not wait for that."""
+    make = functools.partial(Unlucky, fails=fails)
+    env = build([make] * 4, setup, recycle=RecyclePolicy(max_episodes=2), start_timeout=3.0)
+    env.reset()
+    deadline = time.monotonic() + 60.0
+    seeds: list[list[int]] = [[], [], [], []]
+    with caplog.at_level(logging.WARNING, "marl_parallel"):
+        while not seeds[1] or len(seeds[3]) < 2:
+            assert time.monotonic() < deadline, seeds
+            for env_id, infos in enumerate(env.step([ACTIONS] * 4)[4]):
+                if "recycled" in infos.get("__common__", {}):
+                    seeds[env_id].append(env.seed()[env_id])
+    assert "tried again in 1 s" in caplog.text
+    assert seeds[1][0] == seed_of(42, 1, 2)
+    assert seeds[0][0] == seed_of(42, 0, 1)
+    assert seeds[3][:2] == [seed_of(42, 3, 1), seed_of(42, 3, 2)]
 
 
 class Listed(Counting):
@@ -395,7 +429,7 @@ def test_last_spare_of_a_worker_that_cannot_be_constructed(build, tmp_path):
     for _ in range(30):
         env.step([ACTIONS] * 2)
     assert env.stats().recycled == 0
-    assert env.runner.pool._for_spares == 0
+    wait_for(lambda: env.step([ACTIONS] * 2) and env.runner.pool._for_spares == 0)  # it is tried again and again
 
 
 def test_close_while_spares_are_made(build):
