@@ -4,11 +4,12 @@
     python benchmarks/soak.py --hours 0.01 --output /tmp
     python benchmarks/soak.py --markdown            the table for docs/faults.md, from the saved JSON
 
-Two batches are stepped in turns, each with `send` and `recv`: one has the faults, the leak, restarts and recycling, the
-other has none of these. Each observation tells the seed, the episode, the step and a checksum of all actions. They are
-compared with those of a model here, which knows seeds, actions and the marks in infos only: each difference is a
-mismatch. A `recv` that takes longer than all timeouts together is a hang. After each turn, a method of each environment
-is called, its state is read and it is rendered, where some fail, too.
+Two batches are stepped in turns, by `send` and `recv` or by `step`: one has the faults, the leak, restarts and
+recycling, the other has none of these. Each observation tells the seed, the episode, the step and a checksum of all
+actions. They are compared with those of a model here, which knows seeds, actions and the marks in infos only: each
+difference is a mismatch. A call that takes longer than all timeouts together is a hang. After each turn, a method of
+each environment is called, its state is read and it is rendered, where some fail, too; and now and then a keeper or the
+fork server is killed.
 
 At the end, programs that step or hang are interrupted and killed: a process that they leave is counted.
 
@@ -32,7 +33,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -259,27 +260,36 @@ class Run:
         self.usual = STEP_S * NUM_ENVS / WORKERS
         self.env.reset(seed=42)
 
-    def turn(self, seconds: float) -> None:
-        """Step for so long; nothing is in flight before and after."""
+    def turn(self, seconds: float, *, together: bool) -> None:
+        """Step for so long, all environments at once or each by itself; nothing is in flight before and after."""
         env, models, began = self.env, self.models, time.perf_counter()
-        env.send([model.act() for model in models])
+        while together and time.perf_counter() - began < seconds:
+            entered = time.perf_counter()
+            observations, *_, infos = env.step([model.act() for model in models])
+            self._check(range(NUM_ENVS), observations, infos, entered)
+        if not together:
+            env.send([model.act() for model in models])
         while env.pending:
             entered = time.perf_counter()
             batch = env.recv(min_envs=1)
-            now = time.perf_counter()
-            self.hangs += now - entered > HANGS_AFTER_S
-            for env_id, observations, infos in zip(batch.env_ids, batch.observations, batch.infos):
-                model = models[env_id]
-                self.mismatches += not model.received(observations, infos)
-                self.steps += 1
-                mark = infos.get("__common__", {})
-                for kind in ("restarted", "recycled"):
-                    self.marks[kind] += kind in mark
-                # Neighbours in its worker wait as well.
-                self.out_of_service += max(now - model.sent - 4 * self.usual, 0.0)
-            if now - began < seconds:
+            self._check(batch.env_ids, batch.observations, batch.infos, entered)
+            if time.perf_counter() - began < seconds:
                 env.send([models[env_id].act() for env_id in batch.env_ids], batch.env_ids)
         self.seconds += time.perf_counter() - began
+
+    def _check(self, env_ids: Sequence[int], observations: Any, infos: Any, entered: float) -> None:
+        """Compare results with those of the models; the call that has returned them was entered then."""
+        now = time.perf_counter()
+        self.hangs += now - entered > HANGS_AFTER_S
+        for env_id, observed, info in zip(env_ids, observations, infos):
+            model = self.models[env_id]
+            self.mismatches += not model.received(observed, info)
+            self.steps += 1
+            mark = info.get("__common__", {})
+            for kind in ("restarted", "recycled"):
+                self.marks[kind] += kind in mark
+            # Neighbours in its worker wait as well, and with `step` all do.
+            self.out_of_service += max(now - model.sent - 4 * self.usual, 0.0)
 
     def probe(self) -> None:
         """Call a method of each environment, read its state, render it; after a fault, the next result is marked."""
@@ -294,6 +304,21 @@ class Run:
             with contextlib.suppress(ParallelEnvError):
                 (frame,) = env.render(env_ids=[env_id])
                 self.mismatches += frame[0, 0, 0] not in [seed % 256 for seed in (model.seed, *model.next_seeds())]
+
+    def kill(self, turn: int) -> None:
+        """Kill the keeper of the first worker after each eighth turn, and the fork server four turns later."""
+        if turn % 4:
+            return
+        with contextlib.suppress(ParallelEnvError, psutil.NoSuchProcess):
+            (pid,) = self.env.call(process_id, env_ids=[0])
+            for process in psutil.Process(pid).parents():
+                if ("keeper" if turn % 8 == 0 else "fork server") in " ".join(process.cmdline()):
+                    process.kill()
+                    break
+
+
+def process_id(_: Any) -> int:
+    return os.getpid()
 
 
 def memory_of_tree() -> float:
@@ -394,10 +419,13 @@ def main(
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
     with faultless.env, contextlib.suppress(EnvError), soak.env:  # some environments raise in their `close`
+        turn = 0
         while (elapsed := time.perf_counter() - began) < 3600 * hours:
             for run, seconds in ((faultless, REST_S), (soak, TURN_S)):
-                run.turn(min(seconds, 3600 * hours / 4))
+                run.turn(min(seconds, 3600 * hours / 4), together=turn % 2 == 1)
             soak.probe()
+            soak.kill(turn)
+            turn += 1
             print(
                 f"{elapsed / 60:6.1f} min: {soak.steps:,} steps, {soak.marks['restarted']} restarted, "
                 f"{soak.marks['recycled']} recycled, {soak.mismatches} mismatches, {soak.hangs} hangs, "

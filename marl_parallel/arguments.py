@@ -179,7 +179,10 @@ def check_recycle(recycle: Any, restarts: bool) -> None:
     if not isinstance(recycle, RecyclePolicy):
         raise TypeError(f"recycle must be a RecyclePolicy(max_memory_mb=..., ...) or None, got {recycle!r}")
     if recycle.kill_above_mb is not None and not restarts:
-        raise ValueError('kill_above_mb is a fault of the environments it kills: pass on_error="restart", too')
+        raise ValueError(
+            f"kill_above_mb={recycle.kill_above_mb} kills workers in the middle of episodes, after which their "
+            'environments must be rebuilt: pass on_error="restart", too'
+        )
 
 
 def check_callback(on_restart: Any, restarts: bool) -> None:

@@ -142,7 +142,7 @@ class ParallelEnv:
         envs_per_worker: The most environments of one worker, instead of `num_workers`; see `docs/workers.md`.
         backend: Where the workers run: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
             a `Backend`, such as a `RayBackend` with the cluster's address and resources. `"auto"` steps the
-            environments for up to a second and chooses; see `docs/workers.md`.
+            environments for about half a second, or twice that if they mostly wait, and chooses; see `docs/workers.md`.
         adapter: The kind of simulator, if it is not recognised correctly: a name from `docs/environments.md`, such as
             `"dict"` or `"tuple"`, or a function that makes a `MultiAgentEnv` of it.
         shared_memory: False sends all values pickled.
@@ -161,7 +161,7 @@ class ParallelEnv:
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
         trace: Path of a timeline that is written by `close` or `stop_trace`; see `start_trace`.
         wait: How processes wait: `"block"` sleeps at once, `"spin"` tries for 2 ms before that, `"adaptive"` tries for
-            about as long as the last waits took, if there is a CPU for each worker and these waits were short.
+            about twice as long as the last waits took, if there is a CPU for each worker and these waits were short.
         episode_stats: True adds `infos[i][agent]["episode"]`, `{"r": return, "l": length}`, in the step that ends the
             agent's part of an episode, and `infos[i]["__common__"]["episode"]` where it ends. See `docs/learners.md`.
         on_restart: Called with a `RestartEvent` for each environment that is rebuilt, before the step returns. What it
@@ -195,8 +195,10 @@ class ParallelEnv:
     thread or a signal handler (see `docs/concurrency.md`). Calls after `close` raise `ClosedEnvironmentError`.
 
     If an environment raises, its worker dies, or it takes longer than its timeout, methods raise `EnvError`,
-    `WorkerCrashed` or `WorkerTimeout`, and everything is closed; with `on_error="restart"`, `step`, `reset` and `recv`
-    raise only `RestartLimitExceeded` and exceptions that the `RestartPolicy` does not restart.
+    `WorkerCrashed` or `WorkerTimeout`, and everything is closed. With `on_error="restart"`, the environment is rebuilt.
+    Then `step`, `reset` and `recv` raise only `RestartLimitExceeded`, an `EnvError` of an exception that the
+    `RestartPolicy` excludes, `WorkerTimeout` with `backend="thread"`, and `ParallelEnvError` if Ray has no room for a
+    worker.
 
     Example:
         >>> from mpe2 import simple_spread_v3
@@ -379,7 +381,7 @@ class ParallelEnv:
         frame_skip: int | None = None,
         **task_arguments: Any,
     ) -> ParallelEnv:
-        """Wrap a task of EnvPool, whose environments run in its own threads; restrictions as of `from_native`.
+        """Wrap a task of EnvPool, whose environments run in its own threads; restrictions are those of `from_native`.
 
         The agent of a single-player task is `agent_0`; players are `agent_0`, ... In turn-based games, such as those of
         PGX, all players are observed, and the one whose turn it is acts, by the action mask that the game has.
@@ -648,7 +650,7 @@ class ParallelEnv:
         """Let workers move to nodes of the Ray cluster that have joined, or have room, so that each has as many.
 
         Nothing is interrupted: environments move at the ends of their episodes, as with `recycle=`, and `stats()`
-        counts them as recycled. What a worker leaves on its old node stays reserved until `close`.
+        counts them as recycled. The resources of a worker on its old node stay reserved until `close`.
 
         Returns:
             How many workers move; 0 with every other backend.
@@ -671,10 +673,10 @@ class ParallelEnv:
     ) -> None:
         """Begin to step environments and return; `recv` returns each result as soon as it is ready.
 
-        With `backend="serial"`, the steps are carried out here. Errors as of `step`.
+        With `backend="serial"`, the steps are carried out here. Errors are those of `step`.
 
         Args:
-            actions: As of `step`, or a mapping from env id to a dict by agent.
+            actions: Those of `step`, or a mapping from env id to a dict by agent.
             env_ids: Which environments; None for all, or all keys of a mapping.
         """
         runner = self.runner
@@ -691,7 +693,7 @@ class ParallelEnv:
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
     ) -> None:
-        """Begin new episodes and return; `recv` returns the observations. Arguments and errors as of `reset`."""
+        """Begin new episodes and return; `recv` returns the observations. Arguments and errors are those of `reset`."""
         self.runner.send_reset(seed, options, env_ids)
 
     @exclusive("recv")
@@ -791,7 +793,9 @@ class ParallelEnv:
     def call_async(
         self, name: str | Callable[..., Any], /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any
     ) -> None:
-        """Begin to call a method of each environment and return; `call_wait` has the results. Arguments as of `call`.
+        """Begin to call a method of each environment and return; `call_wait` has the results.
+
+        Arguments are those of `call`.
 
         Until then, all other calls raise `AlreadyPendingCallError`, except `stats`, `seed` and `close`.
         """
@@ -803,7 +807,7 @@ class ParallelEnv:
 
     @exclusive("call_wait")
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """The results of `call_async`, as of `call`, which also has its errors.
+        """The results of `call_async`, in the form of `call`; errors are those of `call`.
 
         Args:
             timeout: Seconds to wait at most; None for no limit.
@@ -838,7 +842,9 @@ class ParallelEnv:
 
     @exclusive("set_attr")
     def set_attr(self, name: str, values: Any, env_ids: Sequence[int] | None = None) -> None:
-        """Set an attribute of each environment, on the outermost of its wrappers that has it. Errors as of `call`.
+        """Set an attribute of each environment, on the outermost of its wrappers that has it.
+
+        Errors are those of `call`.
 
         Args:
             name: The attribute's name; it must exist.
@@ -889,7 +895,7 @@ class ParallelEnv:
     def set_parameters(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
         """Set parameters of environments that keep the options of `reset` (ML-Agents), without a reset.
 
-        They are as of the options of `reset`, and an environment that is constructed again gets them, too.
+        They have the form of the options of `reset`. An environment that is constructed again gets them, too.
         `env.call("get_properties")` returns those of each environment.
 
         Args:
@@ -916,8 +922,11 @@ class ParallelEnv:
         Simulators of any kind may use these timers. Workers that have been replaced are left out.
 
         Returns:
-            As of `mlagents_envs.timers.get_timer_tree`: `"total"` seconds, `"count"`, `"self"` and `"children"` by
-            name. No children if no worker has loaded `mlagents_envs`.
+            A tree in the form of `mlagents_envs.timers.get_timer_tree`: `"total"` seconds, `"count"`, `"self"` and
+            `"children"` by name. No children if no worker has loaded `mlagents_envs`.
+
+        Raises:
+            NotImplementedError: Native simulators have no workers with timers.
         """
         pool = self.runner.pool
         if isinstance(pool, NativePool):
@@ -960,6 +969,7 @@ class ParallelEnv:
         Raises:
             ValueError: No file can be written there.
             RuntimeError: A trace is being recorded already.
+            NotImplementedError: Native simulators have no workers to trace.
             ParallelEnvError: A worker has died; no trace is recorded.
         """
         self.runner.check_idle("start_trace")

@@ -1,6 +1,6 @@
 """The choice of workers: `backend="auto"`, which measures simulators, and a remark about workers that mostly wait.
 
-`plan` measures each setting with a `ParallelEnv` of its own and random actions, for half a second::
+`plan` measures each setting with a `ParallelEnv` of its own and random actions, for about half a second::
 
     a process for each CPU ---> a loop in line is quicker, by the time that steps take in workers: "serial"
                            ---> workers hardly need their CPUs: measure more workers, and take them if they are faster
@@ -104,7 +104,7 @@ def plan(open_env: Callable[[int], Any], num_envs: int, *, can_be_serial: bool) 
             more = num_envs if not share else min(math.ceil(usable_cpus() / share), num_envs)
             if measured(more).batch_s < _BETTER * first.batch_s:
                 arguments["num_workers"], reason = more, "simulators mostly wait, and do not need a CPU each"
-    except (ParallelEnvError, ValueError) as error:  # such as a batch of more than a second, or no action space
+    except (ParallelEnvError, ValueError) as error:  # such as a step of more than a second, or no action space
         reason = f"not measured to the end: {first_line(error)}"
     logger.info('backend="auto" chooses %s: %s; milliseconds of a batch: %s', arguments, reason, batch_ms)
     return {"arguments": arguments, "reason": reason, "batch_ms": batch_ms}

@@ -147,7 +147,8 @@ class Rollout:
             each agent.
         action_masks: Whether action masks are stored, for `Discrete` and `MultiDiscrete` actions.
         halves: 2 to act for one half of the environments while the other half is stepped; the arrays are the same. A
-            half has half of the workers. Its policy gets rows of its own environments only, `Current.env_ids`.
+            half has the environments of half of the workers, or nearly half if their number is odd; with one worker,
+            half of its environments. The policy gets rows of these environments only, `Current.env_ids`.
 
     Attributes:
         env: The `StackedVecEnv`. With `halves=2`, only its `reset` sets its attributes.
@@ -298,7 +299,7 @@ class Rollout:
     # -- collecting ------------------------------------------------------------------------------------------------
 
     def reset(self, seed: Seeds = None, options: Options = None) -> Current:
-        """Begin new episodes and an empty rollout; arguments as of `StackedVecEnv.reset`.
+        """Begin new episodes and an empty rollout; arguments are those of `StackedVecEnv.reset`.
 
         The first `step` or `collect` does this, too, if it has not been called before.
         """
@@ -336,7 +337,7 @@ class Rollout:
         With `halves=2`, begin to step the half of `current`, and store the step of the other half.
 
         Args:
-            actions: As of `StackedVecEnv.step`, for the environments of `current`.
+            actions: Those of `StackedVecEnv.step`, for the environments of `current`.
             extras: The values that were declared, all of them.
 
         Returns:
@@ -344,7 +345,7 @@ class Rollout:
 
         Raises:
             TypeError: Extras are missing, or were not declared; nothing has been stepped.
-            ValueError: As of `StackedVecEnv.step`, or an extra has another shape.
+            ValueError: As in `StackedVecEnv.step`, or an extra has another shape.
         """
         arrays = self.arrays
         if extras.keys() != arrays.extras.keys():

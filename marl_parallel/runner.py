@@ -58,11 +58,23 @@ _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False",
 
 
 class BatchRunner:
-    """Resets and steps a batch of environments; `docs/facades.md` lists its attributes for facades.
+    """Resets and steps a batch of environments, for `ParallelEnv` and for facades.
 
     A step is three calls: the batch writes actions (dicts, or arrays with `batch.arrays()`), `step` carries them out,
     and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does this for
-    facades. All methods raise `ClosedEnvironmentError` after `close`, and `ParallelEnvError` for a fault.
+    facades, which need only the attributes below. All methods raise `ClosedEnvironmentError` after `close`, and
+    `ParallelEnvError` for a fault.
+
+    Attributes:
+        schema: The agents and spaces, a `Schema`.
+        mode: The auto-reset mode.
+        num_envs: The number of environments.
+        env_ids: The ids of all environments.
+        seeds: The seed of each environment.
+        restarts: Whether environments that fail are rebuilt.
+        takes_options: Whether the environments' `reset` takes options.
+        batch: `batch.acting` and `batch.alive` have a list of agents for each environment: those that act next, and
+            those that are alive. `batch.over` says for each environment whether its episode is over.
     """
 
     def __init__(
@@ -102,9 +114,10 @@ class BatchRunner:
     def reset(
         self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
     ) -> tuple[tuple[int, ...], Any]:
-        """Begin new episodes, and wait; arguments and errors as of `ParallelEnv.reset`, `options` also one for each.
+        """Begin new episodes, and wait.
 
-        Returns the env ids, and the extras of the results, which the batch needs to read them.
+        Arguments and errors are those of `ParallelEnv.reset`; `options` may also be a list with one for each
+        environment. Returns the env ids, and the extras of the results, which the batch needs to read them.
         """
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
@@ -136,13 +149,13 @@ class BatchRunner:
         pool.prepare_again(env_ids)
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
-        """Begin new episodes and return; `recv` has the results. Arguments and errors as of `reset`."""
+        """Begin new episodes and return; `recv` has the results. Arguments and errors are those of `reset`."""
         ids = self.checked_ids(env_ids)
         self.check_idle("reset_async", ids)
         self.pool.send(Message.RESET, ids, self._reset_keywords(ids, seed, options))
 
     def ids_to_step(self, env_ids: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The env ids of a step that is allowed now; errors as of `reset`, or `ResetNeeded`."""
+        """The env ids of a step that is allowed now; errors are those of `reset`, and `ResetNeeded`."""
         if self.pool.closed or self.pool.in_flight or self.calling:
             self.check_idle("step")
         ids = self.env_ids if env_ids is None else self.checked_ids(env_ids)
@@ -162,7 +175,7 @@ class BatchRunner:
         return extras
 
     def send(self, env_ids: Sequence[int], written: Any, *, together: bool = False) -> None:
-        """Begin to carry out actions of environments that are not in flight, and return; arguments as of `step`.
+        """Begin to carry out actions of environments that are not in flight, and return; arguments are those of `step`.
 
         With `together`, all are received at once, which is faster.
         """

@@ -203,9 +203,9 @@ class RecyclePolicy:
             10**6 bytes. Past it, all environments of the worker are replaced.
         max_episodes: The number of episodes of each environment. It is exact, so that runs can be repeated: if the new
             environment is not ready yet, the step waits for it.
-        max_age_s: The most seconds since the environment was constructed.
-        kill_above_mb: The memory, as of `max_memory_mb`, above which a worker is killed at once, in the middle of
-            episodes. That is a fault, so it needs `on_error="restart"`.
+        max_age_s: The most seconds since the environment was constructed, or has taken the place of another.
+        kill_above_mb: The memory, measured as for `max_memory_mb`, above which a worker is killed at once, in the
+            middle of episodes. That is a fault, so it needs `on_error="restart"`.
 
     Example:
         >>> RecyclePolicy(max_memory_mb=4000, max_episodes=1000).max_age_s is None

@@ -106,7 +106,7 @@ class MLAgentsEnv(Adapter):
         return observations, infos
 
     def set_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Write parameters, as of the options of `reset`, which Unity gets with the next step or reset."""
+        """Write parameters, in the form of the options of `reset`; Unity gets them with the next step or reset."""
         if self._parameters is None:
             raise TypeError("this environment was made without parameters=, its EnvironmentParametersChannel")
         self.check_options(parameters)
@@ -264,7 +264,7 @@ def from_factory(
         env_factory: Called in the worker as `env_factory(worker_id, side_channels)`; returns a `BaseEnv` that has these
             channels.
         engine: An `EngineConfig`, or a mapping with some of its fields, such as `{"time_scale": 20.0}`.
-        parameters: Environment parameters by name, as of the options of `reset`, written before the first reset.
+        parameters: Environment parameters by name, like the options of `reset`, written before the first reset.
         max_steps: Steps after which an episode is truncated; None for never.
 
     Raises:
@@ -339,7 +339,7 @@ def _import(module: str) -> Any:
 
 
 def timer_tree(_: Any = None) -> dict[str, Any]:
-    """The tree of this thread's timers, as of ML-Agents' `get_timer_tree`; empty if `mlagents_envs` is not loaded."""
+    """This thread's timers in the form of ML-Agents' `get_timer_tree`; empty if `mlagents_envs` is not loaded."""
     timers = sys.modules.get("mlagents_envs.timers")
     return {} if timers is None else cast("dict[str, Any]", timers.get_timer_tree())
 

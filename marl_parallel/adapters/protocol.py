@@ -134,9 +134,16 @@ class MultiAgentEnv(ABC):
 
 @dataclass(frozen=True)
 class Schema:
-    """The description of an environment: the attributes of its `MultiAgentEnv` that hold for its whole life.
+    """The description of an environment: the attributes of its `MultiAgentEnv` that do not change.
 
+    Import it from `marl_parallel.adapters`. A `NativeSimulator` has one, for which the first three fields are enough.
     Sets, which pickle in any order, are sorted tuples here: equal pickles make comparing them cheap.
+
+    Example:
+        >>> box = spaces.Box(0, 1, (4,))
+        >>> agents = ["left", "right"]
+        >>> Schema(agents, dict.fromkeys(agents, box), dict.fromkeys(agents, spaces.Discrete(3))).state_space is None
+        True
     """
 
     possible_agents: list[AgentID]

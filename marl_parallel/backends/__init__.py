@@ -22,11 +22,11 @@ def open_backend(
     if context is not None and context not in CONTEXTS:
         raise ValueError(f"context must be one of {', '.join(CONTEXTS)} or None, got {context!r}")
     if context is not None and backend != "process":
-        raise ValueError(f'context={context!r} says how processes start, it goes with backend="process" only')
+        raise ValueError(f'context={context!r} says how worker processes start, so it goes with backend="process" only')
     if wait not in WAITS:
         raise ValueError(f"wait must be one of {', '.join(WAITS)}, got {wait!r}")
     if wait != "adaptive" and backend != "process":
-        raise ValueError(f'wait={wait!r} says how processes wait, it goes with backend="process" only')
+        raise ValueError(f'wait={wait!r} says how worker processes wait, so it goes with backend="process" only')
     if isinstance(backend, Backend):
         backend.claim()
         return backend

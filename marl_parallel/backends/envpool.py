@@ -66,7 +66,7 @@ def task_name(name: str) -> str:
 def open_pool(
     name: str, seeds: Sequence[int], arguments: Mapping[str, Any], frame_skip: int | None = None
 ) -> NativeSimulator:
-    """Make a pool; arguments and errors as of `ParallelEnv.from_envpool`."""
+    """Make a pool; arguments and errors are those of `ParallelEnv.from_envpool`."""
     if arguments.get("render_mode") == "human" and len(seeds) > 1:
         raise ValueError(f'render_mode="human" shows one environment, but num_envs={len(seeds)}: pass "rgb_array"')
     envpool, task = library(), task_name(name)

@@ -48,7 +48,7 @@ for name, path in {packages}:
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """A worker process, as of the last `Launcher.collect`."""
+    """A worker process, in the state that the last `Launcher.collect` found."""
 
     crash_file: CrashFile
     pid: int = 0  # 0 until it has been forked

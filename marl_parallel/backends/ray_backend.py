@@ -107,7 +107,7 @@ class Actor:
         self.waiting: list[Request] = []  # requests to send once it has started
         self.pending: deque[Pending] = deque()
         self.sent = 0  # how many orders were sent
-        self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES))  # as of the latest result or `look`
+        self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES))  # from the latest result or `look`
         self.clock_offset = 0.0  # this machine's clock minus its own, in seconds, at most
         self.completed = -math.inf  # when its last reply was completed, by this clock
         self.memory: int | None = None  # bytes

@@ -65,7 +65,11 @@ serve(link, *arguments)
 
 
 class PortableProcessBackend(Backend):
-    """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
+    """Worker processes on Python's standard library alone: what `backend="process"` is on macOS and Windows.
+
+    Args:
+        threads: Threads of BLAS, OpenMP and torch in each worker; None leaves them alone.
+    """
 
     shares_memory = True
     has_spares = True
@@ -336,7 +340,7 @@ class _WorkerProcess:
             descendants.send(self._process.pid, number)
 
     def memory(self) -> int | None:
-        """Bytes of memory, as of `Backend.memory`."""
+        """Bytes of memory, as in `Backend.memory`."""
         return memory_of(self._process.pid) if self.exitcode() is None else None
 
     def _manner_of_death(self) -> Lost:

@@ -144,9 +144,10 @@ def check(
     output: Output = None,
     debug: Debug = False,
 ) -> None:
-    """Check ENV alone and with every backend: its API, spaces, determinism, pickling, processes, and what steps cost.
+    """Check ENV: its API, spaces, determinism, pickling, processes, and what steps cost.
 
-    Everything runs in worker processes: a crash or a hang is a finding. The exit code is 1 if there is a problem,
+    ENV runs alone, and with the backends "serial", "thread" and "process". Everything runs in worker processes, so that
+    a crash or a hang is a finding. The exit code is 1 if there is a problem,
     something that does not work here; 0 if there are remarks only, such as a failing test of PettingZoo, or nothing.
 
     [bold]Example[/bold]:  marl-parallel check mpe2.simple_spread_v3 --env-kwargs '{"N": 5}'

@@ -13,7 +13,6 @@ import faulthandler
 import multiprocessing
 import os
 import pdb
-import random
 import sys
 import threading
 import time
@@ -23,7 +22,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Schema, adapt
@@ -31,6 +29,7 @@ from marl_parallel.cli.target import CommandError, in_brief, short_errors
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode, derived_seed
+from marl_parallel.core.generators import seed_generators
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dump_extras, install_registrations, loads
 from marl_parallel.core.records import TransitionRecords
@@ -128,7 +127,7 @@ def _compared(how: str, step: int, crash: Crash) -> Outcome:
 
 def _summary(crash: Crash) -> str:
     began = f"seed {crash.seed}"
-    if crash.number and crash.takes_seed:
+    if crash.number and (crash.takes_seed or crash.isolate_rng):
         began = f"seed {derived_seed(crash.seed, crash.number)}, reset {crash.number} after seed {crash.seed}"
     lines = [
         f"environment {crash.env_id}: {_what_failed(crash)}, {crash.written}",
@@ -136,7 +135,7 @@ def _summary(crash: Crash) -> str:
         f"  episode: {began}; constructor: seed {crash.constructor_seed}, {crash.restarts} restarts; {crash.mode}",
         f"  written with {', '.join(f'{name} {version}' for name, version in crash.versions.items())}",
     ]
-    if crash.number and not crash.takes_seed:
+    if crash.number and not (crash.takes_seed or crash.isolate_rng):
         lines.append("note: its reset takes no seed, and this was not its first episode: the replay may differ")
     return "\n".join(lines)
 
@@ -236,8 +235,7 @@ class _Run:
         """The environment, and what is unpickled from the file, as `Worker` does it."""
         crash = self.crash
         sys.path += [folder for folder in (crash.folder, *crash.sys_path) if folder not in sys.path]
-        random.seed(crash.constructor_seed)
-        np.random.seed(crash.constructor_seed % 2**32)
+        seed_generators(crash.constructor_seed)
         try:
             install_registrations(crash.registrations)
             constructor, adapter = loads(crash.constructor), loads(crash.adapter)
@@ -251,10 +249,11 @@ class _Run:
             raise CommandError(f"the file cannot be unpickled here: {in_brief(error)}", hint) from error
         keywords = {"seed": crash.constructor_seed, "env_id": crash.env_id, "restarts": crash.restarts}
         with self._limited(self._late_constructor):
-            self._env = env = adapt(call_constructor(constructor, keywords)[0], adapter)
+            self._env = env = adapt(call_constructor(constructor, keywords, seeds_generators=True)[0], adapter)
         seeding = crash.seed, crash.number - 1
         status = WorkerStatus(bytearray(WorkerStatus.NBYTES))
-        episode = Episode(env, crash.env_id, AutoresetMode[crash.mode], status, seeding)
+        mode = AutoresetMode[crash.mode]
+        episode = Episode(env, crash.env_id, mode, status, seeding, seeds_generators=crash.isolate_rng)
         layout = Layout(Schema.of(env), 1, arrays=crash.arrays)
         block = bytearray(layout.nbytes)
         layout.bind(block)
@@ -271,7 +270,8 @@ class _Run:
         keywords: dict[str, Any] = {} if crash.number else {"seed": crash.seed}
         if options is not None:
             keywords["options"] = options
-        keywords = {name: value for name, value in keywords.items() if name in env.reset_keywords}
+        accepted = env.reset_keywords | ({"seed"} if episode.seeds_generators else frozenset())
+        keywords = {name: value for name, value in keywords.items() if name in accepted}
         calls: list[tuple[Callable[[Any], Transition], Any]] = [(episode.reset, keywords)]
         calls += [(episode.step, of_step) for of_step in actions]
         for step, (call, argument) in enumerate(calls):

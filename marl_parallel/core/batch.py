@@ -188,7 +188,7 @@ class Batch:
         return columns
 
     def _read_one(self, env_id: int, extras: Any, *, only_infos: bool = False) -> Any:
-        """The five dicts of one environment, or as of `read_infos`; updates the slot."""
+        """The five dicts of one environment, or in the form of `read_infos`; updates the slot."""
         slot = self._slots[env_id]
         self.all_act = False
         stays_over = slot.over and self.mode is AutoresetMode.DISABLED

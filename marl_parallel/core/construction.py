@@ -25,6 +25,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import Schema
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import pickling
+from marl_parallel.core.generators import has_torch, seed_generators, seed_torch
 from marl_parallel.core.messages import Built, Message, Plan, Request
 
 if TYPE_CHECKING:  # workers need no pool
@@ -57,11 +58,21 @@ def construct_one(constructor: Constructor, *, seed: int, env_id: int, restarts:
     return call_constructor(constructor, {"seed": seed, "env_id": env_id, "restarts": restarts})[0]
 
 
-def call_constructor(constructor: Constructor, keywords: Mapping[str, int]) -> tuple[Any, bool, bool]:
-    """As `construct_one`; also returns whether a seed was passed or bound, and whether there is a bare `**kwargs`."""
+def call_constructor(
+    constructor: Constructor, keywords: Mapping[str, int], *, seeds_generators: bool = False
+) -> tuple[Any, bool, bool]:
+    """Like `construct_one`; also returns whether a seed was passed or bound, and whether there is a bare `**kwargs`.
+
+    With `seeds_generators`, the process-wide generators are seeded before; that of a torch that it imports, after it.
+    """
     call = _flattened(constructor)
     accepted = _accepted(call, KEYWORDS)
+    if seeds_generators:
+        seed_generators(keywords["seed"])
+    had_torch = has_torch()
     env = constructor(**{name: value for name, value in keywords.items() if name in accepted})
+    if seeds_generators and not had_torch:
+        seed_torch(keywords["seed"])
     free, all_of_them = (_parameters(one, follow_wrapped=True) for one in (call, functools.partial(call.func)))
     bound = call.keywords.keys() | ({one.name for one in all_of_them} - {one.name for one in free})
     return env, "seed" in accepted or "seed" in bound, _is_open(free)

@@ -21,6 +21,7 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
+from marl_parallel.core.generators import seed_generators
 from marl_parallel.core.spaces import zeros
 from marl_parallel.core.transition import (
     ALL,
@@ -50,6 +51,8 @@ class Episode:
             is next. If it need not be and the transition is plain, nothing else changes here. None in other states.
         seeding: The last seed that was passed to `reset`, and how many episodes have begun without one since: these get
             a derived seed. None if they get no seed.
+        seeds_generators: Whether each reset seeds the process-wide generators with the seed of its episode, so that
+            each episode can be repeated by itself. Needs `seeding`; `reset` then takes a seed in any case.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class Episode:
         mode: AutoresetMode,
         status: WorkerStatus,
         seeding: tuple[int, int] | None = None,
+        *,
+        seeds_generators: bool = False,
     ) -> None:
-        self.env, self.env_id, self.seeding = env, env_id, seeding
+        self.env, self.env_id, self.seeding, self.seeds_generators = env, env_id, seeding, seeds_generators
         self._mode, self._status = mode, status
         self._dict_rules = env.rules is Rules.DICT
         self._alive: list[AgentID] = []
@@ -92,7 +97,7 @@ class Episode:
             refuse_reserved("reset", observations, {})
         check_infos(infos, observations)
         self._flagged.clear()
-        self._over, self.ended_for_now, self.retiring = None, False, False
+        self._over, self.ended_for_now = None, False
         self._note(observations, observations)
         rewards = no_rewards(observations, self.env.reward_spaces)
         terminateds = {**dict.fromkeys(observations, False), ALL: False}
@@ -100,12 +105,17 @@ class Episode:
         return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
 
     def _seeded(self, keywords: Mapping[str, Any], seed: int, number: int) -> Mapping[str, Any]:
-        """The keywords of a reset, with a derived seed if they have none and the simulator takes one."""
+        """The keywords of a reset, with a derived seed if they have none; a seed only if the simulator takes one."""
         if keywords.get("seed") is not None:
             self.seeding = keywords["seed"], 0
+        else:
+            self.seeding = seed, number + 1
+            keywords = {**keywords, "seed": derived_seed(seed, number + 1)}
+        if self.seeds_generators:
+            seed_generators(keywords["seed"])
+        if "seed" in self.env.reset_keywords:
             return keywords
-        self.seeding = seed, number + 1
-        return {**keywords, "seed": derived_seed(seed, number + 1)} if "seed" in self.env.reset_keywords else keywords
+        return {name: value for name, value in keywords.items() if name != "seed"}
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Step once, or begin the next episode if that is due; if `ended_for_now`, `begin_next` needs the transition.

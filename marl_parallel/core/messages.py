@@ -31,7 +31,7 @@ class Message(Enum):
     WATCH = 13  # from now on, write more than the records with each reset and step
     PREPARE = 14  # construct a spare, and begin its first episode; the block has the records of the one it will replace
     ADOPT = 15  # write the first transition of a spare: it takes the place of the environment from now on
-    RETIRE = 16  # do not begin the episode after the present one: a spare will do that
+    RETIRE = 16  # with True: do not begin the episode after the present one, a spare will do that
 
 
 class Request(NamedTuple):
@@ -117,7 +117,7 @@ class Watch(NamedTuple):
 class Rebuild(NamedTuple):
     """The payload of `REBUILD` and `PREPARE`, by environment; a `Refusal` is the result if its spaces differ.
 
-    Else the result of `REBUILD` is as of a reset, and `PREPARE` has none.
+    Else the result of `REBUILD` is like that of a reset, and `PREPARE` has none.
     """
 
     plan: Plan  # for this environment

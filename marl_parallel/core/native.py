@@ -102,7 +102,7 @@ class NativeSimulator(ABC):
 
     Attributes:
         name: The simulator's name in error messages.
-        schema: The agents, with two spaces of fixed size for each.
+        schema: The agents, with two spaces of fixed size for each: a `marl_parallel.adapters.Schema`.
         num_envs: The number of environments.
         batch_size: The number of rows that one `receive` returns; `num_envs` if one call steps all, as in VMAS.
         partial: Where `batch_size` is `num_envs`: whether `send` and `reset` also take some environments alone.
@@ -110,7 +110,7 @@ class NativeSimulator(ABC):
         steps_some: Whether that holds for `send`; if not, only `reset` takes some environments alone.
         seeds: The seed of each environment.
         reseeds: Whether `reseed` is implemented. If not, environments are seeded only once, when they are made.
-        metadata, render_mode: As of a Gymnasium environment.
+        metadata, render_mode: Like those of a Gymnasium environment.
     """
 
     name: str
@@ -468,7 +468,7 @@ class NativePool:
         return masks
 
     def stacked_masks(self) -> tuple[dict[AgentID, NDArray[Any] | None], list[int]]:
-        """As of `Batch`."""
+        """As in `Batch`."""
         arrays = {agent: masks if type(masks) is np.ndarray else None for agent, masks in self._masks.items()}
         return arrays, [*self._pending]
 

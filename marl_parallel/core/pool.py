@@ -44,6 +44,7 @@ from marl_parallel.core.messages import (
     Refusal,
     Reply,
     Request,
+    name_of,
 )
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.recovery import Recovery
@@ -56,6 +57,7 @@ from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, 
 
 _ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
 _EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy to go on with a fresh environment"
+_REPLACED_ALREADY = "Its environments had been replaced by others already"
 _LONG_AT_CTRL_C_S = 1.0
 _LEAVES_WITHIN_S = 5.0
 _FOR_SPARES = frozenset({Message.PREPARE, Message.ADOPT, Message.RETIRE, Message.CLOSE})
@@ -105,7 +107,7 @@ class Pool:
         self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
         self._for_spares = 0  # how many requests in flight are no steps or resets, nor of `execute`
         self._deadlines = Deadlines(backend, limits, self._queues)
-        self._long_calls = None if warn_after is None else LongCalls(backend, self._queues, warn_after)
+        self._long_calls = LongCalls(backend, self._queues, warn_after)
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
         self._reads_at_once = True  # whether results need nothing but to be read: no restarts, no recycling
         self._advice = _ADVICE
@@ -169,13 +171,14 @@ class Pool:
             try:
                 if self.recycler is not None:
                     self._look_to_recycle(self.recycler, now)
+                    self._kill_too_large(self.recycler)
                 step_all = message is Message.STEP and payloads is None and len(env_ids) == len(self.slots)
                 if not step_all or not self._all_idle:
                     self._send(message, env_ids, payloads, together=True)
                 else:
                     self._all_idle = False
                     limit = self._deadlines.shortest[Message.STEP]
-                    patience = None if self._long_calls is None else self._long_calls.warn_after
+                    patience = self._long_calls.warn_after
                     if self.recycler is not None and (patience is None or patience > self.recycler.next_look - now):
                         patience = max(self.recycler.next_look - now, 0.0)
                     for worker, request in self._step_all.items():
@@ -414,22 +417,29 @@ class Pool:
         limits = [
             patience,
             self._deadlines.patience(),
-            None if self._long_calls is None else self._long_calls.patience(),
+            self._long_calls.patience(),
             None if self.recycler is None else max(self.recycler.next_look - time.monotonic(), 0.0),
         ]
         self._apply(self.backend.wait(min([one for one in limits if one is not None], default=None), at_least))
         self._look_for_late()
         if self.recycler is not None:
             self._look_to_recycle(self.recycler, time.monotonic())
-        if self._long_calls is not None and self._long_calls.patience() <= 0.0:
-            for long in self._long_calls.look():
-                limit = self._deadlines.limits[long.activity]
-                to_do = f". Pass a {long.activity.timeout}_timeout= to end what hangs"
-                if self.backend.ready_since(long.worker) > time.monotonic():
-                    to_do = ". It waits for room in the cluster, or for its process to start"
-                elif limit is not None:
-                    to_do = f". It times out after {limit:g} s"
-                self._log_long_call(long, to_do)
+            self._kill_too_large(self.recycler)
+        self._warn_of_long_calls()
+
+    def _warn_of_long_calls(self) -> None:
+        """Log where workers are that have been in one call for long, if it is time to look for them."""
+        patience = self._long_calls.patience()
+        for long in self._long_calls.look() if patience is not None and patience <= 0.0 else ():
+            limit = self._deadlines.limits.get(long.activity)
+            to_do = f". Pass a {long.activity.timeout}_timeout= to end what hangs"
+            if self.backend.ready_since(long.worker) > time.monotonic():
+                to_do = ". It waits for room in the cluster, or for its process to start"
+            elif self.closed:
+                to_do = ". Pass a timeout= to close to end what hangs"
+            elif limit is not None:
+                to_do = f". It times out after {limit:g} s"
+            self._log_long_call(long, to_do)
 
     def _look_for_late(self) -> None:
         for worker in self._deadlines.late():
@@ -471,7 +481,7 @@ class Pool:
             failure, worker = failures[env_id], self.slots[env_id].worker
             activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
             running = Running(env_id, activity, 0.0, inside=not failure.partially_written)
-            if self.recovery is not None and not self.recovery.is_restarted(failure):
+            if self.recovery is not None and not self.recovery.is_restarted(failure.kinds):
                 raise reports.env_error(env_id, worker, failure, _EXCEPTIONS_ADVICE)
             self._handle_fault(worker, env_id, reports.env_error(env_id, worker, failure, self._advice), running)
         for worker, reply in replies:
@@ -507,7 +517,7 @@ class Pool:
             try:
                 extras = self.read(slot.env_id, result)
             except EnvError as error:
-                self._handle_fault(slot.worker, slot.env_id, error, None)
+                self._handle_unreadable(slot, error)
                 return
         if ended:
             assert self.rebuilder is not None
@@ -617,7 +627,7 @@ class Pool:
         if replaces:
             queue = self._queues[worker]
             queue.requests.clear()
-            queue.posted, queue.suspect, queue.built = 0, None, queue.share
+            queue.posted, queue.suspect = 0, None
             queue.preparing.clear()
             with self._counting:
                 queue.past = self._done_by(worker)
@@ -635,9 +645,16 @@ class Pool:
         payload = {slot.env_id: recovery.rebuild_request(slot, error) for slot in slots}
         self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
         self.prepare_again(payload)
-        if replaces and (died := [slot.env_id for slot in self._with_spares_in(worker)]):
-            self._prepare(worker, died)
+        for slot in self._with_spares_in(worker) if replaces else ():  # they died with it
+            self._give_up_spare(slot)
         recovery.announce(payload, error)
+
+    def _handle_unreadable(self, slot: Slot, error: EnvError) -> None:
+        """Rebuild an environment whose result cannot be unpickled, or raise the error."""
+        kinds = [name_of(kind) for kind in type(error.__cause__).__mro__]
+        if self.recovery is not None and not self.recovery.is_restarted(kinds):
+            raise error
+        self._handle_fault(slot.worker, slot.env_id, error, None)
 
     def _slots_of(self, worker: int) -> list[Slot]:
         return [self.slots[env_id] for env_id in self._queues[worker].share]
@@ -714,7 +731,10 @@ class Pool:
         recycler.measure([worker for worker, queue in self._queues.items() if queue.share], now)
         for worker in [worker for worker, queue in self._queues.items() if not queue.share and queue.ends_by is None]:
             if recycler.is_leaving(worker):
-                self._drop_spares(worker)  # others are made elsewhere
+                for slot in self._drop_spares(worker):  # others are made elsewhere
+                    self._postpone(slot)
+                    if slot.renewing:
+                        self._go_on(slot)
         for worker, queue in [*self._queues.items()]:
             if queue.ends_by is not None:
                 late = now >= queue.ends_by
@@ -729,17 +749,17 @@ class Pool:
                 self._look_at(recycler, worker, queue, now)
 
     def _look_at(self, recycler: Recycler, worker: int, queue: WorkerQueue, now: float) -> None:
-        if recycler.is_to_be_killed(worker):
-            self._kill(recycler, worker)
-            return
         slots = self._slots_of(worker)
         is_past = recycler.is_past_limit(worker, slots, now)
         missing = [slot for slot in slots if slot.spare is None]
         if missing and self.backend.has_spares and (is_past or recycler.wants_spares(missing, now)):
             self._add_spares(recycler, worker, now)
-        if is_past and (all(map(self._is_prepared, slots)) or not self.backend.has_spares):
-            for slot in slots:
-                slot.due = True
+        if is_past:
+            ready = [slot for slot in slots if self._is_prepared(slot) or not self.backend.has_spares]
+            # They move together, but none waits for one that could not be constructed.
+            if all(slot in ready or (slot.spare is None and not recycler.may_try(slot, now)) for slot in slots):
+                for slot in ready:
+                    slot.due = True
         assert self.rebuilder is not None
         if self.rebuilder.plan.mode is not AutoresetMode.SAME_STEP:
             self._all_idle &= not any(recycler.is_due(slot) for slot in slots)
@@ -750,15 +770,20 @@ class Pool:
         if retiring:
             for slot in retiring:
                 slot.retiring = True
-            self._post({worker: Request(Message.RETIRE, tuple([slot.env_id for slot in retiring]))}, together=False)
+            self._post(
+                {worker: Request(Message.RETIRE, tuple([slot.env_id for slot in retiring]), True)}, together=False
+            )
 
-    def _kill(self, recycler: Recycler, worker: int) -> None:
-        """Replace a worker that has more memory than it may ever have."""
-        share, megabytes = self._queues[worker].share, recycler.memory_mb(worker)
-        running = self.backend.statuses[worker].running
-        self._apply([(worker, reply) for reply in self.backend.end(worker)])
-        limit = recycler.policy.kill_above_mb
-        self._handle_fault(worker, None, reports.too_large(worker, share, megabytes, limit), running)
+    def _kill_too_large(self, recycler: Recycler) -> None:
+        """Replace workers that have more memory than they may ever have."""
+        for worker in recycler.to_be_killed():
+            if worker not in self._queues or not self._queues[worker].share:
+                continue
+            share, running = self._queues[worker].share, self.backend.statuses[worker].running
+            megabytes, tail = recycler.memory_mb(worker), self.backend.log_tail(worker)
+            self._apply([(worker, reply) for reply in self.backend.end(worker)])
+            limit = recycler.policy.kill_above_mb
+            self._handle_fault(worker, None, reports.too_large(worker, share, megabytes, limit, running, tail), running)
 
     def _is_prepared(self, slot: Slot) -> bool:
         """Whether the spare of an environment is ready, and its worker constructs no others."""
@@ -770,14 +795,15 @@ class Pool:
     def _add_spares(self, recycler: Recycler, worker: int, now: float) -> None:
         """Start a worker and construct spares there: of another worker's environments, and those of workers like it."""
         position = self._queues[worker].position
-        spare = self._vacant()
-        if spare is None or not recycler.may_try(position, now):
+        spare, slots = self._vacant(), [self.slots[env_id] for env_id in self.shares[position]]
+        missing = [slot for slot in slots if slot.spare is None and recycler.may_try(slot, now)]
+        if spare is None or not missing:
             return
-        env_ids = tuple([env_id for env_id in self.shares[position] if self.slots[env_id].spare is None])
+        env_ids = tuple([slot.env_id for slot in missing])
         try:
             self.backend.add(spare, env_ids, worker)
         except (OSError, RuntimeError) as error:
-            self._warn_of_spares(recycler, position, env_ids, str(error))
+            self._warn_of_spares(recycler, missing, str(error))
             return
         if self.closed:
             return
@@ -785,15 +811,12 @@ class Pool:
         self._prepare(spare, env_ids)
 
     def _drop_spares(self, worker: int) -> list[Slot]:
-        """Remove a worker that has nothing but spares; episodes that wait for one begin without. Returns the slots."""
+        """Remove a worker that has nothing but spares; returns their slots, some of which may wait for them."""
         dropped = self._with_spares_in(worker)
         for slot in dropped:
             slot.spare = None
         self.backend.remove(worker, kill=True)
         self._remove(worker)
-        for slot in dropped:
-            if slot.renewing:
-                self._go_on(slot)
         return dropped
 
     def _vacant(self) -> int | None:
@@ -813,6 +836,7 @@ class Pool:
                 payload[slot.env_id] = self.rebuilder.request(slot, slot.rebuilds + 1)
             if slot.worker != worker:
                 slot.spare = worker
+                self._postpone(slot)
         if payload:
             queue.prepared_since = time.monotonic()
             self._post({worker: Request(Message.PREPARE, tuple(payload), payload, each=True)}, together=False)
@@ -825,7 +849,35 @@ class Pool:
             if spare is not None:
                 spares[spare].append(env_id)
         for worker, chosen in spares.items():
-            self._prepare(worker, chosen)
+            if not self._queues[worker].share:
+                self._prepare(worker, chosen)
+            else:  # others step there, and would wait for the constructor
+                for env_id in chosen:
+                    self._give_up_spare(self.slots[env_id])
+
+    def _give_up_spare(self, slot: Slot) -> None:
+        """Let another spare be constructed in a further worker, at once if it is waited for.
+
+        The old one stays where it is until that worker ends.
+        """
+        worker, slot.spare = slot.spare, None
+        assert worker is not None
+        assert self.recycler is not None
+        queue = self._queues[worker]
+        if not queue.preparing.get(slot.env_id):
+            queue.preparing.pop(slot.env_id, None)
+        self.recycler.look_again()
+        self._postpone(slot)
+        if slot.renewing:
+            self._renew(self.recycler, slot)
+
+    def _postpone(self, slot: Slot) -> None:
+        """Let an environment go on until its spare is ready, unless it has had all its episodes."""
+        assert self.recycler is not None
+        slot.due = False
+        if slot.retiring and not slot.renewing and not self.recycler.is_due(slot, after=1):
+            slot.retiring = False
+            self._post({slot.worker: Request(Message.RETIRE, (slot.env_id,), False)}, together=False)
 
     def _without_recycled(
         self, recycler: Recycler, message: Message, env_ids: Sequence[int], payloads: Any
@@ -838,6 +890,7 @@ class Pool:
             resets = message is Message.RESET
             if resets and slot.has_reset and not slot.over:
                 slot.first_episode -= 1  # the reset ends an episode that does not end by itself
+                recycler.look_again()
             begins = resets or (slot.over and mode is AutoresetMode.NEXT_STEP)
             if not begins or slot.fault is not None or not slot.has_reset or not recycler.is_due(slot):
                 going_on.append(env_id)
@@ -868,9 +921,7 @@ class Pool:
             new.share = tuple(sorted([*new.share, slot.env_id]))
             self._set_step_all(left)
             self._set_step_all(worker)
-            if not old.share and not old.preparing:  # no spares of others
-                old.ends_by = time.monotonic() + _LEAVES_WITHIN_S
-                self._post({left: Request(Message.CLOSE)}, together=False)
+            self._end_if_left(left)
         slot.rebuilds += 1
         slot.recycled += 1
         slot.reports_recycling, self.seeds_stale = True, True
@@ -889,8 +940,17 @@ class Pool:
         if old is new:
             self.prepare_again([slot.env_id])  # it was constructed in place, so that its spare has the same seed
 
+    def _end_if_left(self, worker: int) -> None:
+        """Let a worker end in which there are neither environments nor spares."""
+        queue = self._queues[worker]
+        if not queue.share and not queue.preparing and queue.ends_by is None:
+            queue.ends_by = time.monotonic() + _LEAVES_WITHIN_S
+            self._post({worker: Request(Message.CLOSE)}, together=False)
+
     def _go_on(self, slot: Slot) -> None:
         """Begin the next episode in the old environment, since there is no spare."""
+        if slot.retiring:
+            self._post({slot.worker: Request(Message.RETIRE, (slot.env_id,), False)}, together=False)
         slot.retiring = slot.due = False
         keywords, slot.waiting_reset = slot.waiting_reset or dumps({}), None
         request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
@@ -901,6 +961,7 @@ class Pool:
         slot.built, slot.due, slot.retiring = time.monotonic(), False, False
         if self.recycler is not None:
             slot.first_episode += self.recycler.episodes(slot) + ended
+            self.recycler.look_again()
 
     def _set_step_all(self, worker: int) -> None:
         """Set the request that steps all environments of a worker."""
@@ -919,7 +980,7 @@ class Pool:
         for env_id, failed in reply.failures.items():
             if reply.message is Message.CLOSE:
                 text = reports.first_line(reports.env_error(env_id, worker, failed))
-                logger.warning("%s. It had been replaced by another environment already", text)
+                logger.warning("%s. %s", text, _REPLACED_ALREADY)
         if reply.message is Message.RETIRE or reply.message is Message.CLOSE:
             if self.tracer is not None and SLICES in reply.results:
                 self.tracer.add(queue.position, reply.results[SLICES], self.backend.ahead(worker))
@@ -942,22 +1003,28 @@ class Pool:
                     if failure is None and slot.renewing:
                         self._move(slot, worker)
                     self._move_waiting(worker)
-            elif failure is not None:
-                self._note_unprepared(recycler, worker, slot, reports.env_error(env_id, worker, failure))
-                if worker not in self._queues:
-                    return
+            elif slot.spare != worker:  # it was given up meanwhile
+                queue.preparing.pop(env_id, None)
+                self._move_waiting(worker)
+                self._end_if_left(worker)
             elif queue.note_prepared(env_id):
                 self._prepare(worker, [env_id])
             else:
+                if failure is not None:
+                    del queue.preparing[env_id]
+                    self._note_failed(recycler, [slot], [slot], reports.env_error(env_id, worker, failure))
                 self._note_prepared(recycler, worker)
 
     def _note_prepared(self, recycler: Recycler, worker: int) -> None:
-        """Note that a spare is ready."""
+        """Note that spares in a worker are ready, or could not be made."""
         queue = self._queues[worker]
-        if not queue.is_preparing:
-            recycler.note_made(queue.position, worker, time.monotonic() - queue.prepared_since)
-            recycler.next_look = 0.0
-            self._move_waiting(worker)
+        if queue.is_preparing:
+            return
+        if slots := self._with_spares_in(worker):
+            recycler.note_made(slots, worker, time.monotonic() - queue.prepared_since)
+        recycler.next_look = 0.0
+        self._move_waiting(worker)
+        self._end_if_left(worker)
 
     def _move_waiting(self, worker: int) -> None:
         """Let the spares in a worker take their places, for which callers wait, if all of them are ready."""
@@ -966,27 +1033,13 @@ class Pool:
                 if slot.renewing:
                     self._move(slot, worker)
 
-    def _note_unprepared(self, recycler: Recycler, worker: int, slot: Slot, error: EnvError) -> None:
-        """Note that a spare could not be made; its worker stays if environments have moved there."""
-        queue = self._queues[worker]
-        if not queue.share:
-            self._lose_spares(worker, error)
-        else:
-            del queue.preparing[slot.env_id]
-            slot.spare = None
-            self._skip_seed(slot)
-            self._warn_of_spares(recycler, queue.position, [slot.env_id], str(error))
-            if slot.renewing:
-                self._go_on(slot)
-            self._move_waiting(worker)
-
     def _apply_first(self, slot: Slot, completed: float, result: Any) -> None:
         """The first transition of an episode that begins in a spare, or in the old environment if there is none."""
         assert self.rebuilder is not None
         try:
             extras = None if result is None else self.read(slot.env_id, result)
         except EnvError as error:
-            self._handle_fault(slot.worker, slot.env_id, error, None)
+            self._handle_unreadable(slot, error)
             return
         self.rebuilder.note_result(slot, result)
         first: Snapshot = self.rebuilder.batch.snapshot(slot.env_id, extras)
@@ -1001,25 +1054,36 @@ class Pool:
     def _lose_spares(self, worker: int, error: ParallelEnvError) -> None:
         """Remove a worker in which spares could not be made, or one that has died after all had left."""
         assert self.recycler is not None
-        position = self._queues[worker].position
+        if self._queues[worker].ends_by is not None:
+            logger.warning("%s. %s", reports.first_line(error), _REPLACED_ALREADY)
         if dropped := self._drop_spares(worker):
-            for slot in dropped:
-                if slot.env_id in error.env_ids:
-                    self._skip_seed(slot)
-            self._warn_of_spares(self.recycler, position, [slot.env_id for slot in dropped], str(error))
+            failed = [slot for slot in dropped if slot.env_id in error.env_ids]
+            self._note_failed(self.recycler, dropped, failed or dropped, error)
 
-    def _skip_seed(self, slot: Slot) -> None:
-        """Let the next spare of an environment have another seed: with this one it could not be constructed.
+    def _note_failed(
+        self, recycler: Recycler, dropped: Sequence[Slot], failed: Sequence[Slot], error: ParallelEnvError
+    ) -> None:
+        """Let environments go on whose spares could not be made; others whose spares are lost get new ones at once.
 
-        While it has never been reset, it keeps the count on which the seed of its first reset depends.
+        The next spares of those that failed have other seeds. While an environment has never been reset, it keeps the
+        count of rebuilds, on which the seed of its first reset depends.
         """
-        slot.rebuilds += slot.has_reset
+        self._warn_of_spares(recycler, failed, str(error))
+        for slot in failed:
+            slot.rebuilds += slot.has_reset
+        for slot in dropped:
+            slot.spare = None
+            self._postpone(slot)
+            if slot.renewing and slot in failed:
+                self._go_on(slot)
+            elif slot.renewing:
+                self._renew(recycler, slot)
 
-    def _warn_of_spares(self, recycler: Recycler, position: int, env_ids: Sequence[int], error: str) -> None:
-        seconds = recycler.note_failed(position, time.monotonic())
+    def _warn_of_spares(self, recycler: Recycler, slots: Sequence[Slot], error: str) -> None:
+        seconds = recycler.note_failed(slots, time.monotonic())
         logger.warning(
             "environments %s could not be constructed in another worker; the present ones go on, and it is tried "
-            "again in %.0f s. %s", [*env_ids], seconds, error,
+            "again in %.0f s. %s", [slot.env_id for slot in slots], seconds, error,
         )  # fmt: skip
 
     def _remove(self, worker: int) -> None:
@@ -1093,6 +1157,9 @@ class Pool:
                 if ask:
                     error = self._close_environments(deadline)
                     patience = max(deadline - time.monotonic(), 0.0)
+            except KeyboardInterrupt:
+                self._log_at_ctrl_c()
+                raise
             finally:
                 # Also after a second Ctrl-C: nothing else would free the rest.
                 left = self.backend.stop(patience)
@@ -1117,9 +1184,11 @@ class Pool:
             del self._queues[worker]
         pending = {worker for worker, queue in self._queues.items() if queue.ends_by is None}
         failures: dict[int, Failure] = {}
-        self.backend.post({worker: Request(Message.CLOSE) for worker in pending})
+        self._post({worker: Request(Message.CLOSE) for worker in pending}, together=False)
         while pending and (left := deadline - time.monotonic()) > 0:
-            for worker, reply in self.backend.wait(left):
+            self._warn_of_long_calls()
+            patience = self._long_calls.patience()
+            for worker, reply in self.backend.wait(left if patience is None else min(left, max(patience, 0.0))):
                 if isinstance(reply, Lost):
                     pending.discard(worker)
                 elif reply.message is Message.CLOSE:  # others were in flight: discarded
@@ -1153,13 +1222,17 @@ class Pool:
         else:
             # Interrupted (Ctrl-C): it is not known which replies are still to come.
             try:
-                if isinstance(error, KeyboardInterrupt) and self._long_calls is not None:
-                    for long in self._long_calls.look(_LONG_AT_CTRL_C_S):
-                        self._log_long_call(long)
+                if isinstance(error, KeyboardInterrupt):
+                    self._log_at_ctrl_c()
             finally:  # also after a second Ctrl-C
                 while_closing = self.close(ask=not self.backend.can_kill, timeout=1.0)
         if while_closing is not None:
             logger.warning("while closing after another error: %s", while_closing)
+
+    def _log_at_ctrl_c(self) -> None:
+        """Log where workers are that are in the middle of a call."""
+        for long in self._long_calls.look(_LONG_AT_CTRL_C_S):
+            self._log_long_call(long)
 
     def abandon(self) -> None:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.episode import interrupted, renewed, with_report
-from marl_parallel.core.messages import Failure, Message, Plan, Rebuild, Watch, name_of
+from marl_parallel.core.messages import Message, Plan, Rebuild, Watch, name_of
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.reports import first_line, logger
 from marl_parallel.core.slots import Fault, Slot, Snapshot
@@ -58,10 +58,10 @@ class Recovery:
             slot.options = options = {**slot.options, **options}
         return options
 
-    def is_restarted(self, failure: Failure) -> bool:
-        """Whether the policy restarts an environment after such an exception."""
-        kinds = self.policy.exceptions
-        return kinds is None or not {*map(name_of, kinds)}.isdisjoint(failure.kinds)
+    def is_restarted(self, kinds: Sequence[str]) -> bool:
+        """Whether the policy restarts an environment after an exception of these classes."""
+        restarted = self.policy.exceptions
+        return restarted is None or not {*map(name_of, restarted)}.isdisjoint(kinds)
 
     def announce(self, rebuilds: Mapping[int, Rebuild], error: ParallelEnvError) -> None:
         """Call `on_restart` for environments that are being rebuilt. What it raises is logged: the run goes on."""

@@ -9,8 +9,8 @@ of its neighbours, in a new worker, and its first episode has begun there::
     all have moved       -> CLOSE, Backend.remove        the old worker ends
 
 A spare is not constructed in a worker that steps others, which would wait. So an environment that is due again while
-its neighbours have not moved gets a spare in one more worker. There is one exception: if some environments have moved
-to a worker, and the seed of a spare that waits there changes, the spare is constructed again there.
+its neighbours have not moved gets a spare in one more worker. So does one whose spare is of no use any more, since its
+seed has changed, while others have moved to the spare's worker.
 
 A backend without further workers (`Backend.has_spares`) constructs the new environment in place; its caller waits.
 """
@@ -26,7 +26,7 @@ from marl_parallel.core.slots import Slot
 from marl_parallel.types import RecyclePolicy
 
 _LOOK_EVERY_S = 1.0
-_LOOK_COSTS_AT_MOST = 0.01
+_MEASURING_COSTS_AT_MOST, _MEASURE_AT_LEAST_EVERY_S = 0.01, 10.0
 _RETRY_AFTER_S, _RETRY_AT_LEAST_EVERY_S = 1.0, 60.0
 _MB = 1e6
 
@@ -46,11 +46,12 @@ class Recycler:
         self.build_s = build_s
         self.next_look = 0.0
         self._episodes_seen = -1
-        self._memory: dict[int, int] = {}  # by worker, in bytes, at the last look
+        self._next_measurement = 0.0
+        self._memory: dict[int, int] = {}  # by worker, in bytes, at the last measurement
         self._measures = not (policy.max_memory_mb is None and policy.kill_above_mb is None)
         self._has_warned = False
         self._leaving: frozenset[int] = frozenset()
-        self._retry: dict[int, tuple[float, float]] = {}  # by position of a worker: when, and how long after a failure
+        self._retry: dict[int, tuple[float, float]] = {}  # by environment: when, and how long after a failure
 
     def episodes(self, slot: Slot) -> int:
         """How many episodes of the present environment have ended, as far as its caller has received results."""
@@ -64,16 +65,25 @@ class Recycler:
         self._episodes_seen = episodes
         return True
 
+    def look_again(self) -> None:
+        """Let the next call of `looks` return True: environments or their episodes have changed."""
+        self._episodes_seen = -1
+
     def measure(self, workers: Sequence[int], now: float) -> None:
-        """Ask which workers leave their machines, and measure the memory of all if that is limited; once a second."""
+        """Ask which workers leave their machines, and measure the memory of all if that is limited; once a second.
+
+        Memory is measured more rarely if that takes long.
+        """
         if now < self.next_look:
             return
         self.next_look = now + _LOOK_EVERY_S
         self._leaving = frozenset(self._backend.leaving())
-        if self._measures:
+        if self._measures and now >= self._next_measurement:
+            began = time.monotonic()
             found = {worker: self._backend.memory(worker) for worker in workers}
             self._memory = {worker: nbytes for worker, nbytes in found.items() if nbytes is not None}
-            self.next_look += (time.monotonic() - now) / _LOOK_COSTS_AT_MOST
+            rests_s = (time.monotonic() - began) / _MEASURING_COSTS_AT_MOST
+            self._next_measurement = now + min(rests_s, _MEASURE_AT_LEAST_EVERY_S)
 
     def memory_mb(self, worker: int) -> float:
         """The memory of a worker at the last measurement, in MB."""
@@ -96,9 +106,10 @@ class Recycler:
         """Whether a worker leaves its machine."""
         return worker in self._leaving
 
-    def is_to_be_killed(self, worker: int) -> bool:
-        """Whether a worker has more memory than it may ever have."""
-        return self.policy.kill_above_mb is not None and self.memory_mb(worker) > self.policy.kill_above_mb
+    def to_be_killed(self) -> list[int]:
+        """Workers that have more memory than they may ever have."""
+        limit = self.policy.kill_above_mb
+        return [] if limit is None else [worker for worker in self._memory if self.memory_mb(worker) > limit]
 
     def wants_spares(self, slots: Sequence[Slot], now: float) -> bool:
         """Whether spares must be constructed now so that they are there when an environment has had its episodes."""
@@ -118,15 +129,17 @@ class Recycler:
         limit = self.policy.max_episodes
         return slot.due or (limit is not None and self.episodes(slot) + after >= limit)
 
-    def note_failed(self, position: int, now: float) -> float:
+    def note_failed(self, slots: Sequence[Slot], now: float) -> float:
         """Note that spares could not be made; returns in how many seconds that is tried again."""
-        seconds = min(2 * self._retry.get(position, (0.0, _RETRY_AFTER_S / 2))[1], _RETRY_AT_LEAST_EVERY_S)
-        self._retry[position] = now + seconds, seconds
+        last = max(self._retry.get(slot.env_id, (0.0, _RETRY_AFTER_S / 2))[1] for slot in slots)
+        seconds = min(2 * last, _RETRY_AT_LEAST_EVERY_S)
+        self._retry.update({slot.env_id: (now + seconds, seconds) for slot in slots})
         return seconds
 
-    def note_made(self, position: int, worker: int, seconds: float) -> None:
+    def note_made(self, slots: Sequence[Slot], worker: int, seconds: float) -> None:
         """Note that a worker has made spares in so many seconds; warn, once, if it is past its limit already."""
-        self._retry.pop(position, None)
+        for slot in slots:
+            self._retry.pop(slot.env_id, None)
         self.build_s = seconds
         limit = self.policy.max_memory_mb
         megabytes = 0.0 if limit is None else (self._backend.memory(worker) or 0) / _MB
@@ -138,6 +151,6 @@ class Recycler:
                 limit, worker, megabytes,
             )  # fmt: skip
 
-    def may_try(self, position: int, now: float) -> bool:
-        """Whether spares may be made now: not too soon after a failure."""
-        return now >= self._retry.get(position, (0.0, 0.0))[0]
+    def may_try(self, slot: Slot, now: float) -> bool:
+        """Whether the spare of an environment may be made now: not too soon after a failure."""
+        return now >= self._retry.get(slot.env_id, (0.0, 0.0))[0]

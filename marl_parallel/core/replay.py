@@ -47,7 +47,7 @@ from marl_parallel.types import ParallelEnvError
 
 FOLDER = "marl_parallel-replays"
 """The default folder, in the current one."""
-VERSION = 1
+VERSION = 2
 _MAGIC = b"marl_parallel replay "
 _REPLAYED = {"reset", "step", "state", "render", "call", "unpickle", ""}
 """The methods whose failures have a file; no name where it is not known what was running."""
@@ -73,6 +73,7 @@ class Crash:
     seed: int  # the last one passed to a reset by the caller, or to a rebuilt environment
     number: int  # how many episodes have begun since without a seed
     takes_seed: bool  # whether the simulator's `reset` takes one
+    isolate_rng: bool  # whether the seeds are also those of the process-wide generators
     arrays: bool  # whether values travelled through shared memory
     report: str  # the text of the error
     written: str  # when
@@ -247,8 +248,11 @@ class Histories:
         return history.postponed is None and needs_actions(rules, self.plan.mode, self.slots[env_id].over)
 
     def _catch_up(self, env_id: int, history: History) -> None:
-        """Begin the episode that the latest step has begun: its record has final observations."""
-        if self._code.unpack_from(self._view, self._places[env_id][1])[0] & FINAL:
+        """Begin the episode that the latest step has begun: its record has final observations.
+
+        The record of an environment that has been rebuilt and not been reset since is that of the old one.
+        """
+        if history.postponed is None and self._code.unpack_from(self._view, self._places[env_id][1])[0] & FINAL:
             self._begin(history, {})
 
     def _begin(self, history: History, keywords: Mapping[str, Any]) -> None:
@@ -277,13 +281,14 @@ class Histories:
             history, slot = self._histories[env_id], self.slots[env_id]
             if history.saved:
                 continue
-            if history.postponed is not None and method in ("reset", "state", "render"):
-                self._begin(history, history.postponed)
+            if history.postponed is not None:
+                if method in ("reset", "state", "render"):
+                    self._begin(history, history.postponed)
+            elif method != "unpickle" and (slot.request is None or slot.done) and not slot.rebuilding:
+                self._catch_up(env_id, history)
             if not history.begun:
                 continue
             history.saved = True
-            if method != "unpickle" and (slot.request is None or slot.done) and not slot.rebuilding:
-                self._catch_up(env_id, history)
             moment = time.strftime("%Y%m%d-%H%M%S")
             path = self.folder / f"env-{env_id}-{moment}-{os.getpid()}-{next(_numbers)}.replay"
             try:
@@ -317,6 +322,7 @@ class Histories:
             seed=history.seed,
             number=history.number,
             takes_seed="seed" in schema.reset_keywords,
+            isolate_rng=self.plan.isolate_rng,
             arrays=bool(self.layout.agents),
             report=str(error),
             written=time.strftime("%Y-%m-%d %H:%M:%S %z"),

@@ -130,7 +130,7 @@ def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
 def crashed(
     worker: int, share: Sequence[int], lost: Lost, running: Running | None, advice: str = "", log_tail: str = ""
 ) -> WorkerCrashed:
-    """The error of a worker that died with the environments of its share; `log_tail` as of `Backend.log_tail`."""
+    """The error of a worker that died with the environments of its share; `log_tail` is from `Backend.log_tail`."""
     env_ids, during = tuple(share), ""
     if running is not None:
         env_ids, during = (running.env_id,), f" in {running.activity.method} of environment {running.env_id}"
@@ -167,12 +167,15 @@ def timed_out(
     return WorkerTimeout(text, env_ids=env_ids, worker=worker, method=doing.method, stack=stack)
 
 
-def too_large(worker: int, share: Sequence[int], megabytes: float, limit: float | None) -> WorkerCrashed:
+def too_large(
+    worker: int, share: Sequence[int], megabytes: float, limit: float | None, running: Running | None, log_tail: str
+) -> WorkerCrashed:
     """The error of a worker that was killed because of its memory."""
+    during = "" if running is None else f" in {running.activity.method} of environment {running.env_id}"
     text = (
-        f"worker {worker} ({environments(share)}) has {megabytes:,.0f} MB of memory, more than kill_above_mb={limit} "
-        "of the RecyclePolicy allows; it was killed\n\nWhat to do: find out what leaks, or have environments replaced "
-        "earlier, with a lower max_memory_mb or with max_episodes."
+        f"worker {worker} ({environments(share)}) has {megabytes:,.0f} MB of memory{during}, more than "
+        f"kill_above_mb={limit} of the RecyclePolicy allows; it was killed\n\nWhat to do: find out what leaks, or have "
+        f"environments replaced earlier, with a lower max_memory_mb or with max_episodes.{end_of_log(log_tail)}"
     )
     return WorkerCrashed(text, env_ids=tuple(share), worker=worker, exitcode=None)
 
@@ -225,7 +228,7 @@ def _section(heading: str, stack: str) -> str:
 
 
 def end_of_log(log_tail: str) -> str:
-    """The last section of an error; `log_tail` as of `Backend.log_tail`."""
+    """The last section of an error; `log_tail` is from `Backend.log_tail`."""
     return f"\n\nThe end of its log, {log_tail}" if log_tail else ""
 
 

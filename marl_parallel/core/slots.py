@@ -6,6 +6,7 @@ has not begun a request, the request's own timeout runs from when the worker was
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
@@ -264,21 +265,25 @@ class LongCall(NamedTuple):
 
 
 class LongCalls:
-    """Finds calls of environments that take longer than `warn_after` seconds, then twice as long, and so on."""
+    """Finds calls of environments that take longer than `warn_after` seconds, then twice as long, and so on.
 
-    def __init__(self, backend: Backend, queues: Mapping[int, WorkerQueue], warn_after: float) -> None:
+    With None, it finds them only if it is asked for all that have lasted for some time.
+    """
+
+    def __init__(self, backend: Backend, queues: Mapping[int, WorkerQueue], warn_after: float | None) -> None:
         self._backend, self._queues, self.warn_after = backend, queues, warn_after
-        self._next_look = time.monotonic() + warn_after
+        self._after = math.inf if warn_after is None else warn_after
+        self._next_look = time.monotonic() + self._after
         self._next: dict[int, tuple[tuple[int, float], float]] = {}  # by worker: its state, and seconds until a warning
 
-    def patience(self) -> float:
-        """Seconds until the next `look`."""
-        return self._next_look - time.monotonic()
+    def patience(self) -> float | None:
+        """Seconds until the next `look`; None if there is none."""
+        return None if self.warn_after is None else self._next_look - time.monotonic()
 
     def look(self, seconds: float | None = None) -> list[LongCall]:
         """The calls to warn of now; with `seconds`, all that have lasted longer."""
         now = time.monotonic()
-        self._next_look = now + min(self.warn_after, _LOOK_EVERY_S)
+        self._next_look = now + min(self._after, _LOOK_EVERY_S)
         self._backend.look()
         found = []
         for worker, queue in self._queues.items():
@@ -290,9 +295,9 @@ class LongCalls:
             if running is None and status.settled is not None and status.parts >= queue.posted:
                 continue  # its reply is here, or on its way
             elapsed = now - max(queue.since, state[1])
-            known, after = self._next.get(worker, (state, self.warn_after))
+            known, after = self._next.get(worker, (state, self._after))
             if known != state:
-                after = self.warn_after
+                after = self._after
             if elapsed >= (after if seconds is None else seconds):
                 message = queue.requests[0][0].message
                 activity = _LIMITED_BY[message][0] if running is None else running.activity

@@ -35,7 +35,7 @@ from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
-from marl_parallel.core.generators import GeneratorStates, has_torch, seed_generators, seed_torch
+from marl_parallel.core.generators import GeneratorStates, seed_generators
 from marl_parallel.core.messages import (
     STEPPED,
     Answer,
@@ -204,12 +204,7 @@ class Worker:
             except ModuleNotFoundError as error:
                 raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
             keywords = {"seed": seed, "env_id": env_id, "restarts": plan.rebuilds}
-            if seeds_generators:
-                seed_generators(seed)  # whatever has been imported for it, torch included
-            had_torch = has_torch()
-            simulator, seeded, is_open = call_constructor(constructor, keywords)
-            if seeds_generators and not had_torch:
-                seed_torch(seed)
+            simulator, seeded, is_open = call_constructor(constructor, keywords, seeds_generators=seeds_generators)
             try:
                 env = adapt(simulator, how_adapted)
             except BaseException as error:
@@ -224,7 +219,9 @@ class Worker:
         if plan.traced:
             trace(self._status, on=True)
         seeding = (seed, 0) if plan.derived_seeds else None
-        self._episodes[env_id] = Episode(env, env_id, plan.mode, self._status, seeding)
+        self._episodes[env_id] = Episode(
+            env, env_id, plan.mode, self._status, seeding, seeds_generators=plan.isolate_rng and plan.derived_seeds
+        )
         self._all = tuple(self._seeds)
         self._restarts = plan.restarts
         return Built(dumps_compactly(Schema.of(env)), seeded, is_open, lookup.declared_seed(env.source))
@@ -268,8 +265,8 @@ class Worker:
     def _adopt(self, env_id: int, _: Any) -> bytes | None:
         return self._write(env_id, self._episodes[env_id].begin_early())
 
-    def _retire(self, env_id: int, _: Any) -> None:
-        self._episodes[env_id].retiring = True
+    def _retire(self, env_id: int, retiring: bool) -> None:
+        self._episodes[env_id].retiring = retiring
 
     def _seed(self, env_id: int, _: Any) -> int:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
@@ -289,8 +286,9 @@ class Worker:
         return None if extras is None else dump_extras(extras)
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords of a reset that the simulator accepts."""
-        accepted = self._episodes[env_id].env.reset_keywords
+        """The keywords of a reset that the simulator accepts, and the seed if the episode needs it."""
+        episode = self._episodes[env_id]
+        accepted = episode.env.reset_keywords | ({"seed"} if episode.seeds_generators else frozenset())
         return {name: value for name, value in keywords.items() if name in accepted}
 
     def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | Ended | None:

@@ -92,7 +92,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes; returns observations and infos, by agent. Arguments as of `ParallelEnv.reset`."""
+        """Begin new episodes; returns observations and infos, by agent. Arguments are those of `ParallelEnv.reset`."""
         arrays = self._stepper.reset(seed, options)
         return self._observations(arrays), self._infos(arrays)
 
@@ -126,18 +126,21 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     @exclusive("step_async")
     def step_async(self, actions: Sequence[Mapping[str, Any]]) -> None:
-        """Begin to step all environments and return; `actions` has a dict by agent for each. Errors as of `step`."""
+        """Begin to step all environments and return; `actions` has a dict by agent for each.
+
+        Errors are those of `step`.
+        """
         if isinstance(actions, Mapping):
             raise TypeError("step_async takes a list with a dict of actions for each environment; step takes a dict")
         self._stepper.send_dicts([self._of_env(of_env) for of_env in actions])
 
     @exclusive("step_wait")
     def step_wait(self, timeout: float | None = None) -> Results:
-        """The results of `step_async`; arguments and errors as of `ArrayStepper.receive`."""
+        """The results of `step_async`; arguments and errors are those of `ArrayStepper.receive`."""
         return self._results(self._stepper.receive(timeout))
 
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
-        """Close the environment; arguments as of `ParallelEnv.close`. Discards a step in flight."""
+        """Close the environment; arguments are those of `ParallelEnv.close`. Discards a step in flight."""
         self._stepper.close(terminate=terminate, **kwargs if timeout is None else {**kwargs, "timeout": timeout})
 
     def _of_env(self, actions: Mapping[str, Any]) -> ByAgent:

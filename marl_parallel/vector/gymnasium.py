@@ -40,7 +40,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
 
     The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
     need an action. If the observation space declares an `action_mask`, `infos["action_mask"]` has the masks of all
-    rows, as of `ArrayStepper.action_masks`: bool `(num_envs, num_choices)`. A row is done when its agent dies, and all
+    rows, as in `ArrayStepper.action_masks`: bool `(num_envs, num_choices)`. A row is done when its agent dies, and all
     rows of an environment are when its episode ends. With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers
     apply. With `True` (SAME_STEP) infos have the reset's, and `final_obs` and `final_info` in rows that are done, as
     Gymnasium's. With `False` (DISABLED) the rows of an environment whose episode is over are zeros and stay done until
@@ -118,14 +118,14 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """Begin to reset and return; `reset_wait` has the results. Arguments and errors as of `reset`."""
+        """Begin to reset and return; `reset_wait` has the results. Arguments and errors are those of `reset`."""
         seed, options, env_ids = self._reset_arguments(seed, options)
         self._stepper.send_reset(seed, options, env_ids)
         self._resetting = env_ids
 
     @exclusive("reset_wait")
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """The results of `reset_async`; arguments and errors as of `step_wait`."""
+        """The results of `reset_async`; arguments and errors are those of `step_wait`."""
         arrays = self._stepper.receive_reset(timeout)
         self._rows.note_reset(self._resetting)
         return self._rows.flat_observations(arrays), self._infos(arrays)
@@ -172,7 +172,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         return tuple(seed for seed in self.env.seed() for _ in self.agents)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the environment; keywords as of `ParallelEnv.close`."""
+        """Close the environment; keywords are those of `ParallelEnv.close`."""
         self._stepper.close(**kwargs)
 
     def __del__(self) -> None:

@@ -125,7 +125,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
     ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes; returns observations and infos, by agent. Arguments as of `ParallelEnv.reset`.
+        """Begin new episodes; returns observations and infos, by agent. Arguments are those of `ParallelEnv.reset`.
 
         The observations of environments that are not in `env_ids` stay.
         """

@@ -108,7 +108,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     ) -> tuple[EnvDicts, EnvDicts]:
         """Begin new episodes; returns observations and infos, one dict by agent for each environment.
 
-        Arguments and errors as of `ParallelEnv.reset`, and `RuntimeError` if another facade steps this environment.
+        Arguments and errors are those of `ParallelEnv.reset`. `RuntimeError` if another facade steps this environment.
         Results in flight are dropped.
         """
         self._runner.claim(self._claim)
@@ -132,7 +132,10 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
     @exclusive("send")
     def send(self, actions: Sequence[Mapping[AgentID, Any]], env_ids: Sequence[int]) -> None:
-        """Begin to step some environments and return; `recv` has the results. Arguments and errors as of `step`."""
+        """Begin to step some environments and return; `recv` has the results.
+
+        Arguments and errors are those of `step`.
+        """
         self._runner.claim(self._claim)
         over = self._runner.batch.over
         self.env.send(actions, env_ids)
@@ -140,7 +143,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
     @exclusive("recv")
     def recv(self, min_envs: int) -> tuple[tuple[int, ...], EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
-        """Wait for so many environments in flight; returns the env ids of all that are ready, and lists as of `step`.
+        """Wait for so many environments in flight; returns the env ids of all that are ready, and lists as `step` does.
 
         Ids are in ascending order. Errors are those of `ParallelEnv.recv`.
         """

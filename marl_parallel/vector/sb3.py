@@ -72,8 +72,8 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     `infos[row]["__common__"]`, are in the info of each of its rows. The infos of a reset are in `reset_infos`.
 
     At the end of an agent's own episode, its death or that of its environment, its info has the return and length as
-    `episode`, as of Stable-Baselines3's `Monitor`. The second end of the row of a dead agent has none, also with a
-    `VecMonitor` around, which keeps `episode` as it is here.
+    `episode`, in the form of Stable-Baselines3's `Monitor`. The second end of the row of a dead agent has none, also
+    with a `VecMonitor` around, which keeps `episode` as it is here.
 
     **Rows of absent agents are trained on**, as episodes of return 0, unless `SB3RolloutBuffer` leaves them out; see
     `docs/facades.md`.
@@ -183,7 +183,8 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     def action_masks(self) -> NDArray[np.bool_]:
         """The action masks of all rows, for `sb3_contrib.MaskablePPO`: bool `(num_envs, num_choices)`, True = allowed.
 
-        All True in rows of agents that have no mask or do not act; shapes and errors as of `ArrayStepper.action_masks`.
+        All True in rows of agents that have no mask or do not act. Shapes and errors are those of
+        `ArrayStepper.action_masks`.
         """
         return stacking.flat(self._stepper.action_masks(self.agents))
 
@@ -379,7 +380,7 @@ class SB3RolloutBuffer(RolloutBuffer):
     `model.rollout_buffer.acting_in = env`.
 
     Args:
-        buffer_size: As of `RolloutBuffer`; the algorithm passes it, and all arguments but `acting_in`.
+        buffer_size: That of `RolloutBuffer`; the algorithm passes it, and all arguments but `acting_in`.
         observation_space: Likewise.
         action_space: Likewise.
         *arguments: Likewise.

@@ -273,7 +273,9 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
     def reset(
         self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
     ) -> tuple[Grouped, Mapping[int, dict[Any, Any]]]:
-        """Begin new episodes; returns observations, and infos by environment. Arguments as of `ArrayStepper.reset`.
+        """Begin new episodes; returns observations, and infos by environment.
+
+        Arguments are those of `ArrayStepper.reset`.
 
         The observations of environments that are not in `env_ids` stay.
         """
@@ -380,7 +382,7 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
         return self._grouped(lambda group: group.masks(self.stepper.action_masks))
 
     def torch(self, device: Any = "cpu", *, pin: bool = False) -> StackedTensors:
-        """The same environment with torch tensors in place of arrays; arguments as of `StackedTensors`."""
+        """The same environment with torch tensors in place of arrays; arguments are those of `StackedTensors`."""
         from marl_parallel.vector.tensors import StackedTensors
 
         return StackedTensors(self, device, pin=pin)

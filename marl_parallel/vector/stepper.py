@@ -163,7 +163,7 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("reset_async")
     def send_reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> None:
-        """Begin to reset and return; `receive_reset` has the result. Arguments and errors as of `reset`."""
+        """Begin to reset and return; `receive_reset` has the result. Arguments and errors are those of `reset`."""
         last = self._last_before_reset(env_ids)
         self.runner.check_idle("reset_async")
         self.runner.send_reset(seed, options, env_ids)
@@ -203,7 +203,10 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("step_async")
     def send(self, actions: Actions) -> None:
-        """Begin to step all environments and return; `receive` has the result. Arguments and errors as of `step`."""
+        """Begin to step all environments and return; `receive` has the result.
+
+        Arguments and errors are those of `step`.
+        """
         self._check_may_step("step_async")
         self.runner.send(self.env_ids, self.view.write(actions), together=True)
         self.in_flight = True
@@ -213,7 +216,7 @@ class ArrayStepper(OfParallelEnv):
         """Begin to step some environments, while others may be in flight; `receive_some` has the results.
 
         Args:
-            actions: A dict by agent for each of `env_ids`, as of `ParallelEnv.send`, which also has the errors.
+            actions: A dict by agent for each of `env_ids`, as for `ParallelEnv.send`. Errors are those of `send`, too.
             env_ids: Which environments.
         """
         self.runner.claim(self._facade)
@@ -233,7 +236,9 @@ class ArrayStepper(OfParallelEnv):
     def receive_some(
         self, min_envs: int = 1, timeout: float | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...], Arrays]:
-        """Wait for some results of `send_some` and `send_some_resets`; arguments and errors as of `ParallelEnv.recv`.
+        """Wait for some results of `send_some` and `send_some_resets`.
+
+        Arguments and errors are those of `ParallelEnv.recv`.
 
         Returns:
             The environments that were stepped, those that were reset, and the arrays, of which only the rows of these
@@ -247,7 +252,7 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("step_async")
     def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
-        """As `send`, with a dict by agent for each environment, as of `ParallelEnv.step`."""
+        """Like `send`, with a dict by agent for each environment, as for `ParallelEnv.step`."""
         self._check_may_step("step_async")
         ids = self.runner.env_ids
         check_one_for_each(actions, ids)
@@ -261,7 +266,7 @@ class ArrayStepper(OfParallelEnv):
         Raises:
             NoAsyncCallError: No step is in flight.
             TimeoutError: The timeout has passed; nothing is lost, and this can be called again.
-            ValueError, ParallelEnvError: As of `step`, when all has been stepped.
+            ValueError, ParallelEnvError: As in `step`, when all has been stepped.
         """
         self.runner.check_open()
         if not self.in_flight or self._resetting is not None:
@@ -270,7 +275,7 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("reset_wait")
     def receive_reset(self, timeout: float | None = None) -> Arrays:
-        """Wait for the result of `send_reset`, and return it. Arguments and errors as of `receive`."""
+        """Wait for the result of `send_reset`, and return it. Arguments and errors are those of `receive`."""
         self.runner.check_open()
         if self._resetting is None:
             raise NoAsyncCallError("reset_wait() without a reset_async() before it", "reset_wait")
@@ -423,12 +428,15 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
 
     @exclusive("step_async")
     def step_async(self, actions: ActionsT) -> None:
-        """Begin to step all environments and return; `step_wait` has the results. Arguments and errors as of `step`."""
+        """Begin to step all environments and return; `step_wait` has the results.
+
+        Arguments and errors are those of `step`.
+        """
         self._stepper.send(self._actions(actions))
 
     @exclusive("step_wait")
     def step_wait(self, timeout: float | None = None) -> ResultsT:
-        """The results of `step_async`; errors as of `step`.
+        """The results of `step_async`; errors are those of `step`.
 
         Args:
             timeout: Seconds to wait at most; None for no limit.

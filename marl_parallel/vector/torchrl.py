@@ -59,7 +59,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     `on_error="restart"` also `"restarted"`: which environments have been rebuilt. Errors and all other infos are in
     `infos`. Tensors are the caller's own.
 
-    Groups with action masks also have `"action_mask"`: `[n, k, num_choices]`, bool, True = allowed, as of
+    Groups with action masks also have `"action_mask"`: `[n, k, num_choices]`, bool, True = allowed, as in
     `ArrayStepper.action_masks`. It is no part of `"observation"`, and limits the action spec: random actions are legal.
     With `return_state`, the root has the global `"state"`, `[n, ...]`.
 
@@ -80,12 +80,12 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         device: Of the tensors; simulators stay on the CPU.
         info_masks: Whether groups have action masks also if their observation spaces declare none: those of infos.
         return_state: Whether to return the global state, which takes a request to the simulators after each step.
-        flatten: Whether the only agent's values are at the root, as of an environment without agents.
+        flatten: Whether the only agent's values are at the root, as in an environment without agents.
         categorical_actions: Whether actions of `Discrete` spaces are numbers; if not, they are one-hot.
 
     Attributes:
         group_map: The agents of each group, by its name.
-        infos: By environment, the infos of the latest step as of `ParallelEnv.step`, without environments that have
+        infos: By environment, the infos of the latest step, as in `ParallelEnv.step`, without environments that have
             none. Infos of resets by `_reset` after it are under `reset_info` of each, except reports of restarts.
 
     Raises:
@@ -275,7 +275,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._sent.update(dict.fromkeys(ids))
 
     def async_reset_recv(self, min_get: int = 1, *, timeout: float | None = None) -> TensorDictBase:
-        """The first observations of all environments whose reset is ready, at least `min_get`, as of `reset`.
+        """The first observations of all environments whose reset is ready, at least `min_get`, in the form of `reset`.
 
         Args:
             min_get: How many to wait for.
@@ -302,7 +302,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
         Raises:
             AlreadyPendingCallError: One of them is in flight.
-            NotImplementedError: As of `async_reset_send`.
+            NotImplementedError: As in `async_reset_send`.
         """
         ids = self._indices(tensordict, env_index)
         rows = tensordict if tensordict.batch_dims else tensordict.unsqueeze(0)
@@ -320,11 +320,11 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._sent.update(zip(ids, rows.unbind(0)))
 
     def async_step_recv(self, min_get: int = 1, *, timeout: float | None = None) -> TensorDictBase:
-        """The results of all environments whose step is ready, at least `min_get`; arguments and errors as of
+        """The results of all environments whose step is ready, at least `min_get`; arguments and errors are those of
         `async_reset_recv`.
 
         Returns:
-            The rows of `async_step_send`, with `"next"` as of `step`, and with `"env_index"`. Environments whose
+            The rows of `async_step_send`, with `"next"` as in `step`, and with `"env_index"`. Environments whose
             `"done"` is set have to be reset.
         """
         sent = {env_id: row for env_id, row in self._sent.items() if row is not None}

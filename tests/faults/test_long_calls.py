@@ -181,6 +181,48 @@ def test_ctrl_c_reports_where_it_hangs(setup, build, caplog, tmp_path):
     assert " s; it is at line " in text
 
 
+@pytest.mark.parametrize("setup", [APART, *RAY], ids=str)
+def test_ctrl_c_reports_it_without_warnings(setup, build, caplog, tmp_path):
+    """`warn_after=None` is about warnings."""
+    env = build(slow("step", go_on=str(tmp_path / "go on")), setup, warn_after=None)
+    env.reset()
+    timer = threading.Timer(1.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        env.step([ACTIONS] * 2)
+    timer.join()
+    assert waiting_of(caplog)[0].startswith("environment 1 (worker 1) has been in step for 1.")
+
+
+class ClosesSlowly(Counting):
+    def __init__(self, seconds: float, seed: int) -> None:
+        super().__init__(seed=seed)
+        self.seconds = seconds
+
+    def close(self) -> None:
+        time.sleep(self.seconds)
+
+
+@pytest.mark.parametrize("setup", [APART, *RAY], ids=str)
+def test_closing_is_reported(setup, build, caplog):
+    """`close` without a limit that waits for a simulator says so; at Ctrl-C, too."""
+    env = build([functools.partial(ClosesSlowly, 1.5), Counting], setup, warn_after=0.5)
+    env.reset()
+    env.close(timeout=None)
+    text = warnings_of(caplog)[0]
+    assert text.startswith("environment 0 (worker 0) has been in close for ")
+    assert "Pass a timeout= to close to end what hangs" in text
+    caplog.clear()
+    env = build([functools.partial(ClosesSlowly, 60.0), Counting], setup, warn_after=None)
+    env.reset()
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        env.close(timeout=None)
+    timer.join()
+    assert warnings_of(caplog)[0].startswith("environment 0 (worker 0) has been in close for 1.")
+
+
 @pytest.mark.parametrize(("seconds", "error"), [(0, ValueError), (-1.0, ValueError), ("60", TypeError)], ids=str)
 def test_wrong_times(seconds, error):
     with pytest.raises(error, match="warn_after"):

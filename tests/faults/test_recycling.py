@@ -19,7 +19,8 @@ from mpe2 import simple_spread_v3
 from simulators.counting import ACTIONS, Counting, CountingDicts
 from simulators.crashing import Fate, crashing, seed_of
 
-from marl_parallel import ParallelEnv, RecyclePolicy, Rollout
+from marl_parallel import ParallelEnv, RecyclePolicy, RestartLimitExceeded, Rollout
+from marl_parallel.core.recycling import Recycler
 from marl_parallel.vector import StackedVecEnv
 
 pytestmark = pytest.mark.release_independent
@@ -108,6 +109,48 @@ def test_like_a_plain_loop(setup, mode, build):
     assert stats.recycled == sum(reference.rebuilds for reference in references) >= 15
     assert (stats.restarts, stats.faults) == (0, 0)
     assert env.seed() == tuple(reference.seed for reference in references)
+
+
+@each_mode
+@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[2], *(rest(setup) for setup in SETUPS[6:])], ids=str)
+def test_one_episode_each(setup, mode, build):
+    """The lowest limit, with which spares are needed from the beginning."""
+    constructors = [functools.partial(Counting, length) for length in LENGTHS]
+    env = build(constructors, setup, mode, recycle=RecyclePolicy(max_episodes=1))
+    references = [Reference(env_id, mode, 1) for env_id in range(4)]
+    assert_same(env.reset(), tuple(zip(*[reference.begin() for reference in references])))
+    for _ in range(20):
+        over = [reference.env_id for reference in references if reference.over]
+        if mode is DISABLED and over:
+            results = env.reset(env_ids=over)
+            assert_same(results, tuple(zip(*[references[env_id].begin() for env_id in over])))
+        assert_same(env.step([ACTIONS] * 4), tuple(zip(*[reference.step() for reference in references])))
+    assert env.stats().recycled == sum(reference.rebuilds for reference in references) >= 10
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[2]], ids=str)
+def test_resets_in_the_middle_of_an_episode(setup, limit, build):
+    """Each ends an episode, which counts; the limit is exact."""
+    env = build([functools.partial(Counting, 4)], setup, recycle=RecyclePolicy(max_episodes=limit))
+    env.reset()
+    rebuilds, episodes = 0, 0
+
+    def note(infos: dict[str, Any]) -> None:
+        nonlocal rebuilds, episodes
+        episodes += 1
+        assert ("recycled" in infos.get("__common__", {})) == (episodes == limit)
+        if episodes == limit:
+            rebuilds, episodes = rebuilds + 1, 0
+
+    for turn in range(12):
+        for step in range(2 if turn % 3 == 0 else 4):
+            infos = env.step([ACTIONS])[4][0]
+            if step == 3:
+                note(infos)
+        if turn % 3 == 0:
+            note(env.reset()[1][0])
+    assert env.stats().recycled == rebuilds >= 6
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -251,6 +294,47 @@ def test_kill_above_in_the_middle_of_a_step(build):
         assert "kill_above_mb=600" in info["__common__"]["error"]
 
 
+@pytest.mark.rest
+def test_send_raises_no_faults(build):
+    """A limit that is too low for any process ends the run in `recv`, as all faults do."""
+    policy = RecyclePolicy(kill_above_mb=5)
+    env = build([Slow] * 2, Setup("process", True, 1), on_error="restart", recycle=policy)
+    env.reset()
+    deadline, raised = time.monotonic() + 60, False
+    while not raised:
+        assert time.monotonic() < deadline
+        env.send([ACTIONS] * 2)
+        try:
+            env.recv()
+        except RestartLimitExceeded as error:
+            raised = "kill_above_mb=5" in str(error)
+
+
+class Unhurried:
+    """A backend whose memory takes long to measure."""
+
+    asked = 0
+
+    def leaving(self) -> tuple[int, ...]:
+        self.asked += 1
+        return ()
+
+    def memory(self, worker: int) -> int:
+        time.sleep(0.2)
+        return worker
+
+
+def test_slow_measurements_of_memory():
+    """They become rare, but not too rare; nodes that go are looked for once a second all the same."""
+    backend: Any = Unhurried()
+    recycler = Recycler(RecyclePolicy(max_memory_mb=1), backend, [0], 0.0)
+    now = time.monotonic()
+    for second in range(12):
+        recycler.measure([second], now + 1.01 * second)
+        assert recycler.memory_mb(second) == (second if second in (0, 10) else 0) / 1e6
+    assert backend.asked == 12
+
+
 FAULTS = [
     ("raise", Setup("serial", True, 2)),
     ("raise", Setup("process", True, 1)),
@@ -285,6 +369,79 @@ def test_faults_while_environments_move(after, fault, setup, mode, build):
     assert stats.faults >= 2
     assert stats.recycled >= 4
     assert env.seed() == tuple(seed_of(42, env_id, rebuilds[env_id]) for env_id in (0, 1))
+
+
+@pytest.mark.parametrize("setup", ONE_PROCESS, ids=str)
+def test_worker_that_dies_with_the_spare_of_another_environment(setup, build):
+    """One has moved, the spare of the other waits there: the other one goes on as in a plain loop."""
+    fates = {(0, 1): Fate("SIGKILL", "step", 2)}
+    makes = [crashing(functools.partial(CountingDicts, length), fates) for length in (3, 20)]
+    env = build(makes, setup, on_error="restart", recycle=RecyclePolicy(max_episodes=2))
+    env.reset()
+    plain = CountingDicts(20, seed=seed_of(42, 1, 0))
+    plain.reset(seed=seed_of(42, 1, 0))
+    marks = set()
+    for step in range(1, 60):
+        observations, _, _, _, infos = env.step([ACTIONS] * 2)
+        marks.update(infos[0].get("__common__", {}))
+        if step == 40:
+            assert infos[1]["__common__"] == MARK
+            plain = CountingDicts(20, seed=seed_of(42, 1, 1))
+            expected = plain.reset(seed=seed_of(42, 1, 1))[0]
+        else:
+            expected = plain.step(ACTIONS)[0]
+            if step == 20:
+                expected = plain.reset()[0]
+        assert_same(observations[1], expected)
+    assert {"restarted", "recycled"} <= marks
+    assert env.stats().restart_kinds == {"death": 1}
+
+
+class Doomed(Counting):
+    """Environment 1 ends its process in the constructor, if its seed is derived from 1000."""
+
+    def __init__(self, length: int, *, seed: int, env_id: int) -> None:
+        super().__init__(length, seed=seed)
+        if env_id == 1 and seed == seed_of(1000, 1, 1):
+            os._exit(1)
+
+
+def test_spare_whose_new_seed_ends_its_process(build, caplog):
+    """Others have moved to the process of the spare: it is constructed in a further one, and nothing is restarted."""
+    makes = [functools.partial(Doomed, length) for length in (2, 12)]
+    policy = RecyclePolicy(max_episodes=2)
+    env = build(makes, Setup("process", True, 1), DISABLED, on_error="restart", recycle=policy)
+    env.reset()
+    while not env.stats().recycled:
+        env.step([ACTIONS] * 2)
+        if env.runner.batch.over[0]:
+            env.reset(env_ids=[0])
+    env.reset(seed=1000, env_ids=[0])
+    deadline = time.monotonic() + 30
+    with caplog.at_level(logging.WARNING, "marl_parallel"):
+        while env.seed()[1] != seed_of(1000, 1, 2):
+            assert time.monotonic() < deadline
+            env.step([ACTIONS] * 2)
+            over = [env_id for env_id in (0, 1) if env.runner.batch.over[env_id]]
+            if over:
+                env.reset(env_ids=over)
+    assert "environments [1] could not be constructed" in caplog.text
+    assert (env.stats().restarts, env.stats().faults) == (0, 0)
+
+
+class DiesInClose(Counting):
+    def close(self) -> None:
+        os._exit(3)
+
+
+def test_replaced_environment_that_dies_in_close(build, caplog):
+    """A warning says so; the run goes on."""
+    makes = [functools.partial(DiesInClose, 3)]
+    env = build(makes, Setup("process", True, 1), recycle=RecyclePolicy(max_episodes=2))
+    env.reset()
+    with caplog.at_level(logging.WARNING, "marl_parallel"):
+        wait_for(lambda: env.step([ACTIONS]) and "had been replaced by others already" in caplog.text)
+    assert "died in close of environment 0" in caplog.text
 
 
 class Moody(Counting):
@@ -427,8 +584,7 @@ def test_last_spare_of_a_worker_that_cannot_be_constructed(build, tmp_path):
     env = build(makes, Setup("process", True, 1), recycle=RecyclePolicy(max_episodes=2))
     env.reset()
     for _ in range(30):
-        env.step([ACTIONS] * 2)
-    assert env.stats().recycled == 0
+        assert "__common__" not in env.step([ACTIONS] * 2)[4][1]
     wait_for(lambda: env.step([ACTIONS] * 2) and env.runner.pool._for_spares == 0)  # it is tried again and again
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import random
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -12,16 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from helpers.setups import BACKEND_SETUPS, TWO_WORKERS, Setup, rest
 from pettingzoo.utils import parallel_to_aec
 from simulators.counting import ACTIONS, Counting
-from simulators.crashing import Fate, crashing
-from simulators.failing import Fragile
+from simulators.crashing import Fate, crashing, seed_of
+from simulators.failing import Fragile, SimulatorError
 from simulators.seeded_faults import Tank, TankDicts
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartPolicy, WorkerCrashed, WorkerTimeout, make
 from marl_parallel.cli.replay import Outcome, replay
+from marl_parallel.core.messages import Message
 from marl_parallel.core.replay import Crash, read_crash
 from marl_parallel.vector import StackedVecEnv
 
@@ -93,7 +96,8 @@ def same(report: str, again: Callable[..., tuple[Outcome, str]]) -> Crash:
     outcome, printed = again(path)
     (level,) = {*re.findall(r"overflow at [\d.]+", report)}
     assert outcome is Outcome.SAME_STEP, printed
-    assert f"failed with SimulatorError: {level} again at the same step: step {crash.step}\n" in printed
+    where = f"step {crash.step}" if crash.step else "the reset that begins the episode"
+    assert f"failed with SimulatorError: {level} again at the same step: {where}\n" in printed
     return crash
 
 
@@ -404,3 +408,211 @@ def test_pettingzoo_environments(name, most, build, again, tmp_path):
         outcome, printed = again(file_of(report))
         assert outcome is Outcome.SAME_STEP, printed
         assert {*re.findall(r"overflow at [\d.]+", printed)} == {*re.findall(r"overflow at [\d.]+", report)}
+
+
+# -- the file has the seed with which the episode began ----------------------------------------------------------------
+
+
+class BadPainter(Tank):
+    """Cannot be drawn, and has no global state."""
+
+    state_space = spaces.Box(0.0, 1.0, (1,), np.float64)
+
+    def render(self) -> Any:
+        raise SimulatorError(f"overflow at {self.rng.random()!r}")
+
+    state = render
+
+
+def end_episode(env: ParallelEnv) -> None:
+    """Step until the episode of environment 0 has ended; with "SAME_STEP", its next one has begun then."""
+    over = False
+    while not over:
+        *_, terminated, truncated, _ = env.step([ACTIONS] * env.num_envs)
+        over = terminated[0]["__all__"] or truncated[0]["__all__"]
+
+
+def overflow(env: ParallelEnv) -> str:
+    """Step until environment 0 fails; returns the report."""
+    with pytest.raises(EnvError) as caught:  # noqa: PT012
+        for _ in range(300):
+            env.step([dict.fromkeys(ACTIONS, 2), *[ACTIONS] * (env.num_envs - 1)])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("SAME_STEP", None), ("SAME_STEP", {"level": 9.0}), ("NEXT_STEP", None), ("DISABLED", {"level": 9.0})],
+    ids=str,
+)
+def test_restart_after_the_end_of_an_episode(setup, mode, options, build, again, tmp_path):
+    """With "SAME_STEP", the block still has the old environment's last step and final observations."""
+    env = build([Tank] * 2, setup, mode, replay=50, replay_dir=tmp_path)
+    env.reset()
+    end_episode(env)
+    env.restart([0])
+    env.reset(env_ids=[0], options=options)
+    crash = same(overflow(env), again)
+    assert (crash.env_id, crash.restarts) == (0, 1)
+    assert crash.seed == crash.constructor_seed == seed_of(42, 0, 1)
+    assert options is None or (crash.number, crash.step) == (0, 1)
+
+
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
+def test_failed_reset_after_the_end_of_an_episode(setup, build, again, tmp_path):
+    constructor = crashing(lambda seed: Counting(2, seed=seed), {(0, 1): Fate("raise", "reset", 0)})
+    env = build([constructor] * 2, setup, replay=50, replay_dir=tmp_path)
+    env.reset()
+    end_episode(env)
+    env.restart([0])
+    with pytest.raises(EnvError) as caught:
+        env.reset(env_ids=[0])
+    path = file_of(str(caught.value))
+    assert again(path)[0] is Outcome.SAME_STEP
+    crash = read_crash(path)
+    assert (crash.seed, crash.number, crash.step) == (seed_of(42, 0, 1), 0, 0)
+
+
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
+@pytest.mark.parametrize("options", [None, {"level": 9.0}], ids=str)
+def test_recycled_after_the_end_of_an_episode(setup, options, build, again, tmp_path):
+    """The caller's reset ends an episode right after its beginning, and is done by the spare."""
+    how: dict[str, Any] = {"replay": 50, "replay_dir": tmp_path}
+    env = build([Tank] * 2, setup, recycle=RecyclePolicy(max_episodes=2), **how)
+    env.reset()
+    end_episode(env)
+    infos = env.reset(env_ids=[0], options=options)[1]
+    assert infos[0]["__common__"] == {"recycled": True}
+    crash = same(overflow(env), again)
+    assert crash.restarts >= 1
+    assert crash.seed == crash.constructor_seed == seed_of(42, 0, crash.restarts)
+    assert options is None or (crash.restarts, crash.number, crash.step) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("message", [Message.RENDER, Message.STATE], ids=["render", "state"])
+def test_failed_call_after_a_restart(message, build, again, tmp_path):
+    """The call begins the episode of an environment that has not been reset since."""
+    env = build([BadPainter] * 2, PACKED, replay=50, replay_dir=tmp_path)
+    env.reset()
+    end_episode(env)
+    env.restart([0])
+    with pytest.raises(EnvError) as caught:
+        env.runner.pool.execute_in(message, [0])  # the methods of `ParallelEnv` want a reset first
+    crash = same(str(caught.value), again)
+    assert (crash.seed, crash.number, crash.step) == (seed_of(42, 0, 1), 0, 0)
+
+
+@pytest.mark.parametrize("name", ["render", "state"])
+def test_failed_call_after_the_end_of_an_episode(name, build, again, tmp_path):
+    """The failure belongs to the episode that has begun, and has one file."""
+    env = build([BadPainter] * 2, PACKED, replay=50, replay_dir=tmp_path)
+    env.reset()
+    end_episode(env)
+    with pytest.raises(EnvError) as caught:
+        getattr(env, name)(env_ids=[0])
+    crash = same(str(caught.value), again)
+    assert (crash.seed, crash.step) == (42, 0)
+    assert crash.number > 0
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+# -- process-wide generators -------------------------------------------------------------------------------------------
+
+
+class Shared:
+    """Draws from the process-wide generators."""
+
+    def random(self) -> float:
+        return (random.random() + np.random.random()) / 2
+
+    def integers(self, low: int, high: int) -> int:
+        return random.randrange(low, high)
+
+
+class SharedTank(Tank):
+    """Draws from process-wide generators alone, in its constructor too, and does not seed them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = random.random()
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.rng = Shared()
+        super().reset(None, options)
+        self.level += self.offset + sum(random.random() for _ in range(9)) / 9
+        return self._observed(), {agent: {} for agent in self.agents}
+
+    def throw(self) -> float:
+        return random.random()
+
+
+class SeedlessTank(SharedTank):
+    """The same; its `reset` takes no seed."""
+
+    def reset(self, options: dict | None = None) -> tuple[dict, dict]:
+        return super().reset(None, options)
+
+
+ISOLATED = [
+    pair if pair[0].backend == "process" or pair[1] == "SAME_STEP" else rest(*pair)
+    for pair in itertools.product([Setup("serial", True, 2), PACKED, *RAY], MODES)
+]
+
+
+@pytest.mark.parametrize(("setup", "mode"), ISOLATED, ids=str)
+@pytest.mark.parametrize("constructor", [SharedTank, SeedlessTank])
+@pytest.mark.filterwarnings("ignore:.*seed:UserWarning")
+def test_isolated_generators(constructor, setup, mode, build, again, tmp_path):
+    """Neighbours in one process; restarted environments and episodes that begin without a seed, too."""
+    how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
+    env = build([constructor] * 4, setup, mode, isolate_rng=True, **how)
+    reports = play(env, 60)
+    assert len(reports) == env.stats().faults >= 5
+    crashes = [same(report, again) for report in reports]
+    assert any(crash.restarts for crash in crashes)
+    assert any(crash.number for crash in crashes)
+
+
+@pytest.mark.parametrize("setup", [Setup("serial", True, 1), PACKED, *RAY], ids=str)
+@pytest.mark.parametrize("constructor", [SharedTank, SeedlessTank])
+@pytest.mark.filterwarnings("ignore:.*seed:UserWarning")
+def test_isolated_generators_and_explicit_seeds(constructor, setup, build, again, tmp_path):
+    env = build([constructor] * 2, setup, "DISABLED", isolate_rng=True, replay=50, replay_dir=tmp_path)
+    env.reset()
+    env.step([ACTIONS] * 2)
+    env.reset(seed=[77, None], options={"level": 9.0})
+    crash = same(overflow(env), again)
+    assert (crash.seed, crash.number, crash.step) == (77, 0, 1)
+
+
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
+@pytest.mark.parametrize("options", [None, {"level": 9.0}], ids=str)
+@pytest.mark.parametrize("constructor", [SharedTank, SeedlessTank])
+@pytest.mark.filterwarnings("ignore:.*seed:UserWarning")
+def test_isolated_generators_of_recycled_environments(constructor, options, setup, build, again, tmp_path):
+    """A spare has drawn for its first episode already; the caller's reset begins another one with the same seed."""
+    how: dict[str, Any] = {"isolate_rng": True, "replay": 50, "replay_dir": tmp_path}
+    env = build([constructor] * 2, setup, recycle=RecyclePolicy(max_episodes=2), **how)
+    env.reset()
+    end_episode(env)
+    env.reset(env_ids=[0], options=options)
+    assert same(overflow(env), again).restarts >= 1
+
+
+def test_draws_between_episodes(build, again, tmp_path):
+    """What calls draw before an episode does not change it: each reset seeds the generators."""
+    env = build([SharedTank] * 2, PACKED, isolate_rng=True, replay=50, replay_dir=tmp_path)
+    env.reset()
+    end_episode(env)
+    env.call("throw")
+    env.reset(env_ids=[0], options={"level": 9.0})
+    crash = same(overflow(env), again)
+    assert crash.number > 1
+
+
+def test_generators_that_are_not_isolated(build, again, tmp_path):
+    """Those of the only environment in a process continue after its constructor."""
+    env = build([SharedTank] * 2, APART, replay=50, replay_dir=tmp_path)
+    env.reset(options={"level": 9.0})
+    assert not same(overflow(env), again).number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import Any
 
 import pytest
 from gymnasium.error import ClosedEnvironmentError
@@ -261,3 +262,34 @@ def test_faulty_function_of_events(build, caplog):
 def test_wrong_functions_of_events(arguments, error, text):
     with pytest.raises(error, match=text):
         ParallelEnv([Counting], **arguments)
+
+
+class Fragile:
+    """Pickles, but cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+class ReturnsFragile(Counting):
+    """Its third step returns an info that cannot be unpickled."""
+
+    def step(self, actions):
+        *dicts, infos = super().step(actions)
+        return (*dicts, {agent: {"fragile": Fragile()} if self.steps == 3 else {} for agent in infos})
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_results_that_cannot_be_unpickled(restarts, build):
+    """The policy decides by the exception of unpickling."""
+    policy = RestartPolicy(exceptions=(ValueError if restarts else ConnectionError,))
+    env = build([ReturnsFragile] * 2, APART, on_error="restart", restart_policy=policy)
+    env.reset()
+    for _ in range(2):
+        env.step([ACTIONS] * 2)
+    if restarts:
+        assert all(info["__common__"]["restarted"] for info in env.step([ACTIONS] * 2)[4])
+        assert env.stats().restarts == 2
+    else:
+        with pytest.raises(EnvError, match="cannot be unpickled here: ValueError"):
+            env.step([ACTIONS] * 2)

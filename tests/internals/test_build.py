@@ -60,6 +60,13 @@ def test_compiled_code_and_wheels(free_threaded, environ, modules, wheel, monkey
     assert built["options"] == wheel
 
 
+def anchors(page: str) -> list[str]:
+    """Those that a repository's web page has, one for each heading."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 def test_links_of_a_package_lead_to_the_repository_that_built_it(run_setup):
     readme = (ROOT / "README.md").read_text()
     assert run_setup()["long_description"] == readme
@@ -75,7 +82,11 @@ def test_links_of_a_package_lead_to_the_repository_that_built_it(run_setup):
         kind = f"{home}/{'raw' if picture else 'blob'}/main/"
         if target.startswith(home):
             assert target.startswith(kind)
-            assert (ROOT / target.removeprefix(kind).partition("#")[0]).is_file()
+            path, _, anchor = target.removeprefix(kind).partition("#")
+            assert (ROOT / path).is_file()
+            assert not anchor or anchor in anchors((ROOT / path).read_text())
+        elif target.startswith("#"):
+            assert target.removeprefix("#") in anchors(readme)
     # Nothing else has changed.
     assert re.sub(rf"{home}/(raw|blob)/main/", "", text) == readme
 

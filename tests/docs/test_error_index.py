@@ -1,0 +1,154 @@
+"""`docs/errors.md` has a row for each error and each warning of the public modules, and quotes what they print."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+pytestmark = pytest.mark.release_independent
+
+PACKAGE = ROOT / "marl_parallel"
+PAGE = (ROOT / "docs" / "errors.md").read_text()
+ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| cause", "| text"))]
+VALUE = "\0"  # stands for a value in a message
+
+# Errors of wrong arguments and of missing libraries have too many causes for a row each.
+MANY = {"AttributeError", "ImportError", "Mismatch", "ModuleNotFoundError", "TypeError", "ValueError"}
+MODULES = [
+    *(PACKAGE / f"{name}.py" for name in ("making", "monitoring", "parallel_env", "recording", "rollout", "runner")),
+    *sorted((PACKAGE / "vector").glob("*.py")),
+    *(PACKAGE / "backends" / f"{name}.py" for name in ("interpreter", "ray_backend", "ray_nodes")),
+]
+# By file, function and class of the error, what its row says besides the class.
+ERRORS = {
+    ("parallel_env", "_declared", "NoSpaceDeclared"): "agents without spaces",
+    ("parallel_env", "restart", "NotImplementedError"): "`restart`",
+    ("parallel_env", "state", "NotImplementedError"): "`state()`",
+    ("parallel_env", "set_parameters", "NotImplementedError"): "`set_parameters`",
+    ("parallel_env", "timers", "NotImplementedError"): "`timers`",
+    ("parallel_env", "start_trace", "NotImplementedError"): "`start_trace`",
+    ("parallel_env", "start_trace", "RuntimeError"): "`start_trace` while",
+    ("parallel_env", "stop_trace", "RuntimeError"): "`stop_trace` without",
+    ("runner", "recv", "NoAsyncCallError"): "`recv`",
+    ("runner", "finish_call", "NoAsyncCallError"): "`call_wait`",
+    ("runner", "watch_states", "NotImplementedError"): "`with_state=True`",
+    ("runner", "check_idle", "AlreadyPendingCallError"): "in flight",
+    ("runner", "check_has_reset", "ResetNeeded"): "before the first `reset`",
+    ("runner", "claim", "RuntimeError"): "a second facade",
+    ("rollout", "__init__", "MemoryError"): "a `Rollout`",
+    ("rollout", "current", "ResetNeeded"): "before the first `reset`",
+    ("rollout", "step", "ResetNeeded"): "before the first `reset`",
+    ("monitoring", "serve", "RuntimeError"): "`Monitor.serve`",
+    ("monitoring", "serve", "OSError"): "`Monitor.serve`",
+    ("vector/stepper", "_last_before_reset", "ResetNeeded"): "through a facade",
+    ("vector/stepper", "receive", "NoAsyncCallError"): "`step_wait`",
+    ("vector/stepper", "receive_reset", "NoAsyncCallError"): "`reset_wait`",
+    ("vector/stepper", "_check_may_step", "AlreadyPendingCallError"): "in flight",
+    ("vector/rllib", "_sample", "RuntimeError"): "RLlib's runner",
+    ("vector/sb3", "_env_ids", "IndexError"): "`SB3VecEnv`",
+    ("vector/tensors", "page_lock", "RuntimeError"): "`torch(pin=True)`",
+    ("vector/torchrl", "_indices", "AlreadyPendingCallError"): "in flight",
+    ("vector/torchrl", "_indices", "NotImplementedError"): "`TorchRLEnv.async_step_send`",
+    ("backends/interpreter", "executable", "RuntimeError"): "without a Python interpreter",
+    ("backends/ray_backend", "start", "ParallelEnvError"): "Ray cannot start a worker",
+    ("backends/ray_backend", "_reserve", "ParallelEnvError"): "without room",
+    ("backends/ray_backend", "_late_starts", "ParallelEnvError"): "not ready within `placement_timeout`",
+    ("backends/ray_backend", "_note_death", "ParallelEnvError"): "not ready within `placement_timeout`",
+    ("backends/ray_backend", "connect", "ConnectionError"): "no Ray cluster",
+    ("backends/ray_nodes", "_note_node_lost", "ParallelEnvError"): "Ray cannot start a worker",
+    ("backends/ray_nodes", "_check_start", "ParallelEnvError"): "not ready within `placement_timeout`",
+}
+# Methods of the stand-in for one environment of RLlib, which no caller has; and an error of RLlib's own.
+INTERNAL = {
+    ("vector/rllib", "reset", "RuntimeError"),
+    ("vector/rllib", "step", "RuntimeError"),
+    ("vector/rllib", "_creator", "EnvError"),
+}
+# Warnings whose text comes from elsewhere, by the expression: `SeedCheck` of `core/construction.py` has both.
+TEXTS = {"seed_check.first_warning": "declare the same seed", "text": "the first observations of all"}
+
+
+def name_of(module: Path) -> str:
+    return module.relative_to(PACKAGE).with_suffix("").as_posix()
+
+
+def raised(node: ast.AST, function: str = "") -> Iterator[tuple[str, str]]:
+    """The function and the class of each error that is raised with a text, in and below a node."""
+    if isinstance(node, ast.FunctionDef):
+        function = node.name
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+        kind = node.exc.func
+        if isinstance(kind, ast.Name) and kind.id[0].isupper() and kind.id not in MANY:
+            yield function, kind.id
+    for child in ast.iter_child_nodes(node):
+        yield from raised(child, function)
+
+
+def message(node: ast.AST) -> str | None:
+    """A literal text, with `VALUE` where values are filled in; None for any other expression."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[.\d]*[sdrfg]", VALUE, node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join([message(part) or VALUE for part in node.values])
+    return None
+
+
+@functools.cache
+def messages() -> list[str]:
+    """All literal texts of the package."""
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return [text for node in nodes if (text := message(node)) is not None]
+
+
+def found() -> set[tuple[str, str, str]]:
+    return {(name_of(module), *error) for module in MODULES for error in raised(ast.parse(module.read_text()))}
+
+
+def test_every_error_has_a_row():
+    """A new error needs a row in `docs/errors.md`, and an entry in `ERRORS` that says which."""
+    assert found() - INTERNAL == ERRORS.keys()
+    for (module, function, kind), phrase in ERRORS.items():
+        assert any(f"{kind}`" in row and phrase in row for row in ROWS), (module, function, kind)
+
+
+def quoted() -> list[tuple[str, str]]:
+    """The texts of warnings that the page quotes, and the rows that they are in."""
+    section = PAGE[PAGE.index("## Warnings") :]
+    cells = [(row.removeprefix("| ").split(" | ")[0], row) for row in ROWS if row in section]
+    return [(text, row) for cell, row in cells for text in cell.strip("`").split("`, `")]
+
+
+def matches(text: str, printed: str) -> bool:
+    """Whether a quoted text, in which `...` stands for anything, is the beginning of a printed one."""
+    pattern = ".*".join(map(re.escape, text.split("...")))
+    return re.match(pattern, printed, re.DOTALL) is not None
+
+
+@pytest.mark.parametrize("text", [text for text, _ in quoted()])
+def test_quoted_warnings_are_printed(text):
+    assert any(matches(text, printed) for printed in messages())
+
+
+def test_every_warning_has_a_row():
+    expected = []
+    for path in PACKAGE.rglob("*.py"):
+        if path.is_relative_to(PACKAGE / "cli"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                kinds = [argument.id for argument in node.args[1:] if isinstance(argument, ast.Name)]
+                expected.append((node.args[0], (kinds or ["UserWarning"])[0]))
+    assert len(expected) >= 9
+    for argument, kind in expected:
+        printed = message(argument)
+        if printed is None:
+            rows = [row for _, row in quoted() if TEXTS[ast.unparse(argument)] in row]
+        else:
+            rows = [row for text, row in quoted() if matches(text, printed)]
+        assert any(f"`{kind}`" in row for row in rows), printed or ast.unparse(argument)
