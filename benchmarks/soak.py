@@ -14,8 +14,9 @@ fork server is killed.
 At the end, programs that step or hang are interrupted and killed: a process that they leave is counted.
 
 The memory is that of this process and all its descendants (PSS): its mean in the last quarter of the run, divided by
-that in the second quarter. The throughput is compared with that of the faultless batch, without the time in which
-environments were out of service: from a fault, or a constructor that was waited for, to the first result after it.
+that in the second quarter. The throughput is compared with that of the faultless batch, for both without the time in
+which environments were out of service, since a fault, a constructor or another program was waited for: whatever a step
+takes longer than four times its work.
 """
 
 from __future__ import annotations
@@ -260,6 +261,11 @@ class Run:
         self.usual = STEP_S * NUM_ENVS / WORKERS
         self.env.reset(seed=42)
 
+    @property
+    def in_service(self) -> float:
+        """Seconds of stepping, without those in which environments were out of service."""
+        return self.seconds - self.out_of_service / NUM_ENVS
+
     def turn(self, seconds: float, *, together: bool) -> None:
         """Step for so long, all environments at once or each by itself; nothing is in flight before and after."""
         env, models, began = self.env, self.models, time.perf_counter()
@@ -442,8 +448,7 @@ def main(
             left += sum(processes_left_by(state, number) for _ in range(programs))
     quarters = [[mb for at, mb in memory if low <= 4 * at / elapsed < low + 1] for low in range(4)]
     means = [statistics.mean(quarter) if quarter else 0.0 for quarter in quarters]
-    rate = faultless.steps / faultless.seconds
-    in_service = soak.seconds - soak.out_of_service / NUM_ENVS
+    rate = faultless.steps / faultless.in_service
     result = {
         "machine": machine(),
         "hours": elapsed / 3600,
@@ -458,8 +463,8 @@ def main(
         "memory, last quarter / second": round(means[3] / means[1], 4) if means[1] else None,
         "faultless, steps per second": round(rate, 1),
         "steps per second": round(soak.steps / soak.seconds, 1),
-        "steps per second in service": round(soak.steps / in_service, 1),
-        "share of the faultless throughput, in service": round(soak.steps / in_service / rate, 4),
+        "steps per second in service": round(soak.steps / soak.in_service, 1),
+        "share of the faultless throughput, in service": round(soak.steps / soak.in_service / rate, 4),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "soak.json").write_text(json.dumps(result, indent=2) + "\n")

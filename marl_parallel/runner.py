@@ -446,7 +446,7 @@ class BatchRunner:
             if env_options is not None:
                 self.schema.check_options(env_options)
         keywords: dict[int, bytes] = {}
-        new_seeds, sampler_seeds = [*self.seeds], dict[int, int]()
+        new_seeds, sampler_seeds, remembered = [*self.seeds], dict[int, int](), list[int]()
         for env_id, env_seed, env_options in zip(env_ids, seeds, options_of, strict=True):
             passed: dict[str, Any] = {}
             slot = pool.slots[env_id]
@@ -456,6 +456,7 @@ class BatchRunner:
                 passed["seed"] = new_seeds[env_id] = sampler_seeds[env_id] = env_seed
             if env_options is not None:
                 passed["options"] = rebuilder.reset_options(env_id, env_options)
+                remembered += [env_id] if rebuilder.options_last else []
             keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
         self._base_seed, self.seeds, pool.seeds_stale = base, tuple(new_seeds), True
@@ -465,6 +466,8 @@ class BatchRunner:
         if rebuilder.base_seed != base:
             rebuilder.base_seed = base
             pool.prepare_again()
+        elif remembered:
+            pool.prepare_again(remembered)
         return keywords
 
     def _seeds_of_all(self, env_ids: Sequence[int], seed: Seeds, name: str) -> list[int]:

@@ -105,7 +105,7 @@ class Episode:
         return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
 
     def _seeded(self, keywords: Mapping[str, Any], seed: int, number: int) -> Mapping[str, Any]:
-        """The keywords of a reset, with a derived seed if they have none; a seed only if the simulator takes one."""
+        """Keywords for the simulator's `reset`: a missing seed is derived; it is left out if `reset` takes none."""
         if keywords.get("seed") is not None:
             self.seeding = keywords["seed"], 0
         else:

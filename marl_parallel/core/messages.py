@@ -31,7 +31,7 @@ class Message(Enum):
     WATCH = 13  # from now on, write more than the records with each reset and step
     PREPARE = 14  # construct a spare, and begin its first episode; the block has the records of the one it will replace
     ADOPT = 15  # write the first transition of a spare: it takes the place of the environment from now on
-    RETIRE = 16  # with True: do not begin the episode after the present one, a spare will do that
+    RETIRE = 16  # True: do not begin the next episode, since a spare will; False: begin it again
 
 
 class Request(NamedTuple):

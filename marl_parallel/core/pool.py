@@ -57,7 +57,7 @@ from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, 
 
 _ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
 _EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy to go on with a fresh environment"
-_REPLACED_ALREADY = "Its environments had been replaced by others already"
+_REPLACED_ALREADY = "This worker's environments had already been replaced"
 _LONG_AT_CTRL_C_S = 1.0
 _LEAVES_WITHIN_S = 5.0
 _FOR_SPARES = frozenset({Message.PREPARE, Message.ADOPT, Message.RETIRE, Message.CLOSE})
@@ -297,6 +297,8 @@ class Pool:
         if message is Message.RESET:
             if rebuilding:
                 slot.waiting_reset = payloads[slot.env_id]
+                if slot.has_reset and not slot.over:
+                    slot.first_episode -= 1  # its caller receives no end of the episode that was interrupted
             else:
                 slot.reset_keywords = payloads[slot.env_id]
             return not rebuilding
@@ -436,7 +438,7 @@ class Pool:
             if self.backend.ready_since(long.worker) > time.monotonic():
                 to_do = ". It waits for room in the cluster, or for its process to start"
             elif self.closed:
-                to_do = ". Pass a timeout= to close to end what hangs"
+                to_do = ". To limit this, pass close(timeout=...)"
             elif limit is not None:
                 to_do = f". It times out after {limit:g} s"
             self._log_long_call(long, to_do)
@@ -505,7 +507,7 @@ class Pool:
                 continue
             if slot.busy:
                 self._apply_result(slot, reply.completed, results.get(env_id))
-            elif slot.renewing and reply.message is Message.RESET:
+            elif slot.renewing and reply.message is Message.RESET and queue is self._queues[slot.worker]:
                 self._apply_first(slot, reply.completed, results.get(env_id))
 
     def _apply_result(self, slot: Slot, completed: float, result: Any) -> None:
@@ -549,7 +551,8 @@ class Pool:
     def _handle_late(self, worker: int) -> None:
         """Replace a worker that is past its timeout, or raise."""
         running, activity, limit = self._deadlines.overrun(worker)
-        assert limit is not None
+        if limit is None:  # while another one was handled, it has begun something without a limit
+            return
         queue, backend = self._queues[worker], self.backend
         advice = self._advice if backend.can_kill else _THREAD_ADVICE
 
@@ -619,8 +622,9 @@ class Pool:
             if slot.renewing and slot.waiting_reset is not None:
                 slot.reset_keywords, slot.waiting_reset = slot.waiting_reset, None
             recovery.begin(slot, fault, error)
-            slot.renewing, slot.ending = False, None
-            self._note_built(slot, ended=fault.interrupted is not Message.RESET)
+            slot.renewing, slot.awaits_spare, slot.ending = False, False, None
+            in_episode = fault.interrupted is Message.STEP or (slot.has_reset and not slot.over)
+            self._note_built(slot, ended=in_episode and fault.interrupted is not Message.RESET)
         self._all_idle, self.seeds_stale = False, True
         if self._errors is not None:
             self._errors.append(error)
@@ -644,7 +648,7 @@ class Pool:
                 self.tracer.note_replaced(queue.position)
         payload = {slot.env_id: recovery.rebuild_request(slot, error) for slot in slots}
         self._post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, together=False)
-        self.prepare_again(payload)
+        self._prepare_again(payload)
         for slot in self._with_spares_in(worker) if replaces else ():  # they died with it
             self._give_up_spare(slot)
         recovery.announce(payload, error)
@@ -706,8 +710,11 @@ class Pool:
             slot.acting, slot.alive, slot.over, slot.has_reset = [], [], False, False
             self._note_built(slot, ended=False)
         self._all_idle, self.seeds_stale = False, True
-        self.execute(self._requests(Message.REBUILD, env_ids, payload, each=True))
-        self.prepare_again(env_ids)
+        try:
+            self.execute(self._requests(Message.REBUILD, env_ids, payload, each=True))
+        finally:
+            if not self.closed:
+                self.prepare_again(env_ids)
 
     # -- spares ----------------------------------------------------------------------------------------------------
 
@@ -733,8 +740,8 @@ class Pool:
             if recycler.is_leaving(worker):
                 for slot in self._drop_spares(worker):  # others are made elsewhere
                     self._postpone(slot)
-                    if slot.renewing:
-                        self._go_on(slot)
+                    if slot.awaits_spare:
+                        self._renew(recycler, slot)
         for worker, queue in [*self._queues.items()]:
             if queue.ends_by is not None:
                 late = now >= queue.ends_by
@@ -767,7 +774,7 @@ class Pool:
         retiring = [
             slot for slot in slots if not slot.retiring and slot.fault is None and recycler.is_due(slot, after=1)
         ]
-        if retiring:
+        if retiring and not queue.is_retiring:
             for slot in retiring:
                 slot.retiring = True
             self._post(
@@ -805,7 +812,8 @@ class Pool:
         except (OSError, RuntimeError) as error:
             self._warn_of_spares(recycler, missing, str(error))
             return
-        if self.closed:
+        if self.closed:  # by another thread
+            self.backend.remove(spare, kill=True)
             return
         self._queues[spare] = WorkerQueue((), position, env_ids)
         self._prepare(spare, env_ids)
@@ -836,13 +844,15 @@ class Pool:
                 payload[slot.env_id] = self.rebuilder.request(slot, slot.rebuilds + 1)
             if slot.worker != worker:
                 slot.spare = worker
-                self._postpone(slot)
         if payload:
             queue.prepared_since = time.monotonic()
             self._post({worker: Request(Message.PREPARE, tuple(payload), payload, each=True)}, together=False)
 
     def prepare_again(self, env_ids: Iterable[int] | None = None) -> None:
         """Construct the spares of environments, or of all, again: they have other seeds, or write other things, now."""
+        self._call(self._prepare_again, env_ids)
+
+    def _prepare_again(self, env_ids: Iterable[int] | None) -> None:
         spares: dict[int, list[int]] = defaultdict(list)
         for env_id in range(self.batch_size) if env_ids is None else env_ids:
             spare = self.slots[env_id].spare
@@ -868,14 +878,15 @@ class Pool:
             queue.preparing.pop(slot.env_id, None)
         self.recycler.look_again()
         self._postpone(slot)
-        if slot.renewing:
+        if slot.awaits_spare:
             self._renew(self.recycler, slot)
 
     def _postpone(self, slot: Slot) -> None:
         """Let an environment go on until its spare is ready, unless it has had all its episodes."""
         assert self.recycler is not None
         slot.due = False
-        if slot.retiring and not slot.renewing and not self.recycler.is_due(slot, after=1):
+        is_due = slot.renewing or self.recycler.is_due(slot, after=1)
+        if slot.retiring and not is_due and not self._queues[slot.worker].is_retiring:
             slot.retiring = False
             self._post({slot.worker: Request(Message.RETIRE, (slot.env_id,), False)}, together=False)
 
@@ -902,8 +913,10 @@ class Pool:
     def _renew(self, recycler: Recycler, slot: Slot) -> None:
         """Begin the next episode of an environment in its spare, as soon as there is one."""
         if slot.spare is None and (not self.backend.has_spares or self._vacant() is None):
+            slot.awaits_spare = False
             self._prepare(slot.worker, [slot.env_id])  # in its place
             return
+        slot.awaits_spare = True
         if slot.spare is None:
             self._add_spares(recycler, slot.worker, time.monotonic())
         if slot.spare is None:
@@ -913,6 +926,7 @@ class Pool:
 
     def _move(self, slot: Slot, worker: int) -> None:
         """Let the spare in a worker take the place of an environment, and begin the episode that is due."""
+        slot.awaits_spare = False
         old, new = self._queues[slot.worker], self._queues[worker]
         if old is not new:
             del new.preparing[slot.env_id]
@@ -938,7 +952,7 @@ class Pool:
             request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
         self._post({worker: request}, together=False)
         if old is new:
-            self.prepare_again([slot.env_id])  # it was constructed in place, so that its spare has the same seed
+            self._prepare_again([slot.env_id])  # it was constructed in place, so that its spare has the same seed
 
     def _end_if_left(self, worker: int) -> None:
         """Let a worker end in which there are neither environments nor spares."""
@@ -949,6 +963,7 @@ class Pool:
 
     def _go_on(self, slot: Slot) -> None:
         """Begin the next episode in the old environment, since there is no spare."""
+        slot.awaits_spare = False
         if slot.retiring:
             self._post({slot.worker: Request(Message.RETIRE, (slot.env_id,), False)}, together=False)
         slot.retiring = slot.due = False
@@ -1030,7 +1045,7 @@ class Pool:
         """Let the spares in a worker take their places, for which callers wait, if all of them are ready."""
         if not self._queues[worker].is_preparing:
             for slot in self._with_spares_in(worker):
-                if slot.renewing:
+                if slot.awaits_spare:
                     self._move(slot, worker)
 
     def _apply_first(self, slot: Slot, completed: float, result: Any) -> None:
@@ -1063,7 +1078,7 @@ class Pool:
     def _note_failed(
         self, recycler: Recycler, dropped: Sequence[Slot], failed: Sequence[Slot], error: ParallelEnvError
     ) -> None:
-        """Let environments go on whose spares could not be made; others whose spares are lost get new ones at once.
+        """Let environments go on whose spares could not be made; those that wait for lost ones get others at once.
 
         The next spares of those that failed have other seeds. While an environment has never been reset, it keeps the
         count of rebuilds, on which the seed of its first reset depends.
@@ -1074,9 +1089,10 @@ class Pool:
         for slot in dropped:
             slot.spare = None
             self._postpone(slot)
-            if slot.renewing and slot in failed:
+        for slot in dropped:
+            if slot.awaits_spare and slot in failed:
                 self._go_on(slot)
-            elif slot.renewing:
+            elif slot.awaits_spare:
                 self._renew(recycler, slot)
 
     def _warn_of_spares(self, recycler: Recycler, slots: Sequence[Slot], error: str) -> None:
@@ -1184,6 +1200,8 @@ class Pool:
             del self._queues[worker]
         pending = {worker for worker, queue in self._queues.items() if queue.ends_by is None}
         failures: dict[int, Failure] = {}
+        for worker in pending:
+            self._queues[worker].requests.clear()  # the workers leave them out
         self._post({worker: Request(Message.CLOSE) for worker in pending}, together=False)
         while pending and (left := deadline - time.monotonic()) > 0:
             self._warn_of_long_calls()
@@ -1193,6 +1211,7 @@ class Pool:
                     pending.discard(worker)
                 elif reply.message is Message.CLOSE:  # others were in flight: discarded
                     pending.discard(worker)
+                    self._queues[worker].requests.clear()
                     failures.update(reply.failures)
                     if self.tracer is not None and SLICES in reply.results:
                         self.tracer.add(

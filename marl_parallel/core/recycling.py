@@ -3,7 +3,7 @@
 An environment past a limit is replaced where an episode begins. Its spare has been constructed before, with the spares
 of its neighbours, in a new worker, and its first episode has begun there::
 
-    Recycler.wants_spare -> Backend.add, PREPARE         the spares of a worker
+    Recycler.wants_spares -> Backend.add, PREPARE        the spares of a worker
     Recycler.is_due      -> RETIRE                       with SAME_STEP: the worker does not begin the next episode
     end of the episode   -> ADOPT, or the caller's RESET, in the new worker
     all have moved       -> CLOSE, Backend.remove        the old worker ends
@@ -90,8 +90,9 @@ class Recycler:
         return self._memory.get(worker, 0) / _MB
 
     def forget(self, worker: int) -> None:
-        """Forget the memory of a worker that has been replaced."""
+        """Forget a worker that has been replaced or removed: another one may get its number."""
         self._memory.pop(worker, None)
+        self._leaving -= {worker}
 
     def is_past_limit(self, worker: int, slots: Sequence[Slot], now: float) -> bool:
         """Whether a worker with these environments is past its limit of memory or age, or leaves its machine."""

@@ -113,7 +113,7 @@ def write_crash(crash: Crash, path: Path) -> None:
 
 
 def read_crash(path: Path) -> Crash:
-    """Read a file without unpickling anything; `BadReplay` if it is none, or not whole, or newer than this version."""
+    """Read a file without unpickling anything; `BadReplay` if it is none, or not whole, or of another version."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -76,7 +76,8 @@ class Slot:
     spare: int | None = None  # the worker that has its spare, or constructs it
     due: bool = False  # whether its worker is past a limit, and the spares are ready
     retiring: bool = False  # whether its worker does not begin another episode with it
-    renewing: bool = False  # whether it is replaced by a spare before the request in flight is carried out
+    renewing: bool = False  # whether the episode that is due begins in a spare, or in the old one if there is none
+    awaits_spare: bool = False  # whether that has not been requested yet, since the spare is not ready
     ending: Snapshot | None = None  # likewise, with `SAME_STEP`: the last step of the old environment
     reports_recycling: bool = False  # whether the next result has the mark
 
@@ -97,7 +98,7 @@ class WorkerQueue:
 
     share: Sequence[int]  # its environments
     position: int  # of the worker, or of the first one that it has replaced, in statistics
-    built: Sequence[int] = ()  # the environments in its process, some of which may have moved or be spares
+    built: Sequence[int] = ()  # for which it was started: some may have moved, be spares, or have died with a process
     # Environments that are or will be constructed here before an episode begins in them, as spares or in place; with
     # 0 if that has been done, 1 if the request is in flight, 2 if it will have to be repeated then.
     preparing: dict[int, int] = field(default_factory=dict)
@@ -141,6 +142,11 @@ class WorkerQueue:
             not request.each and request.env_ids is not None and request.env_ids[0] in env_ids
             for request, _, _ in self.requests
         )
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether a `RETIRE` is in the queue: a second one waits, so that they cannot fill it."""
+        return any(request.message is Message.RETIRE for request, _, _ in self.requests)
 
     @property
     def limited(self) -> Message | None:

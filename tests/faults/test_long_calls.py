@@ -186,12 +186,12 @@ def test_ctrl_c_reports_it_without_warnings(setup, build, caplog, tmp_path):
     """`warn_after=None` is about warnings."""
     env = build(slow("step", go_on=str(tmp_path / "go on")), setup, warn_after=None)
     env.reset()
-    timer = threading.Timer(1.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         env.step([ACTIONS] * 2)
     timer.join()
-    assert waiting_of(caplog)[0].startswith("environment 1 (worker 1) has been in step for 1.")
+    assert waiting_of(caplog)[0].startswith("environment 1 (worker 1) has been in step for ")
 
 
 class ClosesSlowly(Counting):
@@ -209,18 +209,28 @@ def test_closing_is_reported(setup, build, caplog):
     env = build([functools.partial(ClosesSlowly, 1.5), Counting], setup, warn_after=0.5)
     env.reset()
     env.close(timeout=None)
-    text = warnings_of(caplog)[0]
+    text = next(text for text in warnings_of(caplog) if " in close for " in text)
     assert text.startswith("environment 0 (worker 0) has been in close for ")
-    assert "Pass a timeout= to close to end what hangs" in text
+    assert "To limit this, pass close(timeout=...)" in text
     caplog.clear()
     env = build([functools.partial(ClosesSlowly, 60.0), Counting], setup, warn_after=None)
     env.reset()
-    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         env.close(timeout=None)
     timer.join()
-    assert warnings_of(caplog)[0].startswith("environment 0 (worker 0) has been in close for 1.")
+    assert warnings_of(caplog)[0].startswith("environment 0 (worker 0) has been in close for ")
+
+
+def test_results_that_nobody_waits_for_are_not_reported(build, caplog):
+    """`close` while results wait to be received, long after the steps."""
+    env = build([Counting] * 2, THREAD, warn_after=0.3)
+    env.reset()
+    env.send([ACTIONS] * 2)
+    time.sleep(0.6)
+    env.close()
+    assert "has not begun" not in caplog.text
 
 
 @pytest.mark.parametrize(("seconds", "error"), [(0, ValueError), (-1.0, ValueError), ("60", TypeError)], ids=str)

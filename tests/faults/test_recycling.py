@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import os
+import signal
 import time
 from typing import Any
 
@@ -19,7 +20,7 @@ from mpe2 import simple_spread_v3
 from simulators.counting import ACTIONS, Counting, CountingDicts
 from simulators.crashing import Fate, crashing, seed_of
 
-from marl_parallel import ParallelEnv, RecyclePolicy, RestartLimitExceeded, Rollout
+from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartLimitExceeded, Rollout, WorkerCrashed
 from marl_parallel.core.recycling import Recycler
 from marl_parallel.vector import StackedVecEnv
 
@@ -310,7 +311,7 @@ def test_send_raises_no_faults(build):
             raised = "kill_above_mb=5" in str(error)
 
 
-class Unhurried:
+class SlowMemory:
     """A backend whose memory takes long to measure."""
 
     asked = 0
@@ -326,7 +327,7 @@ class Unhurried:
 
 def test_slow_measurements_of_memory():
     """They become rare, but not too rare; nodes that go are looked for once a second all the same."""
-    backend: Any = Unhurried()
+    backend: Any = SlowMemory()
     recycler = Recycler(RecyclePolicy(max_memory_mb=1), backend, [0], 0.0)
     now = time.monotonic()
     for second in range(12):
@@ -384,6 +385,9 @@ def test_worker_that_dies_with_the_spare_of_another_environment(setup, build):
     for step in range(1, 60):
         observations, _, _, _, infos = env.step([ACTIONS] * 2)
         marks.update(infos[0].get("__common__", {}))
+        if step == 7:
+            slots = env.runner.pool.slots
+            assert slots[0].worker == slots[1].spare != slots[1].worker
         if step == 40:
             assert infos[1]["__common__"] == MARK
             plain = CountingDicts(20, seed=seed_of(42, 1, 1))
@@ -397,7 +401,7 @@ def test_worker_that_dies_with_the_spare_of_another_environment(setup, build):
     assert env.stats().restart_kinds == {"death": 1}
 
 
-class Doomed(Counting):
+class ExitsWithOneSeed(Counting):
     """Environment 1 ends its process in the constructor, if its seed is derived from 1000."""
 
     def __init__(self, length: int, *, seed: int, env_id: int) -> None:
@@ -408,16 +412,17 @@ class Doomed(Counting):
 
 def test_spare_whose_new_seed_ends_its_process(build, caplog):
     """Others have moved to the process of the spare: it is constructed in a further one, and nothing is restarted."""
-    makes = [functools.partial(Doomed, length) for length in (2, 12)]
+    makes = [functools.partial(ExitsWithOneSeed, length) for length in (2, 12)]
     policy = RecyclePolicy(max_episodes=2)
     env = build(makes, Setup("process", True, 1), DISABLED, on_error="restart", recycle=policy)
     env.reset()
+    deadline = time.monotonic() + 60
     while not env.stats().recycled:
+        assert time.monotonic() < deadline
         env.step([ACTIONS] * 2)
         if env.runner.batch.over[0]:
             env.reset(env_ids=[0])
     env.reset(seed=1000, env_ids=[0])
-    deadline = time.monotonic() + 30
     with caplog.at_level(logging.WARNING, "marl_parallel"):
         while env.seed()[1] != seed_of(1000, 1, 2):
             assert time.monotonic() < deadline
@@ -427,6 +432,162 @@ def test_spare_whose_new_seed_ends_its_process(build, caplog):
                 env.reset(env_ids=over)
     assert "environments [1] could not be constructed" in caplog.text
     assert (env.stats().restarts, env.stats().faults) == (0, 0)
+
+
+class SlowReset(Counting):
+    """Can be constructed only once; a reset takes longer than the time until that is tried again."""
+
+    def __init__(self, path: str, *, seed: int) -> None:
+        super().__init__(3, seed=seed)
+        if os.path.exists(path):
+            raise RuntimeError("no licence left")
+        open(path, "w").close()
+
+    def reset(self, seed=None, options=None):
+        time.sleep(0.0 if self.resets == 0 else 2.5)
+        return super().reset(seed, options)
+
+
+def test_reset_that_takes_longer_than_the_next_failure(build, tmp_path):
+    """The old environment begins the episode once."""
+    make = functools.partial(SlowReset, str(tmp_path / "made"))
+    env = build([make], Setup("process", True, 1), recycle=RecyclePolicy(max_episodes=1))
+    env.reset()
+    for step in range(1, 9):
+        observations, rewards, *_ = env.step([ACTIONS])
+        resets, steps = 1 + step // 3, step % 3
+        assert observations[0]["long"][1:].tolist() == [resets, steps]
+        assert rewards[0]["long"] == 1.5
+
+
+class SlowSeededReset(Counting):
+    """A reset by the caller takes longer than it takes to construct another one."""
+
+    def reset(self, seed=None, options=None):
+        time.sleep(3.0 if options else 0.0)
+        return super().reset(seed, options)
+
+
+@pytest.mark.parametrize("setup", ONE_PROCESS[:1], ids=str)
+def test_seed_of_the_caller(setup, build):
+    """It reaches the spare that takes over, even if a further spare is ready before its reset ends."""
+    make = functools.partial(SlowSeededReset, 3)
+    env = build([make] * 2, setup, DISABLED, recycle=RecyclePolicy(max_episodes=1))
+    env.reset()
+    for round_ in range(2):
+        env.step([ACTIONS] * 2)
+        observations, _ = env.reset(seed=[5 + round_, None], env_ids=[0, 1], options={"slow": True})
+        assert observations[0]["long"].tolist()[0] == 5 + round_
+        assert env.seed() == (5 + round_, seed_of(42, 1, round_ + 1))
+    assert env.stats().recycled == 4
+
+
+class SlowStep(Counting):
+    """Environment 1 takes long for its fifth step."""
+
+    def __init__(self, length: int, *, seed: int, env_id: int) -> None:
+        super().__init__(length, seed=seed)
+        self.waits = env_id == 1
+
+    def step(self, actions):
+        if self.waits and self.steps == 4:
+            time.sleep(3.0)
+        return super().step(actions)
+
+
+def test_spare_behind_a_long_step(build):
+    """The spare of one environment waits in a worker in which another one steps: it takes over once, when it can."""
+    makes = [functools.partial(SlowStep, length) for length in (40, 40)]
+    env = build(makes, Setup("process", True, 1), DISABLED, recycle=RecyclePolicy(max_episodes=1))
+    env.reset()
+    slots = env.runner.pool.slots
+    env.reset(env_ids=[1])  # it moves
+    assert slots[0].spare == slots[1].worker != slots[0].worker
+    for _ in range(4):
+        env.step([ACTIONS] * 2)
+    env.send([ACTIONS], [1])
+    env.reset_async(env_ids=[0])
+    results = {}
+    while env.pending:
+        batch = env.recv(min_envs=1)
+        results.update(zip(batch.env_ids, batch.observations))
+    assert results[0]["long"].tolist() == [seed_of(42, 0, 1), 1, 0]
+    assert env.seed()[0] == seed_of(42, 0, 1)
+
+
+class FailsOnce(Counting):
+    """Environment 2 ends its process in the constructor of its first spare."""
+
+    def __init__(self, path: str, length: int, *, seed: int, env_id: int) -> None:
+        super().__init__(length, seed=seed)
+        with open(path, "a") as file:
+            file.write(f"{env_id}\n")
+        if env_id == 2 and seed == seed_of(42, 2, 1):
+            time.sleep(0.5)
+            os._exit(1)
+
+
+def test_lost_spares_of_others_are_constructed_once_more(build, tmp_path):
+    made = tmp_path / "made"
+    makes = [functools.partial(FailsOnce, str(made), length) for length in (1, 60, 60)]
+    env = build(makes, Setup("process", True, 1), recycle=RecyclePolicy(max_episodes=1))
+    env.reset()
+    deadline = time.monotonic() + 60
+    while env.stats().recycled < 5:
+        assert time.monotonic() < deadline
+        env.step([ACTIONS] * 3)
+    assert made.read_text().split().count("1") == 3
+
+
+class Remembering(Counting):
+    def __init__(self, path: str, *, seed: int, env_id: int, restarts: int) -> None:
+        super().__init__(3, seed=seed)
+        if (env_id, restarts) == (0, 1):
+            raise RuntimeError("no licence left")
+
+
+def test_requested_restarts_of_which_one_fails(build, tmp_path):
+    """The spares of the others have other seeds than the environments that were constructed."""
+    env = build([functools.partial(Remembering, "")] * 2, Setup("process", True, 1), on_error="restart",
+                recycle=RecyclePolicy(max_episodes=2))  # fmt: skip
+    env.reset()
+    pool = env.runner.pool
+    for _ in range(4):
+        env.step([ACTIONS] * 2)
+    wait_for(lambda: env.step([ACTIONS] * 2) and pool.slots[1].spare is not None)
+    with pytest.raises(EnvError, match="no licence left"):
+        env.restart()
+    seeds = [env.seed()[1]]
+    env.reset()
+    deadline = time.monotonic() + 30
+    while len(seeds) < 3:
+        assert time.monotonic() < deadline
+        if "recycled" in env.step([ACTIONS] * 2)[4][1].get("__common__", {}):
+            seeds.append(env.seed()[1])
+    assert len({*seeds}) == 3
+
+
+@pytest.mark.parametrize("mode", [SAME_STEP, DISABLED], ids=lambda mode: mode.name)
+def test_episodes_after_a_fault_between_them(mode, build):
+    """A worker that dies while nothing is in flight: an episode that was over does not count twice."""
+    env = build([functools.partial(Counting, 4)], Setup("process", True, 1), mode, on_error="restart",
+                recycle=RecyclePolicy(max_episodes=2))  # fmt: skip
+    env.reset()
+    for _ in range(4):
+        env.step([ACTIONS])
+    os.kill(env.call("pid")[0], signal.SIGKILL)
+    with pytest.raises(WorkerCrashed):
+        env.call("pid")
+    marks: list[str] = []
+    steps: list[int] = []
+    while "recycled" not in marks:
+        if mode is DISABLED and env.runner.batch.over[0]:
+            marks += env.reset()[1][0].get("__common__", {})
+        if "recycled" not in marks:
+            marks += (infos := env.step([ACTIONS])[4][0]).get("__common__", {})
+            steps += [] if "restarted" in infos.get("__common__", {}) else [1]
+    assert marks.count("restarted") == 1
+    assert len(steps) == 8
 
 
 class DiesInClose(Counting):
@@ -440,7 +601,7 @@ def test_replaced_environment_that_dies_in_close(build, caplog):
     env = build(makes, Setup("process", True, 1), recycle=RecyclePolicy(max_episodes=2))
     env.reset()
     with caplog.at_level(logging.WARNING, "marl_parallel"):
-        wait_for(lambda: env.step([ACTIONS]) and "had been replaced by others already" in caplog.text)
+        wait_for(lambda: env.step([ACTIONS]) and "had already been replaced" in caplog.text)
     assert "died in close of environment 0" in caplog.text
 
 
@@ -515,7 +676,7 @@ def test_spares_that_cannot_be_made(mode, build, tmp_path, caplog):
     assert "tried again in 1 s" in caplog.text
 
 
-class Unlucky(Counting):
+class FailsWithOneSeed(Counting):
     """Cannot be constructed with one seed, however often it is tried."""
 
     def __init__(self, *, seed: int, env_id: int, fails: Any) -> None:
@@ -532,8 +693,8 @@ class Unlucky(Counting):
 @pytest.mark.parametrize("setup", PROCESSES, ids=str)
 def test_seed_with_which_nothing_can_be_constructed(fails, setup, build, caplog):
     """It is tried again soon, with the next seed; the environments of other workers do not wait for that."""
-    make = functools.partial(Unlucky, fails=fails)
-    env = build([make] * 4, setup, recycle=RecyclePolicy(max_episodes=2), start_timeout=3.0)
+    make = functools.partial(FailsWithOneSeed, fails=fails)
+    env = build([make] * 4, setup, recycle=RecyclePolicy(max_episodes=2), start_timeout=10.0)
     env.reset()
     deadline = time.monotonic() + 60.0
     seeds: list[list[int]] = [[], [], [], []]
