@@ -197,10 +197,10 @@ def test_target_that_goes(kind, three_nodes, caplog):
 @each_kind
 def test_spares_that_are_dropped_before_there_is_room(kind, three_nodes):
     """No step waits for their machine, neither at once nor after `placement_timeout`."""
-    backend = RayBackend(placement="PACK", placement_timeout=4.0, **kind)
+    backend = RayBackend(placement="PACK", **kind)
     with ParallelEnv([functools.partial(Slow, LENGTH)] * 2, True, 1, backend=backend, num_workers=2) as env:
         watched, pool = Watched(env), env.runner.pool
-        backend._targets[1] = "ff" * 28
+        backend._targets[1], backend._placement_timeout = "ff" * 28, 4.0
         pool.recycler.next_look = 0.0
         watched.step()
         (spare,) = {*pool._queues} - {0, 1}
