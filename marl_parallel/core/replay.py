@@ -4,7 +4,7 @@
 
     STEP               the bytes of the action record, and the pickled extras
     RESET, REBUILD     a new episode: its seed and options; the steps before it are dropped
-    ADOPT              likewise, in a spare, which `note_built` has told of
+    ADOPT              likewise, in a spare: `note_built` has been called with it
     a fault            a file for each environment that failed; the report names it
 
 Episodes that begin without a seed of the caller's have a derived one (`episode.derived_seed`), so that each episode can

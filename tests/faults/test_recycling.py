@@ -92,6 +92,17 @@ class Reference:
         return observations, rewards, terminateds, truncateds, infos
 
 
+def assert_like_plain_loops(env: ParallelEnv, references: list[Reference], mode: AutoresetMode, steps: int) -> None:
+    """Reset and step all environments, and compare all results."""
+    assert_same(env.reset(), tuple(zip(*[reference.begin() for reference in references])))
+    for _ in range(steps):
+        over = [reference.env_id for reference in references if reference.over]
+        if mode is DISABLED and over:
+            results = env.reset(env_ids=over)
+            assert_same(results, tuple(zip(*[references[env_id].begin() for env_id in over])))
+        assert_same(env.step([ACTIONS] * 4), tuple(zip(*[reference.step() for reference in references])))
+
+
 @each_mode
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_like_a_plain_loop(setup, mode, build):
@@ -99,13 +110,7 @@ def test_like_a_plain_loop(setup, mode, build):
     constructors = [functools.partial(Counting, length) for length in LENGTHS]
     env = build(constructors, setup, mode, recycle=RecyclePolicy(max_episodes=2))
     references = [Reference(env_id, mode, 2) for env_id in range(4)]
-    assert_same(env.reset(), tuple(zip(*[reference.begin() for reference in references])))
-    for _ in range(60):
-        over = [reference.env_id for reference in references if reference.over]
-        if mode is DISABLED and over:
-            results = env.reset(env_ids=over)
-            assert_same(results, tuple(zip(*[references[env_id].begin() for env_id in over])))
-        assert_same(env.step([ACTIONS] * 4), tuple(zip(*[reference.step() for reference in references])))
+    assert_like_plain_loops(env, references, mode, 60)
     stats = env.stats()
     assert stats.recycled == sum(reference.rebuilds for reference in references) >= 15
     assert (stats.restarts, stats.faults) == (0, 0)
@@ -119,13 +124,7 @@ def test_one_episode_each(setup, mode, build):
     constructors = [functools.partial(Counting, length) for length in LENGTHS]
     env = build(constructors, setup, mode, recycle=RecyclePolicy(max_episodes=1))
     references = [Reference(env_id, mode, 1) for env_id in range(4)]
-    assert_same(env.reset(), tuple(zip(*[reference.begin() for reference in references])))
-    for _ in range(20):
-        over = [reference.env_id for reference in references if reference.over]
-        if mode is DISABLED and over:
-            results = env.reset(env_ids=over)
-            assert_same(results, tuple(zip(*[references[env_id].begin() for env_id in over])))
-        assert_same(env.step([ACTIONS] * 4), tuple(zip(*[reference.step() for reference in references])))
+    assert_like_plain_loops(env, references, mode, 20)
     assert env.stats().recycled == sum(reference.rebuilds for reference in references) >= 10
 
 
