@@ -752,34 +752,47 @@ class Pool:
                     )  # fmt: skip
                 if self.backend.remove(worker, kill=late):
                     self._remove(worker)
-            elif queue.share and not self.closed:
-                self._look_at(recycler, worker, queue, now)
-
-    def _look_at(self, recycler: Recycler, worker: int, queue: WorkerQueue, now: float) -> None:
-        slots = self._slots_of(worker)
-        is_past = recycler.is_past_limit(worker, slots, now)
-        missing = [slot for slot in slots if slot.spare is None]
-        if missing and self.backend.has_spares and (is_past or recycler.wants_spares(missing, now)):
-            self._add_spares(recycler, worker, now)
-        if is_past:
-            ready = [slot for slot in slots if self._is_prepared(slot) or not self.backend.has_spares]
-            # They move together, but none waits for one that could not be constructed.
-            if all(slot in ready or (slot.spare is None and not recycler.may_try(slot, now)) for slot in slots):
-                for slot in ready:
-                    slot.due = True
+        for share in self.shares:
+            if not self.closed:
+                self._look_at([self.slots[env_id] for env_id in share], recycler, now)
         assert self.rebuilder is not None
         if self.rebuilder.plan.mode is not AutoresetMode.SAME_STEP:
-            self._all_idle &= not any(recycler.is_due(slot) for slot in slots)
+            self._all_idle &= not any(map(recycler.is_due, self.slots))
             return
-        retiring = [
-            slot for slot in slots if not slot.retiring and slot.fault is None and recycler.is_due(slot, after=1)
-        ]
-        if retiring and not queue.is_retiring:
-            for slot in retiring:
-                slot.retiring = True
-            self._post(
-                {worker: Request(Message.RETIRE, tuple([slot.env_id for slot in retiring]), True)}, together=False
-            )
+        for worker, queue in [*self._queues.items()] if not self.closed else ():
+            retiring = [
+                slot
+                for slot in self._slots_of(worker)
+                if not slot.retiring and slot.fault is None and recycler.is_due(slot, after=1)
+            ]
+            if retiring and not queue.is_retiring:
+                for slot in retiring:
+                    slot.retiring = True
+                self._post(
+                    {worker: Request(Message.RETIRE, tuple([slot.env_id for slot in retiring]), True)}, together=False
+                )
+
+    def _look_at(self, slots: Sequence[Slot], recycler: Recycler, now: float) -> None:
+        """Begin to make the spares of environments that have shared a worker, and let those move whose time it is.
+
+        Where one of their present workers is past a limit, all move: otherwise they would share workers ever less.
+        """
+        workers = {slot.worker for slot in slots}
+        past = [worker for worker in workers if recycler.is_past_limit(worker, self._slots_of(worker), now)]
+        wanted = [slot for slot in slots if slot.spare is None and recycler.may_try(slot, now)]
+        beside = [slot.worker for slot in wanted if slot.worker in past]
+        if not beside and recycler.wants_spares(wanted, now):
+            beside = [wanted[0].worker]
+        if beside and self.backend.has_spares:
+            self._add_spares(recycler, beside[0], now)
+        ready = [slot for slot in slots if self._is_prepared(slot) or not self.backend.has_spares]
+        # They move together, but none waits for one that could not be constructed.
+        leaving = [slot for slot in slots if slot.worker in past]
+        if any(slot in ready for slot in leaving) and all(
+            slot in ready or (slot.spare is None and not recycler.may_try(slot, now)) for slot in leaving
+        ):
+            for slot in ready:
+                slot.due = True
 
     def _kill_too_large(self, recycler: Recycler) -> None:
         """Replace workers that have more memory than they may ever have."""

@@ -99,7 +99,7 @@ def test_spread_and_pack_placement(three_nodes):
 @pytest.mark.parametrize("nodes", [{}, {"num_nodes": 3}], ids=str)
 def test_workers_that_take_no_cpus(nodes, three_nodes):
     """They start although all CPUs are set aside; also the spares of `recycle=` and the replacements of dead ones."""
-    with ParallelEnv([Skirmish] * 6, backend="ray", num_workers=6):
+    with ParallelEnv([Skirmish] * 3, backend=RayBackend(num_cpus=2), num_workers=3):
         assert ray.available_resources().get("CPU", 0) == 0
         backend = RayBackend(num_cpus=0, **nodes)
         arguments = {"seed": 1, "on_error": "restart", "recycle": RecyclePolicy(max_episodes=1)}
@@ -193,16 +193,16 @@ def test_slow_start(arguments, single_node, monkeypatch):
 
 def test_no_room_for_a_replacement(three_nodes):
     """Each node has room for one worker; when a node is removed, there is none left for the replacement."""
-    backend = RayBackend(num_cpus=2, placement_timeout=20)
+    backend = RayBackend(num_cpus=2, placement_timeout=60)
     with ParallelEnv([Skirmish] * 3, backend=backend, num_workers=3, on_error="restart") as env:
         env.reset()
         nodes = env.call(node_of)
         (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[1])
         three_nodes.remove_node(doomed, allow_graceful=False)
         with pytest.raises(
-            ParallelEnvError, match=r"worker 1 could not be replaced within 20 s: it wants 2 CPU,"
+            ParallelEnvError, match=r"worker 1 could not be replaced within 60 s: it wants 2 CPU,"
         ) as caught:
-            wait_for(lambda: env.step(actions_of(Skirmish, 3)) and False, timeout=90)
+            wait_for(lambda: env.step(actions_of(Skirmish, 3)) and False, timeout=150)
         assert "nodes have 4 CPU (0 free) together. Add nodes" in str(caught.value)
         assert (caught.value.worker, caught.value.env_ids) == (1, (1,))
     assert not ray.util.placement_group_table() or {
@@ -315,8 +315,9 @@ def test_existing_cluster_keeps_running(three_nodes):
 
 def test_workers_that_need_more_cpus_than_the_machine_has(ray_clusters):
     ray_clusters.shut_down()
-    with ParallelEnv([Skirmish] * 12, backend="ray", num_workers=12) as env:
-        assert len({*env.call(pid_of)}) == 12
+    count = (os.cpu_count() or 1) + 2
+    with ParallelEnv([Skirmish] * count, backend="ray", num_workers=count) as env:
+        assert len({*env.call(pid_of)}) == count
 
 
 def test_runtime_env_reaches_the_workers(single_node):

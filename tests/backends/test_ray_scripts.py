@@ -90,7 +90,7 @@ def test_page_and_example(ray_clusters):
     example = [str(ROOT / "examples" / "ray_cluster.py"), "--steps", "20", "--envs", "8", "--actors", "2"]
     benchmark = [str(ROOT / "benchmarks" / "ray_scaling.py"), "--quick"]
     for arguments in (["-c", block], benchmark, example):
-        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, env=environ)
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environ)
         assert done.returncode == 0, done.stderr
     assert "4 environments were interrupted" in done.stdout
     assert "4 restarts" in done.stdout

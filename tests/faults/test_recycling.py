@@ -709,6 +709,24 @@ def test_seed_with_which_nothing_can_be_constructed(fails, setup, build, caplog)
     assert seeds[3][:2] == [seed_of(42, 3, 1), seed_of(42, 3, 2)]
 
 
+def test_environments_share_a_worker_again(build, monkeypatch):
+    """One that could not be constructed with its neighbours takes them along later, although they have not leaked."""
+    leaking = {0}  # workers
+    monkeypatch.setattr(Recycler, "is_past_limit", lambda _, worker, *__: worker in leaking)
+    make = functools.partial(FailsWithOneSeed, fails=functools.partial(int, "no map"))
+    env = build([make] * 3, Setup("process", True, 1), recycle=RecyclePolicy(max_age_s=1000))
+    env.reset()
+    shares = env.runner.pool.present_shares
+
+    def step_until(expected: list[tuple[int, ...]]) -> bool:
+        return wait_for(lambda: env.step([ACTIONS] * 3) and sorted(map(tuple, shares().values())) == expected)
+
+    assert step_until([(0, 2), (1,)])
+    assert step_until([(0, 1, 2)])
+    assert {*shares()}.isdisjoint(leaking)
+    assert [slot.recycled for slot in env.runner.pool.slots] == [2, 1, 2]
+
+
 class Listed(Counting):
     """Adds the seed of each construction to a file; takes long to be constructed."""
 
