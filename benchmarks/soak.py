@@ -402,7 +402,7 @@ def main(
     hours: Annotated[float, typer.Option(min=0.001, help="How long to run.")] = 0.5,
     memory_mb: Annotated[
         float, typer.Option(min=1, help="Memory of a worker after which its environments are replaced.")
-    ] = 160,
+    ] = 100,
     programs: Annotated[int, typer.Option(min=1, help="How many programs are ended in each way.")] = 5,
     output: Output = None,
     as_markdown: AsMarkdown = False,

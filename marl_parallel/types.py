@@ -5,7 +5,6 @@ Calls out of order raise errors of `gymnasium.error`, bad arguments Python's own
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import operator
@@ -336,6 +335,11 @@ class WorkerStats:
     step_times: StepTimes = StepTimes()
     restart_kinds: Counter[str] = field(default_factory=Counter)
 
+    def __add__(self, other: WorkerStats) -> WorkerStats:
+        """The sums of both."""
+        sums = {one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(WorkerStats)}
+        return WorkerStats(**sums)
+
 
 @dataclass(frozen=True)
 class Stats(WorkerStats):
@@ -347,12 +351,8 @@ class Stats(WorkerStats):
     def of(cls, workers: Iterable[WorkerStats]) -> Stats:
         """The sums of workers' statistics."""
         workers = tuple(workers)
-        none = WorkerStats()
-        sums = {
-            name: functools.reduce(operator.add, [getattr(worker, name) for worker in workers], getattr(none, name))
-            for name in [one.name for one in fields(WorkerStats)]
-        }
-        return cls(**sums, workers=workers)
+        total = sum(workers, WorkerStats())
+        return cls(**{one.name: getattr(total, one.name) for one in fields(WorkerStats)}, workers=workers)
 
     def __str__(self) -> str:
         r"""A table with a line for each worker and one for all of them.

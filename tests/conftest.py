@@ -143,7 +143,7 @@ def _skips_count(config: pytest.Config) -> bool:
 
 @pytest.fixture(params=ALL_SETUPS, ids=str)
 def setup(request: pytest.FixtureRequest) -> Setup:
-    """Every backend, with and without shared memory, on three numbers of workers."""
+    """Every backend, with and without shared memory, on two workers; processes on three numbers of workers."""
     return request.param
 
 
@@ -173,7 +173,7 @@ def process_setup(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.fixture(params=KILLABLE_SETUPS, ids=str)
 def killable_setup(request: pytest.FixtureRequest) -> Setup:
-    """Workers that are processes, of every backend and in three numbers."""
+    """Workers that are processes, of every backend; worker processes in three numbers."""
     return request.param
 
 

@@ -1120,7 +1120,7 @@ class Pool:
         assert self.recycler is not None
         with self._counting:
             done, queue = self._done_by(worker), self._queues.pop(worker)
-            self._past[queue.position] = Stats.of([self._past[queue.position], done])
+            self._past[queue.position] += done
         self._for_spares -= sum(request.message in _FOR_SPARES for request, _, _ in queue.requests)
         self.recycler.forget(worker)
 
@@ -1140,7 +1140,7 @@ class Pool:
 
     def _stats_of(self, position: int) -> WorkerStats:
         workers = [worker for worker, queue in [*self._queues.items()] if queue.position == position]
-        done = Stats.of([self._past[position], *map(self._done_by, workers)])
+        done = sum(map(self._done_by, workers), self._past[position])
         slots = [self.slots[env_id] for env_id in self.shares[position]]
         kinds = sum([slot.restarts for slot in slots], Counter())
         faults, recycled = sum(slot.counted_faults for slot in slots), sum(slot.recycled for slot in slots)
@@ -1158,7 +1158,7 @@ class Pool:
 
     def _done_by(self, worker: int) -> WorkerStats:
         """The steps, resets and seconds of a worker and those that it has replaced after faults."""
-        return Stats.of([self._queues[worker].past, self.backend.statuses[worker].stats])
+        return self._queues[worker].past + self.backend.statuses[worker].stats
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ of its neighbours, in a new worker, and its first episode has begun there::
 
 A spare is not constructed in a worker that steps others, which would wait. So an environment that is due again while
 its neighbours have not moved gets a spare in one more worker. So does one whose spare is of no use any more, since its
-seed has changed, while others have moved to the spare's worker.
+seed has changed, while others have moved to the spare's worker. The environments of a share that have parted like this
+are all replaced when one of their workers is past a limit of memory or age, so that they share a worker again.
 
 A backend without further workers (`Backend.has_spares`) constructs the new environment in place; its caller waits.
 """

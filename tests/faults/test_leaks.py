@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import logging
 import os
 import tempfile
+import tracemalloc
 
 import psutil
 import pytest
@@ -16,7 +20,7 @@ from simulators.crashing import Children, Fate, crashing
 from simulators.deterministic import Hunt
 from simulators.failing import Fragile, SimulatorError, raising
 
-from marl_parallel import EnvError, ParallelEnv, WorkerCrashed
+from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartPolicy, WorkerCrashed
 
 pytestmark = [pytest.mark.release_independent, pytest.mark.whole_machine]
 
@@ -109,6 +113,36 @@ def test_restarted_workers_leave_nothing(context):
             assert len(children.running()) == 6
             wait_for(lambda: len(helper_processes(children, env)) == others)  # a keeper ends a moment after its worker
     assert children.gone()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"on_error": "restart"}, {"recycle": RecyclePolicy(max_episodes=1)}],
+    ids=["restarts", "recycling"],
+)
+def test_memory_of_the_caller(more, caplog):
+    """It does not grow with each worker that is replaced."""
+    caplog.set_level(logging.CRITICAL, "marl_parallel")  # pytest keeps what is logged
+    fates = {(0, life): Fate("SIGKILL", "step", 1) for life in range(1000)} if "on_error" in more else {}
+    policy = {"restart_policy": RestartPolicy(rate_limit=None)} if fates else {}
+    with ParallelEnv([crashing(functools.partial(Counting, 2), fates)], num_workers=1, **more, **policy) as env:
+        env.reset()
+        tracemalloc.start()
+        try:
+            held = [replace_workers(env, 30) for _ in range(3)]
+        finally:
+            tracemalloc.stop()
+    assert held[2] - held[1] < 30_000
+
+
+def replace_workers(env: ParallelEnv, count: int) -> int:
+    """Step until so many workers have been replaced; returns how many bytes are in use."""
+    stats = env.stats()
+    until = stats.restarts + stats.recycled + count
+    while env.stats().restarts + env.stats().recycled < until:
+        env.step([ACTIONS])
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
 
 
 def helper_processes(children: Children, env: ParallelEnv) -> set[int]:

@@ -104,7 +104,7 @@ def test_long_calls_are_reported(place, setup, build, caplog):
 @pytest.mark.parametrize("setup", [THREAD, APART, *RAY], ids=str)
 def test_receiving_again_and_again(setup, build, caplog):
     """Each `recv` is shorter than `warn_after`."""
-    env = build(slow("step"), setup, warn_after=0.5)
+    env = build(slow("step"), setup, warn_after=0.2)
     env.reset()
     caplog.clear()
     env.send([ACTIONS] * 2)
