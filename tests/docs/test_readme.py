@@ -219,3 +219,16 @@ def test_rule_and_number_of_the_readme_follow_from_the_measurements():
     assert f"[{best['simple_spread_v3']:.2f} times](docs/performance.md#by-number-of-workers)" in README
     for page in (PAGES["docs/performance.md"], (ROOT / "pyproject.toml").read_text()):
         assert f"about {microseconds} µs a step" in page
+
+
+def test_ratios_in_the_text_are_those_of_the_measurements():
+    page = PAGES["docs/performance.md"]
+    table = re.compile(r"^<!-- [^>]+ -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
+    measured = [float(ratio) for part in table.findall(page) for ratio in re.findall(r"(\d+\.\d\d)x", part)]
+    for name in ("compare_peers", "compare_facades"):
+        results = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+        measured += [one["gain"] for one in results if one["against"] == "plain loop"]
+    written = [found for text in (README, table.sub("", page)) for found in re.findall(r"(\d+\.(\d+))(?:x| times)", text)]
+    assert len(written) >= 5
+    for ratio, decimals in written:
+        assert any(f"{one:.{len(decimals)}f}" == ratio for one in measured), ratio
