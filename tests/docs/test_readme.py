@@ -228,7 +228,9 @@ def test_ratios_in_the_text_are_those_of_the_measurements():
     for name in ("compare_peers", "compare_facades"):
         results = json.loads((RESULTS / f"{name}.json").read_text())["results"]
         measured += [one["gain"] for one in results if one["against"] == "plain loop"]
-    written = [found for text in (README, table.sub("", page)) for found in re.findall(r"(\d+\.(\d+))(?:x| times)", text)]
+    written = [
+        found for text in (README, table.sub("", page)) for found in re.findall(r"(\d+\.(\d+))(?:x| times)", text)
+    ]
     assert len(written) >= 5
     for ratio, decimals in written:
         assert any(f"{one:.{len(decimals)}f}" == ratio for one in measured), ratio
