@@ -143,13 +143,13 @@ def _skips_count(config: pytest.Config) -> bool:
 
 @pytest.fixture(params=ALL_SETUPS, ids=str)
 def setup(request: pytest.FixtureRequest) -> Setup:
-    """Every backend on two workers; processes on three numbers of them, also without shared memory."""
+    """Every backend on two workers, all but Ray also without shared memory; processes on three numbers of workers."""
     return request.param
 
 
 @pytest.fixture(params=TWO_WORKERS, ids=str)
 def two_worker_setup(request: pytest.FixtureRequest) -> Setup:
-    """Every backend on two workers, some also without shared memory."""
+    """Every backend on two workers, all but Ray also without shared memory."""
     return request.param
 
 

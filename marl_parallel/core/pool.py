@@ -753,13 +753,14 @@ class Pool:
                 if self.backend.remove(worker, kill=late):
                     self._remove(worker)
         for share in self.shares:
-            if not self.closed:
-                self._look_at([self.slots[env_id] for env_id in share], recycler, now)
+            if self.closed:  # by another thread
+                return
+            self._look_at([self.slots[env_id] for env_id in share], recycler, now)
         assert self.rebuilder is not None
         if self.rebuilder.plan.mode is not AutoresetMode.SAME_STEP:
             self._all_idle &= not any(map(recycler.is_due, self.slots))
             return
-        for worker, queue in [*self._queues.items()] if not self.closed else ():
+        for worker, queue in [*self._queues.items()]:
             retiring = [
                 slot
                 for slot in self._slots_of(worker)

@@ -31,12 +31,12 @@ class Setup(NamedTuple):
         return f"{self.backend}-{'shared' if self.shared_memory else 'pickled'}-{self.num_workers}"
 
 
-# How many workers there are, and how values travel, matters to threads as to processes.
+# All numbers of workers with processes, two with the others. Whatever travels to Ray's actors is pickled.
 ALL_SETUPS = [
     Setup(backend, *how)
     for backend in BACKENDS
     for how in ((True, 1), (True, 2), (True, 4), (False, 2))
-    if backend == "process" or how == (True, 2) or (backend == "serial" and how == (False, 2))
+    if backend == "process" or how == (True, 2) or (backend != "ray" and how == (False, 2))
 ]
 TWO_WORKERS = [setup for setup in ALL_SETUPS if setup.num_workers == 2]
 BACKEND_SETUPS = [setup for setup in TWO_WORKERS if setup.shared_memory]
