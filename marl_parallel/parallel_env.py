@@ -82,7 +82,7 @@ from marl_parallel.types import (
 )
 
 START_TIMEOUT_S = 60.0
-_MORE_REQUESTS = 8  # before a worker, beyond two for each of its environments: such as the one to close
+_MORE_REQUESTS = 8  # before a worker, beyond three for each of its environments: such as the one to close
 
 _live: weakref.WeakSet[Pool | NativePool] = weakref.WeakSet()
 
@@ -309,7 +309,7 @@ class ParallelEnv:
         try:
             if seed is _DEFAULT_SEED:
                 _note_default_seed(pool)
-            opened.start(shares, 2 * len(shares[0]) + _MORE_REQUESTS)
+            opened.start(shares, 3 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             began = time.monotonic()
             local_modules: list[ModuleType] = []

@@ -761,17 +761,15 @@ class Pool:
             self._all_idle &= not any(map(recycler.is_due, self.slots))
             return
         for worker, queue in [*self._queues.items()]:
-            retiring = [
-                slot
-                for slot in self._slots_of(worker)
-                if not slot.retiring and slot.fault is None and recycler.is_due(slot, after=1)
-            ]
-            if retiring and not queue.is_retiring:
-                for slot in retiring:
-                    slot.retiring = True
-                self._post(
-                    {worker: Request(Message.RETIRE, tuple([slot.env_id for slot in retiring]), True)}, together=False
-                )
+            wanted = [slot for slot in self._slots_of(worker) if not slot.retiring and recycler.is_due(slot, after=1)]
+            retiring = [slot for slot in wanted if slot.fault is None and not queue.is_retiring(slot.env_id)]
+            if len(retiring) < len(wanted):
+                recycler.look_again()
+            for slot in retiring:
+                slot.retiring = True
+            if retiring:
+                env_ids = tuple([slot.env_id for slot in retiring])
+                self._post({worker: Request(Message.RETIRE, env_ids, True)}, together=False)
 
     def _look_at(self, slots: Sequence[Slot], recycler: Recycler, now: float) -> None:
         """Begin to make the spares of environments that have shared a worker, and let those move whose time it is.
@@ -900,7 +898,7 @@ class Pool:
         assert self.recycler is not None
         slot.due = False
         is_due = slot.renewing or self.recycler.is_due(slot, after=1)
-        if slot.retiring and not is_due and not self._queues[slot.worker].is_retiring:
+        if slot.retiring and not is_due and not self._queues[slot.worker].is_retiring(slot.env_id):
             slot.retiring = False
             self._post({slot.worker: Request(Message.RETIRE, (slot.env_id,), False)}, together=False)
 

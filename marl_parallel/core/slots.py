@@ -143,10 +143,12 @@ class WorkerQueue:
             for request, _, _ in self.requests
         )
 
-    @property
-    def is_retiring(self) -> bool:
-        """Whether a `RETIRE` is in the queue: a second one waits, so that they cannot fill it."""
-        return any(request.message is Message.RETIRE for request, _, _ in self.requests)
+    def is_retiring(self, env_id: int) -> bool:
+        """Whether a `RETIRE` of an environment is in the queue: a second one waits, so that they cannot fill it."""
+        return any(
+            request.message is Message.RETIRE and request.env_ids is not None and env_id in request.env_ids
+            for request, _, _ in self.requests
+        )
 
     @property
     def limited(self) -> Message | None:

@@ -173,6 +173,46 @@ def test_asynchronous(setup, build):
     assert env.stats().recycled >= 8
 
 
+class SlowToConstruct(Counting):
+    """Also takes 5 ms for a step, so that requests wait in the queue of its worker."""
+
+    def __init__(self, length: int, *, seed: int) -> None:
+        super().__init__(length, seed=seed)
+        time.sleep(0.3)
+
+    def step(self, actions):
+        time.sleep(0.005)
+        return super().step(actions)
+
+
+def test_episodes_that_end_while_their_worker_has_other_requests(build):
+    """The limit is exact for the second one, too, of which the worker hears before it has answered for the first."""
+    lengths = (3, 3, 50, 50)
+    env = build([functools.partial(SlowToConstruct, length) for length in lengths], Setup("process", True, 1),
+                recycle=RecyclePolicy(max_episodes=2))  # fmt: skip
+    env.reset()
+    env.send([ACTIONS] * 4)
+    episodes = [0] * 4
+    while min(episodes[:2]) < 2:
+        batch = env.recv(min_envs=1)
+        for env_id, truncated, infos in zip(batch.env_ids, batch.truncateds, batch.infos):
+            if truncated["__all__"]:
+                episodes[env_id] += 1
+                assert ("__common__" in infos) == (episodes[env_id] == 2)
+        env.send([ACTIONS] * len(batch.env_ids), batch.env_ids)
+    env.recv()
+
+
+def test_fault_in_the_first_reset(build):
+    """The environment that takes its place has as many episodes as any other."""
+    make = crashing(functools.partial(Counting, 3), {(0, 0): Fate("raise", "reset")})
+    env = build([make], Setup("process", True, 1), on_error="restart", recycle=RecyclePolicy(max_episodes=1))
+    env.reset()
+    env.step([ACTIONS])
+    env.step([ACTIONS])
+    assert env.step([ACTIONS])[4][0]["__common__"] == MARK
+
+
 class KnowsItsProcess(Counting):
     """Infos say how many steps its process had made when it was constructed there."""
 
