@@ -196,13 +196,14 @@ def test_no_room_for_a_replacement(three_nodes):
     backend = RayBackend(num_cpus=2, placement_timeout=60)
     with ParallelEnv([Skirmish] * 3, backend=backend, num_workers=3, on_error="restart") as env:
         env.reset()
+        backend._placement_timeout = 5.0
         nodes = env.call(node_of)
         (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[1])
         three_nodes.remove_node(doomed, allow_graceful=False)
         with pytest.raises(
-            ParallelEnvError, match=r"worker 1 could not be replaced within 60 s: it wants 2 CPU,"
+            ParallelEnvError, match=r"worker 1 could not be replaced within 5 s: it wants 2 CPU,"
         ) as caught:
-            wait_for(lambda: env.step(actions_of(Skirmish, 3)) and False, timeout=150)
+            wait_for(lambda: env.step(actions_of(Skirmish, 3)) and False, timeout=60)
         assert "nodes have 4 CPU (0 free) together. Add nodes" in str(caught.value)
         assert (caught.value.worker, caught.value.env_ids) == (1, (1,))
     assert not ray.util.placement_group_table() or {

@@ -13,6 +13,8 @@ from mpe2 import simple_spread_v3
 
 from marl_parallel import ParallelEnv
 
+pytestmark = pytest.mark.release_independent
+
 process = pytest.importorskip("marl_parallel.backends.process")
 
 

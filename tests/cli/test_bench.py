@@ -25,6 +25,8 @@ from marl_parallel.cli.report import read_json
 from marl_parallel.cli.target import constructor_of
 from marl_parallel.core.backend import usable_cpus
 
+pytestmark = pytest.mark.release_independent
+
 MASKED = SIMULATORS / "masked_actions.py"
 SPREAD = "mpe2.simple_spread_v3"
 BRIEF = ["--num-envs", "2", "--workers", "1,2", "--seconds", "0.01", "--repeats", "2"]

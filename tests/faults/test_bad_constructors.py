@@ -22,6 +22,8 @@ from simulators.failing import Fragile, SimulatorError, raising
 from marl_parallel import ParallelEnv
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv
 
+pytestmark = pytest.mark.release_independent
+
 
 def test_no_constructors(backend_setup, build):
     with pytest.raises(ValueError, match=r"env_constructors|constructor|environment"):

@@ -27,6 +27,8 @@ from simulators.failing import (
 
 from marl_parallel import EnvError, ParallelEnvError, WorkerCrashed
 
+pytestmark = pytest.mark.release_independent
+
 
 class LocalError(Exception):
     """Of a module that workers cannot import by the name that pytest uses."""

@@ -18,6 +18,8 @@ from helpers.setups import Setup
 
 from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
 
+pytestmark = pytest.mark.release_independent
+
 SETUPS = [Setup("serial", True, 1), Setup("thread", True, 1), Setup("process", True, 1), Setup("process", False, 1)]
 KILLABLE = [Setup("process", True, 1), Setup("process", False, 1), Setup("portable", True, 1)]
 each_killable = pytest.mark.parametrize("setup", KILLABLE, ids=str)

@@ -23,6 +23,8 @@ from simulators.paced import acts, fleet, seen
 
 from marl_parallel import ParallelEnv, StepBatch
 
+pytestmark = pytest.mark.release_independent
+
 SAME_STEP, NEXT_STEP, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
 # Agents that join and leave under dict rules, a simple real environment, one whose agents die, a turn-based one.
 CHOSEN = ["skirmish", "spread", "knights", "connect_four"]

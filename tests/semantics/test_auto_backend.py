@@ -18,6 +18,8 @@ from simulators.waiting import Computing, Instant, Waiting
 
 from marl_parallel import EnvError, ParallelEnv
 
+pytestmark = pytest.mark.release_independent
+
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 SEVERAL = CPUS + 2
 PROCESSES = {"backend": "process", "num_workers": CPUS}

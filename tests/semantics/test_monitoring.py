@@ -36,6 +36,8 @@ from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartPolicy, S
 from marl_parallel.core.worker_status import duration_place
 from marl_parallel.monitoring import Monitor
 
+pytestmark = pytest.mark.release_independent
+
 APART, PACKED = Setup("process", True, 2), Setup("process", True, 1)
 RAY = [setup for setup in BACKEND_SETUPS if setup.backend == "ray"]
 each_process_setup = pytest.mark.parametrize("setup", [APART, *RAY], ids=str)

@@ -25,6 +25,8 @@ from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.vector import StackedVecEnv
 
+pytestmark = pytest.mark.release_independent
+
 ENVS, STEPS, ROLLOUTS = 3, 17, 3
 MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 MAKERS = {

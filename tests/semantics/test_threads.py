@@ -22,6 +22,8 @@ from marl_parallel import ParallelEnv
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
+pytestmark = pytest.mark.release_independent
+
 PATIENCE_S = 60.0
 
 

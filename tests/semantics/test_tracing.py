@@ -24,6 +24,8 @@ from marl_parallel import ParallelEnv, WorkerCrashed
 from marl_parallel.core import worker_status as tracing
 from marl_parallel.vector import PettingZooVecEnv
 
+pytestmark = pytest.mark.release_independent
+
 ACTIONS = {"a": 0, "b": 0}
 TOLERANCE_US = 0.01  # numbers in the file are rounded
 

@@ -10,6 +10,8 @@ from simulators.counting import ACTIONS, Counting
 
 from marl_parallel import ParallelEnv
 
+pytestmark = pytest.mark.release_independent
+
 SETUPS = [
     Setup("process", True, 3),
     Setup("thread", True, 3),
