@@ -151,8 +151,7 @@ def show(report: Report) -> None:
 
 
 def markdown(report: Report) -> str:
-    """A picture and two tables, without the plain loop."""
-    report = report.without(peers.LOOP.name)
+    """A picture and two tables."""
     parts = [in_docs("Facades compared", NAME)]
     for headings, rows in (overhead_rows(report), peer_rows(report)):
         if rows:

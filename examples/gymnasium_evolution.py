@@ -1,7 +1,9 @@
 """Train with evolution strategies in NumPy: each environment plays an episode with its own weights for all its agents.
 
-python examples/gymnasium_evolution.py            about half a minute on two cores
-python examples/gymnasium_evolution.py --generations 3
+    python examples/gymnasium_evolution.py            about half a minute on two CPUs
+    python examples/gymnasium_evolution.py --generations 3
+
+It needs `pip install -e ".[mpe]"`.
 """
 
 from __future__ import annotations

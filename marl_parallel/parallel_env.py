@@ -1034,6 +1034,7 @@ class ParallelEnv:
             for slices in results.values():
                 if pool.tracer is not None:
                     pool.tracer.add(pool.position(worker), slices, pool.backend.ahead(worker))
+        pool.prepare_again()  # spares trace from their construction on, or no more
         return fault
 
     def stats(self) -> Stats:

@@ -42,7 +42,7 @@ from marl_parallel.core.construction import SeedCheck
 from marl_parallel.core.exclusive import CallGuard
 from marl_parallel.core.messages import Message, Watch
 from marl_parallel.core.native import NativePool
-from marl_parallel.core.pickling import dumps_for_workers
+from marl_parallel.core.pickling import dumps, dumps_for_workers
 from marl_parallel.core.pool import Pool, Results
 from marl_parallel.core.slots import Snapshot
 from marl_parallel.planning import WaitingRemark
@@ -455,8 +455,10 @@ class BatchRunner:
             if env_seed is not None:
                 passed["seed"] = new_seeds[env_id] = sampler_seeds[env_id] = env_seed
             if env_options is not None:
+                before = slot.options
                 passed["options"] = rebuilder.reset_options(env_id, env_options)
-                remembered += [env_id] if rebuilder.options_last else []
+                if slot.options is not before and dumps(slot.options) != dumps(before):
+                    remembered.append(env_id)
             keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
         self._base_seed, self.seeds, pool.seeds_stale = base, tuple(new_seeds), True

@@ -191,7 +191,7 @@ class Batch:
         """The five dicts of one environment, or in the form of `read_infos`; updates the slot."""
         slot = self._slots[env_id]
         self.all_act = False
-        stays_over = slot.over and self.mode is AutoresetMode.DISABLED
+        stays_over = slot.over
         if type(extras) is Snapshot:
             dicts, slot.acting, slot.alive, slot.over, slot.masks = extras
             add_to_infos(dicts[4], EPISODE, self._add_step(env_id, dicts[1:4], stays_over))

@@ -622,9 +622,8 @@ class Pool:
             if slot.renewing and slot.waiting_reset is not None:
                 slot.reset_keywords, slot.waiting_reset = slot.waiting_reset, None
             recovery.begin(slot, fault, error)
-            slot.renewing, slot.awaits_spare, slot.ending = False, False, None
-            in_episode = fault.interrupted is Message.STEP or (slot.has_reset and not slot.over)
-            self._note_built(slot, ended=in_episode and fault.interrupted is not Message.RESET)
+            slot.renewing, slot.awaits_spare, slot.reports_recycling, slot.ending = False, False, False, None
+            self._note_built(slot, ends=recovery.ends_to_come(slot, fault))
         self._all_idle, self.seeds_stale = False, True
         if self._errors is not None:
             self._errors.append(error)
@@ -708,7 +707,7 @@ class Pool:
             payload[slot.env_id] = rebuilder.request(slot, slot.rebuilds)
             slot.fault = slot.latest = slot.saved = slot.masks = None
             slot.acting, slot.alive, slot.over, slot.has_reset = [], [], False, False
-            self._note_built(slot, ended=False)
+            self._note_built(slot, ends=0)
         self._all_idle, self.seeds_stale = False, True
         try:
             self.execute(self._requests(Message.REBUILD, env_ids, payload, each=True))
@@ -790,8 +789,10 @@ class Pool:
         if any(slot in ready for slot in leaving) and all(
             slot in ready or (slot.spare is None and not recycler.may_try(slot, now)) for slot in leaving
         ):
-            for slot in ready:
-                slot.due = True
+            spares = {slot.spare for slot in leaving}
+            for slot in ready:  # also neighbours whose spares are with those of the environments that leave
+                with_others = self.backend.has_spares and slot.spare in spares
+                slot.due |= with_others or recycler.is_past_limit(slot.worker, [slot], now)
 
     def _kill_too_large(self, recycler: Recycler) -> None:
         """Replace workers that have more memory than they may ever have."""
@@ -952,7 +953,7 @@ class Pool:
         slot.recycled += 1
         slot.reports_recycling, self.seeds_stale = True, True
         keywords = slot.waiting_reset
-        self._note_built(slot, ended=slot.ending is not None)
+        self._note_built(slot, ends=slot.ending is not None)
         if self.histories is not None:
             assert self.rebuilder is not None
             self.histories.note_built(slot.env_id, self.rebuilder.request(slot, slot.rebuilds))
@@ -983,11 +984,11 @@ class Pool:
         request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
         self._post({slot.worker: request}, together=False)
 
-    def _note_built(self, slot: Slot, *, ended: bool) -> None:
-        """Note that an environment has been constructed; `ended` if its caller will receive the end of an episode."""
+    def _note_built(self, slot: Slot, *, ends: int) -> None:
+        """Note that an environment has been constructed, and how many ends of the old one's episodes are to come."""
         slot.built, slot.due, slot.retiring = time.monotonic(), False, False
         if self.recycler is not None:
-            slot.first_episode += self.recycler.episodes(slot) + ended
+            slot.first_episode += self.recycler.episodes(slot) + ends
             self.recycler.look_again()
 
     def _set_step_all(self, worker: int) -> None:

@@ -24,6 +24,7 @@ from marl_parallel.core.messages import Message, Plan, Rebuild, Watch, name_of
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.reports import first_line, logger
 from marl_parallel.core.slots import Fault, Slot, Snapshot
+from marl_parallel.core.transition import ALL
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import (
     EnvError,
@@ -128,6 +129,17 @@ class Recovery:
         spaces = self.batch.layout.schema.reward_spaces
         dicts = interrupted(observations, [] if slot.needs_reset else alive, spaces)
         return Fault(None if idle else Message.STEP, dicts)
+
+    def ends_to_come(self, slot: Slot, fault: Fault) -> int:
+        """How many ends of episodes the caller receives: in a result that is here (a `Snapshot`), and in the report."""
+        if slot.waiting_reset is not None or fault.interrupted is Message.RESET:
+            return 0
+        ends, over = 0, slot.over
+        if slot.done:
+            _, _, terminateds, truncateds, _ = slot.result.dicts
+            ends = int(not over and (terminateds[ALL] or truncateds[ALL]))
+            over = slot.result.over
+        return ends + (slot.has_reset and not over)
 
     def begin(self, slot: Slot, fault: Fault, error: ParallelEnvError) -> None:
         """Mark an environment as failed: the result of `cut_off`, and the error."""

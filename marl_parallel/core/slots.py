@@ -92,6 +92,10 @@ class Slot:
         return self.request is not None and not self.done and not self.rebuilding and not self.renewing
 
 
+_WITH_ONE_REPLY = frozenset({Message.STEP, Message.RESET})
+"""Requests whose results may come together."""
+
+
 @dataclass(slots=True, eq=False)
 class WorkerQueue:
     """The requests before one worker, seen from the parent."""
@@ -134,12 +138,15 @@ class WorkerQueue:
         if not self.requests:
             return False
         request = self.requests[0][0]
-        return not request.each and (request.message is Message.STEP or request.message is Message.RESET)
+        return not request.each and request.message in _WITH_ONE_REPLY
 
     def owes_one_reply(self, env_ids: Container[int]) -> bool:
         """Whether a request with one reply is in the queue, of environments that are in `env_ids`."""
         return any(
-            not request.each and request.env_ids is not None and request.env_ids[0] in env_ids
+            request.message in _WITH_ONE_REPLY
+            and not request.each
+            and request.env_ids is not None
+            and request.env_ids[0] in env_ids
             for request, _, _ in self.requests
         )
 

@@ -216,8 +216,8 @@ class Worker:
                 raise
         if plan.isolate_rng:
             seed_generators(seed)  # again, since the constructor may have loaded torch
-        if plan.traced:
-            trace(self._status, on=True)
+        if plan.traced != is_traced(self._status):  # a spare, in which a trace has begun or ended
+            trace(self._status, plan.traced)
         seeding = (seed, 0) if plan.derived_seeds else None
         self._episodes[env_id] = Episode(
             env, env_id, plan.mode, self._status, seeding, seeds_generators=plan.isolate_rng and plan.derived_seeds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import os
 import signal
@@ -20,8 +21,20 @@ from mpe2 import simple_spread_v3
 from simulators.counting import ACTIONS, Counting, CountingDicts
 from simulators.crashing import Fate, crashing, seed_of
 
-from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartLimitExceeded, Rollout, WorkerCrashed
+from marl_parallel import (
+    EnvError,
+    ParallelEnv,
+    RecyclePolicy,
+    RestartLimitExceeded,
+    RestartPolicy,
+    Rollout,
+    WorkerCrashed,
+)
+from marl_parallel.adapters import adapt
+from marl_parallel.adapters.protocol import MultiAgentEnv
+from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.recycling import Recycler
+from marl_parallel.core.slots import WorkerQueue
 from marl_parallel.vector import StackedVecEnv
 
 pytestmark = pytest.mark.release_independent
@@ -846,6 +859,273 @@ def test_states_and_calls(build):
         env.step([ACTIONS] * 4)
         assert env.get_attr("length") == (3, 4, 5, 6)
         env.set_attr("options", [1, 2, 3, 4])
+
+
+def episodes_at_marks(env: ParallelEnv, env_id: int, steps: int, killed_at: int) -> list[int]:
+    """How many episodes environments had, those that were replaced by a spare since step `killed_at`."""
+    counts, episodes, mode = [], 0, env.runner.mode
+    for step in range(1, steps):
+        common = {}
+        was_over = env.runner.batch.over[env_id]
+        if mode is DISABLED and was_over and step != killed_at:
+            common, was_over = env.reset(env_ids=[env_id])[1][0].get("__common__", {}), False
+            if "recycled" in common:
+                counts, episodes = [*counts, episodes], 0
+        _, _, terminateds, truncateds, infos = env.step([ACTIONS] * env.num_envs)
+        common = infos[env_id].get("__common__", {})
+        if "restarted" in common:
+            counts, episodes = [], 0
+            continue
+        episodes += not was_over and (terminateds[env_id]["__all__"] or truncateds[env_id]["__all__"])
+        if "recycled" in common:
+            counts, episodes = [*counts, episodes], 0
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("mode", "killer", "killed_at"),
+    [(SAME_STEP, 1, 3), (NEXT_STEP, 1, 2), (NEXT_STEP, 1, 3), (NEXT_STEP, 1, 4), (NEXT_STEP, 0, 4), (DISABLED, 0, 4)],
+    ids=str,
+)
+def test_neighbour_that_ends_the_process_where_an_episode_ends(mode, killer, killed_at, build):
+    """Before or after it in the same step: the ends of episodes that the caller receives are those that count."""
+    lengths = {killer: 100, 1 - killer: 3}
+    fates = {(killer, 0): Fate("SIGKILL", "step", killed_at - 1)}
+    makes = [crashing(functools.partial(Counting, lengths[env_id]), fates) for env_id in (0, 1)]
+    env = build(makes, Setup("process", True, 1), mode, on_error="restart", recycle=RecyclePolicy(max_episodes=2))
+    env.reset()
+    counts = episodes_at_marks(env, 1 - killer, 40, killed_at)
+    assert counts == [2] * len(counts)
+    assert len(counts) >= 3
+
+
+class FailsInItsFirstRestart(Counting):
+    def __init__(self, length: int, *, seed: int, env_id: int, restarts: int) -> None:
+        super().__init__(length, seed=seed)
+        self.kills = (env_id, restarts) == (1, 0)
+        time.sleep(0.5 if restarts == 1 else 0.0)
+        if (env_id, restarts) == (0, 1):
+            raise RuntimeError("no licence left")
+
+    def step(self, actions):
+        if self.kills and self.steps == 1:
+            os._exit(3)
+        return super().step(actions)
+
+
+def test_second_fault_while_a_reset_waits_for_the_first(build):
+    env = build([functools.partial(FailsInItsFirstRestart, length) for length in (2, 100)],
+                Setup("process", True, 1), on_error="restart", recycle=RecyclePolicy(max_episodes=3))  # fmt: skip
+    env.reset()
+    env.step([ACTIONS] * 2)
+    env.send([ACTIONS], [1])
+    with pytest.raises(TimeoutError):
+        env.recv(1, timeout=0.3)
+    assert env.runner.pool.slots[0].rebuilding
+    env.reset_async(env_ids=[0])
+    env.recv()
+    marks = ["recycled" in env.step([ACTIONS], [0])[4][0].get("__common__", {}) for _ in range(12)]
+    assert [place for place, mark in enumerate(marks, 1) if mark] == [6, 12]
+
+
+class FailsInOneReset(Counting):
+    """Its first spare fails in a reset with options; none can be constructed after the next life."""
+
+    def __init__(self, length: int, *, seed: int, restarts: int) -> None:
+        super().__init__(length, seed=seed)
+        self.restarts = restarts
+        if restarts >= 3:
+            raise RuntimeError("no licence left")
+
+    def reset(self, seed=None, options=None):
+        if options and self.restarts == 1:
+            raise RuntimeError("bad options")
+        return super().reset(seed, options)
+
+
+def test_spare_that_fails_before_its_first_result(build):
+    """The report of the fault has no mark, nor has an episode that begins in the same environment later."""
+    env = build([functools.partial(FailsInOneReset, 3)], Setup("process", True, 1), DISABLED, on_error="restart",
+                recycle=RecyclePolicy(max_episodes=1))  # fmt: skip
+    env.reset()
+    for options in ({"x": 1}, None, None):
+        for _ in range(3):
+            env.step([ACTIONS])
+        (infos,) = env.reset(options=options)[1]
+        assert "recycled" not in infos.get("__common__", {})
+        assert ("restarted" in infos.get("__common__", {})) == (options is not None)
+
+
+class Brief(Counting):
+    def step(self, actions):
+        time.sleep(0.001)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_age_of_a_neighbour_whose_episode_is_long(backend, build):
+    """An environment is replaced when it is old itself, not at each of its ends while its neighbour is old."""
+    makes = [functools.partial(Brief, length) for length in (3, 100_000)]
+    env = build(makes, Setup(backend, True, 1), recycle=RecyclePolicy(max_age_s=0.5, max_episodes=60))
+    env.reset()
+    episodes, moves, since = 0, [], time.monotonic()
+    until = since + 4.0
+    while time.monotonic() < until or len(moves) < 3:
+        infos = env.step([ACTIONS] * 2)[4][0]
+        episodes += "final_obs" in infos["long"]
+        if "__common__" in infos:
+            moves.append((episodes, time.monotonic() - since))
+            episodes, since = 0, time.monotonic()
+    # The first one may have moved with its neighbour.
+    assert all(count == 60 or seconds > 0.4 for count, seconds in moves[1:]), moves
+
+
+def test_a_request_to_retire_is_no_step_that_a_caller_waits_for():
+    queue = WorkerQueue((0, 1), 0)
+    queue.requests.append((Request(Message.RETIRE, (0,), True), 1, None))
+    assert not queue.owes_one_reply({0})
+    queue.requests.append((Request(Message.STEP, (0, 1)), 2, None))
+    assert queue.owes_one_reply({0})
+
+
+class Constructed(Counting):
+    """Each construction adds a letter to a file."""
+
+    def __init__(self, path: str, *, seed: int) -> None:
+        super().__init__(3, seed=seed)
+        with open(path, "a") as file:
+            file.write("x")
+
+
+def keeping_options(simulator: Any) -> MultiAgentEnv:
+    env = adapt(simulator, None)
+    env.options_last = True
+    return env
+
+
+def test_options_that_stay_the_same(build, tmp_path):
+    """Spares of environments that keep their options are constructed again only for other options."""
+    made = tmp_path / "made"
+    env = build([functools.partial(Constructed, str(made))], Setup("process", True, 1), DISABLED,
+                adapter=keeping_options, recycle=RecyclePolicy(max_episodes=2))  # fmt: skip
+    for options in [{"a": 1}] * 6:
+        env.reset(options=options)
+        for _ in range(3):
+            env.step([ACTIONS])
+    assert env.stats().recycled == 2
+    assert wait_for(lambda: env.call("pid") and env.runner.pool._for_spares == 0)
+    assert len(made.read_text()) <= 4  # the first, the two that have taken over, and perhaps the next one
+
+
+@pytest.mark.parametrize("begins", ["before", "after"])
+def test_traces(begins, build, tmp_path):
+    """A trace has the steps of spares that were ready when it began; they trace no more when it has ended."""
+    env = build([functools.partial(Counting, 4)], Setup("process", True, 1), recycle=RecyclePolicy(max_episodes=5))
+    path = tmp_path / "trace.json"
+
+    def steps(count: int) -> int:
+        for _ in range(count):
+            env.step([ACTIONS])
+        return env.stats().recycled
+
+    def traced() -> int:
+        env.stop_trace()
+        return sum(event["name"] == "step" for event in json.loads(path.read_text())["traceEvents"])
+
+    env.reset()
+    if begins == "before":
+        env.start_trace(path)
+    assert steps(17) == 0
+    assert wait_for(lambda: env.call("pid") and env.runner.pool._is_prepared(env.runner.pool.slots[0]))
+    if begins == "before":
+        assert traced() == 17
+        assert steps(8) == 1
+    env.start_trace(path)
+    if begins == "before":
+        steps(1)
+        assert traced() == 1
+    else:
+        assert steps(8) == 1
+        assert traced() == 8
+
+
+def fates_at_random(rng: np.random.Generator, backend: str, num_envs: int) -> dict[tuple[int, int], Fate]:
+    kinds = ["raise"] if backend != "process" else ["raise", "SIGKILL"]
+    share = rng.choice([0.0, 0.2, 0.5])
+    places = [("step", 12), ("step", 12), ("reset", 3)]
+    fates = {}
+    for life in itertools.product(range(num_envs), range(60)):
+        if rng.random() < share:
+            place, most = places[rng.integers(3)]
+            fates[life] = Fate(str(rng.choice(kinds)), place, int(rng.integers(place == "reset", most + 1)))
+    return fates
+
+
+class Count:
+    """The episodes of one environment, as the results that its caller receives say; checks the marks in them."""
+
+    def __init__(self, mode: AutoresetMode, limit: int) -> None:
+        self.mode, self.limit, self.episodes, self.over, self.begun, self.marks = mode, limit, 0, False, False, 0
+
+    def note(self, is_reset: bool, terminated: Any, truncated: Any, infos: dict) -> None:
+        common = infos.get("__common__", {})
+        ended = not is_reset and bool(terminated["__all__"] or truncated["__all__"])
+        was_over, self.over = self.over, ended and self.mode is not SAME_STEP
+        recycled, begun, self.begun = "recycled" in common, self.begun, True
+        if "restarted" in common:
+            assert not recycled
+            self.episodes = 0
+            return
+        if is_reset:
+            self.episodes += begun and not was_over
+            begins = begun
+        else:
+            self.episodes += ended and not was_over
+            begins = ended if self.mode is SAME_STEP else self.mode is NEXT_STEP and was_over
+        assert recycled == (begins and self.episodes == self.limit)
+        if recycled:
+            self.episodes, self.marks = 0, self.marks + 1
+
+
+@pytest.mark.parametrize("seed", [*range(4), *map(rest, range(4, 20))])
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_exact_at_random(backend, seed, build):
+    """Any mode, limit, lengths, faults, and order of calls: the limit is exact, and so are seeds and counts."""
+    rng = np.random.default_rng(seed)
+    mode, num_envs, limit = (SAME_STEP, NEXT_STEP, DISABLED)[seed % 3], int(rng.integers(1, 5)), int(rng.integers(1, 4))
+    fates = fates_at_random(rng, backend, num_envs)
+    makes = [crashing(functools.partial(Counting, int(rng.integers(1, 7))), fates) for _ in range(num_envs)]
+    workers = int(rng.integers(1, min(num_envs, 2) + 1))
+    env = build(makes, Setup(backend, True, workers), mode, on_error="restart", warn_after=None,
+                restart_policy=RestartPolicy(max_restarts=-1, rate_limit=-1),
+                recycle=RecyclePolicy(max_episodes=limit))  # fmt: skip
+    counts = [Count(mode, limit) for _ in range(num_envs)]
+    for count, infos in zip(counts, env.reset()[1], strict=True):
+        count.note(True, {}, {}, infos)
+    resets: dict[int, bool] = {}  # of the environments in flight
+    for turn in range(150):
+        idle = [env_id for env_id in range(num_envs) if env_id not in resets]
+        chosen = [env_id for env_id in idle if rng.random() < 0.7] if turn < 120 else []
+        again = [one for one in chosen if rng.random() < 0.05 or (mode is DISABLED and counts[one].over)]
+        stepped = [env_id for env_id in chosen if env_id not in again]
+        if again:
+            env.reset_async(env_ids=again)
+        if stepped:
+            env.send([ACTIONS] * len(stepped), stepped)
+        resets |= {env_id: env_id in again for env_id in chosen}
+        if resets:
+            batch = env.recv(min_envs=int(rng.integers(0, 2)))
+            for env_id, _, _, terminated, truncated, infos in zip(*batch):
+                counts[env_id].note(resets.pop(env_id), terminated, truncated, infos)
+    while resets:
+        batch = env.recv(1)
+        for env_id, _, _, terminated, truncated, infos in zip(*batch):
+            counts[env_id].note(resets.pop(env_id), terminated, truncated, infos)
+    slots, stats = env.runner.pool.slots, env.stats()
+    assert env.seed() == tuple(seed_of(42, slot.env_id, slot.rebuilds) for slot in slots)
+    assert sum(slot.rebuilds for slot in slots) == stats.recycled + stats.restarts
+    # One that fails before its first result has no mark.
+    assert 0 <= stats.recycled - sum(count.marks for count in counts) <= stats.restarts
 
 
 def test_limits_that_are_too_low(build, caplog):

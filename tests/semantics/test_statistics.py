@@ -14,6 +14,7 @@ from helpers.setups import BACKEND_SETUPS, Setup
 from mpe2 import simple_spread_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from pettingzoo.classic import tictactoe_v3
+from simulators.counting import ACTIONS, Counting
 from simulators.crashing import Fate, crashing
 from simulators.dying_agents import ReturningAgents, TwoAgents
 from simulators.variable_agents import VariableAgents, VariableDictAgents
@@ -247,6 +248,19 @@ def test_a_restart_truncates_the_episode(fault, in_infos, mode):
                         env.reset(env_ids=[env_id])
                         counter.reset()
         assert restarted is not None
+
+
+def test_an_environment_that_was_over_when_its_worker_died():
+    """The report, which is not the end of another episode, does not count as a step of the next one."""
+    fates = {(0, 0): Fate("SIGKILL", "step", 3)}
+    makes = [crashing(functools.partial(Counting, length), fates) for length in (100, 3)]
+    with ParallelEnv(makes, "NEXT_STEP", seed=42, num_workers=1, on_error="restart") as env:
+        env.reset()
+        ended = []
+        for step in range(1, 17):
+            env.step([ACTIONS] * 2)
+            ended += [(step, episode.length) for episode in env.finished_episodes if episode.env_id == 1]
+    assert ended == [(3, 3), (8, 3), (12, 3), (16, 3)]
 
 
 def test_statistics_of_a_simulator_stay():
