@@ -33,8 +33,8 @@ NAME = "compare_peers"
 NUM_ENVS, WORKERS = 8, 2
 PART = "peers"
 OWN = "marl_parallel, dicts"
-COLUMNS, OTHERS = 2, "#a9b2bc"
-"""Of the picture: columns of panels, and the colour of the other packages."""
+COLUMNS, OTHERS, LONGEST = 2, "#a9b2bc", 2.0
+"""Of the picture: columns of panels, the colour of the other packages, and the highest limit that it shows."""
 AGAINST = [
     peers.LOOP,
     peers.LOOPS,
@@ -139,9 +139,13 @@ def markdown(report: Report) -> str:
 
 
 def save_plot(report: Report, path: Path) -> None:
-    """For each simulator, each other package's throughput as a share of this one's, whose bar is 1."""
+    """For each simulator, each other package's throughput as a share of this one's, whose bar is 1.
+
+    A dotted line is the limit of the machine, where it is in the picture: for a simulator without work it is not.
+    """
     environments = list(dict.fromkeys(one.environment for one in report.results))
-    report = report.without(peers.LOOP.name)  # of simulators without work, its bar would be several times as long
+    limits = {one.environment: 1 / one.gain for one in report.results if one.against == peers.LOOPS.name}
+    report = report.without(peers.LOOP.name).without(peers.LOOPS.name)
     names = [OWN, *(peer.name for peer in AGAINST if any(one.against == peer.name for one in report.results))]
     lines = -(-len(environments) // COLUMNS)
     figure = framed(8.5, 0.6 + lines * (0.5 + 0.24 * len(names)))
@@ -154,6 +158,8 @@ def save_plot(report: Report, path: Path) -> None:
         bars = panel.barh(there, [shares[names[place]] for place in there], 0.75, color=colours)
         panel.bar_label(bars, [f"{shares[names[place]]:.2f}" for place in there], fontsize=7, padding=2)
         panel.set_yticks(range(len(names)), names, fontsize=8)
+        if limits.get(environment, LONGEST) < LONGEST:
+            panel.axvline(limits[environment], color="black", linestyle="dotted", linewidth=1)
         panel.set_title(environment, fontsize=9)
         panel.tick_params(axis="x", labelsize=7)
         panel.margins(x=0.12)
@@ -161,7 +167,11 @@ def save_plot(report: Report, path: Path) -> None:
     for unused in panels[len(environments) :]:
         unused.set_visible(False)
     panels[0].invert_yaxis()  # of all panels
-    figure.supxlabel(f"throughput, as a share of this package's ({machines(report)})", fontsize=8, color=GREY)
+    figure.supxlabel(
+        f"throughput, as a share of this package's; dotted: plain loops side by side ({machines(report)})",
+        fontsize=8,
+        color=GREY,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
