@@ -31,7 +31,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links that leave `docs` work."""
+    """Let links that leave `docs` work, and leave out the list of pages where a tab has only one."""
+    if page.parent is None:
+        page.meta["hide"] = ["navigation"]
     folder = posixpath.dirname(page.file.src_uri)
 
     def inside(found: re.Match[str]) -> str:

@@ -97,9 +97,10 @@ class WorkerStatus:
         ints[_ACTIVITY] = activity
         ints[_ENV] = env_id + 1
 
-    def leave(self) -> None:
-        """Note that the simulator has returned, or raised; `end_request` writes sums and counts."""
-        seconds = time.monotonic() - self._entered
+    def leave(self) -> float:
+        """Note that the simulator has returned, or raised; `end_request` writes sums and counts. Returns the time."""
+        now = time.monotonic()
+        seconds = now - self._entered
         self._inside += seconds
         ints = self._ints
         ints[_ENV] = -ints[_ENV]
@@ -109,6 +110,7 @@ class WorkerStatus:
             ints[_TIMES + duration_place(seconds)] += 1
         elif activity == _RESET:
             self._resets += 1
+        return now
 
     def add_steps(self, seconds: float, steps: int) -> None:
         """Add steps for which compiled code has written what `enter` and `leave` do."""
@@ -251,9 +253,10 @@ class TracedStatus(WorkerStatus):
 
     slices: array[float]
 
-    def leave(self) -> None:
-        super().leave()
-        self._store(-self._ints[_ENV] - 1, self._ints[_ACTIVITY], self._entered, time.monotonic())
+    def leave(self) -> float:
+        now = super().leave()
+        self._store(-self._ints[_ENV] - 1, self._ints[_ACTIVITY], self._entered, now)
+        return now
 
     def end_request(self) -> float:
         began = self._changed

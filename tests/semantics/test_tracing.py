@@ -71,7 +71,7 @@ def test_one_lane_per_worker_and_one_for_the_parent(two_worker_setup, build, tmp
             assert one["ts"] + one["dur"] <= following["ts"] + TOLERANCE_US
         inside = sum(one["dur"] for one in saved if one["name"] in ("step", "reset"))
         counted = after.workers[lane - 1].simulator_s - before.workers[lane - 1].simulator_s
-        assert inside / 1e6 == pytest.approx(counted, rel=0.2, abs=1e-3)
+        assert inside / 1e6 == pytest.approx(counted, abs=1e-6)
     own = Counter(one["name"] for one in slices(file, 0))
     assert own["write actions"] == own["read results"] - 1 == own["waiting for step"] == 7
     assert own["waiting for reset"] == 1
