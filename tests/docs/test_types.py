@@ -1,6 +1,7 @@
 """Type checkers: examples of the README, of `docs` and of `examples` pass mypy and pyright; editors find the package.
 
-An example is checked where the libraries that it imports are installed.
+An example is checked where the libraries that it imports are installed. Those of AgileRL and of Ray are apart, because
+other examples can be checked without these large libraries.
 """
 
 from __future__ import annotations
@@ -15,16 +16,30 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from helpers.setups import rest
 
 pytestmark = pytest.mark.release_independent
+
+APART = ("agilerl", "ray")
+EXAMPLES = ["examples", *filter(importlib.util.find_spec, APART)]
+
+
+def imported(text: str) -> set[str]:
+    """The packages that a program imports."""
+    nodes = [*ast.walk(ast.parse(text))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
 
 
 def can_import(text: str) -> bool:
     """Whether the packages that a program imports are installed."""
-    nodes = [*ast.walk(ast.parse(text))]
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-    return all(importlib.util.find_spec(name.partition(".")[0]) for name in names)
+    return all(map(importlib.util.find_spec, imported(text)))
+
+
+def kind_of(text: str) -> str:
+    """The value of `files` for an example."""
+    return next((library for library in APART if library in imported(text)), "examples")
 
 
 def page_examples() -> dict[str, str]:
@@ -58,9 +73,9 @@ def checked(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["pages", pytest.param("examples", marks=pytest.mark.rest)])
+@pytest.fixture(scope="module", params=["pages", *map(rest, EXAMPLES)])
 def files(tmp_path_factory, request) -> list[str]:
-    """The Python blocks of the README and of `docs`, or the examples, in a folder outside the checkout."""
+    """The Python blocks of the README and of `docs`, or examples, in a folder outside the checkout."""
     folder = tmp_path_factory.mktemp("typed")
     if request.param == "pages":
         texts = {name: text for name, text in page_examples().items() if can_import(text)}
@@ -68,8 +83,13 @@ def files(tmp_path_factory, request) -> list[str]:
         assert any(name.startswith("readme_") for name in texts)
     else:
         texts = {file.stem: file.read_text() for file in sorted((ROOT / "examples").glob("*.py"))}
-        texts = {name: text for name, text in texts.items() if can_import(text)}
-        assert {"async_rollout", "crashing_simulator", "gymnasium_evolution", "quickstart"} <= texts.keys()
+        texts = {name: text for name, text in texts.items() if can_import(text) and request.param == kind_of(text)}
+        expected = {
+            "examples": {"async_rollout", "crashing_simulator", "gymnasium_evolution", "quickstart"},
+            "agilerl": {"agilerl_train"},
+            "ray": {"ray_cluster"},
+        }
+        assert expected[request.param] <= texts.keys()
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
     return [str(folder / f"{name}.py") for name in texts]
