@@ -187,7 +187,7 @@ def save(runs: dict[int, list[dict[str, float]]], output: Path) -> None:
 def main(args: Args) -> None:
     torch.set_num_threads(1)  # small networks: the CPUs are for the simulators
     if args.smoke:
-        args = dataclasses.replace(args, num_envs=4, num_steps=100, total_steps=800, test_episodes=4)
+        args = dataclasses.replace(args, num_envs=4, num_steps=100, total_steps=1200, test_episodes=20)
     runs, better = {}, []
     for seed in range(args.seed, args.seed + (3 if args.check else 1)):
         agent, runs[seed] = train(dataclasses.replace(args, seed=seed))

@@ -546,7 +546,7 @@ def test_recycling(tmp_path):
 @pytest.mark.rest
 @pytest.mark.timeout(600)
 def test_soak(tmp_path):
-    short = ["--hours", "0.005", "--memory-mb", "60", "--programs", "1"]
+    short = ["--hours", "0.01", "--memory-mb", "60", "--programs", "1"]
     run("soak.py", *short, "--output", str(tmp_path), timeout=590)
     report = json.loads((tmp_path / "soak.json").read_text())
     assert (report["mismatches"], report["hangs"], report["processes left"]) == (0, 0, 0)

@@ -61,6 +61,7 @@ def test_failing_check_of_the_return(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.returncode == 1
     assert "on average; expected" in done.stderr
+    assert {path.stem for path in tmp_path.glob("*.csv")} == {"seed_1", "seed_2", "seed_3"}
     logs = [curve(tmp_path / f"seed_{seed}.csv") for seed in (1, 2, 3)]
     assert logs[0] != logs[1] != logs[2]
 

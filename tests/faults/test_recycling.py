@@ -245,7 +245,7 @@ class KnowsItsProcess(Counting):
 def test_no_step_waits_for_the_constructor_of_a_neighbour(setup, build):
     """Neighbours with episodes of different lengths are constructed where nothing steps, and share workers again."""
     lengths = (2, 3, 7, 17)
-    steps = 250 if setup.backend == "process" else 100  # others need a second to start
+    steps = 100 if setup.backend == "ray" else 250  # an actor needs a second to start
     env = build(
         [functools.partial(KnowsItsProcess, length) for length in (*lengths, *lengths)], setup,
         recycle=RecyclePolicy(max_episodes=3),
@@ -392,6 +392,7 @@ FAULTS = [
     ("raise", Setup("serial", True, 2)),
     ("raise", Setup("process", True, 1)),
     ("SIGKILL", Setup("process", True, 1)),
+    rest("SIGKILL", Setup("portable", True, 1)),
     *(("SIGKILL", Setup("ray", True, 1)) for setup in SETUPS[6:]),
 ]
 
