@@ -151,6 +151,9 @@ class PortableProcessBackend(Backend):
         replies: list[tuple[int, Reply | Lost]] = []
         interrupted = False
         while True:
+            # Before the replies: those that come later have events of their own. Else the events of replies for which
+            # nobody had to sleep would pile up, and each would end a later sleep.
+            interrupted |= self._take_events()
             look = self._open and time.monotonic() - self._looked >= _TICK_S  # also while others reply all the time
             if look:
                 self._looked = time.monotonic()
@@ -166,9 +169,18 @@ class PortableProcessBackend(Backend):
                 return replies
             # In the methods of `contextlib.suppress`, Ctrl-C would have the traceback of `Empty` before its own.
             try:  # noqa: SIM105
-                interrupted = self._events.get(timeout=patience)
+                interrupted |= self._events.get(timeout=patience)
             except Empty:
                 pass
+
+    def _take_events(self) -> bool:
+        """Take all events that have come; returns whether one of them is an interrupt."""
+        interrupted = False
+        while True:
+            try:
+                interrupted |= self._events.get_nowait()
+            except Empty:
+                return interrupted
 
     def interrupt(self) -> None:
         self._events.put(True)
