@@ -346,7 +346,6 @@ class ParallelEnv:
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:  # Ctrl-C included: nothing may be left behind
-            self._finalizer.detach()
             pool.close(ask=started)
             raise
 
@@ -417,9 +416,12 @@ class ParallelEnv:
         return cls.from_native(envpool.open_pool(task, seeds, {**numbers, **task_arguments}, times))
 
     def _close_at_exit(self, pool: Pool | NativePool) -> None:
-        """Close the pool when the interpreter exits or this object is collected."""
+        """Close the pool when the interpreter exits or this object is collected; after a `close`, that does nothing.
+
+        If Ctrl-C has interrupted `close`, that frees the rest.
+        """
         _live.add(pool)
-        self._finalizer = weakref.finalize(self, pool.close)
+        weakref.finalize(self, pool.close)
 
     @property
     def _guard(self) -> CallGuard:
@@ -1060,7 +1062,6 @@ class ParallelEnv:
             EnvError: An environment raised in its own `close`; everything has been freed nevertheless.
         """
         seconds = arguments.closing_time(timeout)
-        self._finalizer.detach()
         error = self.runner.pool.close(ask=not terminate, timeout=seconds)
         if error is not None:
             raise error

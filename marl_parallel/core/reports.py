@@ -203,6 +203,16 @@ def still_running(worker: int, share: Sequence[int], seconds: float, stack: str)
     )
 
 
+def in_use(seconds: float, can_kill: bool) -> str:
+    """The warning about a thread that is in the middle of a call while another one closes everything."""
+    done = "Workers were killed" if can_kill else "Workers were left as they are"
+    return (
+        f"close() waited {seconds:g} s for another thread that is inside a call of this ParallelEnv, such as on_restart= "
+        f"or a handler of logs. {done}, and the environments' own close() was not called. Let that function return "
+        "sooner, or pass close() a longer timeout="
+    )
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for the log."""
     return next(iter(str(error).splitlines()), "")
