@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from gymnasium.error import ClosedEnvironmentError
-from helpers.processes import gone, wait_for, workers
+from helpers.processes import gone, workers
+from helpers.setups import Setup
 from simulators.failing import Fragile, SimulatorError, raising
 
 from marl_parallel import EnvError, ParallelEnv, WorkerTimeout
@@ -222,3 +223,35 @@ def test_ctrl_c_while_close_waits_for_a_callback(concurrent_setup, build, tmp_pa
     if concurrent_setup.backend != "thread":
         assert gone(workers(tmp_path))
     inside.end()
+
+
+# Ctrl-C in a simulator's `close`, which is called before the environment is constructed again
+
+
+class InterruptedOnClose(Fragile):
+    def close(self) -> None:
+        super().close()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("cause", ["fault", "request"])
+def test_ctrl_c_in_close_before_a_restart_is_the_callers(cause, build, tmp_path):
+    """With "serial" the simulator runs in the caller's thread, where Ctrl-C must end the program."""
+    faults = {"step": raising(SimulatorError, "bad terrain")} if cause == "fault" else {}
+    env = build(
+        [functools.partial(InterruptedOnClose, faults, tmp_path)], Setup("serial", True, 1), on_error="restart"
+    )
+    env.reset()
+    with pytest.raises(KeyboardInterrupt):
+        env.step([{"a": 0, "b": 0}]) if cause == "fault" else env.restart([0])
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+
+
+def test_other_exceptions_of_close_before_a_restart_are_ignored(backend_setup, build, tmp_path):
+    faults = {"step": raising(SimulatorError, "bad terrain"), "close": raising(SystemExit, 3)}
+    env = build([functools.partial(Fragile, faults, tmp_path)], backend_setup, on_error="restart")
+    env.reset()
+    *_, infos = env.step([{"a": 0, "b": 0}])
+    assert "bad terrain" in infos[0]["__common__"]["error"]
+    env.close(terminate=True)
