@@ -161,6 +161,15 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
     return state.decode(), int(parent)
 
 
+def started_at(pid: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None if it is gone. No other one has this pid and time."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return None
+
+
 def _processes() -> Iterator[int]:
     return (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal())
 
@@ -269,9 +278,11 @@ class CrashFile:
             time.sleep(0.001)
 
     def _size(self) -> int:
-        return os.fstat(self.fd).st_size
+        return 0 if self.fd < 0 else os.fstat(self.fd).st_size
 
     def _read(self, start: int) -> str:
+        if self.fd < 0:  # closed meanwhile by a signal handler
+            return ""
         if sys.platform != "win32":
             data = os.pread(self.fd, self._size() - start, start)
         else:  # read after the worker's death only, so that the shared position does not matter

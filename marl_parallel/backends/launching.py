@@ -169,6 +169,7 @@ class Launcher:
 
     def stack(self, worker: WorkerProcess, timeout: float = 1.0, *, harmless: bool = False) -> str:
         """The Python stacks of all threads of a living worker (`CrashFile.stack`); "" if it has died."""
+        self.collect()  # as in `kill`
         if worker not in self._workers.values():
             return ""
         return worker.crash_file.stack(worker.pid, timeout, harmless=harmless)

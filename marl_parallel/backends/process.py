@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marl_parallel.backends.descendants import memory_of
+from marl_parallel.backends.descendants import memory_of, started_at
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
@@ -311,6 +311,7 @@ class _Handle:
     queues: QueuePair
     share: Sequence[int]
     log: WorkerLog
+    started_at: int | None  # see `descendants.started_at`
     expected: int = 0
     lost: Lost | None = None
 
@@ -366,7 +367,7 @@ class ProcessBackend(Backend):
             if self._launcher is None and isinstance(error, RuntimeError | OSError | Gone):
                 return  # likewise, while it was launched
             raise
-        self._handles[worker] = _Handle(process, channel, queues, share, log)
+        self._handles[worker] = _Handle(process, channel, queues, share, log, started_at(process.pid))
         self.statuses[worker] = queues.status
 
     def remove(self, worker: int, *, kill: bool) -> bool:
@@ -385,20 +386,25 @@ class ProcessBackend(Backend):
         return True
 
     def cpu_seconds(self, worker: int) -> float | None:
-        handle = self._handles.get(worker)
-        if handle is None:
+        if (handle := self._handles.get(worker)) is None:
             return None
         pid = handle.process.pid
         with contextlib.suppress(OSError):
             used = time.clock_gettime(~pid << 3 | 2)  # of all threads, as `clock_getcpuclockid` computes it
             with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
                 used += int(file.read().split()[1]) * 1e-9  # the main thread waited for a CPU
-            return used
+            return used if self._is_same_process(handle) else None
         return None
 
     def memory(self, worker: int) -> int | None:
-        handle = self._handles.get(worker)
-        return None if handle is None else memory_of(handle.process.pid)
+        if (handle := self._handles.get(worker)) is None:
+            return None
+        nbytes = memory_of(handle.process.pid)
+        return nbytes if self._is_same_process(handle) else None
+
+    def _is_same_process(self, handle: _Handle) -> bool:
+        """Whether a worker's process id is still its own: it may have died, and another program may have got it."""
+        return handle.started_at is not None and started_at(handle.process.pid) == handle.started_at
 
     def end(self, worker: int) -> list[Reply]:
         if self._launcher is None:

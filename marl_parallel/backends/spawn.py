@@ -359,8 +359,11 @@ class _WorkerProcess:
             descendants.send(self._process.pid, number)
 
     def memory(self) -> int | None:
-        """Bytes of memory, as in `Backend.memory`."""
-        return memory_of(self._process.pid) if self.exitcode() is None else None
+        """Bytes of memory, as in `Backend.memory`; it reaps nothing, since any thread may call it."""
+        if self._process.returncode is not None:
+            return None
+        nbytes = memory_of(self._process.pid)  # 0 of a process that has ended and is not reaped yet
+        return nbytes if nbytes and self._process.returncode is None else None
 
     def _manner_of_death(self) -> Lost:
         """How the worker, which has hung up, died; it is killed if it does not die by itself."""

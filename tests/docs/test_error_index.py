@@ -63,6 +63,7 @@ ERRORS = {
     ("backends/ray_backend", "connect", "ConnectionError"): "no Ray cluster",
     ("backends/ray_nodes", "_note_node_lost", "ParallelEnvError"): "Ray cannot start a worker",
     ("backends/ray_nodes", "_check_start", "ParallelEnvError"): "not ready within `placement_timeout`",
+    ("backends/ray_nodes", "allocate", "ParallelEnvError"): "not ready within `placement_timeout`",
 }
 # Methods of the stand-in for one environment of RLlib, which no caller has; and an error of RLlib's own.
 INTERNAL = {

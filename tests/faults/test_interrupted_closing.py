@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 from gymnasium.error import ClosedEnvironmentError
 from helpers.processes import gone, workers
-from helpers.setups import Setup
-from simulators.failing import Fragile, SimulatorError, raising
+from helpers.setups import Setup, rest
+from helpers.start_methods import arguments
+from simulators.failing import Fragile, SimulatorError, killed_by, raising
 
-from marl_parallel import EnvError, ParallelEnv, WorkerTimeout
+from marl_parallel import ParallelEnv
+from marl_parallel.backends import spawn
+from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.process import ProcessBackend
 from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core import pool as pool_module
@@ -255,3 +258,54 @@ def test_other_exceptions_of_close_before_a_restart_are_ignored(backend_setup, b
     *_, infos = env.step([{"a": 0, "b": 0}])
     assert "bad terrain" in infos[0]["__common__"]["error"]
     env.close(terminate=True)
+
+
+# `close` in a signal handler, in the middle of what follows a fault
+
+@pytest.mark.parametrize(
+    ("fault", "start_method", "owner", "name"),
+    [
+        ("hang", "forkserver", Launcher, "wait_gone"),
+        ("death", "forkserver", ProcessBackend, "replace"),
+        ("death", "portable", spawn._WorkerProcess, "signal"),
+        ("hang", "portable", spawn._WorkerProcess, "__init__"),
+        rest("hang", "forkserver", Launcher, "kill"),
+        rest("hang", "forkserver", Launcher, "stack"),
+        rest("hang", "forkserver", Launcher, "launch"),
+        rest("death", "forkserver", Launcher, "launch"),
+        rest("hang", "forkserver", ProcessBackend, "end"),
+        rest("hang", "portable", spawn._WorkerProcess, "signal"),
+        rest("hang", "portable", spawn._WorkerProcess, "hang_up"),
+        rest("death", "portable", spawn._WorkerProcess, "hang_up"),
+        rest("hang", "portable", spawn._WorkerProcess, "stack"),
+        rest("hang", "portable", PortableProcessBackend, "end"),
+        rest("death", "portable", PortableProcessBackend, "replace"),
+    ],
+)
+def test_close_in_a_signal_handler_while_a_worker_is_replaced(fault, start_method, owner, name, tmp_path, monkeypatch):
+    """The interrupted call raises `ClosedEnvironmentError`, wherever it was, and no process is left."""
+    cause = {"hang": functools.partial(time.sleep, 60), "death": killed_by(signal.SIGKILL)}[fault]
+    env = ParallelEnv(
+        [functools.partial(Fragile, {"step": cause}, tmp_path, after=1), functools.partial(Fragile, {}, tmp_path)],
+        num_workers=2,
+        seed=1,
+        on_error="restart",
+        step_timeout=0.3 if fault == "hang" else None,
+        **arguments(start_method),
+    )
+    env.reset()
+    env.step([{"a": 0, "b": 0}] * 2)
+    method, calls = getattr(owner, name), []
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            env.close(terminate=True)
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(ClosedEnvironmentError):
+        env.step([{"a": 0, "b": 0}] * 2)
+    assert calls
+    monkeypatch.undo()
+    assert gone(workers(tmp_path))
