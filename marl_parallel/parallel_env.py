@@ -665,6 +665,7 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_open()
+        runner.check_not_calling("rebalance")
         return 0 if isinstance(runner.pool, NativePool) else runner.pool.rebalance()
 
     @exclusive("send")

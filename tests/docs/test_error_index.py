@@ -39,6 +39,7 @@ ERRORS = {
     ("runner", "finish_call", "NoAsyncCallError"): "`call_wait`",
     ("runner", "watch_states", "NotImplementedError"): "`with_state=True`",
     ("runner", "check_idle", "AlreadyPendingCallError"): "in flight",
+    ("runner", "check_not_calling", "AlreadyPendingCallError"): "`call_async`",
     ("runner", "check_has_reset", "ResetNeeded"): "before the first `reset`",
     ("runner", "claim", "RuntimeError"): "a second facade",
     ("rollout", "__init__", "MemoryError"): "a `Rollout`",

@@ -265,14 +265,14 @@ def test_other_exceptions_of_close_before_a_restart_are_ignored(backend_setup, b
 @pytest.mark.parametrize(
     ("fault", "start_method", "owner", "name"),
     [
-        ("hang", "forkserver", Launcher, "wait_gone"),
-        ("death", "forkserver", ProcessBackend, "replace"),
+        ("hang", "forkserver", Launcher, "kill"),
+        ("death", "forkserver", Launcher, "launch"),
         ("death", "portable", spawn._WorkerProcess, "signal"),
         ("hang", "portable", spawn._WorkerProcess, "__init__"),
-        rest("hang", "forkserver", Launcher, "kill"),
+        rest("hang", "forkserver", Launcher, "wait_gone"),
         rest("hang", "forkserver", Launcher, "stack"),
         rest("hang", "forkserver", Launcher, "launch"),
-        rest("death", "forkserver", Launcher, "launch"),
+        rest("death", "forkserver", ProcessBackend, "replace"),
         rest("hang", "forkserver", ProcessBackend, "end"),
         rest("hang", "portable", spawn._WorkerProcess, "signal"),
         rest("hang", "portable", spawn._WorkerProcess, "hang_up"),
