@@ -81,7 +81,8 @@ class WorkerCrashed(ParallelEnvError):
 
     Attributes:
         exitcode: Its exit code; minus the signal's number if a signal ended it; None if unknown.
-        stack: The stack at a native crash (segmentation fault and the like), empty if there is none.
+        stack: The stack at a native crash (segmentation fault and the like), or where Python called `os._exit`. Empty
+            if there is none: a process that is killed, or that native code ends, writes none.
     """
 
     exitcode: int | None = None

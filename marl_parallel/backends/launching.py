@@ -146,7 +146,9 @@ class Launcher:
         try:
             ended = server is not None and server.ended()
             # `close`, in a signal handler or another thread, sets it to None.
-            while server is not None and server is self._server and (reply := server.reply(0 if any_reply else timeout)):
+            while (
+                server is not None and server is self._server and (reply := server.reply(0 if any_reply else timeout))
+            ):
                 any_reply = True
                 self._handle_reply(*reply)
             if ended:

@@ -103,9 +103,7 @@ class PortableProcessBackend(Backend):
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
         fds = [self._status.fd, self._records.fd]
-        process = self._workers[worker] = _WorkerProcess(
-            worker, share, fds, self._threads, self._events, self.log_dir
-        )
+        process = self._workers[worker] = _WorkerProcess(worker, share, fds, self._threads, self._events, self.log_dir)
         if not self._open:  # likewise, while it was started
             process.lost = _UNKNOWN
             _end([process])

@@ -207,9 +207,9 @@ def in_use(seconds: float, can_kill: bool) -> str:
     """The warning about a thread that is in the middle of a call while another one closes everything."""
     done = "Workers were killed" if can_kill else "Workers were left as they are"
     return (
-        f"close() waited {seconds:g} s for another thread that is inside a call of this ParallelEnv, such as on_restart= "
-        f"or a handler of logs. {done}, and the environments' own close() was not called. Let that function return "
-        "sooner, or pass close() a longer timeout="
+        f"close() waited {seconds:g} s for another thread that is inside a call of this ParallelEnv, such as "
+        f"on_restart= or a handler of logs. {done}, and the environments' own close() was not called. Let that "
+        "function return sooner, or pass close() a longer timeout="
     )
 
 

@@ -98,4 +98,3 @@ def test_statistics_in_another_thread_while_workers_are_closed(start_method, tmp
     assert not isinstance(stats, Exception), stats
     assert stats.steps == env.stats().steps
     assert gone(workers(tmp_path))
-

@@ -67,9 +67,9 @@ class IdleWorkers(Backend):
 
 
 def interrupted_at(place: int, close: Callable[[], Any]) -> bool:
-    """Call `close` with Ctrl-C at one of the places in `pool.py` where Python handles signals; False if it ended before.
+    """Call `close` with Ctrl-C at one place in `pool.py`; returns False if it ended before that.
 
-    These are the beginnings of functions, and the moments at which functions return, in the order of execution.
+    Places where Python handles signals are the beginnings of functions, and the moments at which functions return, in the order of execution.
     """
     count = 0
 
@@ -241,9 +241,7 @@ class InterruptedOnClose(Fragile):
 def test_ctrl_c_in_close_before_a_restart_is_the_callers(cause, build, tmp_path):
     """With "serial" the simulator runs in the caller's thread, where Ctrl-C must end the program."""
     faults = {"step": raising(SimulatorError, "bad terrain")} if cause == "fault" else {}
-    env = build(
-        [functools.partial(InterruptedOnClose, faults, tmp_path)], Setup("serial", True, 1), on_error="restart"
-    )
+    env = build([functools.partial(InterruptedOnClose, faults, tmp_path)], Setup("serial", True, 1), on_error="restart")
     env.reset()
     with pytest.raises(KeyboardInterrupt):
         env.step([{"a": 0, "b": 0}]) if cause == "fault" else env.restart([0])
@@ -261,6 +259,7 @@ def test_other_exceptions_of_close_before_a_restart_are_ignored(backend_setup, b
 
 
 # `close` in a signal handler, in the middle of what follows a fault
+
 
 @pytest.mark.parametrize(
     ("fault", "start_method", "owner", "name"),
