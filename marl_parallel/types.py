@@ -205,7 +205,8 @@ class RecyclePolicy:
             environment is not ready yet, the step waits for it.
         max_age_s: The most seconds since the environment was constructed, or has taken the place of another.
         kill_above_mb: The memory, measured as for `max_memory_mb`, above which a worker is killed at once, in the
-            middle of episodes. That is a fault, so it needs `on_error="restart"`.
+            middle of episodes. That is one fault, of the environment that was running, or that ran last; it needs
+            `on_error="restart"`.
 
     Example:
         >>> RecyclePolicy(max_memory_mb=4000, max_episodes=1000).max_age_s is None

@@ -802,11 +802,19 @@ class Pool:
         for worker in recycler.to_be_killed():
             if worker not in self._queues or not self._queues[worker].share:
                 continue
-            share, running = self._queues[worker].share, self.backend.statuses[worker].running
-            megabytes, tail = recycler.memory_mb(worker), self.backend.log_tail(worker)
+            megabytes, limit = recycler.memory_mb(worker), recycler.policy.kill_above_mb
             self._apply([(worker, reply) for reply in self.backend.end(worker)])
-            limit = recycler.policy.kill_above_mb
-            self._handle_fault(worker, None, reports.too_large(worker, share, megabytes, limit, running, tail), running)
+            share, status = self._queues[worker].share, self.backend.statuses[worker]
+            running, tail = status.running, self.backend.log_tail(worker)
+            # Which environment has filled the memory is not known: the fault counts once, against the one that was
+            # running, or that was running last.
+            counted = status.settled if running is None else running.env_id
+            env_id = counted if counted in share else share[0]
+            error = reports.too_large(worker, share, env_id, megabytes, limit, running, tail)
+            try:
+                self._handle_fault(worker, None, error, running)
+            finally:
+                del error  # as `_handle_fault` says
 
     def _is_prepared(self, slot: Slot) -> bool:
         """Whether the spare of an environment is ready, and its worker constructs no others."""

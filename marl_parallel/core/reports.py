@@ -168,16 +168,30 @@ def timed_out(
 
 
 def too_large(
-    worker: int, share: Sequence[int], megabytes: float, limit: float | None, running: Running | None, log_tail: str
+    worker: int,
+    share: Sequence[int],
+    env_id: int,
+    megabytes: float,
+    limit: float | None,
+    running: Running | None,
+    log_tail: str,
 ) -> WorkerCrashed:
-    """The error of a worker that was killed because of its memory."""
-    during = "" if running is None else f" in {running.activity.method} of environment {running.env_id}"
+    """The error of a worker that was killed because of its memory; it counts as a fault of the environment `env_id`."""
+    during, counts, alone = "no environment was running", "", ""
+    if running is not None:
+        during = f"environment {running.env_id} was in {running.activity.method}"
+    if len(share) > 1:
+        counts = (
+            f"\n\nOnly the memory of the whole worker is known. This counts as one fault, of environment {env_id}, which "
+            f"{'was running' if running is not None else 'was the last one that ran'}."
+        )
+        alone = " (with a worker for each environment, this error names the one that does)"
     text = (
-        f"worker {worker} ({environments(share)}) has {megabytes:,.0f} MB of memory{during}, more than "
-        f"kill_above_mb={limit} of the RecyclePolicy allows; it was killed\n\nWhat to do: find out what leaks, or have "
-        f"environments replaced earlier, with a lower max_memory_mb or with max_episodes.{end_of_log(log_tail)}"
+        f"worker {worker} ({environments(share)}) was killed because of its memory: {megabytes:,.0f} MB, over the limit "
+        f"of kill_above_mb={limit} of the RecyclePolicy; {during}{counts}\n\nWhat to do: find out what leaks{alone}, or "
+        f"have environments replaced earlier, with a lower max_memory_mb or with max_episodes.{end_of_log(log_tail)}"
     )
-    return WorkerCrashed(text, env_ids=tuple(share), worker=worker, exitcode=None)
+    return WorkerCrashed(text, env_ids=(env_id,), worker=worker, exitcode=None)
 
 
 def long_call(share: Sequence[int], long: LongCall, stack: str, to_do: str = "") -> str:

@@ -69,7 +69,8 @@ class IdleWorkers(Backend):
 def interrupted_at(place: int, close: Callable[[], Any]) -> bool:
     """Call `close` with Ctrl-C at one place in `pool.py`; returns False if it ended before that.
 
-    Places where Python handles signals are the beginnings of functions, and the moments at which functions return, in the order of execution.
+    Places are those where Python handles signals, in the order of execution: where functions begin, and where they
+    return.
     """
     count = 0
 
