@@ -81,6 +81,7 @@ class Pool:
         shares: The environments of each worker.
         limits: How long each environment may take.
         warn_after: After how many seconds in one call of an environment a warning says where it is; None for never.
+        restarts: Whether `restart_on_faults` follows when all environments have been constructed.
     """
 
     partial = True
@@ -92,6 +93,7 @@ class Pool:
         limits: Limits = Limits(),  # noqa: B008
         *,
         warn_after: float | None = None,
+        restarts: bool = False,
     ) -> None:
         self.backend, self.shares = backend, shares
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
@@ -113,7 +115,7 @@ class Pool:
         self._long_calls = LongCalls(backend, self._queues, warn_after)
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
         self._reads_at_once = True  # whether results need nothing but to be read: no restarts, no recycling
-        self._advice = _ADVICE
+        self._advice = reports.FIRST_CONSTRUCTION if restarts else _ADVICE
         self._all_idle = False  # whether every slot is idle, with nothing saved for a restart
         self._done = 0  # how many slots are done
         self._results: dict[int, Any] = {}  # of `execute`, by environment
@@ -809,7 +811,7 @@ class Pool:
             # Which environment has filled the memory is not known: the fault counts once, against the one that was
             # running, or that was running last.
             counted = status.settled if running is None else running.env_id
-            env_id = counted if counted in share else share[0]
+            env_id = counted if counted is not None and counted in share else share[0]
             error = reports.too_large(worker, share, env_id, megabytes, limit, running, tail)
             try:
                 self._handle_fault(worker, None, error, running)

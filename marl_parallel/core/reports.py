@@ -33,6 +33,10 @@ WARNS_AFTER_S = 1.0
 """A process that ends within this time after its environments were closed causes no warning."""
 
 
+FIRST_CONSTRUCTION = '; a fault in the first construction is always raised, also with on_error="restart"'
+"""The advice where environments are restarted, but only once all have been constructed."""
+
+
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
     """The error of an environment that raised; its cause is the original exception if that pickles."""
     method, stack = failure.method, failure.traceback
@@ -182,14 +186,15 @@ def too_large(
         during = f"environment {running.env_id} was in {running.activity.method}"
     if len(share) > 1:
         counts = (
-            f"\n\nOnly the memory of the whole worker is known. This counts as one fault, of environment {env_id}, which "
-            f"{'was running' if running is not None else 'was the last one that ran'}."
+            "\n\nOnly the memory of the whole worker is known. This counts as one fault, of environment "
+            f"{env_id}, which {'was running' if running is not None else 'was the last one that ran'}."
         )
         alone = " (with a worker for each environment, this error names the one that does)"
     text = (
-        f"worker {worker} ({environments(share)}) was killed because of its memory: {megabytes:,.0f} MB, over the limit "
-        f"of kill_above_mb={limit} of the RecyclePolicy; {during}{counts}\n\nWhat to do: find out what leaks{alone}, or "
-        f"have environments replaced earlier, with a lower max_memory_mb or with max_episodes.{end_of_log(log_tail)}"
+        f"worker {worker} ({environments(share)}) was killed because of its memory: {megabytes:,.0f} MB, over the "
+        f"limit of kill_above_mb={limit} of the RecyclePolicy; {during}{counts}\n\nWhat to do: find out what "
+        f"leaks{alone}, or have environments replaced earlier, with a lower max_memory_mb or with max_episodes."
+        f"{end_of_log(log_tail)}"
     )
     return WorkerCrashed(text, env_ids=(env_id,), worker=worker, exitcode=None)
 
@@ -239,7 +244,7 @@ def environments(env_ids: Sequence[int]) -> str:
 
 def _restart(method: str, advice: str) -> str:
     """The advice to restart, unless this method is never restarted."""
-    return "" if method in ("start", "constructor", "close") else advice
+    return "" if method in ("start", "constructor", "close") and advice != FIRST_CONSTRUCTION else advice
 
 
 def _at(stack: str) -> str:
