@@ -349,6 +349,7 @@ class ParallelEnv:
                 self.start_trace(trace)
         except BaseException:  # Ctrl-C included: nothing may be left behind
             pool.close(ask=started)
+            self._finalizer.detach()
             raise
 
     @classmethod
@@ -418,12 +419,9 @@ class ParallelEnv:
         return cls.from_native(envpool.open_pool(task, seeds, {**numbers, **task_arguments}, times))
 
     def _close_at_exit(self, pool: Pool | NativePool) -> None:
-        """Close the pool when the interpreter exits or this object is collected; after a `close`, that does nothing.
-
-        If Ctrl-C has interrupted `close`, that frees the rest.
-        """
+        """Close the pool when the interpreter exits or this object is collected, unless `close` has freed everything."""
         _live.add(pool)
-        weakref.finalize(self, pool.close)
+        self._finalizer = weakref.finalize(self, pool.close)
 
     @property
     def _guard(self) -> CallGuard:
@@ -1066,7 +1064,10 @@ class ParallelEnv:
             EnvError: An environment raised in its own `close`; everything has been freed nevertheless.
         """
         seconds = arguments.closing_time(timeout)
-        error = self.runner.pool.close(ask=not terminate, timeout=seconds)
+        pool = self.runner.pool
+        error = pool.close(ask=not terminate, timeout=seconds)
+        if pool.freed:  # else another call of `close` is in progress, which Ctrl-C may interrupt
+            self._finalizer.detach()
         if error is not None:
             raise error
 

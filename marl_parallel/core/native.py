@@ -235,7 +235,7 @@ class NativePool:
         self.shares = [range(simulator.num_envs)]
         self.env_ids = tuple(self.shares[0])
         self.closed = False
-        self._freed = False  # whether the simulator has been closed, or is being closed
+        self.freed = False  # whether the simulator has been closed, or is being closed
         self.has_reset = [False] * simulator.num_envs
         self._all = np.arange(simulator.num_envs, dtype=np.int32)
         self._pending: dict[int, Message] = {}
@@ -527,17 +527,17 @@ class NativePool:
             raise ClosedEnvironmentError(error)
 
     def close(self, *, ask: bool = True, timeout: float = 5.0) -> None:
-        if self._freed:
+        if self.freed:
             return
-        self.closed = self._freed = True
+        self.closed = self.freed = True
         try:
             self._simulator.close()
         except KeyboardInterrupt:
-            self._freed = False  # the next call frees the rest
+            self.freed = False  # the next call frees the rest
             raise
 
     def abandon(self) -> None:
-        self.closed = self._freed = True
+        self.closed = self.freed = True
         self._simulator.abandon()
 
 

@@ -105,7 +105,7 @@ class Pool:
         self.in_flight = 0  # how many environments have been sent to and not received
         self.closed = False
         self._closing = False  # whether a thread is closing everything at present
-        self._freed = False  # whether that has been done
+        self.freed = False  # whether that has been done
         self.tracer: Tracer | None = None  # of the present trace
         self.seeds_stale = True  # whether environments may use other seeds than those they declared last
         self._queues = {worker: WorkerQueue(share, worker, share) for worker, share in enumerate(shares)}
@@ -1187,7 +1187,7 @@ class Pool:
         failed to close; everything has been freed all the same. If Ctrl-C interrupts it before that, the next call
         frees the rest. If another thread does not leave its call in time, all is freed beside it.
         """
-        if self._freed or self._closing:
+        if self.freed or self._closing:
             return None  # `_closing`: by another thread, or by this one, which a signal handler has interrupted
         deadline = time.monotonic() + timeout
         ask = ask and not self.closed  # a close that Ctrl-C has interrupted: the rest is freed now
@@ -1223,7 +1223,7 @@ class Pool:
         left = self.backend.stop(patience)
         # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
         self.backend.interrupt()
-        self._freed = True
+        self.freed = True
         if (tracer := self.tracer) is not None:
             self.tracer = None
             try:
@@ -1297,5 +1297,5 @@ class Pool:
 
     def abandon(self) -> None:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
-        self.closed = self._freed = True
+        self.closed = self.freed = True
         self.backend.abandon()
