@@ -419,7 +419,7 @@ class ParallelEnv:
         return cls.from_native(envpool.open_pool(task, seeds, {**numbers, **task_arguments}, times))
 
     def _close_at_exit(self, pool: Pool | NativePool) -> None:
-        """Close the pool when the interpreter exits or this object is collected, unless `close` has freed everything."""
+        """Close the pool when the interpreter exits or this object is collected, unless `close` has freed all."""
         _live.add(pool)
         self._finalizer = weakref.finalize(self, pool.close)
 
