@@ -152,12 +152,14 @@ class ParallelEnv:
         check_actions: True checks every action against its space.
         on_error: What happens when an environment raises, or its worker dies or hangs: `"raise"` raises here and
             closes everything; `"restart"` rebuilds the environment. The interrupted step truncates its agents and is
-            marked in `infos[i]["__common__"]`; see `docs/faults.md`.
+            marked in `infos[i]["__common__"]`; see `docs/faults.md`. A fault in the first construction is raised in any
+            case.
         restart_policy: How often one environment may be rebuilt; after that, `RestartLimitExceeded` is raised.
         step_timeout: Seconds for each step, call, frame and attribute; None for no limit.
         reset_timeout: Seconds for each reset, automatic ones too; None for no limit.
-        start_timeout: Seconds for each constructor; None for no limit. For all three, time in which the whole program
-            is frozen (a paused virtual machine or container) does not count.
+        start_timeout: Seconds for each constructor; None for no limit. Past it, the first construction raises, also
+            with `on_error="restart"`: pass more for nodes that are slow at the start. For all three, time in which the
+            whole program is frozen (a paused virtual machine or container) does not count.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
         trace: Path of a timeline that is written by `close` or `stop_trace`; see `start_trace`.
         wait: How processes wait: `"block"` sleeps at once, `"spin"` tries for 2 ms before that, `"adaptive"` tries for
@@ -303,7 +305,7 @@ class ParallelEnv:
         else:
             workers = self.plan["arguments"]["num_workers"]
         shares = share_out(len(seeds), workers)
-        pool = Pool(opened, shares, limits, warn_after=warn_after)
+        pool = Pool(opened, shares, limits, warn_after=warn_after, restarts=restarts)
         self._close_at_exit(pool)
         started = False
         try:
@@ -346,8 +348,8 @@ class ParallelEnv:
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:  # Ctrl-C included: nothing may be left behind
-            self._finalizer.detach()
             pool.close(ask=started)
+            self._finalizer.detach()
             raise
 
     @classmethod
@@ -417,7 +419,7 @@ class ParallelEnv:
         return cls.from_native(envpool.open_pool(task, seeds, {**numbers, **task_arguments}, times))
 
     def _close_at_exit(self, pool: Pool | NativePool) -> None:
-        """Close the pool when the interpreter exits or this object is collected."""
+        """Close the pool when the interpreter exits or this object is collected, unless `close` has freed all."""
         _live.add(pool)
         self._finalizer = weakref.finalize(self, pool.close)
 
@@ -663,6 +665,7 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_open()
+        runner.check_not_calling("rebalance")
         return 0 if isinstance(runner.pool, NativePool) else runner.pool.rebalance()
 
     @exclusive("send")
@@ -1054,14 +1057,17 @@ class ParallelEnv:
 
         Args:
             terminate: True skips the environments' own `close`.
-            timeout: Seconds that these may take; then workers are killed, if the backend can. None for no limit.
+            timeout: Seconds that these may take; then workers are killed, if the backend can. None for no limit. It
+            limits also the wait for another thread that is inside a call, such as `on_restart`; half a second at least.
 
         Raises:
             EnvError: An environment raised in its own `close`; everything has been freed nevertheless.
         """
         seconds = arguments.closing_time(timeout)
-        self._finalizer.detach()
-        error = self.runner.pool.close(ask=not terminate, timeout=seconds)
+        pool = self.runner.pool
+        error = pool.close(ask=not terminate, timeout=seconds)
+        if pool.freed:  # else another call of `close` is in progress, which Ctrl-C may interrupt
+            self._finalizer.detach()
         if error is not None:
             raise error
 

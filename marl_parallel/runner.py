@@ -195,6 +195,7 @@ class BatchRunner:
         self.pool.check_open()
         in_flight = self.pool.in_flight
         if not in_flight:
+            self.check_not_calling("recv")
             raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
         if env_ids is not None:
             min_envs = len(env_ids)
@@ -326,8 +327,7 @@ class BatchRunner:
     def check_idle(self, name: str, env_ids: Sequence[int] | None = None) -> None:
         """Raise unless everything is open and nothing in flight, or none of these environments."""
         self.pool.check_open()
-        if self.calling:
-            raise AlreadyPendingCallError(f"{name}() while a call is in flight; call_wait() first", name)
+        self.check_not_calling(name)
         if not self.pool.in_flight:
             return
         pending = dict.fromkeys(self.pool.pending)
@@ -335,6 +335,11 @@ class BatchRunner:
         if busy:
             call = f"while environments {busy} are" if env_ids is None else f"to environments {busy}, which are"
             raise AlreadyPendingCallError(f"{name}() {call} in flight; recv() them first", name)
+
+    def check_not_calling(self, name: str) -> None:
+        """Raise `AlreadyPendingCallError` between `begin_call` and `finish_call`."""
+        if self.calling:
+            raise AlreadyPendingCallError(f"{name}() while a call is in flight; call_wait() first", name)
 
     def check_has_reset(self, env_ids: Sequence[int], name: str) -> None:
         """Raise `ResetNeeded` if one of these environments has never been reset."""

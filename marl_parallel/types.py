@@ -81,7 +81,8 @@ class WorkerCrashed(ParallelEnvError):
 
     Attributes:
         exitcode: Its exit code; minus the signal's number if a signal ended it; None if unknown.
-        stack: The stack at a native crash (segmentation fault and the like), empty if there is none.
+        stack: The stack at a native crash (segmentation fault and the like), or where Python called `os._exit`. Empty
+            if there is none: a process that is killed, or that native code ends, writes none.
     """
 
     exitcode: int | None = None
@@ -204,7 +205,8 @@ class RecyclePolicy:
             environment is not ready yet, the step waits for it.
         max_age_s: The most seconds since the environment was constructed, or has taken the place of another.
         kill_above_mb: The memory, measured as for `max_memory_mb`, above which a worker is killed at once, in the
-            middle of episodes. That is a fault, so it needs `on_error="restart"`.
+            middle of episodes. That is one fault, of the environment that was running, or that ran last; it needs
+            `on_error="restart"`.
 
     Example:
         >>> RecyclePolicy(max_memory_mb=4000, max_episodes=1000).max_age_s is None

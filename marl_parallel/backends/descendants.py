@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import mmap
+import operator
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Set
-from typing import IO, Any
+from types import FrameType
+from typing import IO, Any, NoReturn
 
 from marl_parallel.backends.memory import anonymous_file, append_only
 from marl_parallel.types import installed
@@ -33,6 +36,7 @@ STACK_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 # A dump is many small writes without an end mark: it counts as complete when nothing is written for this long.
 _COMPLETE_AFTER_S = 0.02
 _ABORT_TIMEOUT_S = 0.5
+_MOST_FRAMES = 100  # of a stack, as in `faulthandler`
 
 
 # -- killing -----------------------------------------------------------------------------------------------------------
@@ -161,6 +165,15 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
     return state.decode(), int(parent)
 
 
+def started_at(pid: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None if it is gone. No other one has this pid and time."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return None
+
+
 def _processes() -> Iterator[int]:
     return (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal())
 
@@ -197,10 +210,40 @@ def _is_marked(pid: int, mark: bytes) -> bool:
 
 
 def report_to(file: int | IO[Any]) -> None:
-    """Have this process write its stacks to a file: at a native crash, and on `STACK_SIGNAL`."""
+    """Have this process write its stacks to a file: at a native crash, on `STACK_SIGNAL`, and in `os._exit`."""
     faulthandler.enable(file=file, all_threads=True)
     if STACK_SIGNAL is not None and sys.platform != "win32":
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
+    _report_exits(file if isinstance(file, int) else file.fileno())
+
+
+def _report_exits(fd: int) -> None:
+    """Have `os._exit` write the stack of its caller before it ends this process; Python has no audit event for it.
+
+    It writes nothing in children that this process forks, and nothing where this package or Ray ends the process.
+    """
+    pid, end = os.getpid(), os._exit
+
+    @functools.wraps(end)
+    def _exit(status: int) -> NoReturn:
+        operator.index(status)  # else it raises, and the process goes on
+        caller: FrameType | None = sys._getframe(1)
+        if os.getpid() == pid and caller is not None and _package_of(caller) not in ("marl_parallel", "ray"):
+            lines = ["os._exit was called here (most recent call first):"]
+            while caller is not None and len(lines) <= _MOST_FRAMES:
+                code = caller.f_code
+                lines.append(f'  File "{code.co_filename}", line {caller.f_lineno} in {code.co_name}')
+                caller = caller.f_back
+            with contextlib.suppress(OSError):  # it must end the process all the same
+                os.write(fd, "\n".join([*lines, ""]).encode(errors="backslashreplace"))
+        end(status)
+
+    _exit.__module__, _exit.__qualname__ = "os", "_exit"  # so that it is pickled by name
+    os._exit = _exit
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _handles_stack_signal(pid: int) -> bool:
@@ -269,9 +312,11 @@ class CrashFile:
             time.sleep(0.001)
 
     def _size(self) -> int:
-        return os.fstat(self.fd).st_size
+        return 0 if self.fd < 0 else os.fstat(self.fd).st_size
 
     def _read(self, start: int) -> str:
+        if self.fd < 0:  # closed meanwhile by a signal handler
+            return ""
         if sys.platform != "win32":
             data = os.pread(self.fd, self._size() - start, start)
         else:  # read after the worker's death only, so that the shared position does not matter

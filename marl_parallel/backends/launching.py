@@ -91,8 +91,8 @@ class Launcher:
         if self._closed:
             raise RuntimeError("the launcher is closed")
         self.collect()
-        if self._server is None:
-            self._server = self._new_server()
+        if (server := self._server) is None:
+            server = self._server = self._new_server()
         loaded_threads = self._threads
         if self._context == "forkserver" and loaded_threads is None:
             loaded_threads = interpreter.default_threads(os.environ)
@@ -108,7 +108,7 @@ class Launcher:
         deadline = time.monotonic() + _ANSWERS_WITHIN_S
         try:
             try:
-                self._server.request(request, setting, worker.crash_file.fd, log, fds)
+                server.request(request, setting, worker.crash_file.fd, log, fds)
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
                     raise
@@ -119,7 +119,7 @@ class Launcher:
                 if self._server is None:
                     raise RuntimeError(self._end)
                 if (left := deadline - time.monotonic()) <= 0:
-                    pid = self._server.pid
+                    pid = server.pid
                     raise RuntimeError(
                         f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer "
                         f"a request for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or "
@@ -127,7 +127,7 @@ class Launcher:
                     )
                 if self.collect(min(left, _CHECK_EVERY_S)) or self._server is None:
                     continue
-                if descendants.state_of(pid := self._server.pid) in ("T", "t"):
+                if descendants.state_of(pid := server.pid) in ("T", "t"):
                     text = "The fork server (process %d) was stopped by a signal, as SIGSTOP; it is continued."
                     logger.warning(text, pid)
                     with contextlib.suppress(ProcessLookupError):
@@ -142,10 +142,13 @@ class Launcher:
 
     def collect(self, timeout: float = 0.0) -> bool:
         """Bring all `WorkerProcess` up to date; returns whether anything has happened, within `timeout` seconds."""
-        any_reply = False
+        any_reply, server = False, self._server
         try:
-            ended = self._server is not None and self._server.ended()
-            while self._server is not None and (reply := self._server.reply(0 if any_reply else timeout)):
+            ended = server is not None and server.ended()
+            # `close`, in a signal handler or another thread, sets it to None.
+            while (
+                server is not None and server is self._server and (reply := server.reply(0 if any_reply else timeout))
+            ):
                 any_reply = True
                 self._handle_reply(*reply)
             if ended:
@@ -168,6 +171,7 @@ class Launcher:
 
     def stack(self, worker: WorkerProcess, timeout: float = 1.0, *, harmless: bool = False) -> str:
         """The Python stacks of all threads of a living worker (`CrashFile.stack`); "" if it has died."""
+        self.collect()  # as in `kill`
         if worker not in self._workers.values():
             return ""
         return worker.crash_file.stack(worker.pid, timeout, harmless=harmless)

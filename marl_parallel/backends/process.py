@@ -33,7 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marl_parallel.backends.descendants import memory_of
+from marl_parallel.backends.descendants import memory_of, started_at
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
@@ -176,7 +176,7 @@ class Channel:
     A simulator's own children inherit the worker's end, so its death is no end of the stream. So the parent must not
     wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies with its parent. Of a
     message larger than a packet only the descriptor of a file is sent: a socket holds little, and the sender must not
-    wait. All methods raise `Gone` if the other end is closed.
+    wait. All methods raise `Gone` if either end is closed.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -215,6 +215,8 @@ class Channel:
                 # The kernel limits how many files are on their way at a time.
                 if error.errno in (errno.EAGAIN, errno.ETOOMANYREFS):
                     return False
+                if self.fileno() < 0:  # this end has been closed meanwhile
+                    raise Gone from error
                 raise
             self._drop_packet()
         return True
@@ -243,6 +245,10 @@ class Channel:
                 return None
             except ConnectionResetError as error:  # it died with something of ours unread
                 raise Gone from error
+            except OSError as error:
+                if self.fileno() < 0:
+                    raise Gone from error
+                raise
             if not packet:
                 raise Gone
             if packet[0] == _IN_FILE:
@@ -305,6 +311,7 @@ class _Handle:
     queues: QueuePair
     share: Sequence[int]
     log: WorkerLog
+    started_at: int | None  # see `descendants.started_at`
     expected: int = 0
     lost: Lost | None = None
 
@@ -355,10 +362,12 @@ class ProcessBackend(Backend):
                 process = launcher.launch(worker, fds, share, log.fd)
                 log.mark_start(process.pid)
             channel.put((self._wait, self._own_cpu, self._capacity))
-        except BaseException:
+        except BaseException as error:
             channel.close()
+            if self._launcher is None and isinstance(error, RuntimeError | OSError | Gone):
+                return  # likewise, while it was launched
             raise
-        self._handles[worker] = _Handle(process, channel, queues, share, log)
+        self._handles[worker] = _Handle(process, channel, queues, share, log, started_at(process.pid))
         self.statuses[worker] = queues.status
 
     def remove(self, worker: int, *, kill: bool) -> bool:
@@ -377,20 +386,25 @@ class ProcessBackend(Backend):
         return True
 
     def cpu_seconds(self, worker: int) -> float | None:
-        handle = self._handles.get(worker)
-        if handle is None:
+        if (handle := self._handles.get(worker)) is None:
             return None
         pid = handle.process.pid
         with contextlib.suppress(OSError):
             used = time.clock_gettime(~pid << 3 | 2)  # of all threads, as `clock_getcpuclockid` computes it
             with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
                 used += int(file.read().split()[1]) * 1e-9  # the main thread waited for a CPU
-            return used
+            return used if self._is_same_process(handle) else None
         return None
 
     def memory(self, worker: int) -> int | None:
-        handle = self._handles.get(worker)
-        return None if handle is None else memory_of(handle.process.pid)
+        if (handle := self._handles.get(worker)) is None:
+            return None
+        nbytes = memory_of(handle.process.pid)
+        return nbytes if self._is_same_process(handle) else None
+
+    def _is_same_process(self, handle: _Handle) -> bool:
+        """Whether a worker's process id is still its own: it may have died, and another program may have got it."""
+        return handle.started_at is not None and started_at(handle.process.pid) == handle.started_at
 
     def end(self, worker: int) -> list[Reply]:
         if self._launcher is None:
@@ -540,19 +554,20 @@ class ProcessBackend(Backend):
 
     def _look_for_deaths(self) -> None:
         self._looked = time.monotonic()
-        if self._launcher is not None:
-            self._launcher.collect()
+        if (launcher := self._launcher) is not None:
+            launcher.collect()
             for handle in self._handles.values():
                 if handle.process.exitcode is not None:
                     handle.lost = Lost(handle.process.exitcode, handle.process.crash_report)
 
     def _await_death(self, handle: _Handle, patience: float = 1.0) -> None:
         """Wait `patience` seconds for the death of a worker that has hung up or is to end, then kill it."""
-        assert self._launcher is not None
-        if self._launcher.wait_gone([handle.process], patience):
-            self._launcher.kill(handle.process)
-            self._launcher.wait_gone([handle.process], 1.0)
-        self._look_for_deaths()
+        launcher = self._launcher
+        if launcher is not None:  # else, and if it closes below: closed meanwhile by a signal handler or another thread
+            if launcher.wait_gone([handle.process], patience):
+                launcher.kill(handle.process)
+                launcher.wait_gone([handle.process], 1.0)
+            self._look_for_deaths()
         handle.lost = handle.lost or Lost(None, "")
 
     def interrupt(self) -> None:
@@ -561,9 +576,9 @@ class ProcessBackend(Backend):
             self._wake.post()
 
     def stack(self, worker: int, *, harmless: bool = False) -> str:
-        if self._launcher is None:
+        if (launcher := self._launcher) is None:
             return ""
-        return self._launcher.stack(self._handles[worker].process, harmless=harmless)
+        return launcher.stack(self._handles[worker].process, harmless=harmless)
 
     def log_tail(self, worker: int) -> str:
         return self._handles[worker].log.tail()

@@ -525,7 +525,7 @@ class RayBackend(Backend):
 
     def look(self) -> None:
         now = time.monotonic()
-        if now - self._statuses_read < STATUS_INTERVAL_S:
+        if now - self._statuses_read < STATUS_INTERVAL_S or not ray.is_initialized():  # else Ray would start again
             return
         self._statuses_read = now
         busy = {actor.key: actor for actor in [*self._actors.values()] if actor.pending}
@@ -595,17 +595,24 @@ class RayBackend(Backend):
     def stop(self, timeout: float) -> list[int]:
         actors, self._actors = [*self._actors.values()], {}
         group, self._group = self._group, None
-        if ray.is_initialized():
-            ends = [actor.handle.__ray_terminate__.remote() for actor in actors if actor.closed]
-            if ends:
-                ray.wait(ends, num_returns=len(ends), timeout=timeout)
-            for end in [*self._ends, *_kill(actors)]:
-                _monitor_result(end)
-            for one in {group, *[place.group for place in self._places.values()]} - {None}:
-                remove_placement_group(one)
-        if self._disconnect is not None:
-            self._disconnect()
+        with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
+            if self._disconnect is not None:
+                at_last.callback(self._disconnect)
+            if ray.is_initialized():
+                at_last.callback(self._free_groups, group)
+                at_last.callback(self._end, actors)
+                ends = [actor.handle.__ray_terminate__.remote() for actor in actors if actor.closed]
+                if ends:
+                    ray.wait(ends, num_returns=len(ends), timeout=timeout)
         return []
+
+    def _end(self, actors: Sequence[Actor]) -> None:
+        for end in [*self._ends, *_kill(actors)]:
+            _monitor_result(end)
+
+    def _free_groups(self, group: PlacementGroup | None) -> None:
+        for one in {group, *[place.group for place in self._places.values()]} - {None}:
+            remove_placement_group(one)
 
     def abandon(self) -> None:
         if self._disconnect is not None:

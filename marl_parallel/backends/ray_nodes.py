@@ -246,8 +246,20 @@ class RayNodesBackend(RayBackend):
         block = mmap.mmap(-1, layout.nbytes)
         self._slices = RecordSlices(layout, block)
         self._record_places = RecordPlaces.of(layout)
-        for allocated in [node.control("allocate", self._record_places) for node in self._nodes]:
-            _answer(allocated, timeout=None)  # a death is noticed with the next request
+        allocated = [node.control("allocate", self._record_places) for node in self._nodes]
+        _, missing = ray.wait(allocated, num_returns=len(allocated), timeout=self._placement_timeout)
+        if missing:
+            node = self._nodes[allocated.index(missing[0])]
+            workers = [worker for worker, one in self._node_of.items() if one is node]
+            raise ParallelEnvError(
+                f"the actor of node {node.id[:8]} of the Ray cluster, which has workers {workers}, did not set memory "
+                f"aside within {self._placement_timeout:g} s. The node may be frozen, overloaded, or cut off from the "
+                "network: see Ray's logs on that node, or raise RayBackend(placement_timeout=)",
+                env_ids=[env_id for worker in workers for env_id in self._shares[worker]],
+                worker=workers[0],
+            )
+        for ref in allocated:
+            _answer(ref)  # a death is noticed with the next request
         return block
 
     # -- requests and replies --------------------------------------------------------------------------------------
@@ -450,7 +462,8 @@ class RayNodesBackend(RayBackend):
     # -- states and ends of workers --------------------------------------------------------------------------------
 
     def look(self) -> None:
-        if self._changed or time.monotonic() - self._looked >= STATUS_INTERVAL_S:
+        due = self._changed or time.monotonic() - self._looked >= STATUS_INTERVAL_S
+        if due and ray.is_initialized():  # else Ray would start again
             self._look(hurry=False)
 
     def _look(self, *, hurry: bool) -> None:
@@ -505,14 +518,18 @@ class RayNodesBackend(RayBackend):
 
     def stop(self, timeout: float) -> list[int]:
         nodes, self._nodes, self._node_of = self._nodes_in_use(), [], {}
-        if ray.is_initialized():
-            able = [node for node in nodes if node.lost is None and node.starting is None]
-            ends = [node.control("stop", timeout) for node in able]
-            if ends:
-                ray.wait(ends, num_returns=len(ends), timeout=timeout + _ANSWERS_WITHIN_S)
-            for node in nodes:
-                ray.kill(node.handle)
-        return super().stop(timeout)
+        try:
+            if ray.is_initialized():
+                able = [node for node in nodes if node.lost is None and node.starting is None]
+                ends = [node.control("stop", timeout) for node in able]
+                if ends:
+                    ray.wait(ends, num_returns=len(ends), timeout=timeout + _ANSWERS_WITHIN_S)
+        finally:  # also after a second Ctrl-C
+            if ray.is_initialized():
+                for node in nodes:
+                    ray.kill(node.handle)
+            super().stop(timeout)
+        return []
 
 
 def _answer(ref: Any, timeout: float | None = _ANSWERS_WITHIN_S) -> Any:

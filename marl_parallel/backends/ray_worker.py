@@ -187,6 +187,11 @@ class _WatchedWorker:
     def reap_with(self, reaper: socket.socket) -> None:
         socket.send_fds(reaper, [f"{self.pid} {self.marker}".encode()], [self.handle])
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it lives; the process id of a dead worker may belong to another process."""
+        return not wait([self.handle], 0)
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
@@ -240,14 +245,17 @@ class RayNodeMonitor:
         return time.monotonic(), {key: bytes(self._workers[key].status) for key in keys}
 
     def memory(self, key: int) -> int | None:
-        return descendants.memory_of(self._workers[key].pid)
+        worker = self._workers[key]
+        nbytes = descendants.memory_of(worker.pid)
+        return nbytes if worker.is_alive else None
 
     def discard(self, key: int) -> None:
         """Have a worker skip what it has not begun yet."""
         WorkerStatus(self._workers[key].status).discard()
 
     def stack(self, key: int, *, harmless: bool) -> str:
-        return self._workers[key].crash.stack(self._workers[key].pid, harmless=harmless)
+        worker = self._workers[key]
+        return worker.crash.stack(worker.pid, harmless=harmless) if worker.is_alive else ""
 
     def last_state(
         self, key: int, places: Iterable[tuple[int, int]], *, kill: bool

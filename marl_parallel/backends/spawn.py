@@ -103,7 +103,12 @@ class PortableProcessBackend(Backend):
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
         fds = [self._status.fd, self._records.fd]
-        self._workers[worker] = _WorkerProcess(worker, share, fds, self._threads, self._events, self.log_dir)
+        process = self._workers[worker] = _WorkerProcess(worker, share, fds, self._threads, self._events, self.log_dir)
+        if not self._open:  # likewise, while it was started
+            process.lost = _UNKNOWN
+            _end([process])
+            process.hang_up()
+            process.free()
         self.statuses[worker] = WorkerStatus(status)
 
     def remove(self, worker: int, *, kill: bool) -> bool:
@@ -151,6 +156,9 @@ class PortableProcessBackend(Backend):
         replies: list[tuple[int, Reply | Lost]] = []
         interrupted = False
         while True:
+            # Before the replies: those that come later have events of their own. Else the events of replies for which
+            # nobody had to sleep would pile up, and each would end a later sleep.
+            interrupted |= self._take_events()
             look = self._open and time.monotonic() - self._looked >= _TICK_S  # also while others reply all the time
             if look:
                 self._looked = time.monotonic()
@@ -166,9 +174,18 @@ class PortableProcessBackend(Backend):
                 return replies
             # In the methods of `contextlib.suppress`, Ctrl-C would have the traceback of `Empty` before its own.
             try:  # noqa: SIM105
-                interrupted = self._events.get(timeout=patience)
+                interrupted |= self._events.get(timeout=patience)
             except Empty:
                 pass
+
+    def _take_events(self) -> bool:
+        """Take all events that have come; returns whether one of them is an interrupt."""
+        interrupted = False
+        while True:
+            try:
+                interrupted |= self._events.get_nowait()
+            except Empty:
+                return interrupted
 
     def interrupt(self) -> None:
         self._events.put(True)
@@ -340,8 +357,11 @@ class _WorkerProcess:
             descendants.send(self._process.pid, number)
 
     def memory(self) -> int | None:
-        """Bytes of memory, as in `Backend.memory`."""
-        return memory_of(self._process.pid) if self.exitcode() is None else None
+        """Bytes of memory, as in `Backend.memory`; it reaps nothing, since any thread may call it."""
+        if self._process.returncode is not None:
+            return None
+        nbytes = memory_of(self._process.pid)  # 0 of a process that has ended and is not reaped yet
+        return nbytes if nbytes and self._process.returncode is None else None
 
     def _manner_of_death(self) -> Lost:
         """How the worker, which has hung up, died; it is killed if it does not die by itself."""

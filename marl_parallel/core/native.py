@@ -235,6 +235,7 @@ class NativePool:
         self.shares = [range(simulator.num_envs)]
         self.env_ids = tuple(self.shares[0])
         self.closed = False
+        self.freed = False  # whether the simulator has been closed, or is being closed
         self.has_reset = [False] * simulator.num_envs
         self._all = np.arange(simulator.num_envs, dtype=np.int32)
         self._pending: dict[int, Message] = {}
@@ -526,12 +527,17 @@ class NativePool:
             raise ClosedEnvironmentError(error)
 
     def close(self, *, ask: bool = True, timeout: float = 5.0) -> None:
-        if not self.closed:
-            self.closed = True
+        if self.freed:
+            return
+        self.closed = self.freed = True
+        try:
             self._simulator.close()
+        except KeyboardInterrupt:
+            self.freed = False  # the next call frees the rest
+            raise
 
     def abandon(self) -> None:
-        self.closed = True
+        self.closed = self.freed = True
         self._simulator.abandon()
 
 

@@ -60,6 +60,7 @@ _EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy t
 _REPLACED_ALREADY = "This worker's environments had already been replaced"
 _LONG_AT_CTRL_C_S = 1.0
 _LEAVES_WITHIN_S = 5.0
+_INTERRUPTED_WITHIN_S = 0.5  # how long `close` waits at least for a thread that it has interrupted in a call
 _FOR_SPARES = frozenset({Message.PREPARE, Message.ADOPT, Message.RETIRE, Message.CLOSE})
 _THREAD_ADVICE = '; a thread cannot be ended, so nothing could be restarted: backend="process" can'
 
@@ -80,6 +81,7 @@ class Pool:
         shares: The environments of each worker.
         limits: How long each environment may take.
         warn_after: After how many seconds in one call of an environment a warning says where it is; None for never.
+        restarts: Whether `restart_on_faults` follows when all environments have been constructed.
     """
 
     partial = True
@@ -91,6 +93,7 @@ class Pool:
         limits: Limits = Limits(),  # noqa: B008
         *,
         warn_after: float | None = None,
+        restarts: bool = False,
     ) -> None:
         self.backend, self.shares = backend, shares
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
@@ -101,6 +104,8 @@ class Pool:
         self.histories: Histories | None = None  # set if failures can be replayed
         self.in_flight = 0  # how many environments have been sent to and not received
         self.closed = False
+        self._closing = False  # whether a thread is closing everything at present
+        self.freed = False  # whether that has been done
         self.tracer: Tracer | None = None  # of the present trace
         self.seeds_stale = True  # whether environments may use other seeds than those they declared last
         self._queues = {worker: WorkerQueue(share, worker, share) for worker, share in enumerate(shares)}
@@ -110,7 +115,7 @@ class Pool:
         self._long_calls = LongCalls(backend, self._queues, warn_after)
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
         self._reads_at_once = True  # whether results need nothing but to be read: no restarts, no recycling
-        self._advice = _ADVICE
+        self._advice = reports.FIRST_CONSTRUCTION if restarts else _ADVICE
         self._all_idle = False  # whether every slot is idle, with nothing saved for a restart
         self._done = 0  # how many slots are done
         self._results: dict[int, Any] = {}  # of `execute`, by environment
@@ -799,11 +804,19 @@ class Pool:
         for worker in recycler.to_be_killed():
             if worker not in self._queues or not self._queues[worker].share:
                 continue
-            share, running = self._queues[worker].share, self.backend.statuses[worker].running
-            megabytes, tail = recycler.memory_mb(worker), self.backend.log_tail(worker)
+            megabytes, limit = recycler.memory_mb(worker), recycler.policy.kill_above_mb
             self._apply([(worker, reply) for reply in self.backend.end(worker)])
-            limit = recycler.policy.kill_above_mb
-            self._handle_fault(worker, None, reports.too_large(worker, share, megabytes, limit, running, tail), running)
+            share, status = self._queues[worker].share, self.backend.statuses[worker]
+            running, tail = status.running, self.backend.log_tail(worker)
+            # Which environment has filled the memory is not known: the fault counts once, against the one that was
+            # running, or that was running last.
+            counted = status.settled if running is None else running.env_id
+            env_id = counted if counted is not None and counted in share else share[0]
+            error = reports.too_large(worker, share, env_id, megabytes, limit, running, tail)
+            try:
+                self._handle_fault(worker, None, error, running)
+            finally:
+                del error  # as `_handle_fault` says
 
     def _is_prepared(self, slot: Slot) -> bool:
         """Whether the spare of an environment is ready, and its worker constructs no others."""
@@ -1171,46 +1184,62 @@ class Pool:
         """Close all environments, end all workers and free everything. Idempotent.
 
         With `ask`, workers close their environments first, within `timeout` seconds. Returns the error of one that
-        failed to close; everything has been freed all the same.
+        failed to close; everything has been freed all the same. If Ctrl-C interrupts it before that, the next call
+        frees the rest. If another thread does not leave its call in time, all is freed beside it.
         """
-        if self.closed:
-            return None
-        self.closed = True
-        for status in getattr(self.backend, "statuses", ()):  # there are none if it did not start
-            status.discard()
-        self.backend.interrupt()
-        with self._lock:
-            deadline = time.monotonic() + timeout
-            error, patience = None, 0.0  # a worker without a request to close does not end by itself
-            try:
-                if ask:
-                    error = self._close_environments(deadline)
-                    patience = max(deadline - time.monotonic(), 0.0)
-            except KeyboardInterrupt:
+        if self.freed or self._closing:
+            return None  # `_closing`: by another thread, or by this one, which a signal handler has interrupted
+        deadline = time.monotonic() + timeout
+        ask = ask and not self.closed  # a close that Ctrl-C has interrupted: the rest is freed now
+        locked, error, patience = False, None, 0.0  # a worker without a request to close does not end by itself
+        try:
+            self.closed = self._closing = True
+            for status in getattr(self.backend, "statuses", ()):  # there are none if it did not start
+                status.discard()
+            self.backend.interrupt()
+            # A thread that waits for results leaves soon; one in `on_restart` or a handler of logs may not.
+            locked = self._lock.acquire(timeout=min(max(timeout, _INTERRUPTED_WITHIN_S), threading.TIMEOUT_MAX))
+            if not locked:
+                logger.warning("%s", reports.in_use(max(timeout, _INTERRUPTED_WITHIN_S), self.backend.can_kill))
+            elif ask:
+                error = self._close_environments(deadline)
+                patience = max(deadline - time.monotonic(), 0.0)
+        except KeyboardInterrupt:
+            if locked:
                 self._log_at_ctrl_c()
-                raise
-            finally:
-                # Also after a second Ctrl-C: nothing else would free the rest.
-                left = self.backend.stop(patience)
-                # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
-                self.backend.interrupt()
-                if (tracer := self.tracer) is not None:
-                    self.tracer = None
-                    try:
-                        tracer.finish()
-                    except OSError as unwritten:  # closing goes on
-                        logger.warning("the trace could not be written to %s: %s", tracer.path, unwritten)
-            for worker in left:
-                logger.warning(
-                    "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
-                    worker, self.backend.stack(worker),
-                )  # fmt: skip
-            return error
+            raise
+        finally:
+            try:
+                self._free(patience)
+            finally:  # also after a second Ctrl-C
+                self._closing = False
+                if locked:
+                    self._lock.release()
+        return error
+
+    def _free(self, patience: float) -> None:
+        """End all workers, which have so many seconds to end by themselves, and free everything."""
+        self.closed = True
+        left = self.backend.stop(patience)
+        # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
+        self.backend.interrupt()
+        self.freed = True
+        if (tracer := self.tracer) is not None:
+            self.tracer = None
+            try:
+                tracer.finish()
+            except OSError as unwritten:  # closing goes on
+                logger.warning("the trace could not be written to %s: %s", tracer.path, unwritten)
+        for worker in left:
+            logger.warning(
+                "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
+                worker, self.backend.stack(worker),
+            )  # fmt: skip
 
     def _close_environments(self, deadline: float) -> EnvError | None:
         for worker in [worker for worker, queue in self._queues.items() if not queue.share and queue.ends_by is None]:
             self.backend.remove(worker, kill=True)  # it may be in a constructor
-            del self._queues[worker]
+            self._remove(worker)
         pending = {worker for worker, queue in self._queues.items() if queue.ends_by is None}
         failures: dict[int, Failure] = {}
         for worker in pending:
@@ -1268,5 +1297,5 @@ class Pool:
 
     def abandon(self) -> None:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
-        self.closed = True
+        self.closed = self.freed = True
         self.backend.abandon()

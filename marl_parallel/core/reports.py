@@ -33,6 +33,10 @@ WARNS_AFTER_S = 1.0
 """A process that ends within this time after its environments were closed causes no warning."""
 
 
+FIRST_CONSTRUCTION = '; a fault in the first construction is always raised, also with on_error="restart"'
+"""The advice where environments are restarted, but only once all have been constructed."""
+
+
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
     """The error of an environment that raised; its cause is the original exception if that pickles."""
     method, stack = failure.method, failure.traceback
@@ -168,16 +172,31 @@ def timed_out(
 
 
 def too_large(
-    worker: int, share: Sequence[int], megabytes: float, limit: float | None, running: Running | None, log_tail: str
+    worker: int,
+    share: Sequence[int],
+    env_id: int,
+    megabytes: float,
+    limit: float | None,
+    running: Running | None,
+    log_tail: str,
 ) -> WorkerCrashed:
-    """The error of a worker that was killed because of its memory."""
-    during = "" if running is None else f" in {running.activity.method} of environment {running.env_id}"
+    """The error of a worker that was killed because of its memory; it counts as a fault of the environment `env_id`."""
+    during, counts, alone = "no environment was running", "", ""
+    if running is not None:
+        during = f"environment {running.env_id} was in {running.activity.method}"
+    if len(share) > 1:
+        counts = (
+            "\n\nOnly the memory of the whole worker is known. This counts as one fault, of environment "
+            f"{env_id}, which {'was running' if running is not None else 'was the last one that ran'}."
+        )
+        alone = " (with a worker for each environment, this error names the one that does)"
     text = (
-        f"worker {worker} ({environments(share)}) has {megabytes:,.0f} MB of memory{during}, more than "
-        f"kill_above_mb={limit} of the RecyclePolicy allows; it was killed\n\nWhat to do: find out what leaks, or have "
-        f"environments replaced earlier, with a lower max_memory_mb or with max_episodes.{end_of_log(log_tail)}"
+        f"worker {worker} ({environments(share)}) was killed because of its memory: {megabytes:,.0f} MB, over the "
+        f"limit of kill_above_mb={limit} of the RecyclePolicy; {during}{counts}\n\nWhat to do: find out what "
+        f"leaks{alone}, or have environments replaced earlier, with a lower max_memory_mb or with max_episodes."
+        f"{end_of_log(log_tail)}"
     )
-    return WorkerCrashed(text, env_ids=tuple(share), worker=worker, exitcode=None)
+    return WorkerCrashed(text, env_ids=(env_id,), worker=worker, exitcode=None)
 
 
 def long_call(share: Sequence[int], long: LongCall, stack: str, to_do: str = "") -> str:
@@ -203,6 +222,16 @@ def still_running(worker: int, share: Sequence[int], seconds: float, stack: str)
     )
 
 
+def in_use(seconds: float, can_kill: bool) -> str:
+    """The warning about a thread that is in the middle of a call while another one closes everything."""
+    done = "Workers were killed" if can_kill else "Workers were left as they are"
+    return (
+        f"close() waited {seconds:g} s for another thread that is inside a call of this ParallelEnv, such as "
+        f"on_restart= or a handler of logs. {done}, and the environments' own close() was not called. Let that "
+        "function return sooner, or pass close() a longer timeout="
+    )
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for the log."""
     return next(iter(str(error).splitlines()), "")
@@ -215,7 +244,7 @@ def environments(env_ids: Sequence[int]) -> str:
 
 def _restart(method: str, advice: str) -> str:
     """The advice to restart, unless this method is never restarted."""
-    return "" if method in ("start", "constructor", "close") else advice
+    return "" if method in ("start", "constructor", "close") and advice != FIRST_CONSTRUCTION else advice
 
 
 def _at(stack: str) -> str:

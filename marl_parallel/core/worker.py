@@ -240,8 +240,11 @@ class Worker:
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
         plan, block, reset, pickled, watch = payload[env_id]
-        with contextlib.suppress(BaseException):  # errors of a broken simulator's close() would hide what broke it
+        try:
             self._close(env_id, None)
+        except BaseException as error:  # others of a broken simulator's close() would hide what broke it
+            if self._in_line and isinstance(error, KeyboardInterrupt):
+                raise
         self._episodes.pop(env_id, None)
         built = self._access(env_id, plan)
         try:  # before the block is laid out for this one: the others' records are there, too

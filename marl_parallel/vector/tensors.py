@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,8 +64,8 @@ class StackedTensors:
         self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
     ) -> tuple[Grouped, Mapping[int, dict[Any, Any]]]:
         """As `StackedVecEnv.reset`."""
-        self._write_to_pinned()
-        observations, infos = self.env.reset(seed, options, env_ids)
+        with self._into_pinned():
+            observations, infos = self.env.reset(seed, options, env_ids)
         return self._sent(observations), infos
 
     def step(self, actions: Grouped) -> Results:
@@ -76,10 +77,10 @@ class StackedTensors:
         """As `StackedVecEnv.step_async`."""
         self.env.step_async(tree_map(lambda part: part.cpu().numpy() if torch.is_tensor(part) else part, actions))
 
-    def step_wait(self) -> Results:
+    def step_wait(self, timeout: float | None = None) -> Results:
         """As `StackedVecEnv.step_wait`."""
-        self._write_to_pinned()
-        observations, rewards, terminations, truncations, infos = self.env.step_wait()
+        with self._into_pinned():
+            observations, rewards, terminations, truncations, infos = self.env.step_wait(timeout)
         rest = tuple(self.tensors(part) for part in (rewards, terminations, truncations))
         return (self._sent(observations), *rest, infos)
 
@@ -87,16 +88,23 @@ class StackedTensors:
         """Arrays, or trees of them, as tensors on the device; None stays None."""
         return tree_map(lambda array: tensor(array).to(self._device, non_blocking=True), arrays)
 
-    def _write_to_pinned(self) -> None:
-        """Have observations written into page-locked memory, once all of it has been copied."""
-        if self._pinned is not None:
-            self._copied.synchronize()
-            self.env.stepper.view.write_to(self._pinned)
+    @contextlib.contextmanager
+    def _into_pinned(self) -> Iterator[None]:
+        """Have observations written into page-locked memory meanwhile, once all of it has been copied."""
+        if self._pinned is None:
+            yield
+            return
+        self._copied.synchronize()
+        view = self.env.stepper.view
+        view.write_to(self._pinned)
+        try:
+            yield
+        finally:  # also after a timeout: what `env` itself reads next has memory of its own
+            view.write_to(None)
 
     def _sent(self, observations: Grouped) -> Grouped:
         sent = self.tensors(observations)
         if self._pinned is not None:
-            self.env.stepper.view.write_to(None)
             self._copied.record()
         return sent
 

@@ -442,6 +442,25 @@ def test_ctrl_c_closes():
     assert simulator.closed == 1
 
 
+def test_ctrl_c_while_the_simulator_closes(monkeypatch):
+    """The next call of `close` closes it; one that has ended is not repeated."""
+    simulator = Failing()
+    env = ParallelEnv.from_native(simulator)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(simulator, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+    for _ in range(2):
+        env.close()
+    assert simulator.closed == 1
+
+
 def test_closing_from_another_thread():
     simulator = Failing()
     env = ParallelEnv.from_native(simulator)

@@ -77,6 +77,24 @@ def marks_of(infos: tuple[dict, ...]) -> list[bool]:
     return ["restarted" in one.get("__common__", {}) for one in infos]
 
 
+@pytest.mark.usefixtures("single_node")
+def test_node_that_does_not_set_memory_aside_in_time(monkeypatch):
+    """Construction ends with an error, not never, if a node is frozen then."""
+    backend = RayBackend(num_cpus=0.5, num_nodes=1)
+    control = Node.control
+
+    def frozen(node: Node, method: str, *arguments: Any, **keywords: Any) -> Any:
+        if method != "allocate":
+            return control(node, method, *arguments, **keywords)
+        backend._placement_timeout = 0.3
+        return ray.remote(lambda: time.sleep(60)).options(num_cpus=0).remote()
+
+    monkeypatch.setattr(Node, "control", frozen)
+    with pytest.raises(ParallelEnvError, match=r"workers \[0, 1\], did not set memory aside within 0.3 s") as caught:
+        ParallelEnv([Hunt] * 3, backend=backend, num_workers=2)
+    assert caught.value.env_ids == (0, 1, 2)
+
+
 # -- placement ---------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import cloudpickle
 import pytest
 from gymnasium.vector import AutoresetMode
 from helpers import ROOT, TESTS
+from helpers.processes import wait_for
 
 from marl_parallel import backends
 from marl_parallel.backends import spawn
@@ -71,6 +73,25 @@ def test_each_death_is_reported_once(portable):
     assert portable.wait(0.05) == []
     portable.post({1: Request(Message.CLOSE)})
     assert portable.wait(1.0) == [(1, Lost(0, ""))]
+
+
+def test_replies_that_were_there_already_do_not_end_later_waits(portable):
+    """A long run would slow down: each of millions of such replies would end one wait."""
+    count, replies = 50_000, []
+    portable.post({0: Request(Message.TRACE, (0,) * count, False, each=True)})
+    wait_for(lambda: len(replies) == count or replies.extend(portable.wait(0.0)), 60.0)
+    began = time.thread_time()
+    assert portable.wait(0.3) == []
+    assert time.thread_time() - began < 0.03
+
+
+def test_an_interrupt_is_not_lost_among_replies(portable):
+    for _ in range(3):
+        portable.post({0: Request(Message.TRACE, (0,), False)})
+        portable.interrupt()
+        replies = portable.wait(10.0, 2)
+        assert len(replies) <= 1
+        assert len(replies) + len(portable.wait(10.0) if not replies else []) == 1
 
 
 def test_replacement_that_dies_during_its_start(portable, monkeypatch):

@@ -39,6 +39,7 @@ ERRORS = {
     ("runner", "finish_call", "NoAsyncCallError"): "`call_wait`",
     ("runner", "watch_states", "NotImplementedError"): "`with_state=True`",
     ("runner", "check_idle", "AlreadyPendingCallError"): "in flight",
+    ("runner", "check_not_calling", "AlreadyPendingCallError"): "`call_async`",
     ("runner", "check_has_reset", "ResetNeeded"): "before the first `reset`",
     ("runner", "claim", "RuntimeError"): "a second facade",
     ("rollout", "__init__", "MemoryError"): "a `Rollout`",
@@ -63,6 +64,7 @@ ERRORS = {
     ("backends/ray_backend", "connect", "ConnectionError"): "no Ray cluster",
     ("backends/ray_nodes", "_note_node_lost", "ParallelEnvError"): "Ray cannot start a worker",
     ("backends/ray_nodes", "_check_start", "ParallelEnvError"): "not ready within `placement_timeout`",
+    ("backends/ray_nodes", "allocate", "ParallelEnvError"): "not ready within `placement_timeout`",
 }
 # Methods of the stand-in for one environment of RLlib, which no caller has; and an error of RLlib's own.
 INTERNAL = {

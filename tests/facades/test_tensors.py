@@ -111,6 +111,36 @@ def test_pinned_observations_are_registered_and_not_overwritten_while_copied(cud
     assert not cuda.registered
 
 
+def test_a_timeout_loses_nothing(cuda, monkeypatch):
+    """The step can be waited for again. Meanwhile the `StackedVecEnv` itself does not write into page-locked memory."""
+    with opened() as arrays, opened() as plain:
+        env = arrays.torch(pin=True)
+        pinned, _ = env.reset(seed=3)
+        plain.reset(seed=3)
+        saved = pinned.clone()
+        env.step_async(ACTIONS)
+        with monkeypatch.context() as patched:
+            patched.setattr(arrays.stepper.runner, "recv", too_early)
+            with pytest.raises(TimeoutError):
+                env.step_wait(timeout=0.01)
+        expected = plain.step(ACTIONS)[0]
+        assert np.array_equal(arrays.step_wait()[0], expected)
+        assert torch.equal(pinned, saved)
+        env.step_async(ACTIONS)
+        assert np.array_equal(env.step_wait(timeout=60.0)[0].numpy(), plain.step(ACTIONS)[0])
+        with pytest.raises(ValueError, match="seed"):
+            env.reset(seed=[1, 2, 3])
+        saved = pinned.clone()
+        assert np.array_equal(arrays.reset(seed=5)[0], plain.reset(seed=5)[0])
+        assert torch.equal(pinned, saved)
+
+
+def too_early(*, timeout: float | None, env_ids: Any) -> Any:
+    """As a `recv` whose results do not come within its timeout."""
+    assert timeout == 0.01
+    raise TimeoutError
+
+
 def test_a_rollout_is_registered_once(cuda):
     with opened() as env:
         rollout = Rollout(env, 10, extras={"log_probs": ()})

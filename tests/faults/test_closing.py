@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,26 @@ def test_garbage_collection(cyclic, two_worker_setup, tmp_path, recwarn):
     assert closed(tmp_path) == ALL_FOUR
     assert gone(workers(tmp_path))
     assert not [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
+
+
+def test_closed_environments_are_collected(two_worker_setup, tmp_path):
+    """Also if `on_restart` refers to them, so that nothing but `close` frees them before the program ends."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.env = ParallelEnv(
+                fleet(tmp_path), on_error="restart", on_restart=self.note, **two_worker_setup._asdict()
+            )
+
+        def note(self, event: Any) -> None: ...
+
+    trainer = Trainer()
+    trainer.env.reset()
+    trainer.env.close()
+    kept = weakref.ref(trainer.env)
+    del trainer
+    gc.collect()
+    assert kept() is None
 
 
 def test_results_stay_readable_after_close(two_worker_setup, build):

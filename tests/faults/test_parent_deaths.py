@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import psutil
 import pytest
 from helpers import ROOT, TESTS
 from helpers.processes import gone, wait_for, workers
+from simulators.failing import Fragile
 
 pytestmark = pytest.mark.release_independent
 
@@ -107,6 +109,24 @@ def await_files(notes: Path, pattern: str, count: int) -> None:
     while len([*notes.glob(pattern)]) < count:
         assert time.monotonic() < deadline, f"no {pattern}"
         time.sleep(0.01)
+
+
+def test_notes_are_complete_when_they_are_found(tmp_path):
+    """The tests here read notes of processes that are just starting."""
+    env, left = Fragile({}, tmp_path, env_id=0, seed=0), threading.Event()
+
+    def write() -> None:
+        while not left.is_set():
+            env.note("started")
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(2000):
+            assert workers(tmp_path) == set()  # apart from this process
+    finally:
+        left.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("then", ["starting", "busy"])

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -25,6 +26,7 @@ from marl_parallel import (
     EnvError,
     ParallelEnv,
     RecyclePolicy,
+    RestartEvent,
     RestartLimitExceeded,
     RestartPolicy,
     Rollout,
@@ -311,7 +313,8 @@ def test_kill_above(setup, build, caplog):
     """A worker with too much memory is restarted in the middle of an episode."""
     leaks = functools.partial(Slow, 0.0, 20.0)
     policy = RecyclePolicy(kill_above_mb=400)
-    env = build([leaks] * 2, setup, on_error="restart", recycle=policy)
+    events: list[RestartEvent] = []
+    env = build([leaks] * 2, setup, on_error="restart", recycle=policy, on_restart=events.append)
     env.reset()
     until = time.monotonic() + 80
     with caplog.at_level(logging.WARNING, "marl_parallel"):
@@ -319,8 +322,22 @@ def test_kill_above(setup, build, caplog):
             infos = env.step([ACTIONS] * 2)[4]
     assert env.stats().restarts == 2
     infos += env.step([ACTIONS] * 2)[4]  # it may have been killed after the results had come
-    assert any("kill_above_mb=400" in info.get("__common__", {}).get("error", "") for info in infos)
+    reports = [info["__common__"]["error"] for info in infos if "__common__" in info]
+    assert reports
+    assert {report for report in reports if report != reports[0]} == set()
+    assert re.match(
+        r"worker \d+ \(environments 0 to 1\) was killed because of its memory: \d{3} MB, over the limit of "
+        r"kill_above_mb=400 of the RecyclePolicy; (no environment was running|environment [01] was in (step|reset))",
+        reports[0],
+    )
     assert "kill_above_mb=400" in caplog.text
+    # Only the memory of the worker is known: that is one fault.
+    stats = env.stats()
+    assert stats.faults == 1
+    assert stats.restart_kinds == {"death": 1, "neighbour": 1}
+    (kinds,) = {tuple(sorted((event.kind, event.env_id in event.error.env_ids) for event in events))}
+    assert kinds == (("fault", True), ("neighbour", False))
+    assert f"This counts as one fault, of environment {events[0].error.env_ids[0]}" in reports[0]
 
 
 class Swelling(Counting):
@@ -343,8 +360,11 @@ def test_kill_above_in_the_middle_of_a_step(build):
     env.reset()
     for _ in range(2):
         env.step([ACTIONS] * 2)
-    for info in env.step([ACTIONS] * 2)[4]:
+    for env_id, info in enumerate(env.step([ACTIONS] * 2)[4]):
         assert "kill_above_mb=600" in info["__common__"]["error"]
+        assert f"environment {env_id} was in step" in info["__common__"]["error"]
+        assert "counts as one fault" not in info["__common__"]["error"]  # nothing is to be explained
+    assert env.stats().faults == 2
 
 
 @pytest.mark.rest

@@ -41,5 +41,5 @@ def wait_for(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
 
 
 def workers(notes: Path) -> set[int]:
-    """The other processes in which environments of `failing` were started with these notes."""
+    """The other processes in which environments of `failing` were started with these notes: complete files only."""
     return {int(path.read_text()) for path in notes.glob("started-*")} - {os.getpid()}

@@ -6,6 +6,7 @@ import functools
 import importlib
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -27,14 +28,35 @@ class Counting(Hunt):
         return self.looks
 
 
-def test_calls_in_flight_have_the_results_of_calls(backend_setup, build):
+def test_calls_in_flight_have_the_results_of_calls(backend_setup, build, tmp_path):
     env = build([Hunt] * 3, backend_setup)
     env.reset(seed=4)
     expected = env.call("scale", 3.0, offset=1.0)
     env.call_async("scale", 3.0, offset=1.0)
-    for refused in (lambda: env.call("scale", 3.0), env.reset, env.reset_async, lambda: env.set_attr("gravity", 2.0)):
+    actions = [dict.fromkeys(acting, 0) for acting in env.acting]
+    refused: dict[str, Callable[[], Any]] = {
+        "call": lambda: env.call("scale", 3.0),
+        "call_async": lambda: env.call_async("gravity"),
+        "get_attr": lambda: env.get_attr("gravity"),
+        "set_attr": lambda: env.set_attr("gravity", 2.0),
+        "reset": env.reset,
+        "reset_async": env.reset_async,
+        "step": lambda: env.step(actions),
+        "send": lambda: env.send(actions),
+        "recv": lambda: env.recv(min_envs=0, timeout=0.0),
+        "sample_actions": env.sample_actions,
+        "restart": env.restart,
+        "rebalance": env.rebalance,
+        "render": env.render,
+        "state": env.state,
+        "timers": env.timers,
+        "start_trace": lambda: env.start_trace(tmp_path / "trace.json"),
+        "stop_trace": env.stop_trace,
+    }
+    for name, method in refused.items():
         with pytest.raises(AlreadyPendingCallError, match="while a call is in flight; call_wait"):
-            refused()
+            method()
+        assert env.pending == (), name
     assert env.seed() == (4, 5, 6)
     assert env.stats().resets == 3
     assert_same(env.call_wait(), expected)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from helpers.files import write_whole
 from pettingzoo import ParallelEnv as PettingZooEnv
 
 Fault = Callable[[], Any]
@@ -99,7 +100,7 @@ class Fragile(PettingZooEnv):
         self.note("built")
 
     def note(self, event: str) -> None:
-        (self.notes / f"{event}-{self.env_id}").write_text(str(os.getpid()))
+        write_whole(self.notes / f"{event}-{self.env_id}", str(os.getpid()))
 
     def come_to(self, place: str) -> Any:
         return self.faults[place]() if place in self.faults else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from helpers.files import write_whole
 from mlagents_envs.base_env import ActionTuple, BehaviorSpec
 from mlagents_envs.communicator_objects.agent_info_pb2 import AgentInfoProto
 from mlagents_envs.communicator_objects.brain_parameters_pb2 import ActionSpecProto, BrainParametersProto
@@ -51,7 +52,7 @@ def play(folder: str) -> None:
     arguments.add_argument("--mlagents-port", type=int)
     arguments.add_argument("--breaks-at-port", type=int)
     options, _ = arguments.parse_known_args()
-    Path(folder, str(options.mlagents_port)).write_text(str(os.getpid()))
+    write_whole(Path(folder, str(options.mlagents_port)), str(os.getpid()))
     breaks = 3 if options.breaks_at_port == options.mlagents_port else None
     with grpc.insecure_channel(f"localhost:{options.mlagents_port}") as channel:
         grpc.channel_ready_future(channel).result(timeout=30)
