@@ -76,10 +76,17 @@ def has(source: Any, name: str) -> bool:
 
 
 def assign(source: Any, name: str, value: Any) -> None:
-    """Set an attribute on the outermost layer that owns it; `AttributeError` if none does, or all are read-only."""
+    """Set an attribute on the outermost layer that owns it, a new one on the outermost layer.
+
+    `AttributeError` if it can only be read, or is new and the outermost layer takes no new attributes.
+    """
     owners = [layer for layer in layers(source) if owns(layer, name)]
     if not owners:
-        raise AttributeError(f"{_no_layer_has(source, name)}, so it cannot be set")
+        try:
+            setattr(source, name, value)
+        except AttributeError as error:
+            raise AttributeError(f"{_no_layer_has(source, name)}, and it cannot be added: {error}") from None
+        return
     for layer in owners:
         definition = inspect.getattr_static(layer, name)
         if not isinstance(definition, property) or definition.fset is not None:

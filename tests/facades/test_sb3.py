@@ -256,6 +256,8 @@ def test_attributes_and_methods_by_row(env):
         env.get_attr("total", 9)
     with pytest.raises(AttributeError, match="colour"):
         env.get_attr("colour")
+    env.set_attr("colour", "red")  # a new one
+    assert env.get_attr("colour") == ["red"] * 9
 
 
 class Counting(VariableAgents):
