@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import operator
 import pickle
 from collections import Counter
@@ -112,7 +113,11 @@ class RestartLimitExceeded(ParallelEnvError):
     """
 
 
-class WorkerTimeout(ParallelEnvError, TimeoutError):
+class NotReadyInTime(TimeoutError, multiprocessing.TimeoutError):
+    """Results were not ready within the timeout of the call that waits for them. Nothing is lost: call it again."""
+
+
+class WorkerTimeout(ParallelEnvError, TimeoutError, multiprocessing.TimeoutError):
     """An environment took longer than its timeout.
 
     Attributes:
