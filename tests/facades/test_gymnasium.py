@@ -344,6 +344,43 @@ def test_frames_calls_attributes(env):
     assert [frame[0, 0, 0] for frame in env.render()] == [0, 0, 0, 10, 10, 10, 20, 20, 20]
 
 
+MADE: list[Any] = []
+
+
+def make_noted() -> Any:
+    MADE.append(gymnasium.make("CartPole-v1"))
+    return MADE[-1]
+
+
+def test_envs_are_the_simulators():
+    """As `SyncVectorEnv.envs`: the objects that the constructors returned; they are new after a restart."""
+    MADE.clear()
+    env = GymnasiumVectorEnv(ParallelEnv([make_noted] * COPIES, "NEXT_STEP", backend="serial"))
+    assert [id(one) for one in env.envs] == [id(one) for one in MADE]
+    env.envs[1].unwrapped.gravity = 2.0
+    assert env.get_attr("gravity") == (9.8, 2.0, 9.8)
+    twin = gymnasium.vector.SyncVectorEnv([functools.partial(gymnasium.make, "CartPole-v1")] * COPIES)
+    assert [type(one) for one in env.envs] == [type(one) for one in twin.envs]
+    env.env.restart([0])
+    assert [id(one) for one in env.envs] == [id(one) for one in (MADE[3], MADE[1], MADE[2])]
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        _ = env.envs
+    several = GymnasiumVectorEnv(ParallelEnv([VariableAgents] * COPIES, backend="serial"))
+    assert [type(one) for one in several.envs] == [VariableAgents] * COPIES  # not one for each row
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_envs_of_other_backends(backend):
+    env = GymnasiumVectorEnv(ParallelEnv([VariableAgents] * 2, backend=backend, num_workers=1))
+    with pytest.raises(
+        AttributeError, match=r"envs is only there with backend='serial'.*use get_attr, set_attr or call"
+    ):
+        _ = env.envs
+    assert not hasattr(env, "envs")
+    env.close()
+
+
 def test_observations_are_copied_once():
     """There is no second copy for all rows."""
     env = GymnasiumVectorEnv(ParallelEnv([simple_spread_v3.parallel_env] * COPIES, "NEXT_STEP", num_workers=2))

@@ -417,6 +417,11 @@ def test_calls_out_of_order(env):
     actions = sample_rows(env.action_space, 9)
     with pytest.raises(ResetNeeded):
         env.step(actions)
+    env.parallel_env.reset_async()
+    for call in (env.step_async, env.step):
+        with pytest.raises(AlreadyPendingCallError, match="in flight"):
+            call(actions)
+    env.parallel_env.recv()
     with pytest.raises(NoAsyncCallError):
         env.step_wait()
     env.reset()
