@@ -70,6 +70,15 @@ def find(source: Any, name: str) -> Any:
     raise AttributeError(f"{_no_layer_has(source, name)}: {failure}") from failure
 
 
+def peek(source: Any, name: str) -> tuple[str, Any]:
+    """An attribute, without an error: `("method", None)`, `("value", its value)`, or `("missing", why)`."""
+    try:
+        value = find(source, name)
+    except AttributeError as error:
+        return "missing", str(error)
+    return ("method", None) if callable(value) else ("value", value)
+
+
 def has(source: Any, name: str) -> bool:
     """Whether any layer has the attribute."""
     return any(hasattr(layer, name) for layer in layers(source))

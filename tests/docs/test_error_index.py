@@ -64,7 +64,7 @@ ERRORS = {
     ("backends/ray_nodes", "_note_node_lost", "ParallelEnvError"): "Ray cannot start a worker",
     ("backends/ray_nodes", "_check_start", "ParallelEnvError"): "not ready within `placement_timeout`",
 }
-# Methods of the stand-in for one environment of RLlib, which no caller has; an error of RLlib's own; and that of a dict.
+# Methods of the stand-in for one environment of RLlib, which no caller has; an error of RLlib's own; a dict's own.
 INTERNAL = {
     ("vector/rllib", "reset", "RuntimeError"),
     ("vector/rllib", "step", "RuntimeError"),
