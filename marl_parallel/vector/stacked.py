@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 Grouped: TypeAlias = Any
 """A value of the only group; or a dict with one for each group, by its name."""
 
-Infos: TypeAlias = Mapping[int, dict[Any, Any]] | list[dict[Any, Any]]
-"""Infos by environment, without environments that have none; with `infos="list"`, one dict for each environment."""
+Infos: TypeAlias = Any
+"""A mapping by environment, without environments that have none; with `infos="list"`, a list of one dict for each."""
 
-Results = tuple[Grouped, Grouped, Grouped, Grouped, Any]
+Results = tuple[Grouped, Grouped, Grouped, Grouped, Infos]
 
 
 class _Part(NamedTuple):
@@ -281,7 +281,7 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
     @exclusive("reset")
     def reset(
         self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
-    ) -> tuple[Grouped, Any]:
+    ) -> tuple[Grouped, Infos]:
         """Begin new episodes; returns observations, and infos by environment, in the form of the argument `infos`.
 
         Arguments are those of `ArrayStepper.reset`.
@@ -326,7 +326,7 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
         if self.state_space is not None:
             self._note_states(arrays, ended)
         rewards = self._grouped(lambda group: group.rewards(arrays))
-        infos: Infos = arrays.infos
+        infos: Any = arrays.infos
         if self._lists_infos:
             infos = [infos.get(env_id, {}) for env_id in self.stepper.env_ids]
         return observations, rewards, self._of_groups(terminations), self._of_groups(truncations), infos

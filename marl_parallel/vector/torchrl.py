@@ -453,8 +453,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     def __getitem__(self, index: Any) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be indexed, got {index!r}: its environments are stepped together. Step some "
-            'with a "_step" mask or async_step_send(env_index=...), reset some with a "_reset" mask, and call methods of '
-            "some with parallel_env.call(name, env_ids=[...])"
+            'with a "_step" mask or async_step_send(env_index=...), reset some with a "_reset" mask, and call methods '
+            "of some with parallel_env.call(name, env_ids=[...])"
         )
 
     def _indices(self, tensordict: TensorDictBase | None, env_index: int | Sequence[int] | None) -> tuple[int, ...]:
