@@ -7,9 +7,7 @@ import inspect
 import multiprocessing
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.array_agents import ArrayAgents, WaitsForFile
 from simulators.crashing import Fate, crashing
 from simulators.dict_rules import DictRules
+from simulators.gated import Waiting
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv
@@ -385,28 +384,6 @@ def test_timeout_loses_nothing(tmp_path):
     (tmp_path / "open").touch()
     assert env.step_wait(timeout=60.0)[1]["a"].shape == (COPIES,)
     env.close()
-
-
-class Waiting(ArrayAgents):
-    """Resets, steps and `wait` wait for a file."""
-
-    path = ""
-
-    def wait_for(self, path: str) -> None:
-        self.path = path
-
-    def wait(self) -> int:
-        while self.path and not Path(self.path).exists():
-            time.sleep(0.005)
-        return self.env_id
-
-    def reset(self, *args: Any, **keywords: Any) -> Any:
-        self.wait()
-        return super().reset(*args, **keywords)
-
-    def step(self, actions: Any) -> Any:
-        self.wait()
-        return super().step(actions)
 
 
 IDLE = [{**dict.fromkeys(AGENTS, 0), "b": np.zeros(2)}] * COPIES

@@ -8,13 +8,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers.episodes import ENVS, SEED, PlainLoop, ended
 from sb3_contrib import MaskablePPO
 from simulators.dying_agents import DyingAgents, TwoAgents, TwoMaskedAgents
+from simulators.scored import Scored
 from simulators.vector_rewards import Couriers
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
@@ -312,24 +312,6 @@ def test_an_environment_of_another_size():
         learner("arrays", env, smaller)
     env.close()
     smaller.close()
-
-
-class Scored(gymnasium.Env):
-    """One agent; each episode is longer than the one before, and its score is in the info of every step."""
-
-    observation_space = action_space = spaces.Discrete(3)
-
-    def __init__(self) -> None:
-        self.length, self.time = 2, 0
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> Any:
-        self.length, self.time = self.length + 1, 0
-        return 0, {"score": -1}
-
-    def step(self, action: Any) -> Any:
-        self.time += 1
-        done = self.time == self.length
-        return self.time % 3, 0.5, done, False, {"score": 10 * self.time + int(action), "won": done}
 
 
 @pytest.mark.parametrize("episode_stats", [False, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import multiprocessing
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 from gymnasium.error import AlreadyPendingCallError
 from mpe2 import simple_spread_v3
+from simulators.gated import Levels
 from simulators.variable_agents import VariableAgents
 from tensordict import TensorDictBase
 from torchrl.envs import AsyncEnvPool, GymWrapper, SerialEnv, TransformedEnv
@@ -132,34 +132,6 @@ def test_one_environment_at_a_time():
     env.rand_step(env.reset())
     for closed in (env, again):
         closed.close()
-
-
-class Levels(VariableAgents):
-    """Its steps wait for the file of its environment, where one is given."""
-
-    folder = ""
-    reads = 0
-
-    def __init__(self, env_id: int = 0) -> None:
-        super().__init__(plain=True)
-        self.level, self.lock = 10 * env_id, threading.Lock()
-
-    def twice(self, factor: int = 2, *, offset: int = 0) -> int:
-        return factor * self.level + offset
-
-    @property
-    def times_read(self) -> int:
-        self.reads += 1
-        return self.reads
-
-    @property
-    def failing(self) -> int:
-        raise AttributeError("not before the start")
-
-    def step(self, actions: Any) -> Any:
-        while self.folder and not (Path(self.folder) / str(self.level)).exists():
-            time.sleep(0.005)
-        return super().step(actions)
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, TransformedEnv], ids=["plain", "transformed"])
