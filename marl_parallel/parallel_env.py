@@ -847,14 +847,23 @@ class ParallelEnv:
     def set_attr(self, name: str, values: Any, env_ids: Sequence[int] | None = None) -> None:
         """Set an attribute of each environment, on the outermost of its wrappers that has it.
 
-        Errors are those of `call`.
+        If none has it, it is set on the outermost one, as in Gymnasium. An environment that is constructed again has
+        the attributes of its constructor.
 
         Args:
-            name: The attribute's name; it must exist.
+            name: The attribute's name.
             values: A list or tuple with one for each of `env_ids`; anything else is set in all of them.
             env_ids: Which environments.
+
+        Raises:
+            AttributeError: It can only be read, or the outermost object takes no new attributes (`__slots__`).
+            TypeError: `name` is no string, or a value cannot be pickled or unpickled.
+            ModuleNotFoundError: A value needs a module that cannot be imported in the worker.
+            EnvError: A property's setter raised. Only this error closes everything, or rebuilds the environment.
         """
         runner = self.runner
+        if not isinstance(name, str):
+            raise TypeError(f"name must be that of an attribute, got {name!r}")
         runner.check_idle("set_attr")
         ids = runner.checked_ids(env_ids)
         if not isinstance(values, list | tuple):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 import operator
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
@@ -59,7 +61,7 @@ class ParallelEnvError(RuntimeError):
 
 
 class EnvError(ParallelEnvError):
-    """An environment raised. `__cause__` is the original exception if it could be pickled.
+    """An environment raised. `original`, and `__cause__`, is the simulator's exception if it could be pickled.
 
     It is also an instance of that exception's class, with its attributes, so that `except ZeroDivisionError` finds it,
     too. Not so where that would mislead: `AttributeError`, `StopIteration`, `StopAsyncIteration`, Gymnasium's errors
@@ -67,13 +69,29 @@ class EnvError(ParallelEnvError):
     it.
 
     Attributes:
+        original: The exception of the simulator; None if it cannot be pickled.
         method: The method that was running: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...; or
             `"observation_space('agent_0')"` if a method that returns a space raised.
         remote_traceback: The traceback from inside the worker, as text.
     """
 
+    original: BaseException | None = None
     method: str = ""
     remote_traceback: str = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without `original` where that can only be pickled by value, such as that of a class in a function."""
+        return type(self), self.args, picklable_attributes(self)
+
+
+def picklable_attributes(error: EnvError) -> dict[str, Any]:
+    """The attributes of an error for its pickle: `original` is None where it does not pickle."""
+    attributes = {**vars(error)}
+    try:
+        pickle.dumps(error.original)
+    except Exception:  # its class may do anything when it is pickled
+        attributes["original"] = None
+    return attributes
 
 
 class WorkerCrashed(ParallelEnvError):
@@ -96,7 +114,11 @@ class RestartLimitExceeded(ParallelEnvError):
     """
 
 
-class WorkerTimeout(ParallelEnvError, TimeoutError):
+class NotReadyInTime(TimeoutError, multiprocessing.TimeoutError):
+    """Results were not ready within the timeout of the call that waits for them. Nothing is lost: call it again."""
+
+
+class WorkerTimeout(ParallelEnvError, TimeoutError, multiprocessing.TimeoutError):
     """An environment took longer than its timeout.
 
     Attributes:

@@ -70,16 +70,32 @@ def find(source: Any, name: str) -> Any:
     raise AttributeError(f"{_no_layer_has(source, name)}: {failure}") from failure
 
 
+def peek(source: Any, name: str) -> tuple[str, Any]:
+    """An attribute, without an error: `("method", None)`, `("value", its value)`, or `("missing", why)`."""
+    try:
+        value = find(source, name)
+    except AttributeError as error:
+        return "missing", str(error)
+    return ("method", None) if callable(value) else ("value", value)
+
+
 def has(source: Any, name: str) -> bool:
     """Whether any layer has the attribute."""
     return any(hasattr(layer, name) for layer in layers(source))
 
 
 def assign(source: Any, name: str, value: Any) -> None:
-    """Set an attribute on the outermost layer that owns it; `AttributeError` if none does, or all are read-only."""
+    """Set an attribute on the outermost layer that owns it, a new one on the outermost layer.
+
+    `AttributeError` if it can only be read, or is new and the outermost layer takes no new attributes.
+    """
     owners = [layer for layer in layers(source) if owns(layer, name)]
     if not owners:
-        raise AttributeError(f"{_no_layer_has(source, name)}, so it cannot be set")
+        try:
+            setattr(source, name, value)
+        except AttributeError as error:
+            raise AttributeError(f"{_no_layer_has(source, name)}, and it cannot be added: {error}") from None
+        return
     for layer in owners:
         definition = inspect.getattr_static(layer, name)
         if not isinstance(definition, property) or definition.fset is not None:

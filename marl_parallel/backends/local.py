@@ -63,6 +63,10 @@ class SerialBackend(_LocalBackend):
         super().start(shares, most_requests)
         self._replies: list[tuple[int, Reply | Lost]] = []
 
+    def simulators(self) -> dict[int, Any]:
+        """By environment, the object that its constructor has returned."""
+        return {env_id: one for worker in self.workers for env_id, one in worker.simulators().items()}
+
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         workers, replies = self.workers, self._replies  # a signal handler may close in the middle of it
         for worker, request in requests.items():

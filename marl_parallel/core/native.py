@@ -355,7 +355,8 @@ class NativePool:
             method = message.name.lower()
             text = f"{self.name} raised in {method}: {type(error).__name__}: {error}"
             stack = "".join(traceback.format_exception(error))
-            raise EnvError(text, env_ids=env_ids, worker=0, method=method, remote_traceback=stack) from error
+            attributes: dict[str, Any] = {"original": error, "method": method, "remote_traceback": stack}
+            raise EnvError(text, env_ids=env_ids, worker=0, **attributes) from error
         self._simulator_s += time.perf_counter() - started
         if self.closed:
             self.check_open("the environments were closed by another thread")

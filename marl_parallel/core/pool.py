@@ -53,7 +53,7 @@ from marl_parallel.core.replay import Histories
 from marl_parallel.core.reports import logger
 from marl_parallel.core.slots import Deadlines, Limits, LongCall, LongCalls, Slot, Snapshot, WorkerQueue
 from marl_parallel.core.worker_status import SLICES, Activity, Running, Tracer
-from marl_parallel.types import EnvError, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
+from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 _ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
 _EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy to go on with a fresh environment"
@@ -157,7 +157,7 @@ class Pool:
         slots = self.slots if env_ids is None else [self.slots[env_id] for env_id in env_ids]
         results: Results | None = self._call(self._recv, at_least, timeout, slots, window)
         if results is None:
-            raise TimeoutError(
+            raise NotReadyInTime(
                 f"{sum(slot.done for slot in slots)} of at least {at_least} environments were ready within "
                 f"{timeout:g} s; nothing is lost, call recv again"
             )
@@ -247,7 +247,7 @@ class Pool:
         """The results of `begin_in`, as of `execute`; `TimeoutError` after so many seconds, which loses nothing."""
         results = self._call(self._finish_all, timeout)
         if results is None:
-            raise TimeoutError(f"the calls were not finished within {timeout:g} s; nothing is lost, wait again")
+            raise NotReadyInTime(f"the calls were not finished within {timeout:g} s; nothing is lost, wait again")
         if results[1]:
             raise results[1][0]
         return cast("dict[int, Any]", results[0])

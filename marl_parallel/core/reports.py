@@ -25,7 +25,7 @@ from marl_parallel.core.messages import Failure, Lost
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.slots import LongCall
 from marl_parallel.core.worker_status import Activity, Running
-from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
+from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout, picklable_attributes
 
 logger = logging.getLogger("marl_parallel")
 
@@ -38,7 +38,7 @@ FIRST_CONSTRUCTION = '; a fault in the first construction is always raised, also
 
 
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
-    """The error of an environment that raised; its cause is the original exception if that pickles."""
+    """The error of an environment that raised; the original exception is its cause and `original`, if it pickles."""
     method, stack = failure.method, failure.traceback
     to_do = failure.to_do or f"fix the simulator, or its arguments{_restart(method, advice)}"
     text = (
@@ -72,15 +72,16 @@ def _like(original: BaseException | None, text: str, **attributes: Any) -> EnvEr
     """An `EnvError` that is an instance of the original exception's class, too, where it may be; see `EnvError`."""
     original_class: Any = type(original)
     if original is None or (kind := _env_error_and(original_class)) is EnvError:
-        return EnvError(text, **attributes)
+        return EnvError(text, original=original, **attributes)
     try:
-        error = kind(text, **attributes)
+        error = kind(text, original=original, **attributes)
         vars(error).update({name: value for name, value in vars(original).items() if name not in vars(error)})
         for name, value in _fields(original).items():
-            setattr(error, name, value)
+            if name not in vars(error):
+                setattr(error, name, value)
         return error
     except Exception:  # its class may do anything when it is instantiated
-        return EnvError(text, **attributes)
+        return EnvError(text, original=original, **attributes)
 
 
 @functools.lru_cache
@@ -111,7 +112,7 @@ def _fields(error: BaseException) -> dict[str, Any]:
 
 def _reduced(error: EnvError) -> Any:
     """How an error whose class was made here is pickled."""
-    return _restored, (type(error).__bases__[1], error.args[0], vars(error), _fields(error))
+    return _restored, (type(error).__bases__[1], error.args[0], picklable_attributes(error), _fields(error))
 
 
 def _restored(kind: Any, text: str, attributes: dict[str, Any], fields: dict[str, Any]) -> EnvError:

@@ -94,6 +94,10 @@ class Worker:
         self._actions: ActionRecords
         self._transitions: TransitionRecords
 
+    def simulators(self) -> dict[int, Any]:
+        """By environment, the object that its constructor has returned."""
+        return {env_id: episode.env.source for env_id, episode in self._episodes.items()}
+
     def execute(self, request: Request, send: Callable[[Reply], None]) -> None:
         """Carry out a request in each environment it names, and `send` the reply, or one for each environment."""
         self._send, env_ids = send, request.env_ids

@@ -96,6 +96,19 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         arrays = self._stepper.reset(seed, options)
         return self._observations(arrays), self._infos(arrays)
 
+    @exclusive("reset_async")
+    def reset_async(
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Begin new episodes and return; `reset_wait` has the results. Arguments and errors are those of `reset`."""
+        self._stepper.send_reset(seed, options)
+
+    @exclusive("reset_wait")
+    def reset_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent]:
+        """The results of `reset_async`; arguments and errors are those of `ArrayStepper.receive_reset`."""
+        arrays = self._stepper.receive_reset(timeout)
+        return self._observations(arrays), self._infos(arrays)
+
     @exclusive("step")
     def step(self, actions: Mapping[str, Any], *_: Any, **__: Any) -> Results:
         """Step all environments; returns observations, rewards, terminations, truncations and infos, by agent.
@@ -138,6 +151,14 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def step_wait(self, timeout: float | None = None) -> Results:
         """The results of `step_async`; arguments and errors are those of `ArrayStepper.receive`."""
         return self._results(self._stepper.receive(timeout))
+
+    def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Begin to call a method of each environment and return; as `ParallelEnv.call_async`."""
+        self.env.call_async(name, *args, **kwargs)
+
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """The results of `call_async`, one for each environment; as `ParallelEnv.call_wait`."""
+        return self.env.call_wait(timeout)
 
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Close the environment; arguments are those of `ParallelEnv.close`. Discards a step in flight."""

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import declares_mask
 from marl_parallel.adapters import AgentID
+from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.native import InfoColumns
+from marl_parallel.core.native import InfoColumns, NativePool
+from marl_parallel.core.pool import Pool
 from marl_parallel.core.spaces import fits_block, tree_map, zeros
 from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
@@ -58,6 +60,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         parallel_env: The `ParallelEnv`, also available as `env`.
         agents: The agents with rows.
         present: bool `(num_envs,)`: the rows that are data, as in the latest infos.
+        envs: With `backend="serial"`, the simulators; else an `AttributeError`.
         over: bool `(num_envs,)`: the rows of environments whose episode is over and that have not been reset.
         reward_space: Of one row, if rewards are vectors; None if they are numbers.
 
@@ -137,6 +140,25 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """The results of `call_async`, one for each environment; as `ParallelEnv.call_wait`."""
         return self.env.call_wait(timeout)
+
+    @property
+    def envs(self) -> list[Any]:
+        """The simulators, one for each environment, as `SyncVectorEnv.envs`; only with `backend="serial"`.
+
+        Do not step or reset them: the vector environment would not know. A restart replaces them.
+
+        Raises:
+            AttributeError: They run in other processes or threads.
+        """
+        self._stepper.runner.check_open()
+        pool = self._stepper.runner.pool
+        if not isinstance(pool, Pool) or not isinstance(pool.backend, SerialBackend):
+            how = pool.name if isinstance(pool, NativePool) else f"a {type(pool.backend).__name__}"
+            raise AttributeError(
+                f"envs is only there with backend='serial', but this GymnasiumVectorEnv has {how}, whose simulators "
+                "are out of reach: use get_attr, set_attr or call"
+            )
+        return [simulator for _, simulator in sorted(pool.backend.simulators().items())]
 
     @property
     def over(self) -> NDArray[np.bool_]:

@@ -44,13 +44,23 @@ Results = tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]
 
 
 class _LastInfo(dict[str, Any]):
-    """The info of a row that is done, whose `episode` is final: `VecMonitor` takes every end for that of an episode."""
+    """The info of a row that is done, whose `episode` is final: `VecMonitor` takes every end for that of an episode.
+
+    What else a `VecMonitor` adds to `episode`, its `info_keywords`, is kept.
+    """
 
     complete = False
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key != "episode" or not self.complete:
             super().__setitem__(key, value)
+        elif isinstance(self.get("episode"), dict):
+            super().__setitem__("episode", {**value, **self["episode"]})
+
+    def __missing__(self, key: str) -> None:
+        """None in the row of an agent that took no part: a `VecMonitor` reads its `info_keywords` there, too."""
+        if "episode" in self or not self.complete:
+            raise KeyError(key)
 
     def copy(self) -> _LastInfo:
         same = _LastInfo(self)
@@ -73,7 +83,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
 
     At the end of an agent's own episode, its death or that of its environment, its info has the return and length as
     `episode`, in the form of Stable-Baselines3's `Monitor`. The second end of the row of a dead agent has none, also
-    with a `VecMonitor` around, which keeps `episode` as it is here.
+    with a `VecMonitor` around: it keeps `episode` as it is here, and adds its `info_keywords`.
 
     **Rows of absent agents are trained on**, as episodes of return 0, unless `SB3RolloutBuffer` leaves them out; see
     `docs/facades.md`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 Grouped: TypeAlias = Any
 """A value of the only group; or a dict with one for each group, by its name."""
 
-Results = tuple[Grouped, Grouped, Grouped, Grouped, Mapping[int, dict[Any, Any]]]
+Infos: TypeAlias = Any
+"""A mapping by environment, without environments that have none; with `infos="list"`, a list of one dict for each."""
+
+Results = tuple[Grouped, Grouped, Grouped, Grouped, Infos]
 
 
 class _Part(NamedTuple):
@@ -142,6 +145,8 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
             simulator's `state()`.
         scalarize: Turns vector rewards into numbers, as in `ArrayStepper`. By default, vector rewards have the shape
             `(num_envs, k, num_objectives)`.
+        infos: The form of infos. `"dict"`: by environment, without environments that have none, so read them with
+            `infos.get(i, {})`. `"list"`: a list of `num_envs` dicts by agent, empty where there are none.
 
     Attributes:
         parallel_env: The `ParallelEnv`, also available as `env`.
@@ -192,8 +197,12 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
         pad: bool = False,
         with_state: bool = False,
         scalarize: Scalarize | None = None,
+        infos: Literal["dict", "list"] = "dict",
     ) -> None:
+        if infos not in ("dict", "list"):
+            raise ValueError(f'infos must be "dict" or "list", got {infos!r}')
         super().__init__(env, scalarize=scalarize, vectors=scalarize is None)
+        self._lists_infos = infos == "list"
         self.stepper = self._stepper
         runner = self.stepper.runner
         self.num_envs = env.num_envs
@@ -272,8 +281,8 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
     @exclusive("reset")
     def reset(
         self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
-    ) -> tuple[Grouped, Mapping[int, dict[Any, Any]]]:
-        """Begin new episodes; returns observations, and infos by environment.
+    ) -> tuple[Grouped, Infos]:
+        """Begin new episodes; returns observations, and infos by environment, in the form of the argument `infos`.
 
         Arguments are those of `ArrayStepper.reset`.
 
@@ -317,7 +326,10 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
         if self.state_space is not None:
             self._note_states(arrays, ended)
         rewards = self._grouped(lambda group: group.rewards(arrays))
-        return observations, rewards, self._of_groups(terminations), self._of_groups(truncations), arrays.infos
+        infos: Any = arrays.infos
+        if self._lists_infos:
+            infos = [infos.get(env_id, {}) for env_id in self.stepper.env_ids]
+        return observations, rewards, self._of_groups(terminations), self._of_groups(truncations), infos
 
     def _final(self, arrays: Arrays, ended: Sequence[int]) -> tuple[Grouped, Grouped]:
         """The last observations of old episodes, which are in the infos, and the rows that have one."""

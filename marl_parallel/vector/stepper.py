@@ -157,23 +157,24 @@ class ArrayStepper(OfParallelEnv):
             ValueError: As `ParallelEnv.reset`, or a value has no place in an array.
             ResetNeeded: Only some are to be reset, and the others have never been.
         """
-        last = self._last_before_reset(env_ids)
+        last = self._last_before_reset("reset", env_ids)
         ids, extras = self.runner.reset(seed, options, env_ids)
         return self._noted(self.view.read(extras) if last is None else self.view.read_some(ids, extras, last))
 
     @exclusive("reset_async")
     def send_reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> None:
         """Begin to reset and return; `receive_reset` has the result. Arguments and errors are those of `reset`."""
-        last = self._last_before_reset(env_ids)
+        last = self._last_before_reset("reset_async", env_ids)
         self.runner.check_idle("reset_async")
         self.runner.send_reset(seed, options, env_ids)
         self._resetting = self.runner.checked_ids(env_ids), last
         self.in_flight = True
 
-    def _last_before_reset(self, env_ids: Sequence[int] | None) -> Arrays | None:
+    def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
         """What the arrays of a reset have of the others; None if all are reset."""
         self.runner.claim(self._facade)
         if env_ids is not None and self.latest is None and len(env_ids) < self.runner.num_envs:
+            self.runner.check_idle(name)  # the reset of all may be in flight
             raise ResetNeeded("reset all environments before resetting some of them")
         return None if env_ids is None or self.latest is None else self.view.last()
 
@@ -341,13 +342,13 @@ class ArrayStepper(OfParallelEnv):
 
     def _check_may_step(self, name: str) -> None:
         self.runner.claim(self._facade)
-        if self.latest is None:  # else all have been reset
-            self.runner.check_has_reset(self.env_ids, name)
         if self.in_flight:
             what, wait = ("step", "step_wait") if self._resetting is None else ("reset", "reset_wait")
             raise AlreadyPendingCallError(f"{name}() while a {what} is in flight; {wait}() first", name)
-        if name == "step_async":
+        if name == "step_async" or self.latest is None:
             self.runner.check_idle(name, self._some)
+        if self.latest is None:  # else all have been reset
+            self.runner.check_has_reset(self.env_ids, name)
 
     def _noted(self, arrays: Arrays) -> Arrays:
         """Save the latest arrays; turn vector rewards into numbers, or check that they are vectors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.reports import logger
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.runner import Options, Seeds
-from marl_parallel.vector.stacked import Grouped, Results, StackedVecEnv
+from marl_parallel.vector.stacked import Grouped, Infos, Results, StackedVecEnv
 
 __doctest_requires__ = ["torch"]
 
@@ -62,7 +62,7 @@ class StackedTensors:
 
     def reset(
         self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
-    ) -> tuple[Grouped, Mapping[int, dict[Any, Any]]]:
+    ) -> tuple[Grouped, Infos]:
         """As `StackedVecEnv.reset`."""
         with self._into_pinned():
             observations, infos = self.env.reset(seed, options, env_ids)

@@ -5,10 +5,11 @@ Tensors share memory with the arrays of `ArrayStepper`, of which each group of a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import getitem
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import choices_of, declares_mask
-from marl_parallel.adapters import AgentID, Schema
+from marl_parallel.adapters import AgentID, Schema, attributes
 from marl_parallel.arguments import base_seed
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
@@ -66,6 +67,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     `Dict` spaces are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"`, ...; `Discrete` observations are
     integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
+    Attributes and methods of the simulators are there as in TorchRL's `ParallelEnv`: `env.level` is a list of values,
+    and `env.twice(3)` of results, one for each environment.
+
     Only `_reset` resets environments, which TorchRL's loops call; see `docs/facades.md`. The seed of `set_seed` takes
     effect at each environment's next reset; native simulators, such as EnvPool, must then all be reset at once.
 
@@ -85,6 +89,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     Attributes:
         group_map: The agents of each group, by its name.
+        num_workers: The number of environments, as in TorchRL's `ParallelEnv`.
         infos: By environment, the infos of the latest step, as in `ParallelEnv.step`, without environments that have
             none. Infos of resets by `_reset` after it are under `reset_info` of each, except reports of restarts.
 
@@ -174,6 +179,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if self.device is not None:
             specs = [spec.to(self.device) for spec in specs]
         self.action_spec, self.observation_spec, self.reward_spec, self.done_spec = specs
+        self._forwards = True  # from now on, attributes that it does not have are those of the simulators
 
     # -- called by TorchRL -----------------------------------------------------------------------------------------
 
@@ -274,24 +280,36 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._unseeded[list(ids)] = False
         self._sent.update(dict.fromkeys(ids))
 
-    def async_reset_recv(self, min_get: int = 1, *, timeout: float | None = None) -> TensorDictBase:
+    def async_reset_recv(
+        self,
+        min_get: int | None = None,
+        env_index: int | Sequence[int] | None = None,
+        *,
+        max_get: int | None = None,
+        timeout: float | None = None,
+    ) -> TensorDictBase:
         """The first observations of all environments whose reset is ready, at least `min_get`, in the form of `reset`.
 
         Args:
-            min_get: How many to wait for.
-            timeout: Seconds to wait at most for each; None for no limit.
+            min_get: How many to wait for; None for one.
+            env_index: Wait for these environments instead, and return no others.
+            max_get: The most to return, the first ones that were ready; None for all. Others wait for the next call.
+            timeout: Seconds to wait at most; None for no limit.
 
         Returns:
-            A tensordict of batch size `[environments]`, with `"env_index"`, `[environments]`, in this order.
+            A tensordict of batch size `[environments]`, with `"env_index"`, `[environments]`, in this order. With an
+            integer as `env_index`, of batch size `[]`.
 
         Raises:
-            ValueError: Fewer than `min_get` resets are in flight.
+            ValueError: Fewer than `min_get` resets are in flight, or not those of `env_index`; or `max_get` is less
+                than `min_get`.
             TimeoutError: Nothing is lost, and this can be called again.
         """
-        ids, results = self._received(
-            self._begun, [i for i, sent in self._sent.items() if sent is None], min_get, timeout
-        )
-        return results.set("env_index", torch.tensor(ids, device=self.device))
+        in_flight = [env_id for env_id, sent in self._sent.items() if sent is None]
+        ids = self._receive(self._begun, in_flight, min_get, env_index, max_get, timeout)
+        results: TensorDictBase = torch.stack([self._begun.pop(env_id) for env_id in ids])
+        results.set("env_index", torch.tensor(ids, device=self.device))
+        return results[0] if isinstance(env_index, int) else results
 
     def async_step_send(self, tensordict: TensorDictBase, env_index: int | Sequence[int] | None = None) -> None:
         """Begin to step some environments, and return; `async_step_recv` has the results.
@@ -319,7 +337,14 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._stepper.send_some(of_env, ids)
         self._sent.update(zip(ids, rows.unbind(0)))
 
-    def async_step_recv(self, min_get: int = 1, *, timeout: float | None = None) -> TensorDictBase:
+    def async_step_recv(
+        self,
+        min_get: int | None = None,
+        env_index: int | Sequence[int] | None = None,
+        *,
+        max_get: int | None = None,
+        timeout: float | None = None,
+    ) -> TensorDictBase:
         """The results of all environments whose step is ready, at least `min_get`; arguments and errors are those of
         `async_reset_recv`.
 
@@ -327,32 +352,110 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             The rows of `async_step_send`, with `"next"` as in `step`, and with `"env_index"`. Environments whose
             `"done"` is set have to be reset.
         """
-        sent = {env_id: row for env_id, row in self._sent.items() if row is not None}
-        ids, results = self._received(self._stepped, [*sent], min_get, timeout)
+        in_flight = [env_id for env_id, sent in self._sent.items() if sent is not None]
+        ids = self._receive(self._stepped, in_flight, min_get, env_index, max_get, timeout)
+        results: TensorDictBase = torch.stack([self._stepped.pop(env_id) for env_id in ids])
         rows: TensorDictBase = torch.stack([self._rows_of.pop(env_id) for env_id in ids])
-        return rows.set("next", results).set("env_index", torch.tensor(ids, device=self.device))
+        rows.set("next", results).set("env_index", torch.tensor(ids, device=self.device))
+        return rows[0] if isinstance(env_index, int) else rows
 
-    def _received(
-        self, arrived: dict[int, TensorDictBase], in_flight: Sequence[int], min_get: int, timeout: float | None
-    ) -> tuple[list[int], TensorDictBase]:
-        """Wait until so many results of one kind have arrived, and take them."""
-        if not 1 <= min_get <= len(arrived) + len(in_flight):
-            raise ValueError(f"min_get={min_get}, but {len(arrived) + len(in_flight)} of these are in flight")
-        while len(arrived) < min_get:
-            stepped, begun, arrays = self._stepper.receive_some(1, timeout)
-            self._ended[list(begun)] = False
-            own = (arrays.terminations | arrays.truncations) & ~self._ended
-            tensors = self._tensors(arrays, own)
-            self._set_rewards(tensors, arrays)
-            for env_id in stepped:
-                self._stepped[env_id], self._rows_of[env_id] = tensors[env_id], self._sent.pop(env_id)
-            for env_id in begun:
-                del self._sent[env_id]
-                self._begun[env_id] = tensors[env_id].exclude(*[self._at(name, "reward") for name in self._groups])
-            self.infos.update(arrays.infos)
-        ids = [*arrived]
-        results: TensorDictBase = torch.stack([arrived.pop(env_id) for env_id in ids])
-        return ids, results
+    def _receive(
+        self,
+        arrived: Mapping[int, TensorDictBase],
+        in_flight: Sequence[int],
+        min_get: int | None,
+        env_index: int | Sequence[int] | None,
+        max_get: int | None,
+        timeout: float | None,
+    ) -> list[int]:
+        """Wait until enough results of one kind have arrived; returns the environments whose results are to be taken.
+
+        `arrived` is `_stepped` or `_begun`, and `in_flight` has the environments whose results of this kind are not.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        expected = len(arrived) + len(in_flight)
+        if env_index is not None:
+            wanted = [*self._runner.checked_ids([env_index] if isinstance(env_index, int) else env_index)]
+            if others := [env_id for env_id in wanted if env_id not in arrived and env_id not in in_flight]:
+                raise ValueError(
+                    f"env_index={env_index}, but of environments {others} nothing of this kind is in flight"
+                )
+        else:
+            wanted, min_get = [], 1 if min_get is None else min_get
+            if not 1 <= min_get <= expected:
+                raise ValueError(f"min_get={min_get}, but {expected} of these are in flight")
+            if max_get is not None and max_get < min_get:
+                raise ValueError(f"max_get={max_get} is less than min_get={min_get}")
+            if len(arrived) >= min_get and self._sent:  # those that wait for max_get; others may be ready by now
+                self._take_arrived(0, 0.0)
+
+        def is_waiting() -> bool:
+            if env_index is None:
+                return len(arrived) < min_get  # type: ignore[operator]
+            return not arrived.keys() >= {*wanted}
+
+        while is_waiting():
+            self._take_arrived(1, None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        return wanted or [*arrived][:max_get]
+
+    def _take_arrived(self, at_least: int, timeout: float | None) -> None:
+        """Wait for so many results of any kind, and keep all that are ready in `_stepped` and `_begun`."""
+        stepped, begun, arrays = self._stepper.receive_some(at_least, timeout)
+        if not stepped and not begun:
+            return
+        self._ended[list(begun)] = False
+        own = (arrays.terminations | arrays.truncations) & ~self._ended
+        tensors = self._tensors(arrays, own)
+        self._set_rewards(tensors, arrays)
+        for env_id in stepped:
+            self._stepped[env_id], self._rows_of[env_id] = tensors[env_id], self._sent.pop(env_id)
+        for env_id in begun:
+            del self._sent[env_id]
+            self._begun[env_id] = tensors[env_id].exclude(*[self._at(name, "reward") for name in self._groups])
+        self.infos.update(arrays.infos)
+
+    # -- environments and their attributes, as in TorchRL's `ParallelEnv` ----------------------------------------------
+
+    @property
+    def num_workers(self) -> int:
+        """The number of environments, each of which is a worker of TorchRL's `ParallelEnv`."""
+        return self.env.num_envs
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the simulators, as a list with one value for each environment.
+
+        Of a method, a function that calls it in each environment and returns a list of the results.
+
+        Raises:
+            AttributeError: An environment has no such attribute, or its name begins with `_`.
+            TypeError: A value cannot be pickled.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "_forwards" not in vars(self) or hasattr(type(self), name):
+                raise
+        if isinstance(self._runner.pool, NativePool):
+            return [*self.env.get_attr(name)]
+        try:
+            found = self.env.call(attributes.peek, name)
+        except TypeError as error:
+            raise TypeError(f"the attribute {name!r} of the simulators: {error}") from error
+        for env_id, (kind, value) in enumerate(found):
+            if kind == "missing":
+                raise AttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}, and environment {env_id}: {value}"
+                )
+        if any(kind == "method" for kind, _ in found):
+            return lambda *args, **kwargs: [*self.env.call(name, *args, **kwargs)]
+        return [value for _, value in found]
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be indexed, got {index!r}: its environments are stepped together. Step some "
+            'with a "_step" mask or async_step_send(env_index=...), reset some with a "_reset" mask, and call methods '
+            "of some with parallel_env.call(name, env_ids=[...])"
+        )
 
     def _indices(self, tensordict: TensorDictBase | None, env_index: int | Sequence[int] | None) -> tuple[int, ...]:
         if isinstance(self._runner.pool, NativePool) or self._returns_state:

@@ -126,12 +126,49 @@ def test_assign_through_real_wrappers_and_conversions():
     assert cart.unwrapped.render_mode == cart.render_mode == "rgb_array"
 
 
-def test_assign_refuses_missing_and_read_only_attributes():
-    env = Forwarding(Track())
-    with pytest.raises(AttributeError, match=r"Forwarding has no attribute 'wings', nor .* cannot be set"):
+def test_assign_sets_new_attributes_on_the_outermost_object():
+    track = Track()
+    env = Forwarding(Slotted(track))
+    attributes.assign(env, "wings", 2)
+    assert (env.wings, vars(env)["wings"]) == (2, 2)
+    assert "wings" not in vars(track)
+    attributes.assign(env, "wings", 3)
+    assert attributes.find(env, "wings") == 3
+
+
+def test_assign_sets_new_attributes_where_gymnasium_does():
+    ours, theirs = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1")
+    attributes.assign(ours, "wings", 2)
+    theirs.set_wrapper_attr("wings", 2)
+    owners = [
+        [type(layer).__name__ for layer in attributes.layers(env) if "wings" in vars(layer)] for env in (ours, theirs)
+    ]
+    assert owners[0] == owners[1] == [type(ours).__name__]
+
+
+class Fixed(Forwarding):
+    def __setattr__(self, name, value):
+        if name != "env":
+            raise AttributeError(f"{name} is fixed")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [Slotted(Track()), Fixed(Track()), type("Point", (tuple,), {"__slots__": ()})()],
+    ids=lambda env: type(env).__name__,
+)
+def test_assign_refuses_new_attributes_that_cannot_be_added(env):
+    with pytest.raises(
+        AttributeError, match=rf"^{type(env).__name__} has no attribute 'wings'.*it cannot be added: .*wings"
+    ):
         attributes.assign(env, "wings", 2)
+    assert not attributes.has(env, "wings")
+
+
+def test_assign_refuses_read_only_attributes():
     with pytest.raises(AttributeError, match=r"^'area' of Track is a property that can only be read"):
-        attributes.assign(env, "area", 2)
+        attributes.assign(Forwarding(Track()), "area", 2)
 
 
 @pytest.mark.parametrize(

@@ -423,6 +423,7 @@ def test_simulator_that_raises():
         env.reset()
     assert (caught.value.env_ids, caught.value.method, simulator.closed) == ((0, 1), "reset", 1)
     assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.original is caught.value.__cause__
     with pytest.raises(ClosedEnvironmentError):
         env.reset()
     env.close()

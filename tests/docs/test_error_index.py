@@ -66,11 +66,12 @@ ERRORS = {
     ("backends/ray_nodes", "_check_start", "ParallelEnvError"): "not ready within `placement_timeout`",
     ("backends/ray_nodes", "allocate", "ParallelEnvError"): "not ready within `placement_timeout`",
 }
-# Methods of the stand-in for one environment of RLlib, which no caller has; and an error of RLlib's own.
+# Methods of the stand-in for one environment of RLlib, which no caller has; an error of RLlib's own; a dict's own.
 INTERNAL = {
     ("vector/rllib", "reset", "RuntimeError"),
     ("vector/rllib", "step", "RuntimeError"),
     ("vector/rllib", "_creator", "EnvError"),
+    ("vector/sb3", "__missing__", "KeyError"),
 }
 # Warnings whose text comes from elsewhere, by the expression: `SeedCheck` of `core/construction.py` has both.
 TEXTS = {"seed_check.first_warning": "declare the same seed", "text": "the first observations of all"}

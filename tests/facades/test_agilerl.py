@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.array_agents import ArrayAgents, WaitsForFile
 from simulators.crashing import Fate, crashing
 from simulators.dict_rules import DictRules
+from simulators.gated import Waiting
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv
@@ -248,6 +251,8 @@ def test_attributes_calls_frames(env):
     assert env.get_attr("options") == ({"hill": 3},) * COPIES
     env.set_attr("total", [1.0, 2.0, 4.0])
     assert env.call("scale", 2.0) == (2.0, 4.0, 8.0)
+    env.set_attr("colour", "red")  # a new one
+    assert env.get_attr("colour") == ("red",) * COPIES
     assert [frame[0, 0, 0] for frame in env.render()] == [0, 10, 20]
 
 
@@ -379,6 +384,72 @@ def test_timeout_loses_nothing(tmp_path):
     (tmp_path / "open").touch()
     assert env.step_wait(timeout=60.0)[1]["a"].shape == (COPIES,)
     env.close()
+
+
+IDLE = [{**dict.fromkeys(AGENTS, 0), "b": np.zeros(2)}] * COPIES
+WAITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "step": (lambda env: env.step_async(IDLE), "step_wait"),
+    "reset": (lambda env: env.reset_async(3, {"hill": 4}), "reset_wait"),  # by position, as AgileRL's own
+    "call": (lambda env: env.call_async("wait"), "call_wait"),
+}
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_waits_time_out_and_can_be_repeated(kind, tmp_path):
+    """As of AgileRL's `AsyncPettingZooVecEnv`, except that nothing is lost; other calls are refused meanwhile."""
+    begin, wait = WAITS[kind]
+    env = build_facade(Waiting, backend="process", num_workers=1)
+    twin = build_facade(Waiting)
+    env.reset(seed=1), twin.reset(seed=1)
+    for _, other in WAITS.values():
+        with pytest.raises(NoAsyncCallError, match=f"{other}.* without a {other.removesuffix('_wait')}_async"):
+            getattr(env, other)()
+    env.call("wait_for", str(tmp_path / "go"))
+    begin(env)
+    for _ in range(2):
+        with pytest.raises(multiprocessing.TimeoutError, match="nothing is lost") as caught:
+            getattr(env, wait)(timeout=0.05)
+        assert isinstance(caught.value, TimeoutError)
+    for other, _ in WAITS.values():
+        with pytest.raises(AlreadyPendingCallError):
+            other(env)
+    for call in (env.reset, env.render, lambda: env.step(drawn(env)), lambda: env.get_attr("time")):
+        with pytest.raises(AlreadyPendingCallError):
+            call()
+    (tmp_path / "go").touch()
+    result = getattr(env, wait)(timeout=60.0)
+    begin(twin)
+    assert same(result, getattr(twin, wait)())
+    if kind == "call":
+        assert result == (0, 1, 2)
+    if kind == "reset":
+        assert env.get_attr("options") == ({"hill": 4},) * COPIES
+    assert same(env.step(drawn_for(env)), twin.step(drawn_for(twin)))
+    env.close(), twin.close()
+
+
+def drawn_for(env: AgileRLVecEnv) -> dict[str, Any]:
+    """The same actions for each environment of these spaces."""
+    for agent in env.agents:
+        env.action_space(agent).seed(5)
+    return drawn(env)
+
+
+@pytest.mark.parametrize("name", ["reset_async", "reset_wait", "step_wait", "call_async", "call_wait"])
+def test_parameters_are_agilerls(name):
+    ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (AgileRLVecEnv, AsyncPettingZooVecEnv))
+    assert [(p.name, p.kind) for p in ours.parameters.values()] == [
+        (p.name, p.kind) for p in theirs.parameters.values()
+    ]
+
+
+def test_calls_during_the_first_reset(env):
+    """They are refused because it is in flight, not because nothing has been reset."""
+    env.reset_async(seed=2)
+    for call in (lambda: env.step_async(IDLE), lambda: env.step(drawn(env)), env.reset_async, env.reset):
+        with pytest.raises(AlreadyPendingCallError, match="in flight"):
+            call()
+    assert env.reset_wait(timeout=60.0)[0].keys() == {*AGENTS}
 
 
 def test_calls_out_of_order(env):

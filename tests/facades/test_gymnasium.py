@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -265,8 +266,9 @@ def test_waits_time_out_and_can_be_repeated(kind, tmp_path):
     env.call("wait_for", str(tmp_path / "go"))
     begin(env)
     for _ in range(2):
-        with pytest.raises(TimeoutError, match="nothing is lost"):
+        with pytest.raises(multiprocessing.TimeoutError, match="nothing is lost") as caught:  # as Gymnasium's
             getattr(env, wait)(timeout=0.05)
+        assert isinstance(caught.value, TimeoutError)
     for other, _ in WAITS.values():
         with pytest.raises(AlreadyPendingCallError):
             other(env)
@@ -337,7 +339,46 @@ def test_frames_calls_attributes(env):
     assert env.get_attr("options") == ({"hill": 3},) * COPIES
     env.set_attr("total", [1.0, 2.0, 4.0])
     assert env.call("scale", 2.0) == (2.0, 4.0, 8.0)
+    env.set_attr("colour", "red")  # a new one
+    assert env.get_attr("colour") == ("red",) * COPIES
     assert [frame[0, 0, 0] for frame in env.render()] == [0, 0, 0, 10, 10, 10, 20, 20, 20]
+
+
+MADE: list[Any] = []
+
+
+def make_noted() -> Any:
+    MADE.append(gymnasium.make("CartPole-v1"))
+    return MADE[-1]
+
+
+def test_envs_are_the_simulators():
+    """As `SyncVectorEnv.envs`: the objects that the constructors returned; they are new after a restart."""
+    MADE.clear()
+    env = GymnasiumVectorEnv(ParallelEnv([make_noted] * COPIES, "NEXT_STEP", backend="serial"))
+    assert [id(one) for one in env.envs] == [id(one) for one in MADE]
+    env.envs[1].unwrapped.gravity = 2.0
+    assert env.get_attr("gravity") == (9.8, 2.0, 9.8)
+    twin = gymnasium.vector.SyncVectorEnv([functools.partial(gymnasium.make, "CartPole-v1")] * COPIES)
+    assert [type(one) for one in env.envs] == [type(one) for one in twin.envs]
+    env.env.restart([0])
+    assert [id(one) for one in env.envs] == [id(one) for one in (MADE[3], MADE[1], MADE[2])]
+    env.close()
+    with pytest.raises(ClosedEnvironmentError):
+        _ = env.envs
+    several = GymnasiumVectorEnv(ParallelEnv([VariableAgents] * COPIES, backend="serial"))
+    assert [type(one) for one in several.envs] == [VariableAgents] * COPIES  # not one for each row
+
+
+@pytest.mark.parametrize("backend", ["thread", "process"])
+def test_envs_of_other_backends(backend):
+    env = GymnasiumVectorEnv(ParallelEnv([VariableAgents] * 2, backend=backend, num_workers=1))
+    with pytest.raises(
+        AttributeError, match=r"envs is only there with backend='serial'.*use get_attr, set_attr or call"
+    ):
+        _ = env.envs
+    assert not hasattr(env, "envs")
+    env.close()
 
 
 def test_observations_are_copied_once():

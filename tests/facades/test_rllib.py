@@ -171,6 +171,8 @@ def test_interface_that_rllib_uses(build):
     assert [int(frame[0, 0, 0]) for frame in env.render()] == [1, 1]
     env.set_attr("time", [0, 9])
     assert env.get_attr("time") == (0, 9)
+    env.set_attr("colour", "red")  # a new one
+    assert env.get_attr("colour") == ("red", "red")
     assert env.call("reported") == (["x", "y", "z"], ["z"])
     stand_in = env.envs[1]
     assert len(env.envs) == 2

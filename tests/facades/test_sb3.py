@@ -256,6 +256,8 @@ def test_attributes_and_methods_by_row(env):
         env.get_attr("total", 9)
     with pytest.raises(AttributeError, match="colour"):
         env.get_attr("colour")
+    env.set_attr("colour", "red")  # a new one
+    assert env.get_attr("colour") == ["red"] * 9
 
 
 class Counting(VariableAgents):
@@ -415,6 +417,11 @@ def test_calls_out_of_order(env):
     actions = sample_rows(env.action_space, 9)
     with pytest.raises(ResetNeeded):
         env.step(actions)
+    env.parallel_env.reset_async()
+    for call in (env.step_async, env.step):
+        with pytest.raises(AlreadyPendingCallError, match="in flight"):
+            call(actions)
+    env.parallel_env.recv()
     with pytest.raises(NoAsyncCallError):
         env.step_wait()
     env.reset()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import csv
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ from gymnasium import spaces
 from helpers.episodes import ENVS, SEED, PlainLoop, ended
 from sb3_contrib import MaskablePPO
 from simulators.dying_agents import DyingAgents, TwoAgents, TwoMaskedAgents
+from simulators.scored import Scored
 from simulators.vector_rewards import Couriers
 from stable_baselines3 import A2C, PPO
-from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
+from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
 
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.vector import SB3RolloutBuffer, SB3VecEnv, SB3VecNormalize, evaluate_policy
@@ -309,3 +312,60 @@ def test_an_environment_of_another_size():
         learner("arrays", env, smaller)
     env.close()
     smaller.close()
+
+
+@pytest.mark.parametrize("episode_stats", [False, True])
+def test_info_keywords_of_one_agent(episode_stats, tmp_path):
+    """As around Stable-Baselines3's own `DummyVecEnv`: `episode` and the rows of the file have them."""
+    keywords = {"info_keywords": ("score", "won")}
+    ours = VecMonitor(opened(Scored, episode_stats=episode_stats), str(tmp_path / "ours.monitor.csv"), **keywords)
+    theirs = VecMonitor(DummyVecEnv([Scored] * 2), str(tmp_path / "theirs.monitor.csv"), **keywords)
+    ours.reset(), theirs.reset()
+    ends = 0
+    for time in range(12):
+        infos, expected = (env.step(np.array([time % 3, 1]))[3] for env in (ours, theirs))
+        for info, other in zip(infos, expected, strict=True):
+            assert ("episode" in info) == ("episode" in other)
+            if "episode" in info:
+                ends += 1
+                assert {**info["episode"], "t": 0} == {**other["episode"], "t": 0}
+    assert ends == 2 * 3
+    ours.close(), theirs.close()
+    files = [rows_of(tmp_path / f"{name}.monitor.csv") for name in ("ours", "theirs")]
+    assert files[0] == files[1]
+    assert len(files[0]) == 2 * 3
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """The rows of a monitor's file without their times."""
+    with path.open() as file:
+        next(file)  # the comment
+        return [{name: text for name, text in row.items() if name != "t"} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("episode_stats", [False, True])
+def test_info_keywords_where_agents_die(episode_stats):
+    """Each agent's own end has the values of its own info; the second end of a dead agent's row has no `episode`."""
+    env = VecMonitor(opened(DyingAgents, episode_stats=episode_stats), info_keywords=("time",))
+    env.reset()
+    ends = seconds = 0
+    for _ in range(20):
+        _, _, dones, infos = env.step(zeros(env))
+        for info in np.array(infos)[dones]:
+            if "episode" in info:
+                assert info["episode"]["time"] == info["time"] == info["episode"]["l"]
+                ends += 1
+            else:
+                seconds += 1
+    assert (ends, seconds) == (2 * 3 * 2, 2 * 2 * 2)
+    env.close()
+
+
+def test_info_keyword_that_an_agents_own_end_does_not_have():
+    """As Stable-Baselines3's `Monitor` and `VecMonitor`: a `KeyError` with the name."""
+    env = VecMonitor(opened(DyingAgents), info_keywords=("colour",))
+    env.reset()
+    with pytest.raises(KeyError, match="colour"):  # noqa: PT012
+        for _ in range(9):
+            env.step(zeros(env))
+    env.close()

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -152,6 +153,56 @@ def test_agents_that_join_late_and_have_dict_rules():
         assert env.present_next[:, 2].all()
         assert env.present[:, 2].all()
         assert env.state is None
+
+
+class Sparse(gymnasium.Env):
+    """Only environments with an odd number have infos, the others only in their third step; an episode has 4 steps."""
+
+    observation_space = action_space = spaces.Discrete(3)
+
+    def __init__(self, env_id: int) -> None:
+        self.env_id, self.time = env_id, 0
+
+    def info(self) -> dict[str, Any]:
+        return {"time": self.time} if self.env_id % 2 or self.time == 3 else {}
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> Any:
+        self.time = 0
+        return 0, self.info()
+
+    def step(self, action: Any) -> Any:
+        self.time += 1
+        return 1, 0.0, self.time == 4, False, self.info()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_infos_as_a_list(how):
+    """Like those by environment, with an empty dict where there are none; also as tensors' infos."""
+    by_id, listed = (
+        StackedVecEnv(ParallelEnv([Sparse] * ENVS, seed=1, **HOWS[how]), **form) for form in ({}, {"infos": "list"})
+    )
+    counts = []
+
+    def check(infos: Any, other: Any) -> None:
+        assert type(other) is list
+        assert other == [infos.get(i, {}) for i in range(ENVS)]
+        assert len({id(one) for one in other}) == ENVS  # not one dict for all
+        counts.append(len(infos))
+
+    check(by_id.reset()[1], listed.reset()[1])
+    for step in range(9):
+        actions = np.full((ENVS, 1), step % 3)
+        check(by_id.step(actions)[4], listed.step(actions)[4])
+    check(by_id.reset(env_ids=[1])[1], listed.reset(env_ids=[1])[1])
+    assert {*counts} == {1, ENVS}
+    by_id.close(), listed.close()
+
+
+def test_infos_in_an_unknown_form():
+    env = ParallelEnv([Sparse] * 2, backend="serial")
+    with pytest.raises(ValueError, match='infos must be "dict" or "list", got 3'):
+        StackedVecEnv(env, infos=3)
+    StackedVecEnv(env, infos="list").close()  # nothing was claimed
 
 
 def test_groups_are_named_after_their_agents():

@@ -164,6 +164,75 @@ def test_attributes_of_the_original(make_error, attributes):
     assert str(error).startswith("environment 0 (worker 0) raised in step")
 
 
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize(
+    "make_error",
+    [
+        ZeroDivisionError,
+        functools.partial(MapError, tile=7),
+        functools.partial(SlottedError, 4),
+        AttributeError,
+        FinalError,
+    ],
+    ids=lambda part: getattr(part, "func", part).__name__,
+)
+def test_original_exception(make_error, backend):
+    """It is the cause, too, and both are still there after `pickle`, where the class allows it."""
+    error = raised_here(make_error, backend=backend)
+    assert type(error.original) is getattr(make_error, "func", make_error)
+    assert error.original is error.__cause__
+    assert not isinstance(error.original, EnvError)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), type(again.original)) == (str(error), type(error.original))
+    assert (again.env_ids, again.worker, again.method) == ((0,), 0, "step")
+
+
+def test_original_exceptions_that_do_not_pickle():
+    class LocalError(AttributeError):
+        """Pickled by value, which `pickle` does not do."""
+
+    error = raised_here(LocalError)
+    assert isinstance(error.original, AttributeError)
+    assert type(error.original).__name__ == "LocalError"
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.original, str(again), again.env_ids) == (None, str(error), (0,))
+    error = raised_here(functools.partial(FrozenError, 4))
+    assert error.original is error.__cause__ is None
+    with ParallelEnv([functools.partial(Raising, ZeroDivisionError)], backend="serial") as env:
+        env.reset()
+        env.call_async(len, 3)
+        with pytest.raises(EnvError) as caught:  # also of a method
+            env.call_wait()
+        assert type(caught.value.original) is TypeError
+
+
+@dataclasses.dataclass
+class SourceError(ValueError):
+    """Has attributes of the names that an `EnvError` has."""
+
+    original: str = "upstream"
+    method: str = "get"
+
+
+class SlottedSourceError(ValueError):
+    __slots__ = ("original",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.original = "upstream"
+
+
+@pytest.mark.parametrize("kind", [SourceError, SlottedSourceError])
+def test_attribute_of_the_same_name(kind):
+    error = raised_here(kind)
+    assert isinstance(error, kind)
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert type(one.original) is kind
+        assert one.original.original == "upstream"
+        assert one.method == "step"
+
+
 def test_slots_of_the_original():
     error = raised_here(functools.partial(SlottedError, 4))
     assert isinstance(error, SlottedError)

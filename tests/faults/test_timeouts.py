@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import pickle
 import time
 import warnings
 
@@ -32,7 +34,10 @@ def caught_in_time(act) -> WorkerTimeout:
         act()
     assert time.monotonic() - began < AT_MOST_S
     assert isinstance(caught.value, TimeoutError)
+    assert isinstance(caught.value, multiprocessing.TimeoutError)
     assert isinstance(caught.value, ParallelEnvError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again), vars(again)) == (WorkerTimeout, str(caught.value), vars(caught.value))
     return caught.value
 
 
@@ -113,14 +118,15 @@ def test_recv_raises_the_timeout_and_send_does_not(killable_setup, build, tmp_pa
 
 
 def test_recv_timeout_before_step_timeout(build, tmp_path):
-    """`recv`'s own timeout is a plain `TimeoutError` and closes nothing."""
+    """`recv`'s own timeout is a `TimeoutError`, no `WorkerTimeout`, and closes nothing."""
     slow = {"step": functools.partial(time.sleep, 1.0)}
     env = build(fleet(tmp_path, slow), ONE_EACH, step_timeout=30.0)
     env.reset()
     env.send(ACTIONS)
     with pytest.raises(TimeoutError) as caught:
         env.recv(timeout=0.1)
-    assert type(caught.value) is TimeoutError
+    assert isinstance(caught.value, multiprocessing.TimeoutError)
+    assert not isinstance(caught.value, ParallelEnvError)
     assert sorted(env.recv().env_ids) == [0, 1, 2, 3]
 
 

@@ -273,6 +273,60 @@ def test_attributes_through_wrappers(constructor, name, value, two_worker_setup,
         assert [getattr(inner, name) for inner in env.get_attr("unwrapped")] == [3, 4]
 
 
+class SlottedHunt:
+    """Takes no new attributes; those that it forwards stay as they are."""
+
+    __slots__ = ("env",)
+
+    def __init__(self) -> None:
+        self.env = Hunt()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "env":
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    @property
+    def legs(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("constructor", [*dict.fromkeys(row[0] for row in WRAPPED)], ids=lambda made: made.__name__)
+def test_new_attributes(constructor, two_worker_setup, build):
+    """They are set on the outermost object, which has them from then on."""
+    env = build([constructor] * 3, two_worker_setup)
+    with pytest.raises(AttributeError, match=r"environment 0: .*wings"):
+        env.get_attr("wings")
+    env.set_attr("wings", 2)
+    env.set_attr("wings", [3, (4, 5)], env_ids=[2, 1])
+    assert_same(env.get_attr("wings"), (2, (4, 5), 3))
+    own = env.call(lambda outermost: (type(outermost).__name__, "wings" in vars(outermost)))
+    assert own == ((type(constructor()).__name__, True),) * 3
+    env.reset()
+    with pytest.raises(AttributeError, match=r"environment 0: .*feathers"):
+        env.call("feathers")
+    assert_same(env.get_attr("wings"), (2, (4, 5), 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("wings", AttributeError, r"environment 0: SlottedHunt has no attribute 'wings'.*it cannot be added"),
+        ("legs", AttributeError, "environment 0: 'legs' of SlottedHunt is a property that can only be read"),
+        (3, TypeError, "name must be that of an attribute, got 3"),
+        (lambda env: env, TypeError, "name must be that of an attribute"),
+    ],
+    ids=["slots", "property", "number", "function"],
+)
+def test_refused_attributes_close_nothing(name, error, message, two_worker_setup, build):
+    env = build([SlottedHunt] * 2, two_worker_setup)
+    with pytest.raises(error, match=message):
+        env.set_attr(name, 2)
+    env.reset()
+    env.set_attr("gravity", 2.0)
+    assert_same(env.get_attr("gravity"), (2.0, 2.0))
+
+
 def test_methods_through_wrappers(two_worker_setup, build):
     for constructor in (wrapped_pettingzoo, converted):
         env = build([constructor] * 2, two_worker_setup)

@@ -6,7 +6,9 @@ What the results contain is tested in `test_async_stepping`.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from helpers.async_comparison import some_of
 from helpers.processes import wait_for
 from simulators.paced import acts, fleet, hold, note, release, seen, trace
 
-from marl_parallel import ParallelEnv, StepBatch
+from marl_parallel import ParallelEnv, ParallelEnvError, StepBatch
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core.messages import Lost, Reply
 
@@ -273,14 +275,17 @@ def test_long_timeouts(timeout, concurrent_setup, build, tmp_path):
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.05])
 def test_timeout_loses_nothing(timeout, concurrent_setup, build, tmp_path):
-    """It raises a plain `TimeoutError` each time; results that are ready are returned by the next call."""
+    """It raises a `TimeoutError` of both kinds each time; results that are ready are returned by the next call."""
     env = started(build(fleet(tmp_path, 3), concurrent_setup))
     hold(tmp_path, 0)
     start(env, "step", [1, 2, 0])
     for min_envs in (None, 3, 3):
         with pytest.raises(TimeoutError) as caught:
             env.recv(min_envs, timeout=timeout)
-        assert type(caught.value) is TimeoutError
+        assert isinstance(caught.value, multiprocessing.TimeoutError)
+        assert not isinstance(caught.value, ParallelEnvError)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), str(again)) == (type(caught.value), str(caught.value))
         assert env.pending == (0, 1, 2)
     batch = env.recv(min_envs=2)
     assert dict(zip(batch.env_ids, seen(batch.observations))) == {1: 1.0, 2: 2.0}

@@ -11,7 +11,8 @@ from helpers.comparison import assert_same
 from helpers.reference import Reference
 from helpers.scenarios import play
 from mpe2 import simple_spread_v3
-from supersuit import clip_reward_v0, frame_stack_v1, pad_action_space_v0, pad_observations_v0
+from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
+from supersuit import black_death_v3, clip_reward_v0, frame_stack_v1, pad_action_space_v0, pad_observations_v0
 
 from marl_parallel import make
 from marl_parallel.wrappers import pad_spaces
@@ -49,3 +50,35 @@ def test_padding_as_supersuit():
         for step in range(10):
             actions = [dict.fromkeys(AGENTS, (step + i) % 5) for i in range(2)]
             assert_same(ours.step(actions)[:2], other.step(actions)[:2])
+
+
+def lengths(env: Any) -> tuple[int, float, set[tuple[bool, bool]]]:
+    """The length of an episode of an environment that nobody plays well, its return, and the flags of its last step."""
+    env.reset()
+    steps, total, flags = 0, 0.0, set()
+    while not flags:
+        _, (rewards,), (terminateds,), (truncateds,), _ = env.step([dict.fromkeys(env.possible_agents, 0)])
+        steps += 1
+        total += sum(rewards.values())
+        if terminateds["__all__"] or truncateds["__all__"]:
+            flags = {(bool(terminateds[agent]), bool(truncateds[agent])) for agent in terminateds if agent != "__all__"}
+    return steps, total, flags
+
+
+@pytest.mark.parametrize(
+    ("make_env", "keywords", "flags"),
+    [
+        (knights_archers_zombies.parallel_env, {"max_cycles": 900}, (True, False)),  # the agents lose
+        (knights_archers_zombies.parallel_env, {"max_cycles": 5}, (False, True)),
+        (simple_spread_v3.parallel_env, {"max_cycles": 5}, (False, True)),
+    ],
+)
+def test_black_death_ends_one_step_later(make_env, keywords, flags):
+    """It ends an episode once all are terminated and truncated, or no agent is left; `docs/migrating.md` says so."""
+    how: dict[str, Any] = {"backend": "serial", "seed": 3, "auto_reset": False, "env_kwargs": keywords}
+    with make(make_env, 1, **how) as ours, make(make_env, 1, wrappers=[black_death_v3], **how) as theirs:
+        steps, total, ends = lengths(ours)
+        later, same_total, other_ends = lengths(theirs)
+    assert later == steps + 1
+    assert same_total == pytest.approx(total)
+    assert (ends, other_ends) == ({flags}, {(True, True)})
