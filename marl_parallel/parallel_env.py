@@ -768,7 +768,7 @@ class ParallelEnv:
     def _update_seeds(self) -> None:
         runner = self.runner
         declared = runner.pool.execute_in(Message.SEED, runner.env_ids)
-        runner.seeds, runner.pool.seeds_stale = tuple(declared[env_id] for env_id in runner.env_ids), False
+        runner.seeds, runner.pool.seeds_stale = tuple(map(declared.get, runner.env_ids)), False
 
     @exclusive("call")
     def call(
