@@ -11,6 +11,7 @@ import pytest
 from gymnasium import spaces
 from helpers.comparison import assert_same
 from helpers.setups import Setup
+from helpers.start_methods import arguments as started
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, arguments, make
 from marl_parallel.vector import GymnasiumVectorEnv
@@ -186,7 +187,7 @@ def test_no_two_workers_share_an_inherited_state(start_method):
     random.seed(1)
     np.random.seed(1)
     state = random.getstate(), np.random.get_state()[1].tobytes()
-    with ParallelEnv([Shared] * 2, seed="own", num_workers=2, context=start_method) as env:
+    with ParallelEnv([Shared] * 2, seed="own", num_workers=2, **started(start_method)) as env:
         drawn = [*env.call("draw"), *env.call("draw"), *drawn_from(1)]
     assert len({*drawn}) == len({python for python, _ in drawn}) == len({numpy for _, numpy in drawn}) == 6
     assert (random.getstate(), np.random.get_state()[1].tobytes()) == state
