@@ -54,7 +54,7 @@ from marl_parallel.core.messages import (
 )
 from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
-from marl_parallel.core.schema import common_schema, dumps_compactly
+from marl_parallel.core.schema import check_pickled_agents, common_schema, dumps_compactly
 from marl_parallel.core.spaces import DoesNotFit, Mismatch, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
@@ -211,6 +211,7 @@ class Worker:
             simulator, seeding = call_constructor(constructor, keywords)
             try:
                 env = adapt(simulator, how_adapted)
+                check_pickled_agents(env.possible_agents or env.observation_spaces, lookup.type_name(simulator))
             except BaseException as error:
                 if not isinstance(simulator, type):
                     with contextlib.suppress(Exception):  # it would hide why it could not be adapted
@@ -296,7 +297,10 @@ class Worker:
             self._seeds[env_id] = keywords["seed"]
             if self._generators is not None and keywords.get(SEEDS_GENERATORS):
                 seed_generators(keywords["seed"])
-        return self._write(env_id, self._episodes[env_id].reset(self._accepted(env_id, keywords)))
+        env, transition = self._episodes[env_id].env, self._episodes[env_id].reset(self._accepted(env_id, keywords))
+        if not env.possible_agents:  # else they have been checked
+            check_pickled_agents(transition.observations, lookup.type_name(env.source))
+        return self._write(env_id, transition)
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
         """Write a transition into the block; returns what does not fit, pickled."""
