@@ -49,7 +49,7 @@ from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.construction import SeedCheck, construct
+from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
 from marl_parallel.core.messages import Answer, Message, Refusal, Request
 from marl_parallel.core.native import NativePool, NativeSimulator
@@ -93,25 +93,6 @@ class _DefaultSeed(int):
 
 
 _DEFAULT_SEED = _DefaultSeed(42)
-_default_seeded: weakref.WeakSet[Pool] | None = weakref.WeakSet()
-"""The pools of `ParallelEnv`s that were made without `seed`; None after the warning."""
-
-
-def _note_default_seed(pool: Pool) -> None:
-    """Warn once if another `ParallelEnv` that is open has the default seed, too."""
-    global _default_seeded
-    if _default_seeded is None:
-        return
-    if any(not other.closed for other in _default_seeded):
-        _default_seeded = None
-        warnings.warn(
-            "another ParallelEnv that is open has no seed= either, so that both have the default of 42 and play the "
-            "same episodes: pass another seed= to one of them, or seed=None",
-            UserWarning,
-            stacklevel=3,
-        )
-    else:
-        _default_seeded.add(pool)
 
 
 def _abandon_all() -> None:
@@ -313,8 +294,6 @@ class ParallelEnv:
         self._close_at_exit(pool)
         started = False
         try:
-            if seed is _DEFAULT_SEED:
-                _note_default_seed(pool)
             opened.start(shares, 3 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             began = time.monotonic()
@@ -347,6 +326,8 @@ class ParallelEnv:
                 pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules)
             seed_check = None if seeds[0] is None else SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
+            if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):
+                self.runner.default_seed = DefaultSeed(pool)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):
                 self.runner.remark = planning.WaitingRemark(opened, workers)
             if trace is not None:

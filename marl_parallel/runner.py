@@ -38,7 +38,7 @@ from marl_parallel.arguments import (
 )
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import RolloutBuffer
-from marl_parallel.core.construction import SeedCheck
+from marl_parallel.core.construction import DefaultSeed, SeedCheck
 from marl_parallel.core.exclusive import CallGuard
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Watch
 from marl_parallel.core.native import NativePool
@@ -103,6 +103,8 @@ class BatchRunner:
         self._all_have_reset = False  # whether every environment is known to have been reset
         self.calling = False  # whether a call is in flight, from `begin_call` until `finish_call`
         self._called: dict[int, Any] = {}  # its results, if they are here already
+        self.default_seed: DefaultSeed | None = None  # until environment 0 gets another seed
+        self._default_seed_noted = False
         self._stepped_by: Callable[[], object] = lambda: None
         # Until all environments have been reset once: the check whether their seeds make a difference.
         self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
@@ -398,14 +400,16 @@ class BatchRunner:
     def _note_resets(self, env_ids: Sequence[int], extras: Any) -> None:
         """Note resets; once all environments have been reset, warn if their first observations are equal."""
         self.batch.begin(env_ids)
+        if self.default_seed is not None and not self._default_seed_noted and 0 in env_ids:
+            self._default_seed_noted = True
+            text = self.default_seed.warning(self._first_observations(0, extras))
+            if text is not None:
+                warnings.warn(text, UserWarning, stacklevel=5)
         check = self._seed_check
         if check is None:
             return
-        batch = cast(Batch, self.batch)  # native simulators have no check
         for env_id in env_ids:
-            more = extras.get(env_id)
-            snapshot = more if isinstance(more, Snapshot) else batch.snapshot(env_id, more)
-            check.note(env_id, snapshot.dicts[0])
+            check.note(env_id, self._first_observations(env_id, extras))
         if not all(self.batch.has_reset) or self.pool.in_flight:
             return
         self._seed_check = None
@@ -413,6 +417,14 @@ class BatchRunner:
         text = check.warning(self.seeds, declared)
         if text is not None:
             warnings.warn(text, UserWarning, stacklevel=5)
+
+    def _first_observations(self, env_id: int, extras: Any) -> dict[AgentID, Any]:
+        """The observations that a reset has returned, from the extras of its result."""
+        more, batch = extras.get(env_id), cast(Batch, self.batch)  # native simulators have no checks
+        observations: dict[AgentID, Any] = (more if isinstance(more, Snapshot) else batch.snapshot(env_id, more)).dicts[
+            0
+        ]
+        return observations
 
     def _check_takes(self, options: Options) -> None:
         if options is not None and not self.takes_options:
@@ -454,6 +466,9 @@ class BatchRunner:
             slot = pool.slots[env_id]
             if env_seed is not None:
                 passed[SEEDS_GENERATORS] = True
+                if env_id == 0 and self.default_seed is not None:
+                    self.default_seed.forget()
+                    self.default_seed = None
             elif base is not None and not slot.has_reset and not slot.rebuilds:
                 env_seed = base + env_id
             if env_seed is not None:

@@ -8,14 +8,16 @@ and `restarts`, since in other projects' signatures these names can mean somethi
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import gymnasium
 import pettingzoo  # type: ignore[import-untyped]
@@ -272,6 +274,49 @@ class SeedCheck:
         """Whether these environments have different seeds and equal first observations."""
         first = {self._first_observations.get(env_id, b"") for env_id in env_ids}
         return len({seeds[env_id] for env_id in env_ids}) > 1 and len(first) == 1 and b"" not in first
+
+
+class DefaultSeed:
+    """Of a `ParallelEnv` that got no seed: finds another open one that plays the same episodes for this reason.
+
+    They do if seeds reach the environments and the first observations of both environments 0 are equal.
+    """
+
+    _has_warned: ClassVar[bool] = False  # in this process
+    _noted: ClassVar[weakref.WeakSet[DefaultSeed]] = weakref.WeakSet()
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = weakref.ref(pool)
+        self._first: bytes | None = None
+
+    @staticmethod
+    def reaches(built: Built, seed: int, reset_keywords: Collection[str]) -> bool:
+        """Whether this seed reaches an environment that has none of its own, as far as that is known."""
+        has_own = built.seeding.bound or built.declared_seed not in (None, seed)
+        return built.seeding.passed or ("seed" in reset_keywords and not has_own)
+
+    def warning(self, observations: Mapping[Any, Any]) -> str | None:
+        """The warning after the first reset of environment 0 without a seed of the caller's."""
+        if DefaultSeed._has_warned or not observations:
+            return None
+        self._first = hashlib.blake2b(pickling.dumps(observations)).digest()
+        others = [other for other in DefaultSeed._noted if other._is_open() and other._first == self._first]
+        DefaultSeed._noted.add(self)
+        if not others:
+            return None
+        DefaultSeed._has_warned = True
+        return (
+            "another ParallelEnv that is open has no seed= either, so that both have the default of 42 and play the "
+            "same episodes: pass another seed= to one of them, or seed=None"
+        )
+
+    def forget(self) -> None:
+        """Note that environment 0 gets another seed."""
+        DefaultSeed._noted.discard(self)
+
+    def _is_open(self) -> bool:
+        pool = self._pool()
+        return pool is not None and not pool.closed
 
 
 _WHAT_TO_DO = (
