@@ -247,7 +247,7 @@ def _seed(text: str) -> Seed:
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither an integer nor own", param_hint="--seed") from None
+        raise CommandError(f"--seed {text!r} is no seed", "pass an integer, or own") from None
 
 
 @app.command()
