@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.construction import missing_arguments
+from marl_parallel.core.construction import KEYWORDS, missing_arguments
 from marl_parallel.core.replay import FOLDER
 from marl_parallel.types import RecyclePolicy, RestartPolicy
 
@@ -23,7 +23,7 @@ _POOL_SEEDS = 2**31  # seeds of native simulators: EnvPool's are 32-bit integers
 _ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
 
 
-def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
+def checked_constructors(env_constructors: Any, seed: Any = None) -> list[Callable[..., Any]]:
     """The constructors as a list; each is callable and requires no other arguments than it gets."""
     is_one = callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping)
     if is_one or not isinstance(env_constructors, Iterable):
@@ -42,16 +42,24 @@ def checked_constructors(env_constructors: Any) -> list[Callable[..., Any]]:
             raise TypeError(f"{name} must be a callable that returns an environment, got {constructor!r}{instead}")
         if id(constructor) not in checked:
             checked.add(id(constructor))
-            check_signature(constructor, name)
+            check_signature(constructor, name, seed=seed)
     return constructors
 
 
 def check_signature(
-    constructor: Callable[..., Any], name: str, bind: str = "functools.partial(constructor, {})"
+    constructor: Callable[..., Any], name: str, bind: str = "functools.partial(constructor, {})", *, seed: Any = None
 ) -> None:
-    """Raise `TypeError` for a constructor that requires more arguments than it gets; `bind` shows how to bind them."""
+    """Raise `TypeError` for a constructor that requires more arguments than it gets; `bind` shows how to bind them.
+
+    `seed` is the argument of `ParallelEnv`.
+    """
     missing = missing_arguments(constructor)
     if not missing:
+        if is_own(seed) and missing_arguments(constructor, KEYWORDS - {"seed"}):
+            raise TypeError(
+                f'{name} cannot be called: it requires `seed`, but with seed="own" constructors get none. What to do: '
+                f"bind one, {bind.format('seed=...')}, give it a default, or pass a number as seed. Got {constructor!r}"
+            )
         return
     names = ", ".join(repr(parameter.name) for parameter in missing)
     by_name = missing[0].kind is not missing[0].POSITIONAL_ONLY
@@ -235,6 +243,21 @@ def one_for_each(values: Any, env_ids: Sequence[int], what: str) -> Any:
     return values
 
 
+def is_own(seed: Any) -> bool:
+    """Whether environments keep the seeds that they have."""
+    return isinstance(seed, str) and seed == "own"
+
+
+def first_seeds(seed: Any, num_envs: int) -> list[int] | list[None]:
+    """The seed of each environment for the argument of `ParallelEnv`; None if they keep their own."""
+    if is_own(seed):
+        return [None] * num_envs
+    if isinstance(seed, str):
+        raise TypeError(f'seed must be an integer, None or "own", got {seed!r}')
+    base = base_seed(seed)
+    return [base + env_id for env_id in range(num_envs)]
+
+
 def base_seed(seed: Any) -> int:
     """The seed of environment 0; None draws one of 31 bits."""
     if seed is None:
@@ -258,6 +281,11 @@ def pool_arguments(num_envs: Any, **numbers: Any) -> dict[str, int]:
 
 def pool_seeds(seed: Any, env_ids: Sequence[int], name: str) -> list[int]:
     """The seed of each environment of a native simulator: `seed + i`, or those of a sequence; None draws a base."""
+    if is_own(seed):
+        raise ValueError(
+            f'seed="own" is impossible with {name}, whose environments have no seeds before they get some: pass a '
+            "number, or None to draw one"
+        )
     if is_sequence_of_seeds(seed):
         seeds = [_POOL_SEEDS if number is None else number for number in seeds_of(seed, env_ids)]
     else:

@@ -38,6 +38,7 @@ from marl_parallel.types import (
     OnRestart,
     RecyclePolicy,
     RestartPolicy,
+    Seed,
     Wait,
 )
 
@@ -53,7 +54,7 @@ class ParallelEnvArguments(TypedDict, total=False):
     """The arguments of `ParallelEnv` that `make` passes on; types only."""
 
     auto_reset: bool | AutoresetMode | AutoresetName
-    seed: int | None
+    seed: Seed
     num_workers: int | None
     envs_per_worker: int | None
     backend: BackendName | Backend
@@ -207,7 +208,8 @@ def make(
         if not callable(wrapper):
             raise TypeError(f"wrappers[{place}] must be a callable that takes an environment, got {wrapper!r}")
     constructor: Callable[..., Any] = functools.partial(find_constructor(name), **(env_kwargs or {}))
-    arguments.check_signature(constructor, repr(name), "make(..., env_kwargs=dict({}))")
+    seed = parallel_env_arguments.get("seed")
+    arguments.check_signature(constructor, repr(name), "make(..., env_kwargs=dict({}))", seed=seed)
     if wrappers:
         constructor = Wrapped(constructor, tuple(wrappers))
     return _through(in_facade, ParallelEnv([constructor] * num_envs, **parallel_env_arguments))

@@ -49,7 +49,7 @@ from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.construction import SeedCheck, construct
+from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct
 from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
 from marl_parallel.core.messages import Answer, Message, Refusal, Request
 from marl_parallel.core.native import NativePool, NativeSimulator
@@ -76,6 +76,7 @@ from marl_parallel.types import (
     ParallelEnvError,
     RecyclePolicy,
     RestartPolicy,
+    Seed,
     Stats,
     StepBatch,
     Wait,
@@ -92,25 +93,6 @@ class _DefaultSeed(int):
 
 
 _DEFAULT_SEED = _DefaultSeed(42)
-_default_seeded: weakref.WeakSet[Pool] | None = weakref.WeakSet()
-"""The pools of `ParallelEnv`s that were made without `seed`; None after the warning."""
-
-
-def _note_default_seed(pool: Pool) -> None:
-    """Warn once if another `ParallelEnv` that is open has the default seed, too."""
-    global _default_seeded
-    if _default_seeded is None:
-        return
-    if any(not other.closed for other in _default_seeded):
-        _default_seeded = None
-        warnings.warn(
-            "another ParallelEnv that is open has no seed= either, so that both have the default of 42 and play the "
-            "same episodes: pass another seed= to one of them, or seed=None",
-            UserWarning,
-            stacklevel=3,
-        )
-    else:
-        _default_seeded.add(pool)
 
 
 def _abandon_all() -> None:
@@ -136,7 +118,8 @@ class ParallelEnv:
         auto_reset: When the next episode begins: True or `AutoresetMode.SAME_STEP` in the step that ends one,
             `NEXT_STEP` in the next step, False or `DISABLED` only by `reset`.
         seed: Environment i is seeded with `seed + i`; None draws a base seed. With the default of 42, two of these play
-            the same episodes, such as one to train and one to test; a warning says so, once.
+            the same episodes, such as one to train and one to test; a warning says so, once. `"own"`: environments keep
+            the seeds that they have, and get none from here, also after a restart; see `docs/seeding.md`.
         num_workers: The number of workers, which share the environments evenly; None for one per environment, up to
             the number of CPUs that this process may use, or the cluster has.
         envs_per_worker: The most environments of one worker, instead of `num_workers`; see `docs/workers.md`.
@@ -221,7 +204,7 @@ class ParallelEnv:
         self,
         env_constructors: Sequence[Callable[..., Any]],
         auto_reset: bool | AutoresetMode | AutoresetName = True,
-        seed: int | None = _DEFAULT_SEED,
+        seed: Seed = _DEFAULT_SEED,
         *,
         num_workers: int | None = None,
         envs_per_worker: int | None = None,
@@ -248,7 +231,7 @@ class ParallelEnv:
         replay_dir: str | os.PathLike[str] | None = None,
         isolate_rng: bool = False,
     ) -> None:
-        constructors = arguments.checked_constructors(env_constructors)
+        constructors = arguments.checked_constructors(env_constructors, seed)
         mode = arguments.autoreset_mode(auto_reset)
         timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
         limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
@@ -263,8 +246,12 @@ class ParallelEnv:
         adapter_function(adapter)
         folder = None if log_dir is None else arguments.checked_log_dir(log_dir)
         kept = arguments.checked_replay(replay, replay_dir)
-        base = arguments.base_seed(seed)
-        seeds = [base + env_id for env_id in range(len(constructors))]
+        seeds = arguments.first_seeds(seed, len(constructors))
+        if seeds[0] is None and kept is not None:
+            raise ValueError(
+                f'replay={replay} is impossible with seed="own": an episode is repeated from its seed, which is not '
+                "known here. Pass a number as seed, or leave replay out"
+            )
         if start_timeout == START_TIMEOUT_S:
             del timeouts["start_timeout"]
         unenforced = [f"{name}={seconds}" for name, seconds in timeouts.items() if seconds is not None]
@@ -274,9 +261,9 @@ class ParallelEnv:
                 raise ValueError('backend="auto" chooses the number of workers: pass backend="process" with yours')
             needs_processes = restarts or unenforced or folder or recycle or context is not None or wait != "adaptive"
             options: dict[str, Any] = {
-                "seed": base, "adapter": adapter, "shared_memory": shared_memory, "copy": copy, "context": context,
-                "check_actions": check_actions, "reset_timeout": reset_timeout, "start_timeout": start_timeout,
-                "step_timeout": min(limits.step or math.inf, planning.STEP_TIMEOUT_S),
+                "seed": "own" if seeds[0] is None else seeds[0], "adapter": adapter, "shared_memory": shared_memory,
+                "copy": copy, "context": context, "check_actions": check_actions, "reset_timeout": reset_timeout,
+                "start_timeout": start_timeout, "step_timeout": min(limits.step or math.inf, planning.STEP_TIMEOUT_S),
                 "worker_threads": worker_threads, "wait": wait, "isolate_rng": isolate_rng,
             }  # fmt: skip
 
@@ -309,8 +296,6 @@ class ParallelEnv:
         self._close_at_exit(pool)
         started = False
         try:
-            if seed is _DEFAULT_SEED:
-                _note_default_seed(pool)
             opened.start(shares, 3 * len(shares[0]) + _MORE_REQUESTS)
             started = True
             began = time.monotonic()
@@ -329,7 +314,7 @@ class ParallelEnv:
                 local_modules=local_modules, episode_stats=episode_stats,
             )  # fmt: skip
             pool.rebuilder = Recovery(
-                pool.slots, restart_policy, plan, attach.payload, batch, base, schema.options_last, on_restart
+                pool.slots, restart_policy, plan, attach.payload, batch, seeds[0], schema.options_last, on_restart
             )
             if restarts:
                 pool.restart_on_faults()
@@ -341,8 +326,10 @@ class ParallelEnv:
                     self._warn_of_recycling(recycle, backend)
             if kept is not None:
                 pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules)
-            seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
+            seed_check = None if seeds[0] is None else SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
+            if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):
+                self.runner.default_seed = DefaultSeed(pool)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):
                 self.runner.remark = planning.WaitingRemark(opened, workers)
             if trace is not None:
@@ -619,7 +606,8 @@ class ParallelEnv:
         """Close environments and construct them again, in the same workers, without a fault.
 
         They count as never reset then: reset them next. Without a seed, they use the next derived seed, as after a
-        fault (`docs/seeding.md`). Their running episodes are dropped. `stats().restarts` counts them.
+        fault, and none with `seed="own"` (`docs/seeding.md`). Their running episodes are dropped. `stats().restarts`
+        counts them.
 
         Args:
             env_ids: Which environments.
@@ -748,10 +736,11 @@ class ParallelEnv:
         runner.check_has_reset(ids, "state")
         return batch.states(ids, runner.pool.execute_in(Message.STATE, ids))
 
-    def seed(self) -> tuple[int, ...]:
+    def seed(self) -> tuple[int | None, ...]:
         """The seed of each environment: its own `unwrapped.seed` if that is an int, else the one it got from here.
 
-        While environments are in flight, the last known seeds.
+        None for an environment that has got none, with `seed="own"`. While environments are in flight, the last known
+        seeds.
         """
         runner = self.runner
         runner.check_open()
@@ -763,7 +752,7 @@ class ParallelEnv:
     def _update_seeds(self) -> None:
         runner = self.runner
         declared = runner.pool.execute_in(Message.SEED, runner.env_ids)
-        runner.seeds, runner.pool.seeds_stale = tuple(declared[env_id] for env_id in runner.env_ids), False
+        runner.seeds, runner.pool.seeds_stale = tuple(map(declared.get, runner.env_ids)), False
 
     @exclusive("call")
     def call(

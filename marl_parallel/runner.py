@@ -38,9 +38,9 @@ from marl_parallel.arguments import (
 )
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import RolloutBuffer
-from marl_parallel.core.construction import SeedCheck
+from marl_parallel.core.construction import DefaultSeed, SeedCheck
 from marl_parallel.core.exclusive import CallGuard
-from marl_parallel.core.messages import Message, Watch
+from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Watch
 from marl_parallel.core.native import NativePool
 from marl_parallel.core.pickling import dumps, dumps_for_workers
 from marl_parallel.core.pool import Pool, Results
@@ -70,7 +70,7 @@ class BatchRunner:
         mode: The auto-reset mode.
         num_envs: The number of environments.
         env_ids: The ids of all environments.
-        seeds: The seed of each environment.
+        seeds: The seed of each environment; None with `seed="own"`, if it declares none.
         restarts: Whether environments that fail are rebuilt.
         takes_options: Whether the environments' `reset` takes options.
         batch: `batch.acting` and `batch.alive` have a list of agents for each environment: those that act next, and
@@ -82,20 +82,20 @@ class BatchRunner:
         pool: Pool | NativePool,
         batch: Batch | NativePool,
         schema: Schema,
-        seeds: Sequence[int],
+        seeds: Sequence[int | None],
         local_modules: list[ModuleType] | None = None,
         seed_check: SeedCheck | None = None,
     ) -> None:
         self.pool, self.batch, self.schema = pool, batch, schema
         self.mode, self.env_ids, self.num_envs = batch.mode, batch.env_ids, len(batch.env_ids)
         self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": batch.mode}, schema.render_mode
-        self.seeds = tuple(seeds)  # the seed that each environment got, or declared last
+        self.seeds: tuple[int | None, ...] = tuple(seeds)  # the seed that each environment got, or declared last
         self.takes_options = "options" in schema.reset_keywords
         self.restarts = isinstance(pool, Pool) and pool.recovery is not None  # whether failed environments are rebuilt
         self.guard = CallGuard(pool.check_open)  # one call at a time
         self.local_modules = [] if local_modules is None else local_modules  # modules that workers cannot import
         self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
-        self._base_seed = self.seeds[0]
+        self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs
         self._sampler_seeds = [*self.seeds]
         self._samplers: dict[int, ActionSampler] = {}  # by environment, those that have been used since its last seed
         self._watch = Watch()  # what workers write besides the transitions
@@ -103,6 +103,8 @@ class BatchRunner:
         self._all_have_reset = False  # whether every environment is known to have been reset
         self.calling = False  # whether a call is in flight, from `begin_call` until `finish_call`
         self._called: dict[int, Any] = {}  # its results, if they are here already
+        self.default_seed: DefaultSeed | None = None  # until environment 0 gets another seed
+        self._default_seed_noted = False
         self._stepped_by: Callable[[], object] = lambda: None
         # Until all environments have been reset once: the check whether their seeds make a difference.
         self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
@@ -305,7 +307,8 @@ class BatchRunner:
         result = []
         for env_id in ids:
             if env_id not in self._samplers:
-                self._samplers[env_id] = ActionSampler(declared, (self._sampler_seeds[env_id], env_id))
+                seed = self._sampler_seeds[env_id]
+                self._samplers[env_id] = ActionSampler(declared, (base_seed(seed), env_id))
             for agent in acting[env_id]:
                 if agent not in declared:
                     raise ValueError(
@@ -402,14 +405,16 @@ class BatchRunner:
     def _note_resets(self, env_ids: Sequence[int], extras: Any) -> None:
         """Note resets; once all environments have been reset, warn if their first observations are equal."""
         self.batch.begin(env_ids)
+        if self.default_seed is not None and not self._default_seed_noted and 0 in env_ids:
+            self._default_seed_noted = True
+            text = self.default_seed.warning(self._first_observations(0, extras))
+            if text is not None:
+                warnings.warn(text, UserWarning, stacklevel=5)
         check = self._seed_check
         if check is None:
             return
-        batch = cast(Batch, self.batch)  # native simulators have no check
         for env_id in env_ids:
-            more = extras.get(env_id)
-            snapshot = more if isinstance(more, Snapshot) else batch.snapshot(env_id, more)
-            check.note(env_id, snapshot.dicts[0])
+            check.note(env_id, self._first_observations(env_id, extras))
         if not all(self.batch.has_reset) or self.pool.in_flight:
             return
         self._seed_check = None
@@ -417,6 +422,14 @@ class BatchRunner:
         text = check.warning(self.seeds, declared)
         if text is not None:
             warnings.warn(text, UserWarning, stacklevel=5)
+
+    def _first_observations(self, env_id: int, extras: Any) -> dict[AgentID, Any]:
+        """The observations that a reset has returned, from the extras of its result."""
+        more, batch = extras.get(env_id), cast(Batch, self.batch)  # native simulators have no checks
+        observations: dict[AgentID, Any] = (more if isinstance(more, Snapshot) else batch.snapshot(env_id, more)).dicts[
+            0
+        ]
+        return observations
 
     def _check_takes(self, options: Options) -> None:
         if options is not None and not self.takes_options:
@@ -442,8 +455,9 @@ class BatchRunner:
         if is_sequence_of_seeds(seed):
             seeds = seeds_of(cast(Sequence[int | None], seed), env_ids)
         elif seed is not None:
-            base = base_seed(seed)
-            seeds = [base + env_id for env_id in env_ids]
+            first = base_seed(seed)
+            base = None if base is None else first
+            seeds = [first + env_id for env_id in env_ids]
         rebuilder = pool.rebuilder
         assert rebuilder is not None
         options_of = checked_options(options, env_ids)
@@ -455,7 +469,12 @@ class BatchRunner:
         for env_id, env_seed, env_options in zip(env_ids, seeds, options_of, strict=True):
             passed: dict[str, Any] = {}
             slot = pool.slots[env_id]
-            if env_seed is None and not slot.has_reset and not slot.rebuilds:
+            if env_seed is not None:
+                passed[SEEDS_GENERATORS] = True
+                if env_id == 0 and self.default_seed is not None:
+                    self.default_seed.forget()
+                    self.default_seed = None
+            elif base is not None and not slot.has_reset and not slot.rebuilds:
                 env_seed = base + env_id
             if env_seed is not None:
                 passed["seed"] = new_seeds[env_id] = sampler_seeds[env_id] = env_seed

@@ -270,7 +270,7 @@ class RestartEvent:
         kind: `"fault"` if the environment itself failed, or it is not known which one of its worker did; `"neighbour"`
             if another one has ended their worker.
         error: The `EnvError`, `WorkerCrashed` or `WorkerTimeout`; its text is the report with the stack.
-        seed: The seed of the new environment.
+        seed: The seed of the new environment; None with `seed="own"`.
         restarts: How often this environment has been rebuilt, this time included.
     """
 
@@ -278,9 +278,12 @@ class RestartEvent:
     worker: int
     kind: Literal["fault", "neighbour"]
     error: ParallelEnvError
-    seed: int
+    seed: int | None
     restarts: int
 
+
+Seed: TypeAlias = int | Literal["own"] | None
+"""The argument `seed` of `ParallelEnv`."""
 
 OnRestart: TypeAlias = Callable[[RestartEvent], object]
 

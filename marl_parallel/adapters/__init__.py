@@ -14,13 +14,12 @@ from gymnasium import spaces
 from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 
 from marl_parallel.adapters import attributes
-from marl_parallel.adapters.attributes import AgentID, LookupFailed, declared, type_name
+from marl_parallel.adapters.attributes import AgentID, LookupFailed, declared, length_of, type_name
 from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, RLlibEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.mlagents import MLAgentsEnv
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, TurnBasedAECEnv, adapt_aec
 from marl_parallel.adapters.protocol import (
-    CHOICES,
     AdapterMismatch,
     Dicts,
     GroupSpaces,
@@ -30,8 +29,9 @@ from marl_parallel.adapters.protocol import (
     Rules,
     Schema,
     check_agents,
+    choices,
 )
-from marl_parallel.adapters.tuple_env import TupleEnv, length_of
+from marl_parallel.adapters.tuple_env import TupleEnv
 
 __all__ = [
     "ADAPTERS", "AdapterMismatch", "AgentID", "Dicts", "GroupSpaces", "InvalidAgents", "LookupFailed", "MultiAgentEnv",
@@ -122,7 +122,7 @@ def _recognise(env: Any) -> MultiAgentEnv:
         raise NotAnEnvironment(
             f"{type_name(env)} is an environment of OpenAI's gym, whose API differs from Gymnasium's. Convert it with "
             "Shimmy (shimmy.GymV26CompatibilityV0(env=env), or GymV21CompatibilityV0 for gym before 0.26), "
-            f"or, if its `step` returns five values, pass {CHOICES}."
+            f"or, if its `step` returns five values, pass {choices(env)}."
         )
     space = declared(env, "observation_space")
     if callable(space):  # a method that takes an agent, which only PettingZoo has

@@ -23,6 +23,10 @@ _SCALARISING_WRAPPERS = (
 )
 
 
+class NotAnEnvironment(TypeError):
+    """A constructor returned something that cannot be reset and stepped, or not as `adapter=` requires."""
+
+
 class LookupFailed(Exception):
     """The simulator's `method`, which returns a space, raised; `__cause__` is its exception."""
 
@@ -153,6 +157,21 @@ def reset_keywords(reset: Callable[..., Any]) -> frozenset[str]:
     return _RESET_KEYWORDS & {parameter.name for parameter in parameters if parameter.kind in by_keyword}
 
 
+def required_reset_keywords(source: Any) -> frozenset[str]:
+    """Which of `seed` and `options` have no default in a simulator's `reset`, or beneath wrappers that pass all on."""
+    required: set[str] = set()
+    for layer in layers(source):
+        try:
+            parameters = signature(layer.reset).parameters.values()
+        except (AttributeError, TypeError, ValueError):
+            break
+        by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        required |= {one.name for one in parameters if one.kind in by_keyword and one.default is one.empty}
+        if not any(one.kind is one.VAR_KEYWORD for one in parameters):
+            break
+    return _RESET_KEYWORDS & required
+
+
 def agent_names(source: Any) -> list[AgentID]:
     """The agents that a simulator names as `agent_ids` or `get_agent_ids()`; those of a set are sorted by name."""
     for name in ("agent_ids", "get_agent_ids"):
@@ -182,24 +201,51 @@ def _called(value: Any) -> Any:
         return None
 
 
+def length_of(declaration: Any) -> int | None:
+    """The number of spaces in a `Tuple` space, list or tuple; None for anything else, and for an empty one."""
+    return (len(declaration) or None) if isinstance(declaration, spaces.Tuple | list | tuple) else None
+
+
+def old_space(declaration: Any) -> Any:
+    """A space of OpenAI's gym: the declaration itself or one of its entries; None if there is none."""
+    entries = declaration.values() if isinstance(declaration, Mapping) else declaration
+    several = entries if isinstance(declaration, Mapping | list | tuple) else ()
+    return next((one for one in (declaration, *several) if is_a(one, "gym", "Space")), None)
+
+
+def old_space_advice(space: Any) -> str:
+    """What a space of OpenAI's gym is, and what to do."""
+    return (
+        f"{space!s:.200}, a space of OpenAI's gym ({type_name(space)}), which is no space of Gymnasium. "
+        "Let the simulator import its spaces from there (from gymnasium import spaces), or convert them in its "
+        "constructor, such as gymnasium.spaces.Box(old.low, old.high, old.shape, old.dtype)"
+    )
+
+
 def spaces_by_agent(declaration: Any) -> dict[AgentID, Space[Any]]:
     """The spaces in a `spaces.Dict` or mapping keyed by agent; none if it is neither."""
     entries = declaration.items() if isinstance(declaration, Mapping) else ()
     return {agent: space for agent, space in entries if isinstance(space, Space)}
 
 
-def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any]) -> dict[AgentID, Space[Any]]:
-    """The spaces that a simulator's own method returns for these agents, without agents that have none."""
+def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any], name: str = "") -> dict[AgentID, Space[Any]]:
+    """The spaces that a simulator's own method returns for these agents, without agents that have none.
+
+    `name` is the method's, for errors; by default that of the function.
+    """
     of_agents = {}
+    method = name or getattr(lookup, "__name__", "space")
     for agent in agents:
         try:
             space = lookup(agent)
         except (KeyError, NotImplementedError):  # raised by base classes for an agent without a space
             continue
         except Exception as error:
-            raise LookupFailed(f"{getattr(lookup, '__name__', 'space')}({agent!r})", error) from error
+            raise LookupFailed(f"{method}({agent!r})", error) from error
         if isinstance(space, Space):
             of_agents[agent] = space
+        elif old_space(space) is not None:
+            raise NotAnEnvironment(f"{method}({agent!r}) returned {old_space_advice(old_space(space))}")
     return of_agents
 
 

@@ -20,6 +20,7 @@ class DictEnv(Adapter):
 
     rules: ClassVar[Rules] = Rules.DICT
     kind: ClassVar[str] = "A dict environment"
+    names: ClassVar[frozenset[str]] = frozenset({"dict"})
 
     def __init__(self, source: Any, certain: bool = True) -> None:
         super().__init__(source)
@@ -57,6 +58,9 @@ class DictEnv(Adapter):
         return next((list(spaces) for spaces in self._declarations("observation") if spaces), [])
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
+        name = f"{what}_space"
+        if callable(method := declared(self.source, name)):  # as in PettingZoo
+            return spaces_of(self.possible_agents, method, name)
         for spaces in self._declarations(what):
             # One Dict may also be the space that every agent has; its keys are no agents then.
             of_agents = {agent: spaces[agent] for agent in self.possible_agents if agent in spaces}

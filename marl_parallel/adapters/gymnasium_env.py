@@ -19,6 +19,7 @@ class GymnasiumEnv(Adapter):
 
     rules: ClassVar[Rules] = Rules.PETTINGZOO
     kind: ClassVar[str] = "A Gymnasium environment"
+    names: ClassVar[frozenset[str]] = frozenset({"gymnasium"})
 
     def _agents(self) -> list[AgentID]:
         return [AGENT]

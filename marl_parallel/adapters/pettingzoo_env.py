@@ -25,13 +25,14 @@ class PettingZooEnv(Adapter):
 
     rules: ClassVar[Rules] = Rules.PETTINGZOO
     kind: ClassVar[str] = "A PettingZoo parallel environment"
+    names: ClassVar[frozenset[str]] = frozenset({"pettingzoo"})
 
     def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
         try:
             return self._declared_spaces(what)
         except LookupFailed as failure:  # perhaps because `reset` makes the spaces
             try:
-                self.source.reset()
+                self._reset({})
             except Exception:
                 raise failure from failure.__cause__
             return self._declared_spaces(what)
@@ -39,6 +40,11 @@ class PettingZooEnv(Adapter):
     def _declared_spaces(self, what: str) -> dict[AgentID, Space[Any]]:
         base, name = declared(self.source, "unwrapped"), f"{what}_space"
         for layer in layers(self.source):
+            of_instance = getattr(layer, "__dict__", {}).get(name)
+            if callable(of_instance):
+                return spaces_of(self.possible_agents, of_instance, name)
+            if by_agent := spaces_by_agent(of_instance):
+                return spaces_of(self.possible_agents, by_agent.get)
             method = getattr(type(layer), name, None)  # those of PettingZoo's wrappers and base classes only forward
             if callable(method) and not (method.__module__ or "").startswith("pettingzoo.utils."):
                 return spaces_of(self.possible_agents, getattr(layer, name))
@@ -57,22 +63,26 @@ class ParallelizableAECEnv(PettingZooEnv):
     """An AEC environment whose agents act in a fixed cycle, so that one step is one cycle."""
 
     kind: ClassVar[str] = "A PettingZoo AEC environment"
+    names: ClassVar[frozenset[str]] = frozenset({"aec"})
     methods: ClassVar[tuple[str, ...]] = ("reset", "step", "observe", "last")
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         self._simulator = conversions.aec_to_parallel(source)
+        self._note_required()
 
 
 class TurnBasedAECEnv(PettingZooEnv):
     """An AEC environment in which one step is the turn of one agent."""
 
     kind: ClassVar[str] = ParallelizableAECEnv.kind
+    names: ClassVar[frozenset[str]] = ParallelizableAECEnv.names
     methods: ClassVar[tuple[str, ...]] = ParallelizableAECEnv.methods
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
         self._simulator = conversions.turn_based_aec_to_parallel(source)
+        self._note_required()
         self._selects: Any = None  # the wrapper or simulator that tells whose turn it is; the others forward it slowly
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:

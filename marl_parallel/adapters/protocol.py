@@ -6,7 +6,7 @@ import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from gymnasium import Space, spaces
 
 from marl_parallel.adapters import attributes
 from marl_parallel.adapters.attributes import AgentID as AgentID
+from marl_parallel.adapters.attributes import NotAnEnvironment as NotAnEnvironment
 from marl_parallel.adapters.attributes import declared, type_name
 
 Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
@@ -32,14 +33,39 @@ _EXPECTED = {
 _WRAPPER_MODULES = ("gymnasium.", "pettingzoo.", "shimmy.", "supersuit.")
 _MOST_TYPES_SHOWN = 5
 
-CHOICES = (
-    'adapter="dict" (dicts keyed by agent), adapter="tuple" (sequences with one entry per agent), adapter="gymnasium" '
-    '(one agent), adapter="pettingzoo", adapter="aec", or a function that makes a MultiAgentEnv of the simulator'
-)
+_MEANINGS = {
+    "dict": " (dicts keyed by agent)", "tuple": " (sequences with one entry per agent)", "gymnasium": " (one agent)",
+    "pettingzoo": "", "aec": "",
+}  # fmt: skip
+"""The adapters to choose from, and what they are for."""
 
 
-class NotAnEnvironment(TypeError):
-    """A constructor returned something that cannot be reset and stepped, or not as `adapter=` requires."""
+def choices(source: Any, in_use: Container[str] = ()) -> str:
+    """The values of `adapter=` that may fit a simulator, in words, without those `in_use`."""
+    agents = declared(source, "possible_agents")
+    several = isinstance(agents, Sized) and len(agents) > 1
+    numbers = [attributes.length_of(declared(source, f"{what}_space")) for what in ("action", "observation")]
+    fits = {
+        "tuple": bool(attributes.number_of_agents(source) or any(numbers)),
+        "gymnasium": not several,
+        "pettingzoo": agents is not None,
+        "aec": callable(declared(source, "observe")) and callable(declared(source, "last")),
+    }
+    named = [
+        f'adapter="{name}"{meaning}'
+        for name, meaning in _MEANINGS.items()
+        if name not in in_use and fits.get(name, True)
+    ]
+    return ", ".join([*named, "or " * bool(named) + "a function that makes a MultiAgentEnv of the simulator"])
+
+
+def check_spaces(source: Any) -> None:
+    """Raise `NotAnEnvironment` for spaces of OpenAI's gym, which are no spaces of Gymnasium."""
+    for what in ("observation", "action", "state", "reward"):
+        for name in (f"{what}_space", f"{what}_spaces"):
+            space = attributes.old_space(declared(source, name))
+            if space is not None:
+                raise NotAnEnvironment(f"the {name} of {type_name(source)} has {attributes.old_space_advice(space)}")
 
 
 class InvalidAgents(ValueError):
@@ -247,6 +273,7 @@ class Adapter(MultiAgentEnv):
     """A simulator with a `reset` and a `step` of its own; `_simulator` may be a conversion of it, which is stepped."""
 
     kind: ClassVar[str]  # in error messages
+    names: ClassVar[frozenset[str]] = frozenset()  # of `adapter=` for its kind
     methods: ClassVar[tuple[str, ...]] = ("reset", "step")  # that it must have
 
     def __init__(self, source: Any) -> None:
@@ -257,11 +284,17 @@ class Adapter(MultiAgentEnv):
         metadata, render_mode = declared(source, "metadata"), declared(source, "render_mode")
         self.metadata = metadata if isinstance(metadata, Mapping) else {}
         self.render_mode = render_mode if isinstance(render_mode, str) else None
+        check_spaces(source)
         self.state_space = attributes.declared_state_space(source)
         self.reset_keywords = attributes.reset_keywords(source.reset)
+        self._note_required()
         self.possible_agents = self._agents()
         self.observation_spaces, self.action_spaces = self._spaces("observation"), self._spaces("action")
         self.reward_spaces = attributes.vector_reward_spaces(source, self.possible_agents)
+
+    def _note_required(self) -> None:
+        """Note what `reset` of what is stepped requires, which gets None by default."""
+        self._required = dict.fromkeys(sorted(attributes.required_reset_keywords(self._simulator)))
 
     def _agents(self) -> list[AgentID]:
         agents = declared(self.source, "possible_agents")
@@ -301,6 +334,7 @@ class Adapter(MultiAgentEnv):
             close()
 
     def _reset(self, keywords: Mapping[str, Any]) -> Any:
+        keywords = {**self._required, **keywords}
         try:
             return self._simulator.reset(**keywords)
         except TypeError as error:
@@ -320,11 +354,7 @@ class Adapter(MultiAgentEnv):
             if not re.search(rf"\b{method}\(\) (got|missing|takes)\b", str(error)):
                 return
         passed = ", ".join([*map(reprlib.repr, args), *(f"{k}={reprlib.repr(v)}" for k, v in keywords.items())])
-        hint = ""
-        if method == "reset" and re.search(r"missing .*'seed'", str(error)):
-            hint = ". Automatic resets pass no seed, so it needs a default: def reset(self, seed=None)"
-        text = f"{type_name(self.source)} cannot be called as {method}({passed}): {error}{hint}"
-        raise self._mismatch(text) from error
+        raise self._mismatch(f"{type_name(self.source)} cannot be called as {method}({passed}): {error}") from error
 
     def _dicts(self, method: str, result: Any) -> Any:
         """The dicts that a multi-agent `reset` or `step` returned, as a tuple; else raises `AdapterMismatch`."""
@@ -339,7 +369,8 @@ class Adapter(MultiAgentEnv):
 
     def _mismatch(self, text: str) -> AdapterMismatch:
         kind = self.kind[0].lower() + self.kind[1:]
-        return AdapterMismatch(f"{text}. It was treated as {kind}; if it is of another kind, pass {CHOICES}.")
+        other = choices(self.source, self.names)
+        return AdapterMismatch(f"{text}. It was treated as {kind}; if it is of another kind, pass {other}.")
 
 
 def described(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from gymnasium import Space, spaces
 
-from marl_parallel.adapters.attributes import AgentID, declared, number_of_agents, type_name
+from marl_parallel.adapters.attributes import AgentID, declared, length_of, number_of_agents, type_name
 from marl_parallel.adapters.protocol import ALL, COMMON, Adapter, Dicts, NotAnEnvironment, Rules, described
 
 
@@ -17,6 +17,7 @@ class TupleEnv(Adapter):
 
     rules: ClassVar[Rules] = Rules.DICT
     kind: ClassVar[str] = "A tuple environment"
+    names: ClassVar[frozenset[str]] = frozenset({"tuple"})
     needs_all_actions: ClassVar[bool] = True
     sequence: type[tuple[Any, ...]] | type[list[Any]]  # of the actions that the simulator's `step` takes
 
@@ -130,11 +131,6 @@ class TupleEnv(Adapter):
         if not _is_sequence(info) or not all(isinstance(entry, Mapping) for entry in info):
             raise self._wrong_result(method, "one dict of infos, or one per agent", info)
         return self._for_each(method, "infos", info)
-
-
-def length_of(declaration: Any) -> int | None:
-    """The number of spaces in a `Tuple` space, list or tuple; None for anything else, and for an empty one."""
-    return (len(declaration) or None) if isinstance(declaration, spaces.Tuple | list | tuple) else None
 
 
 def _is_sequence(values: Any) -> bool:

@@ -36,6 +36,7 @@ from marl_parallel.cli.target import (
     stdout_to_stderr,
 )
 from marl_parallel.core.backend import usable_cpus
+from marl_parallel.types import Seed
 
 app = typer.Typer(
     name="marl-parallel", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -239,6 +240,16 @@ def doctor(as_json: AsJson = False, output: Output = None, debug: Debug = False)
     raise typer.Exit(0 if works else 1)
 
 
+def _seed(text: str) -> Seed:
+    """The seed that an option names."""
+    if text == "own":
+        return "own"
+    try:
+        return int(text)
+    except ValueError:
+        raise CommandError(f"--seed {text!r} is no seed", "pass an integer, or own") from None
+
+
 @app.command()
 def record(
     env: EnvArgument,
@@ -254,7 +265,13 @@ def record(
         ),
     ] = "",
     env_kwargs: EnvKwargs = "{}",
-    seed: Annotated[int, typer.Option(help="The seed of environment 0; the others have the next ones.")] = 42,
+    seed: Annotated[
+        str,
+        typer.Option(
+            metavar="INTEGER",
+            help='The seed of environment 0; the others have the next ones. Or "own": they have theirs.',
+        ),
+    ] = "42",
     workers: Annotated[
         int, typer.Option(min=0, help="The number of workers; 0: one for each CPU.", show_default="one for each CPU")
     ] = 0,
@@ -277,7 +294,7 @@ def record(
     with short_errors(debug):
         check_writable(output)
         recording.record(
-            env, output, num_envs, steps, policy, env_kwargs, seed, workers or None,
+            env, output, num_envs, steps, policy, env_kwargs, _seed(seed), workers or None,
             fps=fps, tile_width=tile_width, labels=labels,
         )  # fmt: skip
         report_written(output)

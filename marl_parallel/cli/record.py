@@ -11,6 +11,7 @@ from typing import Any
 from marl_parallel.cli.target import CommandError, constructor_of
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
+from marl_parallel.types import Seed
 
 _MODE = "render_mode"
 
@@ -22,7 +23,7 @@ def record(
     steps: int,
     policy: str,
     env_kwargs: str,
-    seed: int,
+    seed: Seed,
     num_workers: int | None,
     **options: Any,
 ) -> None:

@@ -29,7 +29,7 @@ from marl_parallel.cli.target import CommandError, in_brief, short_errors
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode, derived_seed
-from marl_parallel.core.generators import seed_generators
+from marl_parallel.core.generators import seed_generators, seeding_new_torch
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dump_extras, install_registrations, loads
 from marl_parallel.core.records import TransitionRecords
@@ -235,6 +235,19 @@ class _Run:
         """The environment, and what is unpickled from the file, as `Worker` does it."""
         crash = self.crash
         sys.path += [folder for folder in (crash.folder, *crash.sys_path) if folder not in sys.path]
+        with seeding_new_torch(crash.constructor_seed):
+            env, actions, options = self._constructed(crash)
+        seeding = crash.seed, crash.number - 1
+        status = WorkerStatus(bytearray(WorkerStatus.NBYTES))
+        mode = AutoresetMode[crash.mode]
+        episode = Episode(env, crash.env_id, mode, status, seeding, seeds_generators=crash.isolate_rng)
+        layout = Layout(Schema.of(env), 1, arrays=crash.arrays)
+        block = bytearray(layout.nbytes)
+        layout.bind(block)
+        return episode, actions, options, TransitionRecords(layout, block)
+
+    def _constructed(self, crash: Crash) -> tuple[MultiAgentEnv, list[dict[Any, Any]], Any]:
+        """The environment, the actions and the options of the reset."""
         seed_generators(crash.constructor_seed)
         try:
             install_registrations(crash.registrations)
@@ -249,15 +262,9 @@ class _Run:
             raise CommandError(f"the file cannot be unpickled here: {in_brief(error)}", hint) from error
         keywords = {"seed": crash.constructor_seed, "env_id": crash.env_id, "restarts": crash.restarts}
         with self._limited(self._late_constructor):
-            self._env = env = adapt(call_constructor(constructor, keywords, seeds_generators=True)[0], adapter)
-        seeding = crash.seed, crash.number - 1
-        status = WorkerStatus(bytearray(WorkerStatus.NBYTES))
-        mode = AutoresetMode[crash.mode]
-        episode = Episode(env, crash.env_id, mode, status, seeding, seeds_generators=crash.isolate_rng)
-        layout = Layout(Schema.of(env), 1, arrays=crash.arrays)
-        block = bytearray(layout.nbytes)
-        layout.bind(block)
-        return episode, actions, options, TransitionRecords(layout, block)
+            seed_generators(crash.constructor_seed)  # again, since modules that were imported may have drawn
+            self._env = adapt(call_constructor(constructor, keywords)[0], adapter)
+        return self._env, actions, options
 
     def _play(
         self, episode: Episode, actions: list[dict[Any, Any]], options: Any, transitions: TransitionRecords
@@ -268,6 +275,8 @@ class _Run:
         """
         crash, env = self.crash, episode.env
         keywords: dict[str, Any] = {} if crash.number else {"seed": crash.seed}
+        if crash.seeds_generators and not crash.number:
+            seed_generators(crash.seed)
         if options is not None:
             keywords["options"] = options
         accepted = env.reset_keywords | ({"seed"} if episode.seeds_generators else frozenset())

@@ -8,14 +8,16 @@ and `restarts`, since in other projects' signatures these names can mean somethi
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import inspect
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import gymnasium
 import pettingzoo  # type: ignore[import-untyped]
@@ -25,8 +27,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import Schema
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import pickling
-from marl_parallel.core.generators import has_torch, seed_generators, seed_torch
-from marl_parallel.core.messages import Built, Message, Plan, Request
+from marl_parallel.core.messages import Built, Message, Plan, Request, Seeding
 
 if TYPE_CHECKING:  # workers need no pool
     from marl_parallel.core.pool import Pool
@@ -53,33 +54,24 @@ class Wrapped:
         return env
 
 
-def construct_one(constructor: Constructor, *, seed: int, env_id: int, restarts: int = 0) -> Any:
+def construct_one(constructor: Constructor, *, seed: int | None, env_id: int, restarts: int = 0) -> Any:
     """Call a constructor with the keywords that it accepts, and return the environment."""
     return call_constructor(constructor, {"seed": seed, "env_id": env_id, "restarts": restarts})[0]
 
 
-def call_constructor(
-    constructor: Constructor, keywords: Mapping[str, int], *, seeds_generators: bool = False
-) -> tuple[Any, bool, bool]:
-    """Like `construct_one`; also returns whether a seed was passed or bound, and whether there is a bare `**kwargs`.
-
-    With `seeds_generators`, the process-wide generators are seeded before; that of a torch that it imports, after it.
-    """
+def call_constructor(constructor: Constructor, keywords: Mapping[str, int | None]) -> tuple[Any, Seeding]:
+    """Like `construct_one`, without the keywords that are None; also returns how a seed reached the constructor."""
     call = _flattened(constructor)
-    accepted = _accepted(call, KEYWORDS)
-    if seeds_generators:
-        seed_generators(keywords["seed"])
-    had_torch = has_torch()
-    env = constructor(**{name: value for name, value in keywords.items() if name in accepted})
-    if seeds_generators and not had_torch:
-        seed_torch(keywords["seed"])
+    passed = {name: value for name, value in keywords.items() if value is not None}
+    accepted = _accepted(call, KEYWORDS) & passed.keys()
+    env = constructor(**{name: passed[name] for name in accepted})
     free, all_of_them = (_parameters(one, follow_wrapped=True) for one in (call, functools.partial(call.func)))
     bound = call.keywords.keys() | ({one.name for one in all_of_them} - {one.name for one in free})
-    return env, "seed" in accepted or "seed" in bound, _is_open(free)
+    return env, Seeding("seed" in accepted, "seed" in bound, _is_open(free))
 
 
-def missing_arguments(constructor: Constructor) -> list[Parameter]:
-    """The required parameters for which a constructor gets no argument."""
+def missing_arguments(constructor: Constructor, passed: Collection[str] = KEYWORDS) -> list[Parameter]:
+    """The required parameters for which a constructor gets no argument, if these keywords are `passed`."""
     call = _flattened(constructor)
     return [
         one
@@ -87,7 +79,7 @@ def missing_arguments(constructor: Constructor) -> list[Parameter]:
         if one.default is Parameter.empty
         and one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         and one.name not in call.keywords
-        and not (one.kind in _BY_KEYWORD and one.name in KEYWORDS)
+        and not (one.kind in _BY_KEYWORD and one.name in passed)
     ]
 
 
@@ -178,7 +170,7 @@ def _gymnasium_spec(env_id: Any) -> Any:
 def construct(
     pool: Pool,
     constructors: Sequence[Constructor],
-    seeds: Sequence[int],
+    seeds: Sequence[int | None],
     mode: AutoresetMode,
     adapter: str | Constructor | None,
     restarts: bool,
@@ -247,10 +239,10 @@ class SeedCheck:
     """
 
     def __init__(self, built: Mapping[int, Built], reset_takes_seed: bool) -> None:
-        unseeded = [(env_id, one.declared_seed) for env_id, one in built.items() if not one.seeded]
+        unseeded = [(env_id, one.declared_seed) for env_id, one in built.items() if not one.seeding.seeded]
         self._declared = {env_id: seed for env_id, seed in unseeded if seed is not None}
         self._alike = _alike(self._declared)
-        open_and_unseeded = all(one.open and not one.seeded for one in built.values())
+        open_and_unseeded = all(one.seeding.open and not one.seeding.seeded for one in built.values())
         self._unreached = open_and_unseeded and len(built) > 1 and not reset_takes_seed
         self._first_observations: dict[int, bytes] = {}
         self.asks_again = bool(self._alike) and reset_takes_seed  # whether `warning` needs the seeds declared then
@@ -262,7 +254,7 @@ class SeedCheck:
         if env_id not in self._first_observations:
             self._first_observations[env_id] = pickling.dumps(observations) if observations else b""
 
-    def warning(self, seeds: Sequence[int], declared: Mapping[int, int] | None) -> str | None:
+    def warning(self, seeds: Sequence[int | None], declared: Mapping[int, int] | None) -> str | None:
         """The warning after the first reset, from our seeds and, with `asks_again`, those declared now."""
         if declared is not None:
             now = {env_id: declared[env_id] for env_id in self._declared}
@@ -278,10 +270,53 @@ class SeedCheck:
             )
         return None
 
-    def _begin_alike(self, env_ids: Sequence[int], seeds: Sequence[int]) -> bool:
+    def _begin_alike(self, env_ids: Sequence[int], seeds: Sequence[int | None]) -> bool:
         """Whether these environments have different seeds and equal first observations."""
         first = {self._first_observations.get(env_id, b"") for env_id in env_ids}
         return len({seeds[env_id] for env_id in env_ids}) > 1 and len(first) == 1 and b"" not in first
+
+
+class DefaultSeed:
+    """Of a `ParallelEnv` that got no seed: finds another open one that plays the same episodes for this reason.
+
+    They do if seeds reach the environments and the first observations of both environments 0 are equal.
+    """
+
+    _has_warned: ClassVar[bool] = False  # in this process
+    _noted: ClassVar[weakref.WeakSet[DefaultSeed]] = weakref.WeakSet()
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = weakref.ref(pool)
+        self._first: bytes | None = None
+
+    @staticmethod
+    def reaches(built: Built, seed: int, reset_keywords: Collection[str]) -> bool:
+        """Whether this seed reaches an environment that has none of its own, as far as that is known."""
+        has_own = built.seeding.bound or built.declared_seed not in (None, seed)
+        return built.seeding.passed or ("seed" in reset_keywords and not has_own)
+
+    def warning(self, observations: Mapping[Any, Any]) -> str | None:
+        """The warning after the first reset of environment 0 without a seed of the caller's."""
+        if DefaultSeed._has_warned or not observations:
+            return None
+        self._first = hashlib.blake2b(pickling.dumps(observations)).digest()
+        others = [other for other in DefaultSeed._noted if other._is_open() and other._first == self._first]
+        DefaultSeed._noted.add(self)
+        if not others:
+            return None
+        DefaultSeed._has_warned = True
+        return (
+            "another ParallelEnv that is open has no seed= either, so that both have the default of 42 and play the "
+            "same episodes: pass another seed= to one of them, or seed=None"
+        )
+
+    def forget(self) -> None:
+        """Note that environment 0 gets another seed."""
+        DefaultSeed._noted.discard(self)
+
+    def _is_open(self) -> bool:
+        pool = self._pool()
+        return pool is not None and not pool.closed
 
 
 _WHAT_TO_DO = (

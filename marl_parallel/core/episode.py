@@ -21,7 +21,7 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
-from marl_parallel.core.generators import seed_generators
+from marl_parallel.core.generators import States, current_states, restore_states, seed_generators
 from marl_parallel.core.spaces import zeros
 from marl_parallel.core.transition import (
     ALL,
@@ -51,8 +51,8 @@ class Episode:
             is next. If it need not be and the transition is plain, nothing else changes here. None in other states.
         seeding: The last seed that was passed to `reset`, and how many episodes have begun without one since: these get
             a derived seed. None if they get no seed.
-        seeds_generators: Whether each reset seeds the process-wide generators with the seed of its episode, so that
-            each episode can be repeated by itself. Needs `seeding`; `reset` then takes a seed in any case.
+        seeds_generators: Whether derived seeds also seed the process-wide generators, so that each episode can be
+            repeated by itself. Needs `seeding`; `reset` then takes a seed in any case.
     """
 
     def __init__(
@@ -79,13 +79,17 @@ class Episode:
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
         self._early: Transition | None = None
+        self._before_early: States | None = None  # of the process-wide generators
         self.ended_for_now = False
         self.retiring = False
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
         """Begin a new episode, with keywords for the simulator's `reset`; rewards are zero, and flags False."""
         if self._postponed is not None:
-            keywords, self._postponed, self._early = {**self._postponed, **keywords}, None, None
+            if self._before_early is not None and keywords.get("seed") is None:
+                restore_states(self._before_early)  # as if the early reset had not been done
+            keywords = {**self._postponed, **keywords}
+            self._postponed = self._early = self._before_early = None
         if self.seeding is not None:
             keywords = self._seeded(keywords, *self.seeding)
         self._status.enter(self.env_id, _RESET)
@@ -111,8 +115,8 @@ class Episode:
         else:
             self.seeding = seed, number + 1
             keywords = {**keywords, "seed": derived_seed(seed, number + 1)}
-        if self.seeds_generators:
-            seed_generators(keywords["seed"])
+            if self.seeds_generators:
+                seed_generators(keywords["seed"])
         if "seed" in self.env.reset_keywords:
             return keywords
         return {name: value for name, value in keywords.items() if name != "seed"}
@@ -190,14 +194,15 @@ class Episode:
         """
         if self.awaits_reset:
             keywords, over = self._postponed, self._over
+            before = current_states() if self.seeds_generators else None
             self._early = self.reset({})
-            self._postponed, self._over, self.fast = keywords, over, None
+            self._postponed, self._over, self.fast, self._before_early = keywords, over, None, before
 
     def begin_early(self) -> Transition:
         """Begin the episode of `reset_early`."""
         early = self._early
         assert early is not None
-        self._over = self._postponed = self._early = None
+        self._over = self._postponed = self._early = self._before_early = None
         return early
 
     def _note(self, alive: Iterable[AgentID], observations: dict[AgentID, Any]) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
 import sys
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+States = tuple[Any, ...]
 
 
 def seed_generators(seed: int) -> None:
@@ -23,9 +30,74 @@ def seed_torch(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def has_torch() -> bool:
-    """Whether torch is loaded."""
-    return _torch() is not None
+@contextlib.contextmanager
+def seeding_new_torch(seed: int | None) -> Iterator[None]:
+    """Seed torch's as soon as torch has been imported, if that happens in this block; not if `seed` is None.
+
+    What imports torch may draw from it or seed it next.
+    """
+    if seed is None or _torch() is not None:
+        yield
+        return
+    finder = _TorchFinder(seed)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _TorchFinder(MetaPathFinder):
+    """Finds torch as without it, and seeds its generator when the module has been executed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((one for one in found if one is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _TorchLoader(spec.loader, self._seed)
+        return spec
+
+
+class _TorchLoader(Loader):
+    def __init__(self, loader: Loader, seed: int) -> None:
+        self._loader, self._seed = loader, seed
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        seed_torch(self._seed)
+
+
+def unpredictable_seed() -> int:
+    """A seed of 31 bits from the operating system."""
+    return int(np.random.SeedSequence().generate_state(1)[0] >> 1)
+
+
+def current_states() -> States:
+    """The states of all of them."""
+    torch = _torch()
+    of_torch = None if torch is None else torch.default_generator.get_state()
+    return random.getstate(), np.random.get_state(legacy=False), of_torch
+
+
+def restore_states(states: States) -> None:
+    """Give them the states that `current_states` has returned."""
+    python, numpy, of_torch = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if (torch := _torch()) is not None and of_torch is not None:
+        torch.default_generator.set_state(of_torch)
 
 
 def fingerprints() -> dict[str, int]:
@@ -50,22 +122,13 @@ class GeneratorStates:
 
     def __init__(self) -> None:
         self._present: int | None = None
-        self._states: dict[int | None, tuple[Any, ...]] = {}
+        self._states: dict[int | None, States] = {}
 
     def switch(self, env_id: int | None) -> None:
         """Give the generators the state of an environment; one that has none yet goes on with the present one."""
         if env_id == self._present:
             return
-        torch = _torch()
-        self._states[self._present] = (
-            random.getstate(),
-            np.random.get_state(legacy=False),
-            None if torch is None else torch.default_generator.get_state(),
-        )
+        self._states[self._present] = current_states()
         self._present = env_id
         if env_id in self._states:
-            python, numpy, of_torch = self._states[env_id]
-            random.setstate(python)
-            np.random.set_state(numpy)
-            if torch is not None and of_torch is not None:
-                torch.default_generator.set_state(of_torch)
+            restore_states(self._states[env_id])

@@ -91,11 +91,16 @@ STEPPED = Reply(Message.STEP, None, {}, {}, 0.0)
 # -- payloads and results that are more than bytes ---------------------------------------------------------------------
 
 
+SEEDS_GENERATORS = "seeds_generators"
+"""A key in the keywords of `RESET`: the caller passed its seed, which also seeds process-wide generators if each
+environment has its own. The seed that `ParallelEnv(seed=)` implies does not: they keep what the constructor left."""
+
+
 class Plan(NamedTuple):
     """The payload of `ACCESS`: what a worker builds."""
 
     constructors: Mapping[int, bytes]  # by environment, pickled by value
-    seeds: Mapping[int, int]  # by environment
+    seeds: Mapping[int, int | None]  # by environment; None: it keeps a seed of its own
     mode: AutoresetMode
     adapter: bytes  # pickled by value: None, a name, or a function that makes a `MultiAgentEnv` of a simulator
     restarts: bool = False  # whether failed environments are rebuilt, so that their earlier results must not be lost
@@ -133,12 +138,24 @@ class Ended(NamedTuple):
     extras: bytes | None  # of the step, pickled
 
 
+class Seeding(NamedTuple):
+    """How a seed reached a constructor."""
+
+    passed: bool  # whether it got the seed
+    bound: bool  # whether it had one bound, such as by `functools.partial`
+    open: bool  # whether it has a bare `**kwargs`
+
+    @property
+    def seeded(self) -> bool:
+        """Whether it got a seed in either way."""
+        return self.passed or self.bound
+
+
 class Built(NamedTuple):
     """The result of `ACCESS`."""
 
     description: bytes  # a `Schema`, pickled
-    seeded: bool = False  # whether its constructor got the seed, or had one bound
-    open: bool = False  # whether its constructor has a bare `**kwargs`
+    seeding: Seeding
     declared_seed: int | None = None  # the seed that the environment declares; None if it declares none
 
 

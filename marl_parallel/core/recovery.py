@@ -46,7 +46,7 @@ class Recovery:
     plan: Plan  # the constructors of all environments, and what else workers need
     block: tuple[int, bool, bool]  # the payload of ATTACH
     batch: Batch
-    base_seed: int  # seeds are derived from it; changes with `reset(seed=)`
+    base_seed: int | None  # seeds are derived from it; changes with `reset(seed=)`. None: there are none
     options_last: bool  # whether environments remember the options of a reset
     on_restart: OnRestart | None = None  # called for each environment that is rebuilt
     traced: bool = False  # whether workers trace
@@ -164,11 +164,14 @@ class Recovery:
 
         Its first reset comes later.
         """
-        source = np.random.SeedSequence((self.base_seed, slot.env_id, rebuilds))
+        seed = None
+        if self.base_seed is not None:
+            source = np.random.SeedSequence((self.base_seed, slot.env_id, rebuilds))
+            seed = int(source.generate_state(1)[0] >> 1)
         plan = self.plan._replace(
             traced=self.traced,
             constructors={slot.env_id: self.plan.constructors[slot.env_id]},
-            seeds={slot.env_id: int(source.generate_state(1)[0] >> 1)},
+            seeds={slot.env_id: seed},
             rebuilds=rebuilds,
         )
         keywords = dumps({"options": slot.options}) if slot.options else None

@@ -37,7 +37,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import needs_actions
-from marl_parallel.core.messages import Message, Plan, Rebuild, Request
+from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Plan, Rebuild, Request
 from marl_parallel.core.pickling import dumps_for_workers, loads
 from marl_parallel.core.records import FINAL, ActionRecords
 from marl_parallel.core.reports import first_line, logger
@@ -47,7 +47,7 @@ from marl_parallel.types import ParallelEnvError
 
 FOLDER = "marl_parallel-replays"
 """The default folder, in the current one."""
-VERSION = 2
+VERSION = 3
 _MAGIC = b"marl_parallel replay "
 _REPLAYED = {"reset", "step", "state", "render", "call", "unpickle", ""}
 """The methods whose failures have a file; no name where it is not known what was running."""
@@ -73,7 +73,8 @@ class Crash:
     seed: int  # the last one passed to a reset by the caller, or to a rebuilt environment
     number: int  # how many episodes have begun since without a seed
     takes_seed: bool  # whether the simulator's `reset` takes one
-    isolate_rng: bool  # whether the seeds are also those of the process-wide generators
+    isolate_rng: bool  # whether derived seeds are also those of the process-wide generators
+    seeds_generators: bool  # whether `seed` is, too, if `number` is zero: the caller passed it to this reset
     arrays: bool  # whether values travelled through shared memory
     report: str  # the text of the error
     written: str  # when
@@ -155,6 +156,7 @@ class History:
     restarts: int = 0
     seed: int = 0  # as of `Crash`
     number: int = 0  # likewise
+    seeds_generators: bool = False  # likewise
     options: Any = None
     count: int = 0  # the steps of the episode
     begun: bool = False  # whether there is an episode
@@ -186,7 +188,7 @@ class Histories:
     _histories: list[History] = field(init=False)
 
     def __post_init__(self) -> None:
-        seeds = [self.plan.seeds[slot.env_id] for slot in self.slots]
+        seeds = [self._seed(self.plan, slot.env_id) for slot in self.slots]
         self._histories = [History(seed, deque(maxlen=self.most_steps), seed=seed) for seed in seeds]
         self._view, self._code = memoryview(self.buffer).cast("B"), struct.Struct("=Q")
         nbytes = self.layout.transition_header  # of an action record, which comes first
@@ -219,10 +221,10 @@ class Histories:
     def note_built(self, env_id: int, rebuild: Rebuild) -> None:
         """Note that an environment is constructed again, or that its spare takes its place."""
         history = self._histories[env_id]
-        history.constructor_seed = seed = rebuild.plan.seeds[env_id]
+        history.constructor_seed = seed = self._seed(rebuild.plan, env_id)
         history.restarts = rebuild.plan.rebuilds
         history.saved = history.begun = False
-        history.postponed = keywords = {**_keywords(rebuild.keywords), "seed": seed}
+        history.postponed = keywords = {**_keywords(rebuild.keywords), "seed": seed, SEEDS_GENERATORS: False}
         if rebuild.reset:
             self._begin(history, keywords)
 
@@ -255,12 +257,19 @@ class Histories:
         if history.postponed is None and self._code.unpack_from(self._view, self._places[env_id][1])[0] & FINAL:
             self._begin(history, {})
 
+    @staticmethod
+    def _seed(plan: Plan, env_id: int) -> int:
+        seed = plan.seeds[env_id]
+        assert seed is not None  # `replay=` is refused with seed="own"
+        return seed
+
     def _begin(self, history: History, keywords: Mapping[str, Any]) -> None:
         seed, options = keywords.get("seed"), keywords.get("options")
         if seed is None:
             history.number += 1
         else:
             history.seed, history.number = seed, 0
+            history.seeds_generators = self.plan.isolate_rng and bool(keywords.get(SEEDS_GENERATORS))
         if options is not None or not self.layout.schema.options_last:
             history.options = options
         history.steps.clear()
@@ -323,6 +332,7 @@ class Histories:
             number=history.number,
             takes_seed="seed" in schema.reset_keywords,
             isolate_rng=self.plan.isolate_rng,
+            seeds_generators=history.seeds_generators,
             arrays=bool(self.layout.agents),
             report=str(error),
             written=time.strftime("%Y-%m-%d %H:%M:%S %z"),

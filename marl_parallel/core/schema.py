@@ -6,15 +6,15 @@ A `Box` keeps four arrays of its shape. In most boxes each of them is one consta
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from marl_parallel.adapters.protocol import AgentID, Schema
-from marl_parallel.core.pickling import ByValuePickler, dumps_by_value
+from marl_parallel.adapters.protocol import AgentID, InvalidAgents, Schema
+from marl_parallel.core.pickling import ByValuePickler, dumps_by_value, loads
 
 
 def common_schema(described: Sequence[Schema]) -> Schema:
@@ -83,6 +83,27 @@ def equal(ours: Space[Any] | None, theirs: Space[Any] | None, *, classes: bool =
     if classes and kind.__eq__ is object.__eq__:
         return True
     return (kind is other is spaces.Box and _same_box(ours, theirs)) or bool(ours == theirs)
+
+
+def check_pickled_agents(agents: Iterable[AgentID], kind: str) -> None:
+    """Raise `InvalidAgents` for agents that are other keys of a dict once they have been pickled.
+
+    `kind` is what declares them. The caller receives agents pickled, and so do simulators in actions.
+    """
+    for agent in agents:
+        if type(agent) in (str, int):
+            continue
+        try:
+            is_same = loads(dumps_compactly(agent)) in {agent}
+            reason = "it is not equal to its copy"
+        except Exception as error:
+            is_same, reason = False, f"{type(error).__name__}: {error}"
+        if not is_same:
+            raise InvalidAgents(
+                f"{kind} declares the agent {agent!r}, which does not survive pickling ({reason}): the ids of agents "
+                "travel between workers and your program. Name agents by strings, numbers, tuples of them or enums, or "
+                "by objects that are equal if their values are, such as those of a frozen dataclass"
+            )
 
 
 _LARGE = 1024

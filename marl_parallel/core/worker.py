@@ -35,8 +35,9 @@ from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.construction import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
-from marl_parallel.core.generators import GeneratorStates, seed_generators
+from marl_parallel.core.generators import GeneratorStates, seed_generators, seeding_new_torch, unpredictable_seed
 from marl_parallel.core.messages import (
+    SEEDS_GENERATORS,
     STEPPED,
     Answer,
     Built,
@@ -53,7 +54,7 @@ from marl_parallel.core.messages import (
 )
 from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
-from marl_parallel.core.schema import common_schema, dumps_compactly
+from marl_parallel.core.schema import check_pickled_agents, common_schema, dumps_compactly
 from marl_parallel.core.spaces import DoesNotFit, Mismatch, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
@@ -79,11 +80,12 @@ class Worker:
         self._own_process, self._in_line = own_process, in_line
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
-        self._seeds: dict[int, int] = {}
+        self._seeds: dict[int, int | None] = {}
         self._all: tuple[int, ...] = ()  # its environments
         self._layout: Layout | None = None
         self._restarts = False
         self._generators: GeneratorStates | None = None  # if each environment has states of its own
+        self._has_generators = False  # whether the process-wide generators have been seeded here
         self._registrations = b""  # those that have been installed
         self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be
@@ -196,10 +198,10 @@ class Worker:
         if plan.isolate_rng and self._generators is None:
             self._generators = GeneratorStates()
             self._generators.switch(env_id)
-        with self._status.during(env_id, Activity.CONSTRUCTOR):
-            seeds_generators = self._own_process or plan.isolate_rng
-            if seeds_generators:
-                seed_generators(seed)  # modules that are imported now may draw, too
+        generators_seed = self._generators_seed(seed, plan.isolate_rng)
+        with self._status.during(env_id, Activity.CONSTRUCTOR), seeding_new_torch(generators_seed):
+            if generators_seed is not None:
+                seed_generators(generators_seed)  # modules that are imported now may draw, too
             if self._own_process and plan.registrations != self._registrations:
                 self._registrations = plan.registrations
                 install_registrations(plan.registrations)
@@ -207,10 +209,13 @@ class Worker:
                 constructor, how_adapted = loads(plan.constructors[env_id]), loads(plan.adapter)
             except ModuleNotFoundError as error:
                 raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
+            if generators_seed is not None and seed is not None:
+                seed_generators(seed)
             keywords = {"seed": seed, "env_id": env_id, "restarts": plan.rebuilds}
-            simulator, seeded, is_open = call_constructor(constructor, keywords, seeds_generators=seeds_generators)
+            simulator, seeding = call_constructor(constructor, keywords)
             try:
                 env = adapt(simulator, how_adapted)
+                check_pickled_agents(env.possible_agents or env.observation_spaces, lookup.type_name(simulator))
             except BaseException as error:
                 if not isinstance(simulator, type):
                     with contextlib.suppress(Exception):  # it would hide why it could not be adapted
@@ -218,17 +223,28 @@ class Worker:
                 if isinstance(error, NotAnEnvironment | InvalidAgents):
                     raise Refusal(TypeError if isinstance(error, TypeError) else ValueError, str(error)) from None
                 raise
-        if plan.isolate_rng:
-            seed_generators(seed)  # again, since the constructor may have loaded torch
         if plan.traced != is_traced(self._status):  # a spare, in which a trace has begun or ended
             trace(self._status, plan.traced)
-        seeding = (seed, 0) if plan.derived_seeds else None
+        derives_from = (seed, 0) if plan.derived_seeds and seed is not None else None
         self._episodes[env_id] = Episode(
-            env, env_id, plan.mode, self._status, seeding, seeds_generators=plan.isolate_rng and plan.derived_seeds
+            env, env_id, plan.mode, self._status, derives_from, seeds_generators=plan.isolate_rng and plan.derived_seeds
         )
         self._all = tuple(self._seeds)
         self._restarts = plan.restarts
-        return Built(dumps_compactly(Schema.of(env)), seeded, is_open, lookup.declared_seed(env.source))
+        return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source))
+
+    def _generators_seed(self, seed: int | None, isolate_rng: bool) -> int | None:
+        """The seed of the process-wide generators for a constructor; None to leave them as they are.
+
+        With `seed="own"`, they are only kept from being equal in all workers: a process may inherit them from the one
+        that it was forked from, and isolated environments would begin with the states of their neighbours.
+        """
+        if not (self._own_process or isolate_rng):
+            return None
+        if seed is None and self._has_generators and not isolate_rng:
+            return None
+        self._has_generators = True
+        return unpredictable_seed() if seed is None else seed
 
     def _attach(self, env_id: int, payload: tuple[int, bool, bool]) -> None:
         if self._layout is not None:
@@ -259,7 +275,10 @@ class Worker:
         self._attach(env_id, block)
         self._watch(env_id, watch)
         keywords = {} if pickled is None else loads(pickled)
-        keywords = self._accepted(env_id, {**keywords, "seed": plan.seeds[env_id]})
+        keywords = {name: value for name, value in keywords.items() if name != "seed"}
+        if plan.seeds[env_id] is not None:
+            keywords["seed"] = plan.seeds[env_id]
+        keywords = self._accepted(env_id, keywords)
         if not reset:
             self._episodes[env_id].postpone_reset(keywords)
             return None
@@ -275,7 +294,7 @@ class Worker:
     def _retire(self, env_id: int, retiring: bool) -> None:
         self._episodes[env_id].retiring = retiring
 
-    def _seed(self, env_id: int, _: Any) -> int:
+    def _seed(self, env_id: int, _: Any) -> int | None:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
         return self._seeds[env_id] if declared is None else declared
 
@@ -283,9 +302,12 @@ class Worker:
         keywords = loads(payload[env_id])
         if keywords.get("seed") is not None:
             self._seeds[env_id] = keywords["seed"]
-            if self._generators is not None:
+            if self._generators is not None and keywords.get(SEEDS_GENERATORS):
                 seed_generators(keywords["seed"])
-        return self._write(env_id, self._episodes[env_id].reset(self._accepted(env_id, keywords)))
+        env, transition = self._episodes[env_id].env, self._episodes[env_id].reset(self._accepted(env_id, keywords))
+        if not env.possible_agents:  # else they have been checked
+            check_pickled_agents(transition.observations, lookup.type_name(env.source))
+        return self._write(env_id, transition)
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
         """Write a transition into the block; returns what does not fit, pickled."""

@@ -189,7 +189,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         return None if frames is None else tuple(frame for frame in frames for _ in self.agents)
 
     @property
-    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+    def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]
         """The seed of each row's environment."""
         return tuple(seed for seed in self.env.seed() for _ in self.agents)
 

@@ -97,6 +97,22 @@ def test_random_actions_repeat_with_the_seed(record, tmp_path):
     assert {*brightness("a.gif")[0]} == {0, 255}
 
 
+def test_own_seeds(record, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from lamps import Lamp\n"
+        "class Own(Lamp):\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        assert seed is None\n"
+        "        return super().reset()\n"
+    )
+    common = ("own.py:Own", "--output", "a.gif", "--num-envs", "1", "--steps", "1")
+    assert record(*common, "--seed", "own").exit_code == 0
+    assert record(*common).exit_code == 1
+    result = record(*common, "--seed", "mine")
+    assert result.exit_code == 1
+    assert "--seed 'mine' is no seed" in result.output
+
+
 def test_constructors_that_take_no_render_mode(record):
     result = record(
         "lamps.py:always_bright", "--output", "a.gif", "--num-envs", "1", "--steps", "1", "--tile-width", "60"

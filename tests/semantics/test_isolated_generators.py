@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from typing import Any
@@ -99,8 +100,8 @@ class Reference:
     """One `Drawing` in a plain loop, with generators of its own."""
 
     def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.offset = Generators(seed).python.random()
+        self.generators = Generators(seed)
+        self.offset = self.generators.python.random()
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         if seed is not None:
@@ -130,10 +131,10 @@ def compare(env: ParallelEnv, references: list[Reference], steps: int) -> None:
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_like_plain_loops(setup, build):
-    """With any number of workers; a reset with a seed seeds the generators, one without goes on with them."""
+    """With any number of workers; of all resets, only one with a seed of the caller's seeds the generators."""
     env = build([Drawing] * 4, setup, isolate_rng=True)
     references = [Reference(42 + i) for i in range(4)]
-    assert_same(env.reset()[0], tuple({"a": one.reset(one.seed)} for one in references))
+    assert_same(env.reset()[0], tuple({"a": one.reset()} for one in references))
     compare(env, references, 20)
     assert_same(env.reset(env_ids=[2, 1])[0], tuple({"a": references[i].reset()} for i in (2, 1)))
     compare(env, references, 5)
@@ -153,7 +154,7 @@ def test_other_calls(setup, build):
     references = [Reference(42 + i) for i in range(3)]
     env.reset()
     for one in references:
-        one.reset(one.seed)
+        one.reset()
     assert list(env.call("throw", env_ids=[1])) == [references[1].generators.python.random()]
     assert [frame[0, 0, 0] for frame in env.render(tile=False)] == [
         one.generators.python.randint(0, 255) for one in references
@@ -171,7 +172,7 @@ def test_send_and_recv(build):
         batch = env.recv(min_envs=1)
         for env_id, observed in zip(batch.env_ids, batch.observations):
             one = references[env_id]
-            expected = one.reset(one.seed) if env_id in first else one.step()[0]
+            expected = one.reset() if env_id in first else one.step()[0]
             first.discard(env_id)
             assert_same(observed, {"a": expected})
         env.send([ACTIONS] * len(batch.env_ids), batch.env_ids)
@@ -186,7 +187,7 @@ def test_recycled_and_restarted(setup, build):
     references, left = [Reference(42 + i) for i in range(2)], [3, 3]
     env.reset()
     for one in references:
-        one.reset(one.seed)
+        one.reset()
     rebuilds = [0, 0]
     for _ in range(60):
         observations, *_ = env.step([ACTIONS] * 2)
@@ -196,12 +197,137 @@ def test_recycled_and_restarted(setup, build):
             if left[i] == 0:
                 rebuilds[i] += 1
                 references[i], left[i] = Reference(seed_of(42, i, rebuilds[i])), 3
-                expected = references[i].reset(references[i].seed)
+                expected = references[i].reset()
             assert_same(observed, {"a": expected})
     assert sum(rebuilds) >= 6
     env.restart([1])
     again = Reference(seed_of(42, 1, rebuilds[1] + 1))
-    assert_same(env.reset(env_ids=[1])[0], ({"a": again.reset(again.seed)},))
+    assert_same(env.reset(env_ids=[1])[0], ({"a": again.reset()},))
+
+
+class SeedsInConstructor(Drawing):
+    """Seeds the generators in its constructor, with a seed of its own, as many training repositories do."""
+
+    def __init__(self, seed: int) -> None:
+        random.seed(seed)
+        np.random.seed(seed)
+        if HAS_TORCH:
+            import torch
+
+            torch.manual_seed(seed)
+        super().__init__()
+
+    def reset(self) -> tuple[dict, dict]:  # type: ignore[override]
+        return super().reset()
+
+
+class TakesSeedInReset(SeedsInConstructor):
+    """Its `reset` takes a seed that it does not use."""
+
+    def reset(self, seed: int | None = None) -> tuple[dict, dict]:  # type: ignore[override]
+        return super().reset()
+
+
+def of_own_seeds(first: int) -> list[Any]:
+    """Constructors with seeds that are bound, and with others, of which only they know."""
+    bound = [
+        functools.partial(kind, first + 1000 * i)
+        for i, kind in enumerate([SeedsInConstructor, TakesSeedInReset, SeedsInConstructor, TakesSeedInReset])
+    ]
+    return [*bound[:2], *(lambda make=make: make() for make in bound[2:])]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_constructors_that_seed(setup, build):
+    """Their seeds decide what is played, with any number of workers, also after a restart and a fault."""
+    played = []
+    for first in (1, 2):
+        env = build(of_own_seeds(first), setup, isolate_rng=True, on_error="restart")
+        references = [Reference(first + 1000 * i) for i in range(4)]
+        observations, _ = env.reset()
+        assert_same(observations, tuple({"a": one.reset()} for one in references))
+        compare(env, references, 10)
+        played.append(np.array([one["a"][:3] for one in env.step([ACTIONS] * 4)[0]]))
+        for one in references:
+            one.step()
+        env.restart([2])
+        references[2] = Reference(first + 2000)
+        assert_same(env.reset(env_ids=[2])[0], ({"a": references[2].reset()},))
+        compare(env, references, 5)
+        with pytest.raises(Exception, match="SystemExit"):
+            env.call("die", env_ids=[0])
+        references[0] = Reference(first)
+        env.step([ACTIONS] * 4)  # reports the restart, with the first observation of the new environment
+        references[0].reset()
+        for one in references[1:]:
+            one.step()
+        compare(env, references, 5)
+        assert_same(
+            env.reset(seed=[7, None, None, None])[0],
+            ({"a": references[0].reset(7)}, *({"a": one.reset()} for one in references[1:])),
+        )
+    assert not np.isin(*played).any()
+
+
+# As much of torch as is used here, for environments that have none.
+FAKE_TORCH = """
+import numpy as np
+
+class Generator:
+    def __init__(self):
+        self.drawn = np.random.default_rng()
+    def manual_seed(self, seed):
+        self.drawn = np.random.default_rng(seed)
+    def get_state(self):
+        return self.drawn.bit_generator.state
+    def set_state(self, state):
+        self.drawn.bit_generator.state = state
+
+default_generator = Generator()
+manual_seed = default_generator.manual_seed
+
+def rand(_):
+    return default_generator.drawn.random(1)[0]
+"""
+
+
+class ImportsTorch(Drawing):
+    """The first in its process that imports torch, or what is called so; seeds its generator only with a seed."""
+
+    def __init__(self, folder: str, seed: int | None = None) -> None:
+        super().__init__()
+        sys.path.insert(0, folder)
+        import torch
+
+        sys.path.remove(folder)
+        self.offset = torch.rand(()).item()
+        if seed is not None:
+            torch.manual_seed(seed)
+
+    def _drawn(self) -> dict[str, np.ndarray]:
+        return {"a": np.array([self.offset, sys.modules["torch"].rand(()).item()])}
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        return spaces.Box(0.0, 1.0, (2,), np.float64)
+
+
+@pytest.mark.parametrize("isolate_rng", [False, True])
+def test_constructors_that_import_torch(isolate_rng, build, tmp_path):
+    """Its generator is seeded as soon as it is imported, and a seed of the constructor's stays."""
+    if not HAS_TORCH:
+        (tmp_path / "torch.py").write_text(FAKE_TORCH)
+
+    def first(seed: int) -> np.ndarray:
+        """By environment, what it draws in its constructor and in its first reset."""
+        constructors = [functools.partial(ImportsTorch, str(tmp_path), own) for own in (5, None)]
+        env = build(constructors, Setup("process", True, 2), seed=seed, isolate_rng=isolate_rng)
+        return np.array([one["a"] for one in env.reset()[0]])
+
+    one, other = first(1), first(2)
+    assert np.array_equal(one, first(1))
+    assert one[0, 1] == other[0, 1]
+    assert one[1, 0] == other[0, 0]  # both have the seed 2
+    assert len(np.unique([one, other])) == 6
 
 
 def test_the_callers_generators_are_left_alone(build):
