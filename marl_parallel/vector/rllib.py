@@ -120,13 +120,15 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
         """Step all environments; those whose episode is over begin the next one, with rewards 0.0 and flags False.
 
-        Takes and returns one dict by agent for each environment, as `ParallelEnv.step`, and raises the same errors, and
-        `RuntimeError` if another facade steps this environment.
+        Takes and returns one dict by agent for each environment, as `ParallelEnv.step`, and raises the same errors;
+        `RuntimeError` if another facade steps this environment; and `ValueError` if an agent has come back after its
+        end while others went on, for which RLlib's episodes have no place. All environments have been stepped then.
         """
         self._runner.claim(self._claim)
         were_over = [*self._runner.batch.over]
         results = zip(self._filters, were_over, zip(*self.env.step(actions)))
         rows = [own.step(was_over, dicts) for own, was_over, dicts in results]
+        self._refuse_lives(self._runner.env_ids)
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         return observations, self._as_numbers(rewards), terminateds, truncateds, infos
 
@@ -150,8 +152,19 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         received = {env_id: dicts for env_id, *dicts in zip(*self.env.recv(min_envs))}
         env_ids = tuple(sorted(received))
         rows = [self._filters[i].step(self._were_over.pop(i), tuple(received[i])) for i in env_ids]
+        self._refuse_lives(env_ids)
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         return env_ids, observations, self._as_numbers(rewards), terminateds, truncateds, infos
+
+    def _refuse_lives(self, env_ids: Sequence[int]) -> None:
+        """Raise `ValueError` if an agent has come back after its end in one of these environments."""
+        for env_id in env_ids:
+            for agent in self._filters[env_id].came_back[:1]:
+                raise ValueError(
+                    f"environment {env_id}: agent {agent!r} has come back after its end, while its episode goes on. An "
+                    "episode of RLlib takes no data of an agent that is done. Give each life of an agent an id of its "
+                    f"own, such as {f'{agent}:2'!r}; or report its end only when it does not come back"
+                )
 
     def _as_numbers(self, rewards: EnvDicts) -> EnvDicts:
         """Vector rewards as numbers."""
@@ -172,6 +185,9 @@ class EpisodeFilter:
     """Leaves out of one environment's dicts what RLlib's `MultiAgentEpisode` cannot take; see `docs/facades.md`.
 
     That class also needs a last observation of each truncated agent, and ignores the environment's flags.
+
+    Attributes:
+        came_back: Agents that are alive again in an episode in which they have ended. It takes no data of these.
     """
 
     def __init__(self, batch: Batch | NativePool, env_id: int) -> None:
@@ -195,6 +211,8 @@ class EpisodeFilter:
         if not self._has_begun and over:  # no observations either: RLlib's episode has ended before
             return {}, *dicts[1:]
         self._has_begun = True
+        back = self._dead.intersection(self._batch.alive[self._env_id]) if self._dead and not over else ()
+        self.came_back = [*back]
         observations, rewards, terminateds, truncateds, infos = (
             {agent: value for agent, value in of_agents.items() if agent not in self._dead} if self._dead else of_agents
             for of_agents in dicts
@@ -218,6 +236,7 @@ class EpisodeFilter:
     def _forget(self) -> None:
         self._seen: dict[AgentID, Any] = {}  # with the last observation of each agent
         self._dead: set[AgentID] = set()
+        self.came_back: list[AgentID] = []
         self._has_begun = False  # RLlib's episode, which may end before the environment's
 
     def _to_act(self, observations: dict[AgentID, Any]) -> dict[AgentID, Any]:

@@ -6,6 +6,7 @@ variable_agents     agents that end and join, observe and act in dicts, with inf
 array_agents        the same with arrays and numbers alone
 stackable           several of these, of which every agent has a row in arrays
 dying_agents        dict rules: agents end one after the other
+returning_agents    agents come back after their end, under dict rules and under PettingZoo's
 counting            observations say which environment, seed, episode and step they are from
 paced               steps last until the test releases them
 failing             raises, exits, dies or hangs at a place
