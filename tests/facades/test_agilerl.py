@@ -21,6 +21,7 @@ from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.array_agents import ArrayAgents, WaitsForFile
 from simulators.crashing import Fate, crashing
 from simulators.dict_rules import DictRules
+from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv
@@ -36,6 +37,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "arrays": ArrayAgents,
     "plain variable": functools.partial(VariableAgents, plain=True),
     "plain variable dicts": functools.partial(VariableDictAgents, plain=True),
+    "returning": ReturningPettingZooAgents,
+    "returning dicts": ReturningAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},

@@ -17,6 +17,7 @@ from simulators.counting import Counting
 from simulators.crashing import SEED, Fate, crashing
 from simulators.masked_actions import Turnstile
 from simulators.native_arena import Arena
+from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 
 from marl_parallel import Extra, ParallelEnv, Rollout, gae
@@ -35,7 +36,10 @@ MAKERS = {
     "knights": functools.partial(knights_archers_zombies.parallel_env, max_cycles=11),
     "variable": VariableAgents,
     "dict rules": VariableDictAgents,
+    "returning": ReturningPettingZooAgents,
+    "returning dicts": ReturningAgents,
 }
+RARE = "tag", "variable", "returning", "returning dicts"
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
     "thread": {"backend": "thread", "num_workers": 2},
@@ -51,7 +55,7 @@ GROUPS: dict[str, dict[str, Any]] = {"variable": {"group_map": {"all": ["b", "a"
 
 
 def open_env(name: str, mode: str, **how: Any) -> StackedVecEnv:
-    states = name not in ("dict rules",) and how.get("shared_memory", True)
+    states = name not in ("dict rules", "returning dicts") and how.get("shared_memory", True)
     parallel = ParallelEnv([MAKERS[name]] * ENVS, mode, seed=5, **how)
     return StackedVecEnv(parallel, with_state=states, **GROUPS.get(name, {}))
 
@@ -73,7 +77,7 @@ def stacked(values: list[Any]) -> Any:
 
 
 @MODES
-@pytest.mark.parametrize("name", [rest(name) if name in ("tag", "variable") else name for name in MAKERS])
+@pytest.mark.parametrize("name", [rest(name) if name in RARE else name for name in MAKERS])
 @pytest.mark.parametrize("how", HOWS)
 def test_rollouts_hold_what_a_loop_stores(how, name, mode):
     keywords = {**HOWS[how]}
@@ -254,7 +258,9 @@ def reference(data: Any, values: np.ndarray, final_values: np.ndarray, gamma: fl
 
 
 @MODES
-@pytest.mark.parametrize("name", ["spread", "variable", "dict rules", "knights", "connect four"])
+@pytest.mark.parametrize(
+    "name", ["spread", "variable", "dict rules", "knights", "connect four", "returning", "returning dicts"]
+)
 def test_advantages_equal_a_loop_over_episodes(name, mode):
     rng = np.random.default_rng(1)
     if name == "connect four":

@@ -17,6 +17,7 @@ from pettingzoo.classic import tictactoe_v3
 from simulators.counting import ACTIONS, Counting
 from simulators.crashing import Fate, crashing
 from simulators.dying_agents import ReturningAgents, TwoAgents
+from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 from simulators.vector_rewards import Couriers
 
@@ -30,6 +31,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "dict rules": VariableDictAgents,
     "rewarded when dead": ReturningAgents,
     "vectors": Couriers,
+    "returning": ReturningPettingZooAgents,
+    "returning dicts": functools.partial(ReturningAgents, corpses=True),
     "tictactoe": tictactoe_v3.env,
 }
 

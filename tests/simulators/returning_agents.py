@@ -13,15 +13,15 @@ from gymnasium import spaces
 from pettingzoo import ParallelEnv as PettingZooEnv
 
 AGENTS = ["x", "y", "z"]
-LENGTH = 14
+LENGTH = 10
 POINT = spaces.Box(-np.inf, np.inf, (2,), np.float32)
 # When each agent ends, how, and when it is observed again. `x` comes back in the very next step, and once more; `y`
-# several steps later; `z` does not come back.
+# several steps later, and in the last step of some episodes; `z` does not come back.
 TERMINATED, TRUNCATED = "terminated", "truncated"
 LIVES: dict[str, list[tuple[int, str, int]]] = {
-    "x": [(2, TERMINATED, 3), (5, TRUNCATED, 8)],
-    "y": [(4, TRUNCATED, 9), (12, TERMINATED, 13)],
-    "z": [(10, TERMINATED, 99)],
+    "x": [(1, TERMINATED, 2), (3, TRUNCATED, 5)],
+    "y": [(2, TRUNCATED, 6), (8, TERMINATED, 9)],
+    "z": [(7, TERMINATED, 99)],
 }
 
 
@@ -29,13 +29,14 @@ class ReturningAgents(gymnasium.Env):
     """Dict rules. Actions of agents that are dead or waiting to come back count, too.
 
     Args:
-        seed: Moves all times by 0 or 1, so that environments differ.
         corpses: Whether dead agents stay in the dicts, with a flag that is True.
         none_left: Whether `y` and `z` end and come back when `x` does, so that nobody is alive in between.
     """
 
-    def __init__(self, seed: int = 0, env_id: int = 0, *, corpses: bool = False, none_left: bool = False) -> None:
-        self.shift, self.corpses = env_id % 2, corpses
+    def __init__(
+        self, seed: int | None = None, *, corpses: bool = False, none_left: bool = False, length: int = LENGTH
+    ) -> None:
+        self.corpses, self.length = corpses, length
         self.lives = {agent: LIVES["x"] if none_left else LIVES[agent] for agent in AGENTS}
         self.possible_agents, self.agents = AGENTS[:], AGENTS[:]
         self.observation_space = spaces.Dict(dict.fromkeys(AGENTS, POINT))
@@ -46,6 +47,7 @@ class ReturningAgents(gymnasium.Env):
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         self.time, self.total = 0, 0
+        self.shift = int(self.rng.integers(2))  # of all times, so that episodes differ
         self.agents = AGENTS[:]
         return {agent: self.seen() for agent in AGENTS}, {}
 
@@ -61,6 +63,8 @@ class ReturningAgents(gymnasium.Env):
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         self.time += 1
+        if self.time > self.length:
+            return {}, {}, {"__all__": False}, {"__all__": True}, {}
         self.total += sum((AGENTS.index(agent) + 1) * int(action) for agent, action in actions.items())
         observations: dict[str, Any] = {}
         rewards: dict[str, float] = {}
@@ -78,7 +82,7 @@ class ReturningAgents(gymnasium.Env):
         return observations, rewards, self.with_all(terminateds, over=False), self.with_all(truncateds), {}
 
     def with_all(self, flags: dict[str, bool], *, over: bool = True) -> dict[str, bool]:
-        return {**flags, "__all__": over and self.time == LENGTH}
+        return {**flags, "__all__": over and self.time == self.length}
 
 
 class ReturningPettingZooAgents(PettingZooEnv):
@@ -91,9 +95,10 @@ class ReturningPettingZooAgents(PettingZooEnv):
     metadata = {"name": "returning"}  # noqa: RUF012
     possible_agents = AGENTS
 
-    def __init__(self, seed: int = 0, env_id: int = 0, *, ghosts: bool = False) -> None:
-        self.own, self.ghosts = ReturningAgents(seed, env_id), ghosts
+    def __init__(self, seed: int | None = None, *, ghosts: bool = False) -> None:
+        self.own, self.ghosts = ReturningAgents(seed, length=LENGTH + 1), ghosts
         self.agents: list[str] = []
+        self.state_space = POINT
 
     def observation_space(self, agent: str) -> spaces.Space:
         return POINT
@@ -111,7 +116,7 @@ class ReturningPettingZooAgents(PettingZooEnv):
         observations, rewards, terminateds, truncateds, _ = self.own.step(actions)
         for flags in (terminateds, truncateds):
             del flags["__all__"]
-        if self.own.time == LENGTH:
+        if self.own.time == self.own.length:
             truncateds = {agent: not terminateds[agent] for agent in truncateds}
         self.agents = [a for a in observations if not (terminateds[a] or truncateds[a])]
         if self.ghosts:
@@ -120,3 +125,6 @@ class ReturningPettingZooAgents(PettingZooEnv):
                     observations[agent], rewards[agent] = self.own.seen(), 0.5
                     terminateds[agent] = truncateds[agent] = False
         return observations, rewards, terminateds, truncateds, {agent: {} for agent in observations}
+
+    def state(self) -> np.ndarray:
+        return np.array([self.own.total, self.own.time], np.float32)
