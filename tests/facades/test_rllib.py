@@ -20,6 +20,7 @@ from helpers.setups import Setup
 from mpe2 import simple_spread_v3
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
+from simulators import returning_agents
 from simulators.crashing import Fate, crashing
 from simulators.deterministic import Hunt, Skirmish
 from simulators.dying_agents import POINT, DyingAgents, ReturningAgents
@@ -266,3 +267,36 @@ def test_vector_rewards_are_scalarized():
             assert all(isinstance(reward, float) for reward in results.values())
     plain.close()
     env.close()
+
+
+# -- agents that come back ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["step", "send"])
+def test_an_agent_that_comes_back_is_refused(how, build):
+    """RLlib's episodes have no place for it. The dicts of the other environments are as before."""
+    env, core = (build([returning_agents.ReturningAgents] * 2, SETUPS[0], "NEXT_STEP") for _ in range(2))
+    facade, back = RLlibVectorMultiAgentEnv(env), {}
+    dead: list[set[str]] = [set(), set()]
+    facade.reset(seed=3)
+    core.reset(seed=3)
+    for _ in range(5):
+        actions = [dict.fromkeys(agents, 1) for agents in core.acting]
+        observations, _, *flags, _ = core.step(copy.deepcopy(actions))
+        for env_id, seen in enumerate(observations):
+            ended = {agent for of_flag in flags for agent, flag in of_flag[env_id].items() if flag}
+            back |= {env_id: agent for agent in seen if agent in dead[env_id] - ended}
+            dead[env_id] |= ended
+        if back:
+            break
+        facade.step(actions)
+    assert back
+    env_id, agent = min(back.items())
+    with pytest.raises(ValueError, match=f"^environment {env_id}: agent '{agent}' has come back after its end"):
+        if how == "step":
+            facade.step(actions)
+        else:
+            facade.send(actions, [0, 1])
+            facade.recv(2)
+    observations, _ = facade.reset(seed=4)  # nothing is closed
+    assert_same(observations, [*core.reset(seed=4)[0]])
