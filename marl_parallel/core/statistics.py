@@ -197,9 +197,7 @@ class EpisodeStatistics:
         if (place := self._places.get(agent)) is not None:
             totals[place] = totals[len(self._agents) + place] = 0.0
 
-    def _parts(
-        self, env_id: int, totals: list[float], flagged: Sequence[AgentID] | None
-    ) -> dict[Any, dict[str, Any]]:
+    def _parts(self, env_id: int, totals: list[float], flagged: Sequence[AgentID] | None) -> dict[Any, dict[str, Any]]:
         """The statistics of the `flagged` agents, of each once in a life; at the episode's end (None), of all others
         that have taken part since, and the environment's own.
 
@@ -243,5 +241,5 @@ def _summand(reward: Any) -> Any:
         return reward
     try:
         return 0.0 if reward is None else np.array(reward, np.float64)[()]
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # whatever an object's `__float__` or `__array__` raises
         return np.nan

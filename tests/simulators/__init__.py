@@ -19,6 +19,7 @@ dict_rules          dict rules in detail
 tuple_envs          in the form of LBF, highway-env, POGEMA and ma-gym
 masked_actions      action masks in every place and form
 vector_rewards      rewards that are vectors
+unreadable_values   rewards, flags and observations that raise when they are read
 buggy               one bug each, for `check`; `Healthy` has none
 unseeded_resets     for `check`: resets that draw from a global or unseeded generator
 one_per_process     for `check`: only one may be open in a process, as with libsumo
