@@ -233,7 +233,8 @@ def _forced(agent: str, actions: Any, defined: NDArray[np.bool_]) -> NDArray[np.
             rows[row] = np.asarray(actions[row], np.float64)
         except Exception as error:  # whatever an object's `__array__` raises
             raise ValueError(
-                f"environment {row}: the {_FORCED} of agent {agent!r} must be numbers, got {actions[row]!r:.200} ({error})"
+                f"environment {row}: the {_FORCED} of agent {agent!r} must be numbers, got "
+                f"{actions[row]!r:.200} ({error})"
             ) from error
     shape = next((values.shape for values in rows.values()), ())
     forced = np.full((len(defined), *shape), np.nan)

@@ -192,6 +192,7 @@ class EpisodeFilter:
 
     def __init__(self, batch: Batch | NativePool, env_id: int) -> None:
         self._batch, self._env_id = batch, env_id
+        self.came_back: list[AgentID] = []
         self._forget()
 
     def begin(self, observations: dict[AgentID, Any], infos: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -211,8 +212,9 @@ class EpisodeFilter:
         if not self._has_begun and over:  # no observations either: RLlib's episode has ended before
             return {}, *dicts[1:]
         self._has_begun = True
-        back = self._dead.intersection(self._batch.alive[self._env_id]) if self._dead and not over else ()
-        self.came_back = [*back]
+        self.came_back.clear()
+        if self._dead and not over:
+            self.came_back += self._dead.intersection(self._batch.alive[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (
             {agent: value for agent, value in of_agents.items() if agent not in self._dead} if self._dead else of_agents
             for of_agents in dicts
@@ -236,7 +238,6 @@ class EpisodeFilter:
     def _forget(self) -> None:
         self._seen: dict[AgentID, Any] = {}  # with the last observation of each agent
         self._dead: set[AgentID] = set()
-        self.came_back: list[AgentID] = []
         self._has_begun = False  # RLlib's episode, which may end before the environment's
 
     def _to_act(self, observations: dict[AgentID, Any]) -> dict[AgentID, Any]:

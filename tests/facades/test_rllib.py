@@ -274,29 +274,29 @@ def test_vector_rewards_are_scalarized():
 
 @pytest.mark.parametrize("how", ["step", "send"])
 def test_an_agent_that_comes_back_is_refused(how, build):
-    """RLlib's episodes have no place for it. The dicts of the other environments are as before."""
+    """RLlib's episodes have no place for it. The environments go on."""
     env, core = (build([returning_agents.ReturningAgents] * 2, SETUPS[0], "NEXT_STEP") for _ in range(2))
-    facade, back = RLlibVectorMultiAgentEnv(env), {}
-    dead: list[set[str]] = [set(), set()]
-    facade.reset(seed=3)
-    core.reset(seed=3)
-    for _ in range(5):
-        actions = [dict.fromkeys(agents, 1) for agents in core.acting]
-        observations, _, *flags, _ = core.step(copy.deepcopy(actions))
-        for env_id, seen in enumerate(observations):
-            ended = {agent for of_flag in flags for agent, flag in of_flag[env_id].items() if flag}
-            back |= {env_id: agent for agent in seen if agent in dead[env_id] - ended}
-            dead[env_id] |= ended
-        if back:
-            break
-        facade.step(actions)
-    assert back
-    env_id, agent = min(back.items())
-    with pytest.raises(ValueError, match=f"^environment {env_id}: agent '{agent}' has come back after its end"):
+    facade = RLlibVectorMultiAgentEnv(env)
+
+    def stepped(actions: list[dict]) -> None:
         if how == "step":
             facade.step(actions)
         else:
             facade.send(actions, [0, 1])
             facade.recv(2)
-    observations, _ = facade.reset(seed=4)  # nothing is closed
-    assert_same(observations, [*core.reset(seed=4)[0]])
+
+    dead: set[tuple[int, str]] = set()
+    facade.reset(seed=3)
+    core.reset(seed=3)
+    for _ in range(5):
+        actions = [dict.fromkeys(agents, 1) for agents in core.acting]
+        observations, _, *flags, _ = core.step(copy.deepcopy(actions))
+        ended = {(i, agent) for of_flag in flags for i, own in enumerate(of_flag) for agent in own if own[agent]}
+        if back := {(i, agent) for i, seen in enumerate(observations) for agent in seen} & dead - ended:
+            break
+        dead |= ended
+        stepped(actions)
+    env_id, agent = min(back)
+    with pytest.raises(ValueError, match=f"^environment {env_id}: agent '{agent}' has come back after its end"):
+        stepped(actions)
+    assert_same(facade.reset(seed=4)[0], [*core.reset(seed=4)[0]])  # nothing is closed

@@ -1,4 +1,4 @@
-"""Values that raise when they are read: an `EnvError` names environment, agent and value; nobody else loses anything."""
+"""Values that raise when they are read: an `EnvError` names environment, agent and value; others lose nothing."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ registered          registers itself with Gymnasium
 dict_rules          dict rules in detail
 tuple_envs          in the form of LBF, highway-env, POGEMA and ma-gym
 masked_actions      action masks in every place and form
+rollouts            infos of every place, and truncations without a last observation: for `Rollout`
 vector_rewards      rewards that are vectors
 unreadable_values   rewards, flags and observations that raise when they are read
 buggy               one bug each, for `check`; `Healthy` has none
