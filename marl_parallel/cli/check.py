@@ -160,7 +160,8 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "undeclared vector": (Question.API, REMARK, "the reward of {agent} is of type {kind}, not one number",
         "return a float, or declare `reward_space` if vectors are meant; vectors travel pickled without it"),
     "flag": (Question.API, PROBLEM, "the {name} of {agent} is of type {kind}, not bool", "return True or False"),
-    "no last observation": (Question.API, REMARK, "agents get no last observation in the step that truncates them: {agents}",
+    "no last observation": (Question.API, REMARK,
+        "agents get no last observation in the step that truncates them: {agents}",
         "return it in that step: a critic of observations needs it to value what would have followed; gae of a Rollout "
         "takes values of states in its place, or NaN"),
     "no __all__": (Question.API, REMARK, f"terminateds lacks the key {ALL!r}, which says when the episode is over",

@@ -38,7 +38,7 @@ class Transition(NamedTuple):
         terminateds: Of the step, with `__all__`.
         truncateds: Of the step, likewise.
         infos: Of the step, as the simulator returned them.
-        alive: Agents seen in this episode and neither terminated nor truncated yet.
+        alive: Agents seen in this episode that have neither terminated nor truncated, or have come back since.
         acting: The agents that act next; in the order of `possible_agents`, then as they came.
         final_observations: The old episode's last observations, if the new one has begun in the same step.
         reset_infos: The infos of that reset.

@@ -80,7 +80,7 @@ ALONE = {
     "FourValues": (Question.API, PROBLEM, "must return five dicts", "let step return that"),
     "NoActionSpace": (Question.API, PROBLEM, "'agent_1' declares no action space", "a space for each of them"),
     "nothing": (Question.API, PROBLEM, "returned None", "docs/environments.md"),
-    "NoLastObservation": (Question.API, REMARK, "in the step that truncates them: agent_0, agent_1", "a critic of observations"),
+    "NoLastObservation": (Question.API, REMARK, "in the step that truncates them: agent_0, agent_1", "a critic of"),
     "Slow": (Question.API, REMARK, "lacks the key '__all__'", "set '__all__' in every step"),
 }  # fmt: skip
 
