@@ -148,7 +148,8 @@ class ParallelEnv:
         wait: How processes wait: `"block"` sleeps at once, `"spin"` tries for 2 ms before that, `"adaptive"` tries for
             about twice as long as the last waits took, if there is a CPU for each worker and these waits were short.
         episode_stats: True adds `infos[i][agent]["episode"]`, `{"r": return, "l": length}`, in the step that ends the
-            agent's part of an episode, and `infos[i]["__common__"]["episode"]` where it ends. See `docs/learners.md`.
+            agent's part of an episode (of each life, if it comes back), and `infos[i]["__common__"]["episode"]` where
+            the episode ends. See `docs/learners.md`.
         on_restart: Called with a `RestartEvent` for each environment that is rebuilt, before the step returns. What it
             raises is logged.
         warn_after: Seconds in one call of an environment after which a warning of the logger `marl_parallel` says which

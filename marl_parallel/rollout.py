@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from gymnasium import spaces
 from gymnasium.error import ResetNeeded
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.adapters.protocol import described
 from marl_parallel.arguments import checked_integer
 from marl_parallel.core import stacking
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.spaces import copied, tree_map
+from marl_parallel.core.transition import COMMON
 from marl_parallel.runner import Options, Seeds
 from marl_parallel.types import FinishedEpisode
 from marl_parallel.vector.stacked import Grouped, Results, StackedVecEnv
@@ -24,7 +28,7 @@ _ALIGNMENT = 64  # bytes
 
 
 class Extra(NamedTuple):
-    """A value of the learner's own that is stored with each step, such as log-probabilities.
+    """A value that is stored with each step: one of the learner's own, such as log-probabilities, or one of infos.
 
     Attributes:
         shape: Of the value of one agent, or of one environment.
@@ -80,6 +84,8 @@ class RolloutArrays(NamedTuple):
         states: `(T + 1, N, *state_space.shape)`; None without states, as `final_states`.
         final_states: `(T, N, *state_space.shape)`: the last states of episodes. Valid where `done`.
         extras: By name, the values of the learner's own: grouped `(T, N, k, ...)`, or `(T, N, ...)`.
+        infos: By name, values of infos, in the same form; zeros where there is none.
+        informed: By name, bool: grouped `(T, N, k)`, or `(T, N)`: which of them have one.
     """
 
     observations: Grouped
@@ -99,17 +105,25 @@ class RolloutArrays(NamedTuple):
     states: Any
     final_states: Any
     extras: dict[str, Any]
+    infos: dict[str, Any]
+    informed: dict[str, Any]
 
     def group(self, name: str) -> RolloutArrays:
         """The data of one of several groups."""
         fields = {
             field: value if field in _OF_ENVS else value and value[name] for field, value in self._asdict().items()
         }
-        extras = {key: value[name] if isinstance(value, dict) else value for key, value in self.extras.items()}
-        return RolloutArrays(**{**fields, "extras": extras})
+        by_name = {
+            field: {
+                key: value[name] if isinstance(value, dict) else value for key, value in getattr(self, field).items()
+            }
+            for field in _BY_NAME
+        }
+        return RolloutArrays(**fields | by_name)
 
 
-_OF_ENVS = frozenset({"terminated", "truncated", "done", "states", "final_states", "extras"})
+_BY_NAME = "extras", "infos", "informed"
+_OF_ENVS = frozenset({"terminated", "truncated", "done", "states", "final_states", *_BY_NAME})
 
 Policy: TypeAlias = Callable[[Current], Any]
 """Returns the actions for a `StackedVecEnv`; if extras were declared, a pair of actions and a dict of extras."""
@@ -141,10 +155,13 @@ class Rollout:
     All arrays are allocated here. The next rollout overwrites them, and begins where this one ended.
 
     Args:
-        env: Nothing else steps it meanwhile.
+        env: It resets by itself (`auto_reset=True` or `"NEXT_STEP"`), and nothing else steps it meanwhile.
         num_steps: T, the number of steps of each environment in a rollout.
         extras: By name, the learner's own values that come with each step: an `Extra`, or a shape for float32 values of
             each agent.
+        infos: Values of infos to keep, by name, in the form of `extras`. `"won"` is that of an agent's info, and with
+            `per_agent=False` that of `infos[i]["__common__"]` or `infos[i]` itself; `"episode/r"` is the `"r"` in the
+            dict `"episode"`.
         action_masks: Whether action masks are stored, for `Discrete` and `MultiDiscrete` actions.
         halves: 2 to act for one half of the environments while the other half is stepped; the arrays are the same. A
             half has the environments of half of the workers, or nearly half if their number is odd; with one worker,
@@ -158,9 +175,9 @@ class Rollout:
         finished_episodes: The returns and lengths of the episodes that ended in the present rollout.
 
     Raises:
-        TypeError: `env` is no `StackedVecEnv`, or an extra neither a shape nor an `Extra`.
-        ValueError: `num_steps` or `halves` is out of range, or the environments cannot be stepped in halves: there is
-            only one, or they are native simulators.
+        TypeError: `env` is no `StackedVecEnv`, or an extra or info neither a shape nor an `Extra`.
+        ValueError: `num_steps` or `halves` is out of range; or the environments wait for a reset by the caller when
+            they are over, or cannot be stepped in halves: there is only one, or they are native simulators.
         MemoryError: The arrays need more memory than is free.
 
     Example:
@@ -187,6 +204,7 @@ class Rollout:
         num_steps: int,
         *,
         extras: Mapping[str, Extra | tuple[int, ...]] | None = None,
+        infos: Mapping[str, Extra | tuple[int, ...]] | None = None,
         action_masks: bool = False,
         halves: Literal[1, 2] = 1,
     ) -> None:
@@ -197,8 +215,14 @@ class Rollout:
             raise ValueError(f"halves must be 1 or 2, got {halves!r}")
         if env.num_envs < halves:
             raise ValueError(f"halves=2 needs at least two environments, got {env.num_envs}")
+        if env.stepper.mode is AutoresetMode.DISABLED:
+            raise ValueError(
+                "a Rollout goes on when an episode ends, so it needs a ParallelEnv that resets by itself: pass "
+                'auto_reset=True or auto_reset="NEXT_STEP", got auto_reset=False'
+            )
         self.filled = 0
         self.finished_episodes: list[FinishedEpisode] = []
+        self._unfit: list[str] = []  # the error of a value of infos that does not fit
         self._has_reset = False
         self._parts = [_Part(env, range(env.num_envs))]
         if halves == 2:
@@ -206,12 +230,8 @@ class Rollout:
             for part in self._parts:
                 part.env.narrow(part.env_ids)
         self._next = 0  # the part that acts next
-        declared = {}
-        for name, extra in (extras or {}).items():
-            if not isinstance(extra, tuple):
-                raise TypeError(f"extras[{name!r}] must be a shape or an Extra, got {extra!r}")
-            declared[name] = extra if isinstance(extra, Extra) else Extra(extra)
-        shapes = self._shapes(declared, action_masks=action_masks)
+        self._extras, self._infos = _declared("extras", extras), _declared("infos", infos)
+        shapes = self._shapes(action_masks=action_masks)
         nbytes = _nbytes(tuple(shapes))
         free = free_memory()
         if free is not None and nbytes > free:
@@ -249,7 +269,7 @@ class Rollout:
             self.arrays = self.arrays._replace(observations=in_buffer)
         self._observations = [*env.by_group(self.arrays.observations).values()]
 
-    def _shapes(self, extras: Mapping[str, Extra], *, action_masks: bool) -> RolloutArrays:
+    def _shapes(self, *, action_masks: bool) -> RolloutArrays:
         """Arrays of the shapes and dtypes for `num_steps` steps, without memory."""
         env, steps, n = self.env, self.num_steps, self.env.num_envs
 
@@ -272,10 +292,10 @@ class Rollout:
             return None if space is None or space.shape is None else new((steps, n, *space.shape), space.dtype)
 
         masks = env.action_masks if action_masks else None
-        own = {}
-        for name, extra in extras.items():
-            per_env = (steps, n, *extra.shape), extra.dtype
-            own[name] = of_agents(steps, extra.dtype, extra.shape) if extra.per_agent else new(*per_env)
+
+        def named(extra: Extra, dtype: Any, shape: tuple[int, ...]) -> Any:
+            return of_agents(steps, dtype, shape) if extra.per_agent else new((steps, n, *shape), dtype)
+
         return RolloutArrays(
             observations=in_form(env.single_observation_space, steps + 1),
             observed=of_agents(steps + 1),
@@ -293,7 +313,9 @@ class Rollout:
             present_final=of_agents(steps),
             states=states(steps + 1),
             final_states=states(steps),
-            extras=own,
+            extras={name: named(extra, extra.dtype, extra.shape) for name, extra in self._extras.items()},
+            infos={name: named(extra, extra.dtype, extra.shape) for name, extra in self._infos.items()},
+            informed={name: named(extra, np.bool_, ()) for name, extra in self._infos.items()},
         )
 
     # -- collecting ------------------------------------------------------------------------------------------------
@@ -345,17 +367,19 @@ class Rollout:
 
         Raises:
             TypeError: Extras are missing, or were not declared; nothing has been stepped.
-            ValueError: As in `StackedVecEnv.step`, or an extra has another shape.
+            ValueError: As in `StackedVecEnv.step`, or an extra has another shape than declared; nothing has been
+                stepped. Or a value of infos has; the step has been stored without it.
         """
         arrays = self.arrays
         if extras.keys() != arrays.extras.keys():
             raise TypeError(f"expected the extras {[*arrays.extras]}, got {[*extras]}")
         if not self._has_reset:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
+        own = self._checked_extras(extras, len(self._parts[self._next].env_ids))
         self._begin_next()
         part = self._parts[self._next]
         place = part.time, part.rows
-        for name, value in extras.items():
+        for name, value in own.items():
             _put(arrays.extras[name], place, value)
         self._write_to(part, part.time + 1)
         if len(self._parts) == 1:
@@ -375,13 +399,72 @@ class Rollout:
             if other.time == self.num_steps:
                 self._store(part, part.env.step_wait())
         self.filled = min(part.time for part in self._parts)
+        if self._unfit:
+            raise ValueError(self._unfit.pop())
         return self.current
+
+    def _checked_extras(self, extras: Mapping[str, Any], num_envs: int) -> dict[str, Any]:
+        """The extras of so many environments as arrays of the declared shapes; `ValueError` for any other shape."""
+        checked: dict[str, Any] = {}
+        for name, value in extras.items():
+            extra, groups = self._extras[name], self.env.group_map
+            if not extra.per_agent:
+                checked[name] = _shaped(f"the extra {name!r}", value, (num_envs, *extra.shape), extra.dtype)
+                continue
+            if len(groups) > 1 and not (isinstance(value, Mapping) and value.keys() == groups.keys()):
+                got = f"the keys {[*value]}" if isinstance(value, Mapping) else type(value).__name__
+                raise ValueError(
+                    f"the extra {name!r} must be a dict by group, with the keys {[*groups]}; got {got}. If it is a "
+                    "value of environments, declare Extra(..., per_agent=False)"
+                )
+            checked[name] = self.env.grouped({
+                group: _shaped(
+                    f"the extra {name!r}" + (f" of group {group!r}" if len(groups) > 1 else ""),
+                    of_group, (num_envs, len(groups[group]), *extra.shape), extra.dtype,
+                )
+                for group, of_group in self.env.by_group(value).items()
+            })  # fmt: skip
+        return checked
+
+    def _store_infos(self, part: _Part, infos: Mapping[int, Mapping[Any, Any]]) -> None:
+        """Store the values of infos that were named; the error of one that does not fit comes after the step."""
+        groups = self.env.group_map
+        for name, extra in self._infos.items():
+            stored, informed = self.arrays.infos[name], self.arrays.informed[name]
+            for env_id, of_env in infos.items():
+                if not extra.per_agent:
+                    whose = f"environment {env_id}"
+                    for own in (of_env.get(COMMON), of_env):
+                        if self._put_info(name, extra, stored, informed, (part.time, env_id), own, whose):
+                            break
+                    continue
+                values, masks = self.env.by_group(stored), self.env.by_group(informed)
+                for group, agents in groups.items():
+                    for place, agent in enumerate(agents):
+                        whose, at = f"environment {env_id}, agent {agent!r}", (part.time, env_id, place)
+                        self._put_info(name, extra, values[group], masks[group], at, of_env.get(agent), whose)
+
+    def _put_info(
+        self, name: str, extra: Extra, stored: Any, informed: Any, at: tuple[int, ...], info: Any, whose: str
+    ) -> bool:
+        """Store one value of an info, if there is one; returns whether there is."""
+        value = _named_in(info, name)
+        if value is None:
+            return False
+        try:
+            stored[at] = _shaped(f"{whose}: the info {name!r}", value, extra.shape, extra.dtype)
+            informed[at] = True
+        except ValueError as error:
+            self._unfit = self._unfit or [str(error)]
+        return True
 
     def _store(self, part: _Part, results: Results) -> None:
         """Store a step of some environments."""
         arrays, env, place = self.arrays, part.env, (part.time, part.rows)
-        observations, rewards, terminations, truncations, _ = results
+        observations, rewards, terminations, truncations, infos = results
         _put(arrays.rewards, place, rewards)
+        if self._infos and infos:
+            self._store_infos(part, infos)
         if not env.plain:
             _put(arrays.present, place, env.present)
             _put(arrays.terminations, place, terminations)
@@ -411,10 +494,31 @@ class Rollout:
         self._begin_next()
         current = self.current
         while self.filled < self.num_steps:
-            chosen = policy(current)
-            actions, extras = chosen if self.arrays.extras else (chosen, {})
+            actions, extras = self._chosen(policy(current))
             current = self.step(actions, **extras)
         return self.arrays
+
+    def _chosen(self, chosen: Any) -> tuple[Any, Mapping[str, Any]]:
+        """The actions and the extras that a policy returned; `TypeError` if it returned another form."""
+        is_pair = isinstance(chosen, tuple | list) and len(chosen) == 2 and isinstance(chosen[1], Mapping)
+        names = [*self._extras]
+        if names:
+            if not is_pair:
+                raise TypeError(
+                    f"the policy must return a pair of actions and a dict of the extras {names}, got "
+                    f"{described(chosen)}"
+                )
+            actions, extras = chosen
+            return actions, extras
+        if is_pair and not any(isinstance(space, spaces.Tuple) for space in self._action_spaces()):
+            raise TypeError(
+                "the policy returned a pair of actions and a dict, but no extras are declared: pass "
+                f"extras={{...}} to the Rollout for {[*chosen[1]]}, or return the actions only"
+            )
+        return chosen, {}
+
+    def _action_spaces(self) -> list[Any]:
+        return [*self.env.by_group(self.env.single_action_space).values()]
 
     def torch(self, device: Any = "cpu", *, pin: bool = False) -> RolloutArrays:
         """The arrays as torch tensors. On the CPU they share the memory of `arrays`.
@@ -442,12 +546,14 @@ class Rollout:
 
     def _clear(self) -> None:
         """Make all marks those of plain steps, which then need not be written with each step."""
-        arrays, self.filled, self.finished_episodes = self.arrays, 0, []
+        arrays, self.filled, self.finished_episodes, self._unfit = self.arrays, 0, [], []
         for part in self._parts:
             part.time = 0
         tree_map(lambda marks: marks.fill(True), (arrays.observed, arrays.acting, arrays.present))
         for flags in (arrays.terminations, arrays.truncations, arrays.terminated, arrays.truncated, arrays.done):
             tree_map(lambda array: array.fill(False), flags)
+        for array in (*arrays.infos.values(), *arrays.informed.values()):
+            tree_map(lambda values: values.fill(values.dtype.type()), array)
 
     def _write_to(self, part: _Part, time: int) -> None:
         """Have the observations of some environments written to a time."""
@@ -474,14 +580,19 @@ def gae(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Generalised advantage estimates, and returns, the targets of a critic.
 
-    An agent's episode ends where it is terminated or truncated, or its environment's episode ends. A truncated episode
-    could have continued, so the value of its last observation counts; that of a terminated one does not. Rewards
-    between two actions of an agent, as in turn-based games, are added to the first action's.
+    An agent's episode ends where it is terminated or truncated, or its environment's episode ends; one that comes back
+    begins another. A truncated episode could have continued, so the value of its last observation or state counts; that
+    of a terminated one does not. Rewards between two actions of an agent, as in turn-based games, are added to the
+    first action's.
+
+    The values after a truncation count as they are passed, also of agents that the simulator gives no last observation
+    (`observed`, `present_final`): a critic of states has one. Pass NaN where there is none, as with a critic that would
+    read zeros: then the value at the agent's last action stands for it.
 
     Args:
         data: Of a rollout; of several groups, one `group`.
-        values: `(T + 1, N, k)`: of `data.observations`, by the critic.
-        final_values: `(number of ended episodes, k)`: of the last observations, as
+        values: `(T + 1, N, k)`: of `data.observations` or `data.states`, by the critic.
+        final_values: `(number of ended episodes, k)`: of the last observations or states, as
             `critic(data.final_observations)[data.done]`.
         gamma: The discount factor.
         lam: The weight of longer estimates, from 0 to 1.
@@ -505,15 +616,13 @@ def gae(
             raise ValueError(f"{name} must have shape {shape}, got {np.shape(array)}")
     after_end = np.zeros(data.rewards.shape, np.float32)
     after_end[data.done] = final_values
-    after_end[~data.present_final] = 0.0
     advantages = np.zeros(data.rewards.shape, np.float32)
     # Of the agent's next action: its value (NaN if that is not known), its advantage, and the rewards until then.
     next_value = np.where(data.observed[steps], values[steps], np.float32(np.nan))
     next_advantage, later_rewards = np.zeros((2, *next_value.shape), np.float32)
     for t in reversed(range(steps)):
         done, terminated, truncated = data.done[t][:, None], data.terminations[t], data.truncations[t]
-        last_seen = np.where(data.observed[t + 1], values[t + 1], np.float32(0.0))
-        next_value = np.where(done, after_end[t], np.where(truncated, last_seen, next_value))
+        next_value = np.where(done, after_end[t], np.where(truncated, values[t + 1], next_value))
         next_value = np.where(terminated, np.float32(0.0), next_value)
         goes_on = ~(done | terminated | truncated)
         rewards = data.rewards[t] + goes_on * later_rewards
@@ -525,6 +634,37 @@ def gae(
         next_advantage = np.where(acts, advantage, goes_on * next_advantage)
         later_rewards = np.where(acts, np.float32(0.0), rewards)
     return advantages, np.where(acting[:steps], advantages + values[:steps], np.float32(0.0))
+
+
+def _declared(what: str, declared: Mapping[str, Extra | tuple[int, ...]] | None) -> dict[str, Extra]:
+    """Extras or infos by name; `TypeError` if one is neither a shape nor an `Extra`."""
+    for name, extra in (declared or {}).items():
+        if not isinstance(extra, tuple):
+            raise TypeError(f"{what}[{name!r}] must be a shape or an Extra, got {extra!r}")
+    return {name: one if isinstance(one, Extra) else Extra(one) for name, one in (declared or {}).items()}
+
+
+def _shaped(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """A value as an array of this shape; `ValueError` if it has another one, or no numbers where the dtype has."""
+    try:
+        array = np.asarray(value)
+    except Exception as error:  # whatever its `__array__` raises
+        raise ValueError(f"{what} must be numbers of shape {shape}, got {type(value).__name__} ({error})") from error
+    are_numbers = array.dtype.kind in "biufc" or np.dtype(dtype).kind not in "biufc"
+    if array.shape != shape or not are_numbers:
+        got = f"shape {array.shape}" if are_numbers else f"{value!r:.200}"
+        raise ValueError(f"{what} must be numbers of shape {shape}, got {got}")
+    return array
+
+
+def _named_in(info: Any, name: str) -> Any:
+    """A value of an info, or of dicts in it, whose keys are then joined by "/"; None if there is none."""
+    if not isinstance(info, Mapping):
+        return None
+    if name in info:
+        return info[name]
+    first, _, rest = name.partition("/")
+    return _named_in(info.get(first), rest) if rest else None
 
 
 def _at(stacked: Any, place: Any) -> Any:

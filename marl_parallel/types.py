@@ -135,7 +135,8 @@ class FinishedEpisode(NamedTuple):
 
     Attributes:
         env_id: The environment.
-        returns: By agent, the sum of its rewards; of vector rewards, an array; NaN if they cannot be added up.
+        returns: By agent, the sum of its rewards, over all its lives if it came back after its end; of vector rewards,
+            an array; NaN if they cannot be added up.
         lengths: By agent, the number of steps in which it had a reward or ended.
         length: The number of steps of the episode, those of automatic resets left out.
         terminated: `terminateds["__all__"]` of its last step.

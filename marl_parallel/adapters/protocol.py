@@ -138,7 +138,11 @@ class MultiAgentEnv(ABC):
         return None
 
     def alive(self) -> Sequence[AgentID] | None:
-        """The agents alive, if the adapter tracks them; None: all agents seen so far without a flag."""
+        """The agents alive, if the adapter tracks them.
+
+        None: all agents seen in this episode without a flag. One that has ended is alive again when it is observed
+        without a flag; with PettingZoo's rules, also only if `agents_left` has it.
+        """
         return None
 
     def turn(self) -> AgentID | None:

@@ -160,6 +160,10 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "undeclared vector": (Question.API, REMARK, "the reward of {agent} is of type {kind}, not one number",
         "return a float, or declare `reward_space` if vectors are meant; vectors travel pickled without it"),
     "flag": (Question.API, PROBLEM, "the {name} of {agent} is of type {kind}, not bool", "return True or False"),
+    "no last observation": (Question.API, REMARK,
+        "agents get no last observation in the step that truncates them: {agents}",
+        "return it in that step: a critic of observations needs it to value what would have followed; gae of a Rollout "
+        "takes values of states in its place, or NaN"),
     "no __all__": (Question.API, REMARK, f"terminateds lacks the key {ALL!r}, which says when the episode is over",
         f"set {ALL!r} in every step; without it, the episode counts as going on"),
     "unreadable": (Question.RUNS, PROBLEM, "the values that it returns cannot be read: {error}",
@@ -653,6 +657,8 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     probe.result.facts |= {"steps": sum(is_step for is_step, _ in trace)}
     probe.result.facts |= {f"{part}_types": sorted(names) for part, names in types.items()}
     probe.result.facts |= traits.facts()
+    if traits.unseen:
+        probe.find("no last observation", agents=_few(sorted(traits.unseen)))
     probe.result.checked.add(Question.SPACES)
     used = yield from _run_alone(probe, solo, SEED, min(job.steps, 20), job.seconds)
     if takes_seed and (where := first_difference(used, trace)) is not None:
@@ -903,9 +909,11 @@ class Traits:
     masked: set[str] = field(default_factory=set)  # have action masks
     late: set[str] = field(default_factory=set)  # join an episode after its reset
     early: set[str] = field(default_factory=set)  # end while others go on
+    unseen: set[str] = field(default_factory=set)  # have no observation in the step that truncates them
     takes_turns: bool = False
     _agents: set[Any] = field(default_factory=set)  # the agents of the present episode
     _ended: set[Any] = field(default_factory=set)
+    _latest: set[Any] = field(default_factory=set)  # observed in the step before
 
     def note(self, env: MultiAgentEnv, dicts: Sequence[dict[Any, Any]]) -> None:
         """Note the two dicts of a reset or the five of a step."""
@@ -915,10 +923,14 @@ class Traits:
         self.late |= {str(agent) for agent in observations.keys() - self._agents}
         self._agents |= observations.keys()
         if results:
-            for flags in results[1:]:
-                self._ended |= {agent for agent, flag in flags.items() if is_flag(flag) and flag and agent != ALL}
+            own = [{agent for agent, flag in flags.items() if is_flag(flag) and flag} for flags in results[1:]]
+            cut_off = own[1] | (self._latest - own[0] if ALL in own[1] else set())
+            seen = {agent for agent, observation in observations.items() if observation is not None}
+            self.unseen |= {str(agent) for agent in cut_off - self._ended - seen - {ALL}}
+            self._ended |= (own[0] | own[1]) - {ALL}
             if self._agents - self._ended:
                 self.early |= {str(agent) for agent in self._ended}
+        self._latest = {*observations}
         self.masked |= {
             str(agent) for agent in observations if mask_of(observations[agent], infos.get(agent)) is not None
         }
@@ -930,12 +942,16 @@ class Traits:
         return {**{name: sorted(found) for name, found in agents.items()}, "takes_turns": self.takes_turns}
 
 
+def _few(agents: Sequence[str]) -> str:
+    """The names of up to three agents, or how many there are."""
+    return ", ".join(agents) if len(agents) <= 3 else f"{len(agents)} agents"
+
+
 def in_words(facts: Mapping[str, Any]) -> str:
     """What `Traits` has found, and the state."""
 
     def which(text: str, agents: Sequence[str]) -> str:
-        few = ", ".join(agents) if len(agents) <= 3 else f"{len(agents)} agents"
-        return f"{text} ({few})" if agents else f"no {text}"
+        return f"{text} ({_few(agents)})" if agents else f"no {text}"
 
     return "; ".join([
         which("action masks", facts["masked_agents"]),

@@ -404,7 +404,7 @@ class ArrayBatch(ArrayView):
                 if reward is None or isinstance(reward, str | bytes):  # NumPy would make a number of them
                     raise TypeError
                 arrays.rewards[place] = reward
-            except (TypeError, ValueError):
+            except Exception:  # whatever an object's `__float__` or `__array__` raises
                 raise ValueError(
                     f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a "
                     "number, or a vector of the agent's reward_space, if it declares one"

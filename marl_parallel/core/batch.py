@@ -27,7 +27,7 @@ from marl_parallel.core.records import ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.slots import Slot, Snapshot
 from marl_parallel.core.spaces import Mismatch, conform, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
-from marl_parallel.core.transition import ALL, EPISODE, are_empty
+from marl_parallel.core.transition import ALL, EPISODE, FINAL_OBS, are_empty
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -194,14 +194,15 @@ class Batch:
         stays_over = slot.over
         if type(extras) is Snapshot:
             dicts, slot.acting, slot.alive, slot.over, slot.masks = extras
-            add_to_infos(dicts[4], EPISODE, self._add_step(env_id, dicts[1:4], stays_over))
+            add_to_infos(dicts[4], EPISODE, self._add_step(slot, dicts[1:4], dicts[4], stays_over))
             return dicts
         read: Any = self.transitions.read_infos if only_infos else self.transitions.read
         extras = extras or {}  # `read` adds to it
         result, slot.acting, slot.alive, ended = read(env_id, extras)
-        parts = self._add_step(env_id, self.transitions.outcome(env_id) if only_infos else result[1:4], stays_over)
-        slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
         infos = result if only_infos else result[4]
+        outcome = self.transitions.outcome(env_id) if only_infos else result[1:4]
+        parts = self._add_step(slot, outcome, infos, stays_over)
+        slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
         empty = are_empty(infos.values())
         self._note_masks(slot, extras or (None if empty else {"infos": infos}), infos, ended)
         add_to_infos(infos, EPISODE, parts)
@@ -213,14 +214,21 @@ class Batch:
             self._codec.add_plain(env_ids.start, env_ids.stop)
             return
         for env_id in env_ids:  # some rewards may be vectors
-            self.statistics.add(env_id, *self.transitions.outcome(env_id))
+            self.statistics.add(env_id, *self.transitions.outcome(env_id), self.transitions.agents)
 
-    def _add_step(self, env_id: int, outcome: Sequence[dict[Any, Any]], stays_over: bool) -> dict[Any, Any]:
+    def _add_step(
+        self, slot: Slot, outcome: Sequence[dict[Any, Any]], infos: Mapping[Any, Any], stays_over: bool
+    ) -> dict[Any, Any]:
         """Count a step in the statistics, unless the episode was over before and still is; returns as they do."""
         rewards, terminateds, truncateds = outcome
-        if stays_over and (terminateds[ALL] or truncateds[ALL]):
+        alive, over = slot.alive, terminateds[ALL] or truncateds[ALL]
+        if stays_over and over:
             return {}
-        return self.statistics.add(env_id, rewards, terminateds, truncateds)
+        if over and self.mode is AutoresetMode.SAME_STEP:  # these are alive in the next episode
+            seen = () if self._pettingzoo else infos.items()  # else nobody was left in the one that has ended
+            alive = [agent for agent, info in seen if isinstance(info, Mapping) and FINAL_OBS in info]
+            alive = [agent for agent in alive if not (terminateds.get(agent) or truncateds.get(agent))]
+        return self.statistics.add(slot.env_id, rewards, terminateds, truncateds, alive)
 
     def note_plain(self, env_ids: Sequence[int]) -> None:
         """Note that in these environments every agent acts next and nothing is over."""

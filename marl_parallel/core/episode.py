@@ -148,9 +148,7 @@ class Episode:
         check_infos(infos, observations)
         before, alive = self._alive, self.env.alive()
         if alive is None:
-            for flags in (terminateds, truncateds):
-                self._flagged.update(agent for agent, flag in flags.items() if flag and agent != ALL)
-            alive = [agent for agent in dict.fromkeys([*before, *observations]) if agent not in self._flagged]
+            alive = self._seen_and_not_ended(observations, terminateds, truncateds)
         self._note(alive, observations)
         if ALL not in terminateds or ALL not in truncateds:
             ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
@@ -205,6 +203,28 @@ class Episode:
         self._over = self._postponed = self._early = self._before_early = None
         return early
 
+    def _seen_and_not_ended(
+        self, observations: Iterable[AgentID], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
+    ) -> list[AgentID]:
+        """The agents that are alive after a step; notes which have ended, and which have come back after their end."""
+        ended = {agent for flags in (terminateds, truncateds) for agent, flag in flags.items() if flag and agent != ALL}
+        seen = [*dict.fromkeys([*self._alive, *observations])]
+        if self._flagged:
+            back = self._flagged.intersection(observations) - ended
+            if back and not self._dict_rules:  # a simulator that keeps to PettingZoo's API lists them again
+                back.intersection_update(self.env.agents_left() or ())
+            if back:
+                self._flagged -= back
+                seen = self._ranked(seen)  # as if they had never been away, for the compiled code
+        self._flagged |= ended
+        return [agent for agent in seen if agent not in self._flagged]
+
+    def _ranked(self, agents: list[AgentID]) -> list[AgentID]:
+        """Sort agents, in place: the order of `possible_agents`, then as they came."""
+        rank = {agent: place for place, agent in enumerate(self.env.possible_agents)}
+        agents.sort(key=lambda agent: rank.get(agent, len(rank)))
+        return agents
+
     def _note(self, alive: Iterable[AgentID], observations: dict[AgentID, Any]) -> None:
         """Update alive and acting, as new lists: transitions hold the old ones."""
         self._alive = [*alive]
@@ -242,10 +262,7 @@ class Episode:
         if acting != self._alive:
             alive = {*self._alive}
             acting = [agent for agent in acting if agent in alive]
-        if acting != possible:
-            rank = {agent: place for place, agent in enumerate(possible)}
-            acting.sort(key=lambda agent: rank.get(agent, len(rank)))
-        return acting
+        return acting if acting == possible else self._ranked(acting)
 
     def _left_or_ended(self, before: list[AgentID], terminateds: Mapping[Any, Any]) -> tuple[bool, bool]:
         """PettingZoo's end of an episode: no agent is left. Returns the two flags of `__all__`."""

@@ -435,7 +435,8 @@ class NativePool:
         else:
             continued = (received.elapsed != 0)[:, None]
             present = True if received.present is None else received.present
-            flagged = (old["flagged"][ids] & continued) | received.terminations | received.truncations
+            ends = received.terminations | received.truncations
+            flagged = (old["flagged"][ids] & continued & ~present) | ends  # an agent may come back after its end
             alive = ((old["alive"][ids] & continued) | present) & ~flagged
             acting = alive & present & ~over[:, None]
             if received.turns is not None:

@@ -35,7 +35,7 @@ from marl_parallel.core.columns import TYPE_OF_TAG, Layout, number_of, over_reco
 from marl_parallel.core.episode import with_final
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import Extras, in_order
-from marl_parallel.core.spaces import is_vector
+from marl_parallel.core.spaces import check_reward, is_vector
 from marl_parallel.core.transition import ALL, Transition, are_empty
 
 SOME, ALL_IN_ORDER = 0, 1
@@ -205,6 +205,7 @@ class TransitionRecords:
         for agent, reward in rewards.items():
             place, tag = places.get(agent, n), reward_tag(reward)
             if tag is None or place == n:
+                check_reward(agent, reward)
                 left[agent] = reward
             else:
                 numbers[place], tags[place] = reward.item() if tag > TYPE_OF_TAG else reward, tag

@@ -6,6 +6,7 @@ its space. `padded_space` joins unequal spaces; others are compared in `schema.p
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,20 @@ class Mismatch(ValueError):
     """
 
     path = ""
+
+
+class Unreadable(Mismatch):
+    """A reward or a flag that raises when it is read as a number or a truth value."""
+
+
+def unreadable(what: str, expected: str, value: Any, error: Exception) -> Unreadable:
+    """The error that `what` was to be `expected`, but reading it raised `error`."""
+    reason = f"which raises {type(error).__name__}: {error}"
+    return Unreadable(f"{what} must be {expected}, got {_REPR.repr(value)} of type {type(value).__name__}, {reason}")
+
+
+_REPR = reprlib.Repr()  # also of objects whose own `repr` raises
+_REPR.maxother = 200
 
 
 class DoesNotFit(Exception):
@@ -235,6 +250,22 @@ def _mismatch(dtype: np.dtype[Any], shape: tuple[int, ...], got: str) -> Mismatc
 def is_vector(reward: Any) -> bool:
     """Whether a reward has axes, as an array or as nested sequences; a number, None and a dict have none."""
     return reward.ndim > 0 if isinstance(reward, np.ndarray) else isinstance(reward, list | tuple)
+
+
+_OWN_TYPES = (bool, int, float, complex, str, bytes, list, tuple, dict, np.ndarray, np.generic, type(None))
+
+
+def check_reward(agent: Any, reward: Any) -> None:
+    """Raise `Unreadable` if a reward of another library's type, such as a tensor, raises when it is read as numbers.
+
+    Values that are no numbers at all, such as texts, are no error: they travel as they are.
+    """
+    if isinstance(reward, _OWN_TYPES) or not (hasattr(reward, "__float__") or hasattr(reward, "__array__")):
+        return
+    try:
+        np.array(reward, np.float64)
+    except Exception as error:
+        raise unreadable(f"the reward of agent {agent!r}", "a number", reward, error) from error
 
 
 def copied(tree: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,14 @@ class EpisodeStatistics:
     An agent takes part in a step in which it has a reward, or its flag is set. Compiled code adds the plain steps that
     it reads, in which all agents have a reward that is a number.
 
+    An agent that comes back after its end begins another life in the same episode. With `in_infos`, the totals are
+    those of the present life, and those of earlier ones are kept aside; an episode has the sums of all lives.
+
     Attributes:
         totals: float64 `(num_envs, 2 * agents + 1)`: the sums of rewards, in how many steps each agent took part, and
             the number of steps. The last two are -1 if the next transition is a reset, which does not count.
         ended: By environment, how many episodes have ended.
-        in_infos: Whether infos have the statistics of each agent whose part of the episode has ended.
+        in_infos: Whether infos have the statistics of each agent that ends, once for each life.
         listeners: Called with each episode that has ended.
     """
 
@@ -48,7 +51,9 @@ class EpisodeStatistics:
         self._first = np.array([0.0] * n + [float(self._start)] * (n + 1))  # totals after an episode's end
         # Sums and steps of agents that are not declared, and of rewards that are vectors.
         self._others: dict[int, dict[AgentID, list[Any]]] = {}
-        self._ended: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos
+        self._dead: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos; they may come back
+        # Sums and steps of the earlier lives of agents, and of rewards that they had between two lives.
+        self._earlier: dict[int, dict[AgentID, tuple[Any, int]]] = {}
 
     @property
     def finished(self) -> list[FinishedEpisode]:
@@ -71,14 +76,19 @@ class EpisodeStatistics:
 
     def _reset(self, env_id: int, steps: int) -> None:
         self._returns[env_id], self._lengths[env_id], self._steps[env_id] = 0.0, steps, steps
-        for of_envs in (self._others, self._ended):
+        for of_envs in (self._others, self._dead, self._earlier):
             if of_envs:
                 of_envs.pop(env_id, None)
 
     def add(
-        self, env_id: int, rewards: Mapping[Any, Any], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
+        self,
+        env_id: int,
+        rewards: Mapping[Any, Any],
+        terminateds: Mapping[Any, Any],
+        truncateds: Mapping[Any, Any],
+        alive: Collection[AgentID],
     ) -> dict[Any, dict[str, Any]]:
-        """Add a step of one environment, whose episode may have ended.
+        """Add a step of one environment, whose episode may have ended; `alive` are the agents that go on after it.
 
         Returns what is added to its infos, by key; nothing unless `in_infos`.
         """
@@ -88,12 +98,17 @@ class EpisodeStatistics:
             return {}
         totals[-1] += 1
         n = len(self._agents)
+        if dead := self._dead.get(env_id):
+            # Those with steps have come back in a step that compiled code has added.
+            dead -= {agent for agent in dead if agent in alive or self._life(env_id, agent, totals)[1]}
         everyone = [*rewards] == self._agents and len({**rewards, **terminateds, **truncateds}) == n + 1
         if everyone and {*map(type, rewards.values())} <= _FLOATS:  # the most frequent case
             totals[:n] = map(operator.add, totals, rewards.values())
             totals[n:-1] = [steps + 1 for steps in totals[n:-1]]
         else:
             self._add_some(env_id, totals, rewards, _flagged(terminateds, truncateds))
+        for agent in dead or ():
+            self._end_life(env_id, agent, totals)
         terminated, truncated = bool(terminateds[ALL]), bool(truncateds[ALL])
         over, parts = terminated or truncated, {}
         if self.in_infos and (over or (flagged := _flagged(terminateds, truncateds))):
@@ -160,30 +175,59 @@ class EpisodeStatistics:
         """The returns and lengths of the agents that have taken part in the running episode."""
         returns: dict[AgentID, Any] = {}
         lengths: dict[AgentID, int] = {}
-        for agent, total, steps in zip(self._agents, totals, totals[len(self._agents) :]):
+        earlier, others = self._earlier.get(env_id, {}), self._others.get(env_id, {})
+        for agent in dict.fromkeys([*self._agents, *earlier, *others]):
+            total, steps = _sum(earlier.get(agent, _NOTHING), self._life(env_id, agent, totals))
             if steps:
-                returns[agent], lengths[agent] = total, int(steps)
-        for agent, (others_total, others_steps) in self._others.get(env_id, {}).items():
-            returns[agent] = others_total + returns.get(agent, 0.0)
-            lengths[agent] = others_steps + lengths.get(agent, 0)
+                returns[agent], lengths[agent] = total, steps
         return returns, lengths
 
-    def _parts(
-        self, env_id: int, totals: Sequence[float], flagged: Sequence[AgentID] | None
-    ) -> dict[Any, dict[str, Any]]:
-        """The statistics of the `flagged` agents, of each once; at the episode's end (None), of all others and its own.
+    def _life(self, env_id: int, agent: AgentID, totals: Sequence[float]) -> tuple[Any, int]:
+        """The return and the length of an agent's present life."""
+        place, others = self._places.get(agent), self._others.get(env_id, {}).get(agent, _NOTHING)
+        if place is None:
+            return others[0], others[1]
+        return _sum((totals[place], int(totals[len(self._agents) + place])), (others[0], others[1]))
+
+    def _end_life(self, env_id: int, agent: AgentID, totals: list[float]) -> None:
+        """Put an agent's sums aside, in place of those in `totals`."""
+        earlier = self._earlier.setdefault(env_id, {})
+        earlier[agent] = _sum(earlier.get(agent, _NOTHING), self._life(env_id, agent, totals))
+        self._others.get(env_id, {}).pop(agent, None)
+        if (place := self._places.get(agent)) is not None:
+            totals[place] = totals[len(self._agents) + place] = 0.0
+
+    def _parts(self, env_id: int, totals: list[float], flagged: Sequence[AgentID] | None) -> dict[Any, dict[str, Any]]:
+        """The statistics of the `flagged` agents, of each once in a life; at the episode's end (None), of all others
+        that have taken part since, and the environment's own.
 
         The return of an environment is the sum over its agents; NaN if some of these are vectors of other lengths.
         """
-        returns, lengths = self._sums(env_id, totals)
-        ended = self._ended.setdefault(env_id, set())
-        agents = [agent for agent in (returns if flagged is None else flagged) if agent not in ended]
-        ended.update(agents)
-        parts = {agent: {"r": returns[agent], "l": lengths[agent]} for agent in agents}
+        parts: dict[Any, dict[str, Any]] = {}
+        dead = self._dead.setdefault(env_id, set())
         if flagged is None:
+            returns, _ = self._sums(env_id, totals)
             alike = len({np.shape(total) for total in returns.values()}) <= 1
             parts[COMMON] = {"r": sum(returns.values()) if alike else np.nan, "l": int(totals[-1])}
+            flagged = [*returns]
+        for agent in flagged:
+            total, steps = self._life(env_id, agent, totals)
+            if agent not in dead and steps:
+                dead.add(agent)
+                parts[agent] = {"r": total, "l": steps}
+                self._end_life(env_id, agent, totals)
         return parts
+
+
+_NOTHING: tuple[float, int] = (0.0, 0)
+
+
+def _sum(one: tuple[Any, int], other: tuple[Any, int]) -> tuple[Any, int]:
+    """The sum of two returns, and of their lengths; NaN for vectors of different lengths."""
+    if not (one[1] and other[1]):
+        return one if one[1] else other
+    alike = len({np.shape(total) for total in (one[0], other[0])} - {()}) <= 1
+    return one[0] + other[0] if alike else np.nan, one[1] + other[1]
 
 
 def _flagged(terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]) -> list[AgentID]:
@@ -197,5 +241,5 @@ def _summand(reward: Any) -> Any:
         return reward
     try:
         return 0.0 if reward is None else np.array(reward, np.float64)[()]
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # whatever an object's `__float__` or `__array__` raises
         return np.nan

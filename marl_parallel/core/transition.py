@@ -17,6 +17,7 @@ from marl_parallel.adapters.protocol import ALL as ALL
 from marl_parallel.adapters.protocol import COMMON as COMMON
 from marl_parallel.adapters.protocol import AgentID, Dicts, described
 from marl_parallel.core.pickling import dumps, loads
+from marl_parallel.core.spaces import unreadable
 
 FINAL_OBS, RESET_INFO = "final_obs", "reset_info"
 """The keys that an automatic reset adds to infos: the old episode's last observation, and the infos of the reset."""
@@ -37,7 +38,7 @@ class Transition(NamedTuple):
         terminateds: Of the step, with `__all__`.
         truncateds: Of the step, likewise.
         infos: Of the step, as the simulator returned them.
-        alive: Agents seen in this episode and neither terminated nor truncated yet.
+        alive: Agents seen in this episode that have neither terminated nor truncated, or have come back since.
         acting: The agents that act next; in the order of `possible_agents`, then as they came.
         final_observations: The old episode's last observations, if the new one has begun in the same step.
         reset_infos: The infos of that reset.
@@ -110,13 +111,20 @@ def checked_flags(flags: Values, what: str) -> Values:
 
     Raises:
         AdapterMismatch: Several flags in place of one: a list is true whatever is in it, and would end every episode.
+        Unreadable: A flag that is neither true nor false.
     """
     if _FLAG_TYPES.issuperset(map(type, flags.values())):
         return flags
     checked = {}
     for agent, flag in flags.items():
-        shape = getattr(flag, "shape", None)
-        if isinstance(flag, Sized) if shape is None else math.prod(shape) != 1:
+        try:
+            shape = getattr(flag, "shape", None)
+            are_several = isinstance(flag, Sized) if shape is None else math.prod(shape) != 1
+            if not are_several:
+                bool(flag)
+        except Exception as error:
+            raise unreadable(f"the {what} flag of agent {agent!r}", "True or False", flag, error) from error
+        if are_several:
             instead = 'adapter="dict"' if isinstance(flag, Mapping) else 'adapter="tuple"'
             raise AdapterMismatch(
                 f"the {what} flag of agent {agent!r} must be True or False, got {described(flag)}; "

@@ -55,7 +55,7 @@ from marl_parallel.core.messages import (
 from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.schema import check_pickled_agents, common_schema, dumps_compactly
-from marl_parallel.core.spaces import DoesNotFit, Mismatch, as_array
+from marl_parallel.core.spaces import DoesNotFit, Mismatch, Unreadable, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
@@ -450,6 +450,8 @@ def _failure(error: BaseException, doing: Activity | Message, partially_written:
     method, to_do = doing.name.lower(), ""
     if isinstance(error, Mismatch):
         to_do = "let the simulator return what its spaces declare, or declare what it returns; a restart would not help"
+    if isinstance(error, Unreadable):
+        to_do = "let the simulator return plain numbers and flags (float(reward), bool(flag)); a restart would not help"
     if isinstance(error, AdapterMismatch):
         to_do = "see which adapter= fits the simulator, or change the simulator; a restart would not help"
     if isinstance(error, LookupFailed) and error.__cause__ is not None:

@@ -248,7 +248,15 @@ def _formed(space: Space[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:
 def _forced(agent: str, actions: Any, defined: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Actions that environments define, NaN for those that define none; raises `ValueError` if shapes differ."""
     defining = [row for row in np.flatnonzero(defined).tolist() if actions[row] is not None]
-    rows = {row: np.asarray(actions[row], np.float64) for row in defining}
+    rows: dict[int, NDArray[np.float64]] = {}
+    for row in defining:
+        try:
+            rows[row] = np.asarray(actions[row], np.float64)
+        except Exception as error:  # whatever an object's `__array__` raises
+            raise ValueError(
+                f"environment {row}: the {_FORCED} of agent {agent!r} must be numbers, got "
+                f"{actions[row]!r:.200} ({error})"
+            ) from error
     shape = next((values.shape for values in rows.values()), ())
     forced = np.full((len(defined), *shape), np.nan)
     for row, values in rows.items():

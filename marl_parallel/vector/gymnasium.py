@@ -215,10 +215,11 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
 
     def _results(self, arrays: Arrays) -> Results:
         rows = self._rows
-        were_dead = rows.dead if rows.any_dead else None
+        had_dead = rows.any_dead
         terminations, truncations = (flags.ravel() for flags in rows.flags(arrays))
         rewards = stacking.flat(rows.rewards(arrays))
-        if were_dead is not None:  # zeros, whatever the simulator returned for them
+        if had_dead:  # zeros, whatever the simulator returned for them
+            were_dead = rows.were_dead
             rewards[were_dead.ravel()] = 0
             if self._same_step:  # the agents are back in environments whose next episode has begun
                 were_dead = were_dead & ~(arrays.terminated | arrays.truncated)[:, None]

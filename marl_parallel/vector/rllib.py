@@ -99,7 +99,8 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         self.single_observation_space = getattr(env, "observation_space", spaces.Dict())
         self.single_action_space = getattr(env, "action_space", spaces.Dict())
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
-        self._filters = [EpisodeFilter(runner.batch, env_id) for env_id in range(env.num_envs)]
+        self._came_back: list[tuple[int, AgentID]] = []  # environments and agents of the latest results, from filters
+        self._filters = [EpisodeFilter(runner.batch, env_id, self._came_back) for env_id in range(env.num_envs)]
         self._were_over: dict[int, bool] = {}  # of those in flight, whether their next episode begins
 
     @exclusive("reset")
@@ -120,13 +121,15 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
         """Step all environments; those whose episode is over begin the next one, with rewards 0.0 and flags False.
 
-        Takes and returns one dict by agent for each environment, as `ParallelEnv.step`, and raises the same errors, and
-        `RuntimeError` if another facade steps this environment.
+        Takes and returns one dict by agent for each environment, as `ParallelEnv.step`, and raises the same errors;
+        `RuntimeError` if another facade steps this environment; and `ValueError` if an agent has come back after its
+        end while others went on, for which RLlib's episodes have no place. All environments have been stepped then.
         """
         self._runner.claim(self._claim)
         were_over = [*self._runner.batch.over]
         results = zip(self._filters, were_over, zip(*self.env.step(actions)))
         rows = [own.step(was_over, dicts) for own, was_over, dicts in results]
+        self._refuse_lives()
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         return observations, self._as_numbers(rewards), terminateds, truncateds, infos
 
@@ -150,8 +153,20 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         received = {env_id: dicts for env_id, *dicts in zip(*self.env.recv(min_envs))}
         env_ids = tuple(sorted(received))
         rows = [self._filters[i].step(self._were_over.pop(i), tuple(received[i])) for i in env_ids]
+        self._refuse_lives()
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         return env_ids, observations, self._as_numbers(rewards), terminateds, truncateds, infos
+
+    def _refuse_lives(self) -> None:
+        """Raise `ValueError` if an agent has come back after its end."""
+        if self._came_back:
+            env_id, agent = self._came_back[0]
+            self._came_back.clear()
+            raise ValueError(
+                f"environment {env_id}: agent {agent!r} has come back after its end, while its episode goes on. An "
+                "episode of RLlib takes no data of an agent that is done. Give each life of an agent an id of its "
+                f"own, such as {f'{agent}:2'!r}; or report its end only when it does not come back"
+            )
 
     def _as_numbers(self, rewards: EnvDicts) -> EnvDicts:
         """Vector rewards as numbers."""
@@ -172,10 +187,11 @@ class EpisodeFilter:
     """Leaves out of one environment's dicts what RLlib's `MultiAgentEpisode` cannot take; see `docs/facades.md`.
 
     That class also needs a last observation of each truncated agent, and ignores the environment's flags.
+    Agents that are alive again in an episode in which they have ended are added to `came_back`, with `env_id`.
     """
 
-    def __init__(self, batch: Batch | NativePool, env_id: int) -> None:
-        self._batch, self._env_id = batch, env_id
+    def __init__(self, batch: Batch | NativePool, env_id: int, came_back: list[tuple[int, AgentID]]) -> None:
+        self._batch, self._env_id, self._came_back = batch, env_id, came_back
         self._forget()
 
     def begin(self, observations: dict[AgentID, Any], infos: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -195,6 +211,9 @@ class EpisodeFilter:
         if not self._has_begun and over:  # no observations either: RLlib's episode has ended before
             return {}, *dicts[1:]
         self._has_begun = True
+        if self._dead and not over:
+            alive = self._batch.alive[self._env_id]
+            self._came_back += [(self._env_id, agent) for agent in alive if agent in self._dead]
         observations, rewards, terminateds, truncateds, infos = (
             {agent: value for agent, value in of_agents.items() if agent not in self._dead} if self._dead else of_agents
             for of_agents in dicts

@@ -16,9 +16,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.adapters import AgentID
+from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
@@ -37,10 +38,15 @@ _KINDS = {bool: "b", np.bool_: "b", int: "i", np.int64: "i", float: "f", np.floa
 
 
 class AgentRows:
-    """Agents with equal spaces, as rows or columns of arrays, and which have died in the episode of their environment.
+    """Agents with equal spaces, as rows or columns of arrays, and which are dead in the episode of their environment.
 
-    A row is flagged when its agent dies, and once more when the episode of its environment ends. Indices of columns are
-    slices, which make views, if they are evenly spaced. `vectors_for` names a facade that takes vector rewards.
+    A row is flagged whenever its agent dies, and once more when the episode of its environment ends. Indices of columns
+    are slices, which make views, if they are evenly spaced. `vectors_for` names a facade that takes vector rewards.
+
+    Attributes:
+        dead: bool `(num_envs, agents)`: which agents have died and have not come back.
+        were_dead: Likewise, which of them took no part in the latest step. An agent that has come back in it did.
+        any_dead: Whether there are any in `dead`.
     """
 
     def __init__(
@@ -71,7 +77,8 @@ class AgentRows:
                     f"{vectors_for} stacks the rewards of {[*agents]}, but the reward_space of {agent!r} is {other}, "
                     f"that of {agents[0]!r} {self.reward_space}; use PettingZooVecEnv, or other agents"
                 )
-        self.dead = np.zeros((self.num_envs, len(agents)), np.bool_)
+        self._stepper = stepper
+        self.dead = self.were_dead = np.zeros((self.num_envs, len(agents)), np.bool_)
         self.any_dead = False
 
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
@@ -133,16 +140,19 @@ class AgentRows:
         self.any_dead = bool(self.dead.any())
 
     def flags(self, arrays: Arrays) -> Flags:
-        """The flags of rows, from those of their agents and of their environments; deaths are noted."""
+        """The flags of rows, from those of their agents and of their environments; notes who is dead."""
         terminations, truncations = self.of(arrays.terminations), self.of(arrays.truncations)
+        self.were_dead = self.dead
         if arrays.shared_flags and not self.any_dead:
             return terminations, truncations
         over = (arrays.terminated | arrays.truncated)[:, None]
         flagged = terminations | truncations
         if not self.any_dead and not np.count_nonzero(flagged != over):
             return terminations, truncations  # each ends with its environment, or none does
-        died = flagged & ~self.dead
-        self.dead = (self.dead | died) & ~over
+        if self.any_dead:
+            self.were_dead = self.dead & ~came_back(self._stepper, arrays, self.agents, self.dead & ~flagged)
+        died = flagged & ~self.were_dead
+        self.dead = (self.were_dead | died) & ~over
         self.any_dead = bool(self.dead.any())
         terminated, truncated = arrays.terminated[:, None], arrays.truncated[:, None]
         return np.where(died, terminations, terminated), np.where(died, truncations, truncated)
@@ -195,6 +205,32 @@ def bounds(leaf: Any) -> tuple[Any, Any]:
     if isinstance(leaf, spaces.MultiBinary):
         return 0, 1
     return leaf.start, leaf.start + (leaf.n if isinstance(leaf, spaces.Discrete) else leaf.nvec) - 1
+
+
+def came_back(
+    stepper: ArrayStepper, arrays: Arrays, agents: Sequence[AgentID], dead: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Which of the `dead` agents, `(num_envs, agents)`, have come back in this step, in the episode that it belongs to.
+
+    Agents that have a flag in this step are not among the `dead`.
+    """
+    back = np.zeros(dead.shape, np.bool_)
+    over = arrays.terminated | arrays.truncated
+    observed = arrays.observed[:, [stepper.view.agents.index(agent) for agent in agents]]
+    places = np.argwhere(dead & (observed | over[:, None])).tolist()
+    if not places:
+        return back
+    alive = stepper.runner.batch.alive
+    # Observations and `alive` are those of the next episode; under PettingZoo's rules, nobody was left in the old one.
+    begins = over if stepper.mode is AutoresetMode.SAME_STEP else np.zeros_like(over)
+    may_be_back = stepper.runner.schema.rules is Rules.DICT
+    for env_id, place in places:
+        if begins[env_id]:
+            info = arrays.infos.get(env_id, {}).get(agents[place]) if may_be_back else None
+            back[env_id, place] = isinstance(info, Mapping) and FINAL_OBS in info
+        else:
+            back[env_id, place] = agents[place] in alive[env_id]
+    return back
 
 
 def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> NDArray[np.bool_]:

@@ -83,7 +83,8 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
 
     At the end of an agent's own episode, its death or that of its environment, its info has the return and length as
     `episode`, in the form of Stable-Baselines3's `Monitor`. The second end of the row of a dead agent has none, also
-    with a `VecMonitor` around: it keeps `episode` as it is here, and adds its `info_keywords`.
+    with a `VecMonitor` around: it keeps `episode` as it is here, and adds its `info_keywords`. The row of an agent that
+    comes back after its end is data again, and its next end has a return and a length of its own.
 
     **Rows of absent agents are trained on**, as episodes of return 0, unless `SB3RolloutBuffer` leaves them out; see
     `docs/facades.md`.
@@ -163,9 +164,11 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         if arrays.plain and not self._rows.any_dead:
             self._lengths += 1
             return observations, arrays.rewards.ravel(), np.zeros(self.num_envs, np.bool_), infos
-        over, were_dead = arrays.terminated | arrays.truncated, self._rows.dead
+        over = arrays.terminated | arrays.truncated
         terminations, truncations = self._rows.flags(arrays)
+        were_dead = self._rows.were_dead
         self._lengths += arrays.rewarded | arrays.terminations | arrays.truncations
+        self._returns[were_dead] = self._lengths[were_dead] = 0.0  # another life may begin
         self.observed = (arrays.observed & ~self._rows.dead).ravel()
         self.rewarded = (arrays.rewarded & ~were_dead).ravel()
         dones, truncated = terminations | truncations, truncations & ~terminations & ~were_dead
@@ -513,7 +516,8 @@ def evaluate_policy(
         model: Has a method `predict`.
         env: An `SB3VecEnv`, or a wrapper around it. Make it with another `seed=` than the one that is trained on.
         n_eval_episodes: The number of episodes of environments; each environment plays as many as the others, or one
-            more. Each agent that takes part in an episode has a return.
+            more. Each agent that takes part in an episode has a return; one for each life if it comes back after its
+            end.
         deterministic: Whether actions are the most likely ones.
         callback: Called after each step with `locals()` and `globals()`.
         reward_threshold: `AssertionError` if the mean return is not above this.
@@ -555,7 +559,8 @@ def evaluate_policy(
             if left[row // per_env] and "episode" in infos[row]:
                 episode_rewards.append(infos[row]["episode"]["r"])
                 episode_lengths.append(infos[row]["episode"]["l"])
-        left -= dones.reshape(num_envs, per_env).all(axis=1) & (left > 0)
+        for finished in rows.env.finished_episodes:  # all agents may be dead, and come back, before
+            left[finished.env_id] = max(left[finished.env_id] - 1, 0)
         if callback is not None:
             callback(locals(), globals())
     mean = float(np.mean(episode_rewards))

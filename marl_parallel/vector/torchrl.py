@@ -33,7 +33,7 @@ from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import AgentRows, bounds
+from marl_parallel.vector.rows import AgentRows, bounds, came_back
 from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv
 
 __doctest_requires__ = ["torchrl"]
@@ -233,7 +233,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             self._ended[np.array(self._runner.batch.over)] = False  # a new episode begins without `_reset`
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
-        result = self._tensors(arrays, (arrays.terminations | arrays.truncations) & ~self._ended)
+        result = self._tensors(arrays, self._own_ends(arrays))
         self._set_rewards(result, arrays)
         if ids is None:
             return result
@@ -404,8 +404,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if not stepped and not begun:
             return
         self._ended[list(begun)] = False
-        own = (arrays.terminations | arrays.truncations) & ~self._ended
-        tensors = self._tensors(arrays, own)
+        tensors = self._tensors(arrays, self._own_ends(arrays))
         self._set_rewards(tensors, arrays)
         for env_id in stepped:
             self._stepped[env_id], self._rows_of[env_id] = tensors[env_id], self._sent.pop(env_id)
@@ -479,6 +478,13 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if mask is None or mask.all():
             return None
         return [int(env_id) for env_id in mask.reshape(self.env.num_envs, -1).any(-1).nonzero()]
+
+    def _own_ends(self, arrays: Arrays) -> NDArray[np.bool_]:
+        """The agents whose own flag is set in this step: `(num_envs, agents)`, once in each life of an agent."""
+        flagged: NDArray[np.bool_] = arrays.terminations | arrays.truncations
+        if self._ended.any():
+            self._ended &= ~came_back(self._stepper, arrays, self._stepper.view.agents, self._ended & ~flagged)
+        return flagged & ~self._ended
 
     def _tensors(self, arrays: Arrays, own: NDArray[np.bool_] | bool = False) -> TensorDictBase:
         """Observations and flags; `own`, `(num_envs, agents)`, marks the agents with a flag of their own."""

@@ -80,6 +80,7 @@ ALONE = {
     "FourValues": (Question.API, PROBLEM, "must return five dicts", "let step return that"),
     "NoActionSpace": (Question.API, PROBLEM, "'agent_1' declares no action space", "a space for each of them"),
     "nothing": (Question.API, PROBLEM, "returned None", "docs/environments.md"),
+    "NoLastObservation": (Question.API, REMARK, "in the step that truncates them: agent_0, agent_1", "a critic of"),
     "Slow": (Question.API, REMARK, "lacks the key '__all__'", "set '__all__' in every step"),
 }  # fmt: skip
 
@@ -159,6 +160,31 @@ def test_what_is_seen_of_agents(make, text):
             now = solo.episode.step(actor(now.acting, now.observations, now.infos))
     state = None if solo.env.state_space is None else str(solo.env.state_space)
     assert in_words({**traits.facts(), "state": state}) == text
+
+
+NO, YES = {"a": False, "b": False, "__all__": False}, {"a": False, "b": False, "__all__": True}
+
+
+@pytest.mark.parametrize(
+    ("steps", "unseen"),
+    [
+        ([("ab", NO, YES)], set()),
+        ([("", NO, YES)], {"a", "b"}),
+        ([("", YES, NO)], set()),
+        ([("a", NO, {**NO, "b": True})], {"b"}),
+        ([("a", {**NO, "b": True}, NO), ("a", NO, YES)], set()),
+        ([("a", {**NO, "b": True}, NO), ("", NO, YES)], {"a"}),
+        ([("a", NO, NO), ("b", NO, YES)], {"a"}),  # `b` was waiting
+    ],
+    ids=["all seen", "nobody seen", "terminated", "one agent", "terminated before", "the other one", "turns"],
+)
+def test_agents_without_a_last_observation(steps, unseen):
+    """Those that are truncated by themselves, or by `__all__` after they were to act."""
+    env, traits = adapt(VariableDictAgents()), Traits()
+    traits.note(env, [{"a": 0, "b": 0}, {}])
+    for seen, terminateds, truncateds in steps:
+        traits.note(env, [dict.fromkeys(seen, 0), {}, terminateds, truncateds, {}])
+    assert traits.unseen == unseen
 
 
 def test_no_process_is_left(alone):

@@ -24,6 +24,7 @@ from simulators.array_agents import ArrayAgents, WaitsForFile
 from simulators.crashing import Fate, crashing
 from simulators.dict_rules import DictRules
 from simulators.gated import Waiting
+from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv
@@ -39,6 +40,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "arrays": ArrayAgents,
     "plain variable": functools.partial(VariableAgents, plain=True),
     "plain variable dicts": functools.partial(VariableDictAgents, plain=True),
+    "returning": ReturningPettingZooAgents,
+    "returning dicts": ReturningAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},

@@ -21,6 +21,7 @@ from gymnasium.wrappers import vector as wrappers
 from helpers.batches import all_zero, assert_vector_info, at, same
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.crashing import Fate, crashing
+from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv, make
@@ -33,6 +34,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "variable": VariableAgents,
     "plain variable": functools.partial(VariableAgents, plain=True),
     "variable dicts": VariableDictAgents,
+    "returning": ReturningPettingZooAgents,
+    "returning dicts": ReturningAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},

@@ -17,6 +17,7 @@ from mpe2 import simple_spread_v3, simple_tag_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from simulators.crashing import Fate, crashing
 from simulators.deterministic import Scripted
+from simulators.returning_agents import ReturningPettingZooAgents
 from simulators.variable_agents import AGENTS, LENGTH, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv
@@ -31,6 +32,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "variable": VariableAgents,
     "plain variable": functools.partial(VariableAgents, plain=True),
     "variable dicts": VariableDictAgents,
+    "returning": ReturningPettingZooAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},

@@ -20,6 +20,7 @@ from helpers.setups import Setup
 from mpe2 import simple_spread_v3
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
+from simulators import returning_agents
 from simulators.crashing import Fate, crashing
 from simulators.deterministic import Hunt, Skirmish
 from simulators.dying_agents import POINT, DyingAgents, ReturningAgents
@@ -268,3 +269,36 @@ def test_vector_rewards_are_scalarized():
             assert all(isinstance(reward, float) for reward in results.values())
     plain.close()
     env.close()
+
+
+# -- agents that come back ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["step", "send"])
+def test_an_agent_that_comes_back_is_refused(how, build):
+    """RLlib's episodes have no place for it. The environments go on."""
+    env, core = (build([returning_agents.ReturningAgents] * 2, SETUPS[0], "NEXT_STEP") for _ in range(2))
+    facade = RLlibVectorMultiAgentEnv(env)
+
+    def stepped(actions: list[dict]) -> None:
+        if how == "step":
+            facade.step(actions)
+        else:
+            facade.send(actions, [0, 1])
+            facade.recv(2)
+
+    dead: set[tuple[int, str]] = set()
+    facade.reset(seed=3)
+    core.reset(seed=3)
+    for _ in range(5):
+        actions = [dict.fromkeys(agents, 1) for agents in core.acting]
+        observations, _, *flags, _ = core.step(copy.deepcopy(actions))
+        ended = {(i, agent) for of_flag in flags for i, own in enumerate(of_flag) for agent in own if own[agent]}
+        if back := {(i, agent) for i, seen in enumerate(observations) for agent in seen} & dead - ended:
+            break
+        dead |= ended
+        stepped(actions)
+    env_id, agent = min(back)
+    with pytest.raises(ValueError, match=f"^environment {env_id}: agent '{agent}' has come back after its end"):
+        stepped(actions)
+    assert_same(facade.reset(seed=4)[0], [*core.reset(seed=4)[0]])  # nothing is closed

@@ -18,6 +18,7 @@ from helpers.batches import all_zero, at, same, sample_rows
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.crashing import Fate, crashing
 from simulators.dict_rules import DictRules
+from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 from simulators.vector_rewards import Couriers
 from stable_baselines3.common.monitor import Monitor
@@ -36,6 +37,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "variable": VariableAgents,
     "plain variable": functools.partial(VariableAgents, plain=True),
     "variable dicts": VariableDictAgents,
+    "returning": ReturningPettingZooAgents,
+    "returning dicts": ReturningAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
@@ -58,7 +61,7 @@ class ExpectedRows:
         self.dead: set[tuple[int, str]] = set()
         self.reset_infos: list[dict[str, Any]] = [{} for _ in self.rows]
         self.rewards: list[list[float]] = [[] for _ in self.rows]  # of the running episode of each row
-        self.deaths = self.zero_rows = 0
+        self.deaths = self.zero_rows = self.lives = 0
 
     def of_copy(self, infos: dict[str, Any]) -> dict[str, Any]:
         return {key: info for key, info in infos.items() if key not in self.agents}
@@ -79,10 +82,14 @@ class ExpectedRows:
         for row, (i, agent) in enumerate(self.rows):
             seen, paid, terminateds, truncateds, notes = (column[i] for column in dicts)
             over = terminateds["__all__"] or truncateds["__all__"]
-            was_dead = (i, agent) in self.dead
-            died = not was_dead and (terminateds.get(agent, False) or truncateds.get(agent, False))
             note = {**self.of_copy(notes), **notes.get(agent, {})}
             final = note.pop("final_obs", None) if over else seen.get(agent)
+            flagged = terminateds.get(agent, False) or truncateds.get(agent, False)
+            if final is not None and not flagged:  # it may have come back
+                self.lives += (i, agent) in self.dead
+                self.dead.discard((i, agent))
+            was_dead = (i, agent) in self.dead
+            died = not was_dead and flagged
             reset_info = note.pop("reset_info", {}) if over else None
             assert dones[row] == (died or over)
             assert rewards[row] == (0.0 if was_dead else paid.get(agent, 0.0))
@@ -149,6 +156,7 @@ def test_rows_equal_the_dicts_of_the_core(how, name):
         if name != "spread":
             assert story.deaths > 5
             assert story.zero_rows > 20
+        assert (story.lives > 5) is ("returning" in name)
         facade.close()
 
 

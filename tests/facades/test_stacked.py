@@ -15,6 +15,7 @@ from mpe2 import simple_adversary_v3, simple_spread_v3, simple_tag_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from simulators.crashing import Fate, crashing
 from simulators.masked_actions import Turnstile
+from simulators.returning_agents import ReturningPettingZooAgents
 from simulators.variable_agents import AGENTS, VariableAgents, VariableDictAgents
 
 from marl_parallel import EnvError, ParallelEnv
@@ -27,6 +28,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "knights": knights_archers_zombies.parallel_env,
     "variable": VariableAgents,
     "plain": functools.partial(VariableAgents, plain=True),
+    "returning": ReturningPettingZooAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},

@@ -23,6 +23,7 @@ from simulators.crashing import FAULT_KINDS, Fate, crashing
 from simulators.deterministic import Hunt, Relay
 from simulators.dict_rules import DictRules
 from simulators.every_space import EverySpace
+from simulators.returning_agents import ReturningPettingZooAgents
 from simulators.stackable import NO_TENSORS, DeclaredSkirmish, EveryTensorSpace, StackableAgents, spread
 from simulators.vector_rewards import Couriers
 from torchrl.envs import PettingZooWrapper
@@ -48,6 +49,7 @@ SCENARIOS: dict[str, Callable[..., Any]] = {
     "dicts, deaths and births": DeclaredSkirmish,
     "all spaces": EveryTensorSpace,
     "flags repeated": StackableAgents,
+    "agents come back": ReturningPettingZooAgents,
 }
 
 

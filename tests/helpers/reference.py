@@ -152,7 +152,10 @@ class ReferenceEnv:
         rewards = {agent: self.cast_vector(agent, reward) for agent, reward in rewards.items()}
         self.observations = self.observed(observations)
         self.seen |= {*observations, *rewards, *terminateds, *truncateds} - {"__all__"}
-        self.dead |= {agent for flags in (terminateds, truncateds) for agent in flags if flags[agent]}
+        flagged = {agent for flags in (terminateds, truncateds) for agent in flags if flags[agent]}
+        there = self.observations.keys() if self.single or self.dict_rules else self.env.agents
+        self.dead -= self.observations.keys() & {*there} - flagged  # those that have come back
+        self.dead |= flagged
         if self.tuples:
             ended, cut_off = ([bool(flag) for flag in flags.values()] for flags in (terminateds, truncateds))
             over = all(one or other for one, other in zip(ended, cut_off, strict=True))

@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from simulators.deterministic import Hunt, Recycler, Relay, Skirmish
 from simulators.every_space import EverySpace, draw
+from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.tuple_envs import Cooperative, Foraging, Intersection, Pathfinding
 
 from helpers.comparison import assert_same
@@ -94,7 +95,8 @@ def imported(name: str, **keywords: Any) -> list[Callable[..., Any]]:
 
 
 TUPLES = ["intersection", "pathfinding"]
-SYNTHETIC = ["skirmish", "relay", "hunt", "recycler", "zoo", *TUPLES]
+RETURNING = ["returning", "returning_corpses", "returning_zoo", "returning_ghosts"]
+SYNTHETIC = ["skirmish", "relay", "hunt", "recycler", "zoo", *RETURNING, *TUPLES]
 
 
 @functools.cache
@@ -111,6 +113,10 @@ def scenario(name: str) -> Scenario:
         "cooperative": lambda: [Cooperative] * NUM_ENVS,
         "pathfinding": lambda: [Pathfinding] * NUM_ENVS,
         "zoo": lambda: [EverySpace] * NUM_ENVS,
+        "returning": lambda: [ReturningAgents] * NUM_ENVS,
+        "returning_corpses": lambda: [functools.partial(ReturningAgents, corpses=True)] * NUM_ENVS,
+        "returning_zoo": lambda: [ReturningPettingZooAgents] * NUM_ENVS,
+        "returning_ghosts": lambda: [functools.partial(ReturningPettingZooAgents, ghosts=True)] * NUM_ENVS,
         "spread": lambda: imported("mpe2.simple_spread_v3", max_cycles=9),
         "spread_continuous": lambda: imported("mpe2.simple_spread_v3", max_cycles=9, continuous_actions=True),
         "adversary": lambda: imported("mpe2.simple_adversary_v3", max_cycles=7),

@@ -102,13 +102,14 @@ class TorchRLComparison:
     def check_flags(self, data: Any, env_ids: Sequence[int], results: Any) -> list[int]:
         """Check rewards and flags; returns the environments whose episode is over."""
         over = []
-        for i, rewards, terminateds, truncateds in zip(env_ids, *results[1:4], strict=True):
+        for i, observations, rewards, terminateds, truncateds in zip(env_ids, *results[:4], strict=True):
             roots = terminateds["__all__"], truncateds["__all__"]
             self.flags_are(data, i, *roots)
             for agent, (group, k) in self.places.items():
                 reward = data.get((group, "reward"))
                 assert_same(reward[i, k].numpy(), np.array([rewards.get(agent, 0.0)], np.float32))
                 own = terminateds.get(agent, False), truncateds.get(agent, False)
+                self.ended[i] -= {agent} if agent in observations and not any(own) else set()  # it has come back
                 died = any(own) and agent not in self.ended[i]
                 self.flags_are(data.get(group), (i, k), *(own if died else roots))
                 self.ended[i] |= {agent} if died else set()

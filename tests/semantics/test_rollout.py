@@ -17,6 +17,9 @@ from simulators.counting import Counting
 from simulators.crashing import SEED, Fate, crashing
 from simulators.masked_actions import Turnstile
 from simulators.native_arena import Arena
+from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
+from simulators.rollouts import Scored, TruncatedUnseen
+from simulators.unreadable_values import Gradient
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 
 from marl_parallel import Extra, ParallelEnv, Rollout, gae
@@ -35,7 +38,10 @@ MAKERS = {
     "knights": functools.partial(knights_archers_zombies.parallel_env, max_cycles=11),
     "variable": VariableAgents,
     "dict rules": VariableDictAgents,
+    "returning": ReturningPettingZooAgents,
+    "returning dicts": ReturningAgents,
 }
+RARE = "tag", "variable", "returning", "returning dicts"
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
     "thread": {"backend": "thread", "num_workers": 2},
@@ -51,7 +57,7 @@ GROUPS: dict[str, dict[str, Any]] = {"variable": {"group_map": {"all": ["b", "a"
 
 
 def open_env(name: str, mode: str, **how: Any) -> StackedVecEnv:
-    states = name not in ("dict rules",) and how.get("shared_memory", True)
+    states = name not in ("dict rules", "returning dicts") and how.get("shared_memory", True)
     parallel = ParallelEnv([MAKERS[name]] * ENVS, mode, seed=5, **how)
     return StackedVecEnv(parallel, with_state=states, **GROUPS.get(name, {}))
 
@@ -73,7 +79,7 @@ def stacked(values: list[Any]) -> Any:
 
 
 @MODES
-@pytest.mark.parametrize("name", [rest(name) if name in ("tag", "variable") else name for name in MAKERS])
+@pytest.mark.parametrize("name", [rest(name) if name in RARE else name for name in MAKERS])
 @pytest.mark.parametrize("how", HOWS)
 def test_rollouts_hold_what_a_loop_stores(how, name, mode):
     keywords = {**HOWS[how]}
@@ -231,10 +237,11 @@ def reference(data: Any, values: np.ndarray, final_values: np.ndarray, gamma: fl
                 terminated, truncated = data.terminations[t, env_id, k], data.truncations[t, env_id, k]
                 if terminated or truncated or data.done[t, env_id]:
                     after = 0.0
-                    if not terminated and data.done[t, env_id] and data.present_final[t, env_id, k]:
-                        after = float(final[t, env_id][k])
-                    elif not terminated and not data.done[t, env_id] and data.observed[t + 1, env_id, k]:
-                        after = float(values[t + 1, env_id, k])
+                    if not terminated:
+                        done = data.done[t, env_id]
+                        after = float(final[t, env_id][k] if done else values[t + 1, env_id, k])
+                        if np.isnan(after) and times:
+                            after = float(values[times[-1], env_id, k])
                     episodes.append((times, t, after))
                     times = []
             episodes.append((times, steps - 1, None))
@@ -254,7 +261,9 @@ def reference(data: Any, values: np.ndarray, final_values: np.ndarray, gamma: fl
 
 
 @MODES
-@pytest.mark.parametrize("name", ["spread", "variable", "dict rules", "knights", "connect four"])
+@pytest.mark.parametrize(
+    "name", ["spread", "variable", "dict rules", "knights", "connect four", "returning", "returning dicts"]
+)
 def test_advantages_equal_a_loop_over_episodes(name, mode):
     rng = np.random.default_rng(1)
     if name == "connect four":
@@ -299,6 +308,29 @@ def test_masks_are_stored_with_the_observations_they_belong_to(where, halves):
                 assert np.array_equal(data.action_masks[one_left], masks[one_left])
 
 
+@MODES
+@pytest.mark.parametrize("over", ["agent", "environment"])
+def test_values_count_where_there_is_no_last_observation(over, mode):
+    """A critic of states, constant 5: each step has an error of 1, also the last one before a truncation."""
+    make = functools.partial(TruncatedUnseen, whole=over == "environment")
+    with StackedVecEnv(ParallelEnv([make] * 2, mode, backend="serial"), with_state=True) as env:
+        data = Rollout(env, 20).collect(lambda current: np.zeros(current.acting.shape, np.int64))
+        assert data.final_states[data.done].any()
+        values = np.full(data.observed.shape, 5, np.float32)
+        final_values = np.full((data.done.sum(), 2), 5, np.float32)
+        advantages, _ = gae(data, values, final_values, gamma=1.0, lam=0.0)
+        acting = data.acting[:-1]
+        truncated = acting & (data.truncations | data.done[:, :, None])
+        assert (data.truncations & acting & ~data.observed[1:])[~data.done].any() or over == "environment"
+        assert truncated.sum() > 4
+        assert (advantages[acting] == 1).all()
+        # NaN stands for no value: then that at the agent's last action counts.
+        values[~data.observed] = np.nan
+        advantages, returns = gae(data, values, final_values * np.nan, gamma=1.0, lam=0.0)
+        assert (advantages[acting] == 1).all()
+        assert not np.isnan(returns).any()
+
+
 def test_groups_of_a_rollout():
     with open_env("tag", "SAME_STEP", backend="serial") as env:
         rollout = Rollout(env, 12, extras={"values": (), "whole": Extra(per_agent=False)})
@@ -337,8 +369,12 @@ def test_bad_input():
         rollout.reset(seed=3)
         with pytest.raises(TypeError, match=r"expected the extras \['score'\], got \[\]"):
             rollout.step(actions)
-        with pytest.raises(ValueError, match="broadcast"):
-            rollout.step(actions, score=np.zeros(7))
+        for score_of_another_shape in (np.zeros(7), 0.0, np.zeros(ENVS), np.zeros((1, 3)), np.zeros((ENVS, 3, 1))):
+            with pytest.raises(ValueError, match=r"^the extra 'score' must be numbers of shape \(3, 3\), got shape"):
+                rollout.step(actions, score=score_of_another_shape)
+        for no_numbers in (None, [["a"] * 3] * ENVS, Gradient()):
+            with pytest.raises(ValueError, match=r"^the extra 'score' must be numbers of shape \(3, 3\), got"):
+                rollout.step(actions, score=no_numbers)
         with pytest.raises(ValueError, match="group 'agent'"):
             rollout.step(np.zeros((ENVS, 4), np.int64), score=score)
         assert parallel.stats().steps == 0
@@ -373,6 +409,159 @@ def test_halves_that_are_reset_before_a_rollout_is_full(backend):
         assert np.array_equal(again.observations, rollout.arrays.observations[0, :1])
         fresh = env.reset(seed=3)[0]
         assert np.array_equal(rollout.arrays.observations[0], fresh)
+
+
+# By what a policy returns and whether an extra is declared, what the error says.
+FORMS: dict[str, tuple[Any, bool, str]] = {
+    "actions only": (
+        lambda actions: actions, True,
+        r"^the policy must return a pair of actions and a dict of the extras .*, got one value of type ndarray",
+    ),
+    "actions for two environments": (
+        lambda actions: actions[:2], True,
+        r"^the policy must return a pair of actions and a dict of the extras .*, got one value of type ndarray",
+    ),
+    "extras without a name": (
+        lambda actions: (actions, actions), True,
+        r"^the policy must return a pair of .* got 2 values: \(ndarray, ndarray\)",
+    ),
+    "three values": (
+        lambda actions: (actions, {"score": actions}, None), True, r"^the policy must return a pair .* got 3 values",
+    ),
+    "extras that are not declared": (
+        lambda actions: (actions, {"score": actions}), False,
+        r"^the policy returned a pair of actions and a dict, but no extras are declared: pass .* for \['score'\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_policies_that_return_another_form(form):
+    returned, declared, message = FORMS[form]
+    with open_env("spread", "SAME_STEP", backend="serial") as env:
+        rollout = Rollout(env, 5, extras={"score": ()} if declared else None)
+        with pytest.raises(TypeError, match=message):
+            rollout.collect(lambda _: returned(np.zeros((ENVS, 3), np.int64)))
+        assert env.parallel_env.stats().steps == 0
+        assert rollout.filled == 0
+
+
+def test_extras_of_groups_and_of_environments():
+    with open_env("tag", "SAME_STEP", backend="serial") as env:
+        rollout = Rollout(env, 12, extras={"score": (2,), "whole": Extra((), per_agent=False)})
+        rollout.reset()
+        actions, whole = drawn(env, 0), np.zeros(ENVS)
+        score = {name: np.zeros((ENVS, len(of), 2)) for name, of in env.group_map.items()}
+        with pytest.raises(
+            ValueError, match=r"^the extra 'score' must be a dict by group, with the keys .*; got ndarray"
+        ):
+            rollout.step(actions, score=np.zeros((ENVS, 4, 2)), whole=whole)
+        with pytest.raises(
+            ValueError, match=r"^the extra 'score' of group 'agent' must be numbers of shape \(3, 1, 2\)"
+        ):
+            rollout.step(actions, score={**score, "agent": np.zeros((ENVS, 1))}, whole=whole)
+        with pytest.raises(ValueError, match=r"^the extra 'whole' must be numbers of shape \(3,\), got shape \(3, 1\)"):
+            rollout.step(actions, score=score, whole=whole[:, None])
+        rollout.step(actions, score=score, whole=whole)
+
+
+def test_environments_that_wait_for_a_reset_are_refused():
+    for make in (MAKERS["spread"], MAKERS["dict rules"]):
+        with (
+            StackedVecEnv(ParallelEnv([make] * ENVS, False, backend="serial")) as env,
+            pytest.raises(ValueError, match=r"resets by itself: pass auto_reset=True or auto_reset=\"NEXT_STEP\""),
+        ):
+            Rollout(env, 5)
+
+
+# -- infos -------------------------------------------------------------------------------------------------------------
+
+INFOS = {
+    "won": (),
+    "place": Extra((2,), np.int64),
+    "episode/r": (),
+    "episode/l": Extra((), np.int64),
+    "score": Extra((2,), np.float64, per_agent=False),
+    "length": Extra((), np.int64, per_agent=False),
+    "nobody": (),
+}
+
+
+@MODES
+@pytest.mark.parametrize("how", ["serial", "process", "pickled", "halves of two workers"])
+def test_infos_that_are_named_are_kept(how, mode):
+    """Compared with those that the dicts of a plain run have; nobody's stay zeros."""
+    keywords = {**HOWS[how]}
+    halves = keywords.pop("halves", 1)
+    arguments = {"seed": 5, "episode_stats": True}
+    plain = ParallelEnv([Scored] * ENVS, mode, backend="serial", **arguments)
+    with StackedVecEnv(ParallelEnv([Scored] * ENVS, mode, **arguments, **keywords)) as env, plain:
+        rollout = Rollout(env, STEPS, infos=INFOS, halves=halves)
+        plain.reset()
+        for _ in range(2):
+            data = rollout.collect(lambda current: np.zeros(current.acting.shape, np.int64))
+            found = 0
+            for t in range(STEPS):
+                infos = plain.step([{"a": 0, "b": 0}] * ENVS)[4]
+                for env_id, place in np.ndindex(ENVS, 2):
+                    info = infos[env_id].get("ab"[place], {})
+                    expected = {"won": info.get("won"), "place": info.get("place"), "nobody": None}
+                    expected |= {f"episode/{key}": info.get("episode", {}).get(key) for key in "rl"}
+                    at = t, env_id, place
+                    for name, value in expected.items():
+                        assert data.informed[name][at] == (value is not None)
+                        assert np.array_equal(
+                            data.infos[name][at],
+                            np.zeros_like(data.infos[name][at]) + (value or 0)
+                            if not isinstance(value, list)
+                            else value,
+                        )
+                        found += value is not None
+                    common = infos[env_id].get("__common__", {})
+                    for name, value in (("score", infos[env_id].get("score")), ("length", common.get("length"))):
+                        assert data.informed[name][t, env_id] == (value is not None)
+                        assert np.array_equal(
+                            data.infos[name][t, env_id],
+                            np.zeros(2 if name == "score" else ()) if value is None else value,
+                        )
+                        found += value is not None
+            assert found > 50
+            assert data.infos["place"].dtype == np.int64
+            assert data.infos["won"].dtype == np.float32
+
+
+def test_infos_of_another_shape():
+    """The step has been stored without them, and the rollout goes on."""
+    with StackedVecEnv(ParallelEnv([Scored] * ENVS, seed=5, backend="serial")) as env:
+        rollout = Rollout(env, 10, infos={"place": (3,), "won": ()})
+        rollout.reset()
+        actions, errors = np.zeros((ENVS, 2), np.int64), []
+        for _ in range(9):
+            try:
+                rollout.step(actions)
+            except ValueError as error:
+                errors.append(str(error))
+        assert rollout.filled == 9
+        assert set(errors) == {
+            "environment 0, agent 'b': the info 'place' must be numbers of shape (3,), got shape (2,)"
+        }
+        assert not rollout.arrays.informed["place"].any()
+        assert rollout.arrays.informed["won"].any()
+        with pytest.raises(TypeError, match=r"infos\['won'\] must be a shape or an Extra, got 3"):
+            Rollout(env, 5, infos={"won": 3})
+
+
+def test_infos_of_one_group():
+    with StackedVecEnv(
+        ParallelEnv([Scored] * ENVS, seed=5, backend="serial"), group_map={"x": ["b"], "y": ["a"]}
+    ) as env:
+        rollout = Rollout(env, 20, infos={"won": (), "length": Extra(per_agent=False)})
+        data = rollout.collect(lambda _: {name: np.zeros((ENVS, 1), np.int64) for name in "xy"})
+        assert data.group("x").infos["won"] is data.infos["won"]["x"]
+        assert data.group("x").informed["won"].shape == (20, ENVS, 1)
+        assert data.group("y").infos["length"] is data.infos["length"]
+        assert data.informed["won"]["y"].any()
+        assert not data.informed["won"]["x"].any()
 
 
 def test_values_of_other_shapes():

@@ -14,6 +14,7 @@ from helpers.setups import BACKEND_SETUPS, Setup
 from mpe2 import simple_spread_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
 from pettingzoo.classic import tictactoe_v3
+from simulators import returning_agents
 from simulators.counting import ACTIONS, Counting
 from simulators.crashing import Fate, crashing
 from simulators.dying_agents import ReturningAgents, TwoAgents
@@ -30,6 +31,8 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "dict rules": VariableDictAgents,
     "rewarded when dead": ReturningAgents,
     "vectors": Couriers,
+    "returning": returning_agents.ReturningPettingZooAgents,
+    "returning dicts": functools.partial(returning_agents.ReturningAgents, corpses=True),
     "tictactoe": tictactoe_v3.env,
 }
 

@@ -6,6 +6,7 @@ variable_agents     agents that end and join, observe and act in dicts, with inf
 array_agents        the same with arrays and numbers alone
 stackable           several of these, of which every agent has a row in arrays
 dying_agents        dict rules: agents end one after the other
+returning_agents    agents come back after their end, under dict rules and under PettingZoo's
 counting            observations say which environment, seed, episode and step they are from
 paced               steps last until the test releases them
 failing             raises, exits, dies or hangs at a place
@@ -17,7 +18,9 @@ registered          registers itself with Gymnasium
 dict_rules          dict rules in detail
 tuple_envs          in the form of LBF, highway-env, POGEMA and ma-gym
 masked_actions      action masks in every place and form
+rollouts            infos of every place, and truncations without a last observation: for `Rollout`
 vector_rewards      rewards that are vectors
+unreadable_values   rewards, flags and observations that raise when they are read
 buggy               one bug each, for `check`; `Healthy` has none
 unseeded_resets     for `check`: resets that draw from a global or unseeded generator
 one_per_process     for `check`: only one may be open in a process, as with libsumo

@@ -255,6 +255,14 @@ class DeadAgentsStay(Healthy):
         return result
 
 
+class NoLastObservation(Healthy):
+    """An episode has one step, which truncates the agents and has no observation of them."""
+
+    def step(self, actions):
+        self.time = 9
+        return {}, *super().step(actions)[1:]
+
+
 class NoActionSpace(Healthy):
     def __init__(self) -> None:
         super().__init__()

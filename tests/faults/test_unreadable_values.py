@@ -1,0 +1,135 @@
+"""Values that raise when they are read: an `EnvError` names environment, agent and value; others lose nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector import AutoresetMode
+from helpers.comparison import assert_same
+from helpers.setups import BACKEND_SETUPS, Setup
+from simulators.unreadable_values import WHEN, WHERE, Ambiguous, Broken, Gradient, UnreadableValues
+
+from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.core import codec
+from marl_parallel.core.statistics import EpisodeStatistics
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
+
+ENVS = 3
+CASES = {
+    "reward with a gradient": ("reward", Gradient, "the reward of agent 'b' must be a number, got Gradient"),
+    "reward": ("reward", Broken, "the reward of agent 'b' must be a number, got <Broken instance"),
+    "terminated": ("terminated", Ambiguous, "the terminated flag of agent 'b' must be True or False, got Ambiguous"),
+    "truncated": ("truncated", Broken, "the truncated flag of agent 'b' must be True or False, got <Broken instance"),
+    "all": ("all", Ambiguous, "the terminated flag of agent '__all__' must be True or False, got Ambiguous"),
+    "observation": ("observation", Gradient, "the observation of agent 'b': expected an array of shape (2,)"),
+    "part of an observation": ("part", Broken, "the observation of agent 'b': expected an array of shape (2,)"),
+}
+EACH = pytest.mark.parametrize("name", CASES)
+STEP = [{"a": 0, "b": 1}] * ENVS
+
+
+@pytest.fixture(params=["compiled", "python"])
+def any_codec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """With compiled code, and without, in the caller's process."""
+    if request.param == "python":
+        monkeypatch.setattr(codec, "Codec", None)
+    return request.param
+
+
+def made(name: str, env_id: int | None = None) -> Any:
+    place, value, _ = CASES[name]
+    make = functools.partial(UnreadableValues, place, value)
+    return make if env_id is None else make(env_id=env_id, restarts=0)
+
+
+def assert_named(text: str, name: str) -> None:
+    assert f"environment {WHERE}" in text
+    assert CASES[name][2] in text
+    assert CASES[name][1].__name__ in text
+
+
+def check_raises(env: ParallelEnv, name: str) -> None:
+    env.reset()
+    for _ in range(WHEN - 1):
+        env.step(STEP)
+    with pytest.raises(EnvError) as raised:
+        env.step(STEP)
+    assert_named(str(raised.value), name)
+    assert (raised.value.env_ids, raised.value.method) == ((WHERE,), "step")
+    with pytest.raises(ClosedEnvironmentError):
+        env.step(STEP)
+
+
+@EACH
+def test_the_error_names_environment_agent_and_value(name, any_codec):
+    check_raises(ParallelEnv([made(name)] * ENVS, backend="serial"), name)
+
+
+@pytest.mark.parametrize("setup", [*BACKEND_SETUPS, Setup("process", False, 2)], ids=str)
+def test_the_error_on_every_backend(setup, build):
+    check_raises(build([made("reward with a gradient")] * ENVS, setup), "reward with a gradient")
+
+
+def check_restarts(env: ParallelEnv, name: str) -> None:
+    """The environment is restarted; the results of its neighbours equal those of a plain loop."""
+    loops = {env_id: made(name, env_id) for env_id in range(ENVS) if env_id != WHERE}
+    first, _ = env.reset()
+    for env_id, loop in loops.items():
+        assert_same(first[env_id], loop.reset()[0])
+    for number in range(1, WHEN + 3):
+        results = env.step(STEP)
+        common = results[4][WHERE].get("__common__")
+        assert bool(common) is (number == WHEN)
+        if common:
+            assert_named(common["error"], name)
+            assert results[3][WHERE] == {"a": True, "b": True, "__all__": True}
+        for env_id, loop in loops.items():
+            assert_same(tuple(column[env_id] for column in results), loop.step(STEP[env_id]))
+    assert env.stats().restarts == 1
+
+
+@EACH
+def test_neighbours_lose_nothing(name, any_codec):
+    with ParallelEnv([made(name)] * ENVS, backend="serial", on_error="restart", episode_stats=True) as env:
+        check_restarts(env, name)
+
+
+def test_neighbours_in_other_processes_lose_nothing(build, two_worker_setup):
+    check_restarts(build([made("reward")] * ENVS, two_worker_setup, on_error="restart"), "reward")
+
+
+@pytest.mark.parametrize("facade", [StackedVecEnv, PettingZooVecEnv, GymnasiumVectorEnv])
+@pytest.mark.parametrize("name", ["reward with a gradient", "terminated", "observation"])
+def test_facades(facade, name):
+    """Rows of the neighbours are theirs."""
+    ones = np.ones((ENVS, 2), np.int64)
+    actions: Any = {StackedVecEnv: ones, PettingZooVecEnv: dict(zip("ab", ones.T)), GymnasiumVectorEnv: ones.ravel()}
+    with ParallelEnv([made(name)] * ENVS, "NEXT_STEP", backend="serial", on_error="restart") as parallel:
+        env = facade(parallel)
+        env.reset()
+        for number in range(1, WHEN + 1):
+            observations, rewards, _, truncations, _ = env.step(actions[facade])
+            if facade is PettingZooVecEnv:
+                observations, rewards, truncations = observations["b"], rewards["b"], truncations["b"]
+            rows = {StackedVecEnv: [1, 3, 5], GymnasiumVectorEnv: [1, 3, 5], PettingZooVecEnv: [0, 1, 2]}[facade]
+            seen, paid, ended = (
+                np.reshape(v, (-1, *shape))[rows]
+                for v, shape in zip((observations, rewards, truncations), [(2,), (), ()])
+            )
+            assert seen[[0, 2]].tolist() == [[number] * 2] * 2
+            assert paid.tolist() == [number, 0 if number == WHEN else number, number]
+            assert ended.tolist() == [False, number == WHEN, False]
+
+
+def test_statistics_read_what_they_can():
+    """A value that can be read in the worker only must not lose the results of a step."""
+    statistics = EpisodeStatistics(1, ["a"], AutoresetMode.SAME_STEP)
+    flags = {"a": True, "__all__": True}
+    statistics.add(0, {"a": Gradient()}, flags, flags, ["a"])
+    (episode,) = statistics.finished
+    assert np.isnan(episode.returns["a"])
