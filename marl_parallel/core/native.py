@@ -271,8 +271,7 @@ class NativePool:
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Received:
         self.check_open()
-        if not self.partial:
-            self._check_whole_batches(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
+        self._check_whole(message, env_ids)
         self._check_steps_all(message, env_ids)
         with self._in_simulator(message, env_ids):
             ids = self._start(message, env_ids, payloads)
@@ -358,6 +357,14 @@ class NativePool:
         self._simulator_s += time.perf_counter() - started
         if self.closed:
             self.check_open("the environments were closed by another thread")
+
+    def check_resets(self, env_ids: Sequence[int]) -> None:
+        """Raise `ValueError` if these environments cannot be reset at once."""
+        self._check_whole(Message.RESET, env_ids)
+
+    def _check_whole(self, message: Message, env_ids: Sequence[int]) -> None:
+        if not self.partial:
+            self._check_whole_batches(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
 
     def _check_steps_all(self, message: Message, env_ids: Sequence[int]) -> None:
         if message is Message.STEP and not self._simulator.steps_some and len(env_ids) < len(self.env_ids):

@@ -96,8 +96,9 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self.single_observation_spaces = {**runner.schema.observation_spaces}
         self.single_action_spaces = {**runner.schema.action_spaces}
-        self.single_observation_space = getattr(env, "observation_space", spaces.Dict())
-        self.single_action_space = getattr(env, "action_space", spaces.Dict())
+        observed, acted = env.observation_space, env.action_space
+        self.single_observation_space = spaces.Dict() if observed is None else observed
+        self.single_action_space = spaces.Dict() if acted is None else acted
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
         self._filters = [EpisodeFilter(runner.batch, env_id) for env_id in range(env.num_envs)]
         self._were_over: dict[int, bool] = {}  # of those in flight, whether their next episode begins
@@ -111,8 +112,9 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         Arguments and errors are those of `ParallelEnv.reset`. `RuntimeError` if another facade steps this environment.
         Results in flight are dropped.
         """
-        self._runner.claim(self._claim)
+        self._runner.check_claim(self._claim)
         results = zip(self._filters, *self.env.reset(seed=seed, options=options, drain=True))
+        self._runner.claim(self._claim)
         observations, infos = map(list, zip(*[own.begin(*dicts) for own, *dicts in results]))
         return observations, infos
 
@@ -202,7 +204,7 @@ class EpisodeFilter:
         common = infos.get(COMMON)
         if not over:
             observations = self._to_act(observations)
-        elif isinstance(common, dict) and common.get("restarted"):
+        elif isinstance(common, dict) and common.get("restarted") is True:
             observations = {**{a: self._seen[a] for a in truncateds if a in self._seen}, **observations}
         infos = _with_common(infos, observations)
         ended = any(terminateds.values()) or any(truncateds.values())
@@ -246,8 +248,7 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
         self.possible_agents, self.agents = env.possible_agents, env.possible_agents
         self.observation_spaces = {**env.runner.schema.observation_spaces}
         self.action_spaces = {**env.runner.schema.action_spaces}
-        self.observation_space = getattr(env, "observation_space", None)
-        self.action_space = getattr(env, "action_space", None)
+        self.observation_space, self.action_space = env.observation_space, env.action_space
         self.metadata, self.render_mode = env.metadata, env.render_mode
 
     def get_observation_space(self, agent_id: AgentID) -> Space[Any] | None:

@@ -129,9 +129,11 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         Returns observations of all rows; infos are in `reset_infos`. Errors are those of `ParallelEnv.reset`.
         """
         by_env = [options or None for options in self._options[:: self._per_env]]
+        options = by_env if any(by_env) else None
         if self._stepper.in_flight:
+            self._stepper.runner.check_reset(self._seeds[0], options, None)  # what is refused discards nothing
             self._stepper.receive()
-        arrays = self._stepper.reset(self._seeds[0], by_env if any(by_env) else None)
+        arrays = self._stepper.reset(self._seeds[0], options)
         self._reset_seeds()
         self._reset_options()
         self._rows.note_reset()

@@ -26,7 +26,7 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import is_vector
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import BatchRunner, Options, Seeds
-from marl_parallel.types import ParallelEnvError
+from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
 
 __all__ = ["ArrayStepper", "Arrays", "Stacked"]
 
@@ -117,7 +117,9 @@ class ArrayStepper(OfParallelEnv):
         for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
             for agent in schema.possible_agents:
                 if agent not in declared:
-                    raise ValueError(f"{name} needs a space for everything, but {agent!r} declares no {kind} space")
+                    raise NoSpaceDeclared(
+                        f"{name} needs a space for everything, but {agent!r} declares no {kind} space", kind
+                    )
         self._reward_spaces = schema.reward_spaces
         self._rules = {} if vectors and scalarize is None else reward_rules(name, scalarize, self._reward_spaces)
         self.runner.check_batch_size(name, partial_resets=partial_resets)
@@ -159,6 +161,7 @@ class ArrayStepper(OfParallelEnv):
         """
         last = self._last_before_reset(env_ids)
         ids, extras = self.runner.reset(seed, options, env_ids)
+        self.runner.claim(self._facade)
         return self._noted(self.view.read(extras) if last is None else self.view.read_some(ids, extras, last))
 
     @exclusive("reset_async")
@@ -167,12 +170,13 @@ class ArrayStepper(OfParallelEnv):
         last = self._last_before_reset(env_ids)
         self.runner.check_idle("reset_async")
         self.runner.send_reset(seed, options, env_ids)
+        self.runner.claim(self._facade)
         self._resetting = self.runner.checked_ids(env_ids), last
         self.in_flight = True
 
     def _last_before_reset(self, env_ids: Sequence[int] | None) -> Arrays | None:
         """What the arrays of a reset have of the others; None if all are reset."""
-        self.runner.claim(self._facade)
+        self.runner.check_claim(self._facade)
         if env_ids is not None and self.latest is None and len(env_ids) < self.runner.num_envs:
             raise ResetNeeded("reset all environments before resetting some of them")
         return None if env_ids is None or self.latest is None else self.view.last()
@@ -229,8 +233,9 @@ class ArrayStepper(OfParallelEnv):
     @exclusive("reset_async")
     def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None) -> None:
         """Begin to reset some environments, while others may be in flight; `receive_some` has the results."""
-        self.runner.claim(self._facade)
+        self.runner.check_claim(self._facade)
         self.runner.send_reset(seed, None, env_ids)
+        self.runner.claim(self._facade)
 
     @exclusive("recv")
     def receive_some(

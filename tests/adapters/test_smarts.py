@@ -76,8 +76,8 @@ if __name__ == "__main__":
     for auto_reset in (True, False):
         env_constructors = [partial(make_env, sim_name=f"sim_{{ind}}") for ind in range(2)]
         env = ParallelEnv(env_constructors=env_constructors, auto_reset=auto_reset, seed=42)
-        returned.append((env.batch_size, getattr(env, "action_space", None) == made.action_space))
-        returned.append(getattr(env, "observation_space", None) == made.observation_space)
+        returned.append((env.batch_size, env.action_space == made.action_space))
+        returned.append(env.observation_space == made.observation_space)
         observations, infos = env.reset()
         returned.append(simplified((observations, infos)))
         rng = np.random.default_rng(0)

@@ -27,7 +27,6 @@ MODULES = [
 ]
 # By file, function and class of the error, what its row says besides the class.
 ERRORS = {
-    ("parallel_env", "_declared", "NoSpaceDeclared"): "agents without spaces",
     ("parallel_env", "restart", "NotImplementedError"): "`restart`",
     ("parallel_env", "state", "NotImplementedError"): "`state()`",
     ("parallel_env", "set_parameters", "NotImplementedError"): "`set_parameters`",
@@ -35,17 +34,19 @@ ERRORS = {
     ("parallel_env", "start_trace", "NotImplementedError"): "`start_trace`",
     ("parallel_env", "start_trace", "RuntimeError"): "`start_trace` while",
     ("parallel_env", "stop_trace", "RuntimeError"): "`stop_trace` without",
+    ("runner", "sample_actions", "NoSpaceDeclared"): "agents without spaces",
     ("runner", "recv", "NoAsyncCallError"): "`recv`",
     ("runner", "finish_call", "NoAsyncCallError"): "`call_wait`",
     ("runner", "watch_states", "NotImplementedError"): "`with_state=True`",
     ("runner", "check_idle", "AlreadyPendingCallError"): "in flight",
     ("runner", "check_has_reset", "ResetNeeded"): "before the first `reset`",
-    ("runner", "claim", "RuntimeError"): "a second facade",
+    ("runner", "check_claim", "RuntimeError"): "a second facade",
     ("rollout", "__init__", "MemoryError"): "a `Rollout`",
     ("rollout", "current", "ResetNeeded"): "before the first `reset`",
     ("rollout", "step", "ResetNeeded"): "before the first `reset`",
     ("monitoring", "serve", "RuntimeError"): "`Monitor.serve`",
     ("monitoring", "serve", "OSError"): "`Monitor.serve`",
+    ("vector/stepper", "__init__", "NoSpaceDeclared"): "agents without spaces",
     ("vector/stepper", "_last_before_reset", "ResetNeeded"): "through a facade",
     ("vector/stepper", "receive", "NoAsyncCallError"): "`step_wait`",
     ("vector/stepper", "receive_reset", "NoAsyncCallError"): "`reset_wait`",
