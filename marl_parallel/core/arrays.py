@@ -97,6 +97,11 @@ Actions: TypeAlias = Mapping[Any, Any] | list[Stacked]
 environment; or of several agents at a time. Those of `Discrete` spaces reach simulators as int64."""
 
 
+StackedMasks: TypeAlias = dict[AgentID, tuple[NDArray[Any] | None, NDArray[np.bool_]]]
+"""By agent, views of its action masks, `(num_envs, ...)`, and the rows that the simulator reported; other rows hold
+anything. The views are None for masks of a form that does not stack."""
+
+
 def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
     """The actions of the agents that act; `TypeError` unless `actions` is a dict, `ValueError` if one is missing."""
     if not isinstance(actions, Mapping):
@@ -128,15 +133,14 @@ def action_masks(batch: Batch | NativePool, schema: Schema, agents: Sequence[Age
     assert counts is not None
     masks = np.ones((len(batch.env_ids), len(agents), sum(counts)), np.bool_)
     stacked, apart = batch.stacked_masks()
-    acting = batch.acting
     for place, agent in enumerate(agents):
         if agent not in stacked:
             continue
-        values = stacked[agent]
+        values, reported = stacked[agent]
         if values is None or values.shape[1:] != masks.shape[2:]:
             apart = [*batch.env_ids]
             continue
-        used = usable_rows(counts, values) & np.array([agent in of_env for of_env in acting])
+        used = usable_rows(counts, values) & reported
         used[apart] = False
         masks[used, place] = values[used]
     for env_id in apart:

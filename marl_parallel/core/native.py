@@ -27,9 +27,9 @@ from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Actions, Arrays, ArrayView, of_acting
+from marl_parallel.core.arrays import Actions, Arrays, ArrayView, StackedMasks, of_acting
 from marl_parallel.core.messages import Message
-from marl_parallel.core.pickling import loads
+from marl_parallel.core.pickling import in_order, loads
 from marl_parallel.core.pool import Results
 from marl_parallel.core.records import Columns
 from marl_parallel.core.schema import alike
@@ -250,6 +250,8 @@ class NativePool:
         self.marks = {"acting": none, "alive": none, "flagged": none, "over": np.zeros(len(none), np.bool_)}
         self._agent_lists: dict[str, list[list[AgentID]]] = {}  # of `marks`
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
+        # The environments that have reported them, bool (num_envs,); None for those in which the agent acts.
+        self._reported: dict[AgentID, NDArray[np.bool_] | None] = {}
         self._mask_places = {
             view.agents[at]: (group, row) for group, (_, of) in enumerate(groups) for row, at in enumerate(of)
         }
@@ -455,10 +457,12 @@ class NativePool:
         for position, (agent, (group, row)) in enumerate(self._group_of.items()):
             observed = received.observations[group]
             of_choices, place = self._mask_places[agent]
+            reported: Any = True if received.present is None else received.present[:, position]
             if received.action_masks is not None and (allowed := received.action_masks[of_choices]) is not None:
-                masks = allowed[:, place]
+                masks, reported = allowed[:, place], None
             elif ACTION_MASK in (infos := received.infos_of(position)):
                 masks = infos[ACTION_MASK]
+                reported = reported if received.informed is None else reported & received.informed
             elif isinstance(observed, dict) and ACTION_MASK in observed:
                 masks = stacking.column(observed[ACTION_MASK], row)
             else:
@@ -467,16 +471,30 @@ class NativePool:
             if whole is None:
                 whole = tree_map(lambda array: np.zeros((len(self._all), *array.shape[1:]), array.dtype), masks)
             self._masks[agent] = stacking.placed(whole, received.env_ids, masks)
+            if reported is None:
+                self._reported[agent] = None
+                continue
+            before = self._reported.get(agent)
+            rows = np.zeros(len(self._all), np.bool_) if before is None else before.copy()
+            rows[received.env_ids] = reported
+            self._reported[agent] = rows
+
+    def _have_reported(self, agent: AgentID) -> NDArray[np.bool_]:
+        reported = self._reported[agent]
+        return self.marks["acting"][:, self._agents.index(agent)] if reported is None else reported
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
-        agents = () if env_id in self._pending else self.acting[env_id]
-        all_masks = {agent: self._masks[agent] for agent in agents if agent in self._masks}
-        masks: dict[AgentID, Any] = own_mask(tree_map(lambda array: array[env_id], all_masks))
-        return masks
-
-    def stacked_masks(self) -> tuple[dict[AgentID, NDArray[Any] | None], list[int]]:
         """As in `Batch`."""
-        arrays = {agent: masks if type(masks) is np.ndarray else None for agent, masks in self._masks.items()}
+        agents = [] if env_id in self._pending else [a for a in self._masks if self._have_reported(a)[env_id]]
+        masks: dict[AgentID, Any] = own_mask(tree_map(lambda array: array[env_id], {a: self._masks[a] for a in agents}))
+        return in_order(masks, self._agents)
+
+    def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
+        """As in `Batch`."""
+        arrays: StackedMasks = {
+            agent: (masks if type(masks) is np.ndarray else None, self._have_reported(agent))
+            for agent, masks in self._masks.items()
+        }
         return arrays, [*self._pending]
 
     # -- dicts -----------------------------------------------------------------------------------------------------
