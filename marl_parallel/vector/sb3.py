@@ -185,7 +185,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     def action_masks(self) -> NDArray[np.bool_]:
         """The action masks of all rows, for `sb3_contrib.MaskablePPO`: bool `(num_envs, num_choices)`, True = allowed.
 
-        All True in rows of agents that have no mask or do not act. Shapes and errors are those of
+        All True in rows of agents for whom the simulator reports no mask. Shapes and errors are those of
         `ArrayStepper.action_masks`.
         """
         return stacking.flat(self._stepper.action_masks(self.agents))

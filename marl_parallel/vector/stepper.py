@@ -300,8 +300,9 @@ class ArrayStepper(OfParallelEnv):
     def action_masks(self, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
         """The action masks of some agents as one array; True = allowed.
 
-        All entries are True where an agent has no mask, does not act, is in flight, or has a mask that allows nothing
-        or is not made for its action space.
+        They are those that the simulator reported last, also for agents that do not act. All entries are True where it
+        reported none, where an environment is in flight, and where a mask allows nothing or is not made for the action
+        space.
 
         Args:
             agents: Agents with equal action spaces, which are `Discrete` or `MultiDiscrete` with one axis.
