@@ -463,8 +463,8 @@ class ParallelEnv:
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
         """For each environment, the action masks by agent, of all agents for whom the simulator reports one.
 
-        Those of agents that do not act are there, too: `acting` lists the agents that need an action. Arrays are copies;
-        those of zeros and ones become bool, True for an allowed action. See `docs/values.md`.
+        Those of agents that do not act are there, too: `acting` lists the agents that need an action. Arrays are
+        copies; those of zeros and ones become bool, True for an allowed action. See `docs/values.md`.
         """
         return tuple(map(self.runner.batch.masks, self.runner.env_ids))
 

@@ -132,7 +132,8 @@ class NoSpaceDeclared(ParallelEnvError, ValueError):
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(
-            f"{message}. Declare it as the environment's `{kind}_space`: a Dict by agent, or a method that takes an agent"
+            f"{message}. Declare it as the environment's `{kind}_space`: a Dict by agent, or a method that takes an "
+            "agent"
         )
 
 

@@ -83,8 +83,10 @@ class Batch:
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
-    def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
-        """Write one dict of actions for each environment.
+    def write_actions(
+        self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
+    ) -> dict[int, bytes]:
+        """Write one dict of actions for each environment; `stacked` if they come out of arrays over environments.
 
         Returns:
             By environment, what does not fit into the block, pickled.
@@ -116,6 +118,8 @@ class Batch:
                 what = f"environment {env_id}: its actions"
                 pickled[env_id] = dumps_for_workers(extras, what, self._local_modules)
             place += 1
+        if stacked:
+            self.actions.mark_stacked(env_ids)
         return pickled
 
     def _turn(self, slot: Slot) -> int:

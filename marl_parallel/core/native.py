@@ -138,7 +138,7 @@ class NativeSimulator(ABC):
 
         Args:
             actions: For each group of agents with equal action spaces: arrays `(n, agents of the group, ...)` in the
-                form and dtype of the space (int64 for `Discrete`). Rows of agents that do not act hold any numbers.
+                form and dtype of the space. Rows of agents that do not act hold any numbers.
                 The arrays may belong to the caller: copy what is read after this returns, and write nothing.
             env_ids: int32 `(n,)`: the environment of each row.
         """
@@ -499,7 +499,10 @@ class NativePool:
 
     # -- dicts -----------------------------------------------------------------------------------------------------
 
-    def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> list[Any]:
+    def write_actions(
+        self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
+    ) -> list[Any]:
+        """What `NativeSimulator.send` takes; `stacked` is for `Batch`."""
         over, acting = self.over, self.acting
         used = [
             of_env if type(of_env) is dict and [*of_env] == acting[env_id]  # the most frequent case
@@ -577,7 +580,7 @@ class NativeArrays(ArrayView):
     def __init__(self, pool: NativePool) -> None:
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
-        # Groups with `Discrete` values, which are int64 in `Arrays`.
+        # Groups with `Discrete` values, which simulators may return in another dtype than that of the space.
         self._to_cast = [any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(of)) for of, _ in self.groups]
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:

@@ -67,7 +67,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return isinstance(one, list) == isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
+        return (
+            isinstance(one, list) == isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
+        )
     with contextlib.suppress(Exception):  # whatever `==` of tensors and tables raises
         if one == other:
             return True

@@ -228,7 +228,7 @@ class ArrayStepper(OfParallelEnv):
         self.runner.check_idle("step_async", ids)
         self.runner.check_has_reset(ids, "step_async")
         check_one_for_each(actions, ids)
-        self.runner.send(ids, self.runner.batch.write_actions(ids, actions))
+        self.runner.send(ids, self.runner.batch.write_actions(ids, actions, stacked=True))
 
     @exclusive("reset_async")
     def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None) -> None:
@@ -261,7 +261,7 @@ class ArrayStepper(OfParallelEnv):
         self._check_may_step("step_async")
         ids = self.runner.env_ids
         check_one_for_each(actions, ids)
-        self.runner.send(ids, self.runner.batch.write_actions(ids, actions), together=True)
+        self.runner.send(ids, self.runner.batch.write_actions(ids, actions, stacked=True), together=True)
         self.in_flight = True
 
     @exclusive("step_wait")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import TESTS
+from helpers import ROOT, TESTS
 from helpers.comparison import assert_same
 from helpers.real_simulators import assert_equal, merged, report, rollouts, script
 from simulators.real import SIMULATORS, is_absent, without_absent_agents
@@ -189,7 +189,7 @@ def returned_by(folder, program):
     """What a program pickles into the file that it is started with."""
     file = folder / "example.py"
     file.write_text(program)
-    variables = {**os.environ, **VARIABLES, "PYTHONPATH": str(TESTS)}
+    variables = {**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, ROOT)))}
     command = [sys.executable, str(file), str(folder / "returned")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=variables)
     assert done.returncode == 0, done.stderr

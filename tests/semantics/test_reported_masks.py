@@ -196,7 +196,7 @@ def test_masks_of_the_player_whose_turn_it_is_not(parallel):
         assert_same(env.action_masks, (due,) * 2)
         assert sorted(mask.any() for mask in due.values()) == [False, True]
         assert stepper.action_masks(env.possible_agents)[0, env.possible_agents.index(env.acting[0][0]) - 1].all()
-        env.step([{agent: column for agent in acting} for acting in env.acting])
+        env.step([dict.fromkeys(acting, column) for acting in env.acting])
         game.step(column)
 
 

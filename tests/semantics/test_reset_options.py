@@ -127,9 +127,16 @@ class Map:
 def values(number: int = 1) -> list[Any]:
     """New objects that are equal for equal numbers."""
     return [
-        np.full((2, 2), number), np.array([np.nan, number]), {"map": {"cells": np.full(2, number)}}, [np.arange(number)],
-        NoTruth(number), Map(np.full(3, number)), np.array([{"a": number}, None], object), float(number), (number, "x"),
-    ]  # fmt: skip
+        np.full((2, 2), number),
+        np.array([np.nan, number]),
+        np.array([{"a": number}, None], object),
+        {"map": {"cells": np.full(2, number)}},
+        [np.arange(number)],
+        (number, "x"),
+        float(number),
+        NoTruth(number),
+        Map(np.full(3, number)),
+    ]
 
 
 @pytest.mark.parametrize("place", range(len(values())))
@@ -176,6 +183,6 @@ class Batches(Arena):
 def test_refused_reset_keeps_the_seeds_of_a_native_simulator():
     with ParallelEnv.from_native(Batches()) as env:
         seeds = env.seed()
-        with pytest.raises(ValueError, match="reset of 3 environments, but .* returns batch_size=2 at a time"):
+        with pytest.raises(ValueError, match=r"reset of 3 environments, but .* returns batch_size=2 at a time"):
             env.reset(seed=77)
         assert env.seed() == seeds

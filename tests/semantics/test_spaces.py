@@ -12,10 +12,12 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.reference import Reference
+from simulators.choices import ELSEWHERE
 from simulators.deterministic import Scripted
 from simulators.every_space import EverySpace, draw, pickled, shared
 
 from marl_parallel import EnvError, NoSpaceDeclared
+from marl_parallel.core.spaces import from_zero, to_start, to_zero
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
 SAME_STEP = AutoresetMode.SAME_STEP
@@ -437,3 +439,24 @@ def test_observation_none(two_worker_setup, build):
     env = build([scripted(SMALL, ({"a": None}, {}), answered({"a": None}))] * 2, two_worker_setup)
     assert_same(env.reset()[0], ({"a": None},) * 2)
     assert_same(env.step([{}, {}])[0], ({"a": None},) * 2)
+
+
+NESTED = spaces.Dict(
+    action_mask=spaces.MultiBinary(3),
+    kind=spaces.Discrete(4, start=6),
+    place=spaces.Tuple((spaces.Discrete(2, start=1),)),
+)
+
+
+@pytest.mark.parametrize("space", [*ELSEWHERE.values(), NESTED], ids=str)
+def test_choices_that_count_from_0_and_back(space):
+    zero = from_zero(space)
+    assert from_zero(zero) is zero
+    space.seed(1)
+    for _ in range(5):
+        value = space.sample()
+        moved = to_zero(space, value)
+        assert zero.contains(moved)
+        back = to_start(space, moved)
+        assert space.contains(back)
+        assert str(back) == str(value)
