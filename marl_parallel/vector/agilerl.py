@@ -236,7 +236,10 @@ def _formed(space: Space[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:
     rows = stacking.whole(space, rows)
     flat = rows.shape == (len(rows), int(np.prod(space.shape)))
     alike = [length for length in rows.shape[1:] if length != 1] == [length for length in space.shape if length != 1]
-    return to_start(space, rows.reshape(len(rows), *space.shape) if flat or alike else rows)
+    rows = rows.reshape(len(rows), *space.shape) if flat or alike else rows
+    if starts_elsewhere(space):
+        rows = to_start(space, rows)
+    return rows
 
 
 def _forced(agent: str, actions: Any, defined: NDArray[np.bool_]) -> NDArray[np.float64]:
