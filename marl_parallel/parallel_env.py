@@ -70,7 +70,6 @@ from marl_parallel.types import (
     ContextName,
     EnvError,
     FinishedEpisode,
-    NoSpaceDeclared,
     OnError,
     OnRestart,
     ParallelEnvError,
@@ -452,9 +451,10 @@ class ParallelEnv:
 
     @property
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
-        """For each environment, the action masks by agent, of the agents that act next and have one.
+        """For each environment, the action masks by agent, of all agents for whom the simulator reports one.
 
-        Arrays are copies; those of zeros and ones become bool, True for an allowed action. See `docs/values.md`.
+        Those of agents that do not act are there, too: `acting` lists the agents that need an action. Arrays are
+        copies; those of zeros and ones become bool, True for an allowed action. See `docs/values.md`.
         """
         return tuple(map(self.runner.batch.masks, self.runner.env_ids))
 
@@ -472,7 +472,7 @@ class ParallelEnv:
             One dict by agent for each of `env_ids`; empty before the first reset, and where the episode is over.
 
         Raises:
-            ValueError: An agent declares no action space.
+            NoSpaceDeclared: An agent declares no action space.
 
         Example:
             >>> from marl_parallel import make
@@ -487,30 +487,18 @@ class ParallelEnv:
         return self.runner.sample_actions(env_ids)
 
     @property
-    def observation_space(self) -> spaces.Dict:
-        """Spaces by agent, in the order of `possible_agents`.
+    def observation_space(self) -> spaces.Dict | Any:  # `| Any`: who knows that agents declare spaces need not check
+        """Spaces by agent, in the order of `possible_agents`; None if no agent declares one.
 
-        If agents are open-ended and have groups, the keys are groups, and an agent's id also finds its group's space.
-
-        Raises:
-            NoSpaceDeclared: No agent declares one.
+        Agents that declare none are left out, and their observations travel pickled. If agents are open-ended and have
+        groups, the keys are groups, and an agent's id also finds its group's space.
         """
-        return self._declared("observation", self.runner.schema.observation_spaces)
+        return _space_of(self.runner.schema.observation_spaces)
 
     @property
-    def action_space(self) -> spaces.Dict:
-        """Spaces by agent, and errors, as in `observation_space`."""
-        return self._declared("action", self.runner.schema.action_spaces)
-
-    @staticmethod
-    def _declared(what: str, declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict:
-        space = _space_of(declared)
-        if space is None:
-            raise NoSpaceDeclared(
-                f"no agent declares an {what} space; {what}s travel pickled. Declare it as the environment's "
-                f"`{what}_space`, a Dict by agent, or a method that takes an agent"
-            )
-        return space
+    def action_space(self) -> spaces.Dict | Any:
+        """Spaces by agent, as in `observation_space`; None if no agent declares one."""
+        return _space_of(self.runner.schema.action_spaces)
 
     @property
     def reward_space(self) -> spaces.Dict | None:

@@ -42,11 +42,11 @@ from marl_parallel.core.construction import DefaultSeed, SeedCheck
 from marl_parallel.core.exclusive import CallGuard
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Watch
 from marl_parallel.core.native import NativePool
-from marl_parallel.core.pickling import dumps, dumps_for_workers
+from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.pool import Pool, Results
 from marl_parallel.core.slots import Snapshot
 from marl_parallel.planning import WaitingRemark
-from marl_parallel.types import ParallelEnvError
+from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
 
 Seeds = int | Sequence[int | None] | None
 """For a reset: the seed of environment 0, one seed for each environment, or None."""
@@ -123,6 +123,8 @@ class BatchRunner:
         """
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
+        if isinstance(self.pool, NativePool):
+            self.pool.check_resets(ids)
         extras = self.pool.run(Message.RESET, ids, self._reset_keywords(ids, seed, options))
         self.batch.statistics.finished = []
         self._note_resets(ids, extras)
@@ -136,6 +138,7 @@ class BatchRunner:
         for env_options in checked_options(options, ids):
             if env_options is not None:
                 self.schema.check_options(env_options)
+                dumps_for_workers(env_options, "options", self.local_modules)
         if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
             seeds_of(seed, ids)
         elif seed is not None:
@@ -147,7 +150,7 @@ class BatchRunner:
         assert isinstance(pool, Pool)
         assert pool.rebuilder is not None
         for env_id in env_ids:
-            pool.rebuilder.reset_options(env_id, {**options})
+            pool.rebuilder.remember_options(env_id, pool.rebuilder.merged_options(env_id, options))
         pool.prepare_again(env_ids)
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
@@ -300,10 +303,10 @@ class BatchRunner:
         self.check_idle("sample_actions", ids)
         declared, acting = self.schema.action_spaces, self.batch.acting
         if not declared:
-            raise ValueError("these environments declare no action spaces to draw random actions from")
+            raise NoSpaceDeclared("these environments declare no action spaces to draw random actions from", "action")
         for agent in self.schema.possible_agents:
             if agent not in declared:
-                raise ValueError(f"agent {agent!r} declares no action space to draw random actions from")
+                raise NoSpaceDeclared(f"agent {agent!r} declares no action space to draw random actions from", "action")
         result = []
         for env_id in ids:
             if env_id not in self._samplers:
@@ -311,8 +314,9 @@ class BatchRunner:
                 self._samplers[env_id] = ActionSampler(declared, (base_seed(seed), env_id))
             for agent in acting[env_id]:
                 if agent not in declared:
-                    raise ValueError(
-                        f"environment {env_id}: agent {agent!r} declares no action space to draw random actions from"
+                    raise NoSpaceDeclared(
+                        f"environment {env_id}: agent {agent!r} declares no action space to draw random actions from",
+                        "action",
                     )
             result.append(self._samplers[env_id].sample(acting[env_id], self.batch.masks(env_id)))
         return result
@@ -386,15 +390,18 @@ class BatchRunner:
     # -- the one facade that steps ---------------------------------------------------------------------------------
 
     def claim(self, facade: weakref.ref[Any]) -> None:
-        """Let one facade step; `RuntimeError` if another one does that is alive and has not called `release`."""
-        if self._stepped_by is facade:
-            return
+        """Let one facade step; errors are those of `check_claim`."""
+        if self._stepped_by is not facade:
+            self.check_claim(facade)
+            self._stepped_by = facade
+
+    def check_claim(self, facade: weakref.ref[Any]) -> None:
+        """Raise `RuntimeError` if another facade steps that is alive and has not called `release`."""
         other = self._stepped_by()
         if other is not None and other is not facade():
             raise RuntimeError(
                 f"this ParallelEnv is stepped by a {type(other).__name__} already; make a ParallelEnv for each facade"
             )
-        self._stepped_by = facade
 
     def release(self) -> None:
         """Let another facade step."""
@@ -464,8 +471,9 @@ class BatchRunner:
         for env_options in options_of:
             if env_options is not None:
                 self.schema.check_options(env_options)
+        # Everything that may be refused comes first: then nothing has changed.
         keywords: dict[int, bytes] = {}
-        new_seeds, sampler_seeds, remembered = [*self.seeds], dict[int, int](), list[int]()
+        new_seeds, sampler_seeds, merged = [*self.seeds], dict[int, int](), dict[int, dict[Any, Any]]()
         for env_id, env_seed, env_options in zip(env_ids, seeds, options_of, strict=True):
             passed: dict[str, Any] = {}
             slot = pool.slots[env_id]
@@ -479,11 +487,9 @@ class BatchRunner:
             if env_seed is not None:
                 passed["seed"] = new_seeds[env_id] = sampler_seeds[env_id] = env_seed
             if env_options is not None:
-                before = slot.options
-                passed["options"] = rebuilder.reset_options(env_id, env_options)
-                if slot.options is not before and dumps(slot.options) != dumps(before):
-                    remembered.append(env_id)
+                passed["options"] = merged[env_id] = rebuilder.merged_options(env_id, env_options)
             keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
+        remembered = [env_id for env_id, of_env in merged.items() if rebuilder.remember_options(env_id, of_env)]
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
         self._base_seed, self.seeds, pool.seeds_stale = base, tuple(new_seeds), True
         for env_id, env_seed in sampler_seeds.items():

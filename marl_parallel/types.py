@@ -151,8 +151,14 @@ class FinishedEpisode(NamedTuple):
     truncated: bool
 
 
-class NoSpaceDeclared(ParallelEnvError, AttributeError):
-    """No agent declares a space of this kind; `hasattr` is False then."""
+class NoSpaceDeclared(ParallelEnvError, ValueError):
+    """An agent declares no space of the kind that a facade, or `sample_actions`, needs. Nothing is closed."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(
+            f"{message}. Declare it as the environment's `{kind}_space`: a Dict by agent, or a method that takes an "
+            "agent"
+        )
 
 
 class StepBatch(NamedTuple):

@@ -225,6 +225,10 @@ class GroupSpaces(Mapping[AgentID, Space[Any]]):
     def __len__(self) -> int:
         return len(self._by_group)
 
+    def mapped(self, function: Callable[[Space[Any]], Space[Any]]) -> GroupSpaces:
+        """The same groups, with what a function makes of their spaces."""
+        return GroupSpaces({group: function(space) for group, space in self._by_group.items()}, self._group_of)
+
     def as_space(self) -> spaces.Dict:
         """A `Dict` keyed by group, in which an agent's id also finds its group's space."""
         return _SpacesByGroup(self)

@@ -35,6 +35,9 @@
 #include <time.h>
 #endif
 
+/* What is read: arrays over the block, copies, or copies with scalars of NumPy in place of arrays without axes. */
+enum { VIEWS = 0, COPIES = 1, SCALARS = 2 };
+
 /* What a function did with one value or one environment. */
 typedef enum { FAILED = -1, LEFT = 0, DONE = 1, DONE_BUT_INFOS = 2 } Outcome;
 
@@ -45,7 +48,8 @@ typedef struct Node {
     Kind kind;
     Py_ssize_t offset;         /* in each record */
     Py_ssize_t tag;            /* NUMBER: likewise, of its tag */
-    Py_ssize_t nbytes;         /* ARRAY */
+    Py_ssize_t nbytes;         /* ARRAY, NUMBER */
+    long long low, high;       /* NUMBER: the least and the greatest one */
     PyArray_Descr *dtype;      /* ARRAY */
     int ndim;                  /* ARRAY */
     npy_intp *dims;            /* ARRAY */
@@ -83,7 +87,7 @@ typedef struct {
 enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, UNKNOWN = 0xC4 };
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
 enum { FLAG_BITS = 12, INFOS_BIT = 16, ACTING_BIT = 64, EVERYWHERE = 127 };
-enum { SOME = 0, ALL_IN_ORDER = 1 };
+enum { SOME = 0, ALL_IN_ORDER = 1, STACKED = 2 };
 enum { NP_FALSE_CODE = 2, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
 #define STEP_TIMES 112 /* `StepTimes.SIZE` */
@@ -223,7 +227,14 @@ static Outcome write_value(const Codec *codec, const Node *node, char *record, P
         outcome = scalar == NULL ? FAILED : integer_of(scalar, &number);
         Py_XDECREF(scalar);
         if (outcome != DONE) return outcome;
-        *(int64_t *)(record + node->offset) = number;
+        if (number < node->low || number > node->high) return LEFT;
+        char *target = record + node->offset;
+        switch (node->nbytes) {
+        case 1: *(int8_t *)target = (int8_t)number; break;
+        case 2: *(int16_t *)target = (int16_t)number; break;
+        case 4: *(int32_t *)target = (int32_t)number; break;
+        default: *(int64_t *)target = number;
+        }
         record[node->tag] = (char)tag;
         return DONE;
     }
@@ -246,11 +257,22 @@ static Outcome write_value(const Codec *codec, const Node *node, char *record, P
     return LEFT;
 }
 
-static PyObject *read_number(const Codec *codec, int64_t number, unsigned char tag) {
+static PyObject *read_number(const Codec *codec, const Node *node, const char *record) {
+    const char *source = record + node->offset;
+    unsigned char tag = (unsigned char)record[node->tag];
+    int is_signed = node->low < 0;
+    int64_t number;
+    switch (node->nbytes) {
+    case 1: number = is_signed ? *(const int8_t *)source : *(const uint8_t *)source; break;
+    case 2: number = is_signed ? *(const int16_t *)source : *(const uint16_t *)source; break;
+    case 4: number = is_signed ? *(const int32_t *)source : (int64_t)*(const uint32_t *)source; break;
+    default: number = *(const int64_t *)source;
+    }
     if (tag < PyTuple_Size(codec->number_types) &&
         PyTuple_GetItem(codec->number_types, tag) == (PyObject *)int64_dtype->typeobj)
         return PyArray_Scalar(&number, int64_dtype, NULL);
-    return with_tag(codec->number_types, tag, PyLong_FromLongLong(number));
+    PyObject *value = is_signed ? PyLong_FromLongLong(number) : PyLong_FromUnsignedLongLong((uint64_t)number);
+    return with_tag(codec->number_types, tag, value);
 }
 
 static PyObject *read_reward(const Codec *codec, double number, int tag) {
@@ -260,19 +282,20 @@ static PyObject *read_reward(const Codec *codec, double number, int tag) {
     return with_tag(codec->reward_types, tag, PyFloat_FromDouble(number));
 }
 
-/* One value as a new object: arrays in memory of their own, or views of the block. */
+/* One value as a new object; `copy` says what arrays are. */
 static PyObject *read_value(const Codec *codec, const Node *node, char *record, int copy) {
     switch (node->kind) {
     case ARRAY: {
         char *data = record + node->offset;
-        if (!copy) return view_of(codec->block, node, data);
+        if (copy == VIEWS) return view_of(codec->block, node, data);
+        if (copy == SCALARS && node->ndim == 0) return PyArray_Scalar(data, node->dtype, NULL);
         Py_INCREF(node->dtype);
         PyObject *array = PyArray_NewFromDescr(&PyArray_Type, node->dtype, node->ndim, node->dims, NULL, NULL, 0, NULL);
         if (array != NULL) memcpy(PyArray_DATA((PyArrayObject *)array), data, (size_t)node->nbytes);
         return array;
     }
     case NUMBER:
-        return read_number(codec, *(int64_t *)(record + node->offset), (unsigned char)record[node->tag]);
+        return read_number(codec, node, record);
     case DICT: {
         PyObject *dict = PyDict_New();
         for (Py_ssize_t i = 0; dict != NULL && i < node->size; i++) {
@@ -933,10 +956,11 @@ static PyObject *codec_put_infos(PyObject *self, PyObject *args) {
 static PyObject *read_actions(const Codec *codec, char *record) {
     const char *header = record + codec->action_header;
     if (codec->actions == NULL) return NULL;
-    if (header[0] == ALL_IN_ORDER) return read_values(codec, codec->actions, record, 1);
+    int copy = header[0] & STACKED ? SCALARS : COPIES;
+    if (header[0] & ALL_IN_ORDER) return read_values(codec, codec->actions, record, copy);
     PyObject *dict = PyDict_New();
     for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
-        if (header[1 + i]) set_value(codec, &dict, i, read_value(codec, &codec->actions[i], record, 1));
+        if (header[1 + i]) set_value(codec, &dict, i, read_value(codec, &codec->actions[i], record, copy));
     return dict;
 }
 
@@ -1116,7 +1140,10 @@ static int build_node(Node *node, PyObject *form) {
     }
     if (PyUnicode_CompareWithASCIIString(kind, "number") == 0) {
         node->kind = NUMBER;
-        return PyArg_ParseTuple(form, "Onn", &kind, &node->offset, &node->tag) ? 0 : -1;
+        return PyArg_ParseTuple(form, "OnnnLL", &kind, &node->offset, &node->tag, &node->nbytes, &node->low,
+                                &node->high)
+                   ? 0
+                   : -1;
     }
     node->kind = PyUnicode_CompareWithASCIIString(kind, "dict") == 0 ? DICT : TUPLE;
     PyObject *keys;

@@ -94,7 +94,13 @@ class Stacked(NamedTuple):
 
 Actions: TypeAlias = Mapping[Any, Any] | list[Stacked]
 """By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or one value for each
-environment; or of several agents at a time. Those of `Discrete` spaces reach simulators as int64."""
+environment; or of several agents at a time. They reach simulators in the dtypes of their spaces, as from Gymnasium's
+vector environments: numbers of a `Discrete` space, or of a `Box` of shape `()`, are NumPy's scalars."""
+
+
+StackedMasks: TypeAlias = dict[AgentID, tuple[NDArray[Any] | None, NDArray[np.bool_]]]
+"""By agent, views of its action masks, `(num_envs, ...)`, and the rows that the simulator reported; other rows hold
+anything. The views are None for masks of a form that does not stack."""
 
 
 def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
@@ -128,15 +134,14 @@ def action_masks(batch: Batch | NativePool, schema: Schema, agents: Sequence[Age
     assert counts is not None
     masks = np.ones((len(batch.env_ids), len(agents), sum(counts)), np.bool_)
     stacked, apart = batch.stacked_masks()
-    acting = batch.acting
     for place, agent in enumerate(agents):
         if agent not in stacked:
             continue
-        values = stacked[agent]
+        values, reported = stacked[agent]
         if values is None or values.shape[1:] != masks.shape[2:]:
             apart = [*batch.env_ids]
             continue
-        used = usable_rows(counts, values) & np.array([agent in of_env for of_env in acting])
+        used = usable_rows(counts, values) & reported
         used[apart] = False
         masks[used, place] = values[used]
     for env_id in apart:
@@ -234,10 +239,15 @@ class ArrayBatch(ArrayView):
             if isinstance(actions, list) and self._actions_in_block:
                 slices = self._slices_of(tuple(tuple(of.agents) for of in actions))
                 if slices is not None:
-                    for (agents, values), (column, rows) in zip(actions, slices):
-                        write_stacked(column, rows, values, agents)
-                    self._actions.mark_present(acting)
-                    return {}
+                    try:
+                        for (agents, values), (column, rows) in zip(actions, slices):
+                            write_stacked(column, rows, values, agents)
+                        self._actions.mark_present(acting)
+                        return {}
+                    except Mismatch:
+                        if everyone:
+                            raise
+                        # The wrong ones may be of agents that do not act.
             by_agent = self._checked(actions, batch, ids)
             if self._actions_in_block:
                 try:
@@ -248,7 +258,7 @@ class ArrayBatch(ArrayView):
                     if everyone:
                         raise
                     # The wrong ones may be of agents that do not act.
-            return batch.write_actions(ids, self._by_env(by_agent, ids))
+            return batch.write_actions(ids, self._by_env(by_agent, ids), stacked=True)
         except Mismatch as error:
             raise ValueError(str(error)) from None
 

@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
-from marl_parallel.core.arrays import ArrayBatch, of_acting
+from marl_parallel.core.arrays import ArrayBatch, StackedMasks, of_acting
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import add_to_infos, needs_actions
-from marl_parallel.core.pickling import dumps_for_workers
-from marl_parallel.core.records import ActionRecords, Columns, TransitionRecords
+from marl_parallel.core.pickling import dumps_for_workers, in_order
+from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.slots import Slot, Snapshot
 from marl_parallel.core.spaces import Mismatch, conform, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
-from marl_parallel.core.transition import ALL, EPISODE, FINAL_OBS, are_empty
+from marl_parallel.core.transition import ALL, COMMON, EPISODE, FINAL_OBS, are_empty
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -73,6 +73,7 @@ class Batch:
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
         self._slots = slots
         self._places = {agent: place for place, agent in enumerate(layout.agents)}
+        self._possible = {*layout.schema.possible_agents}
         self.env_ids = tuple(range(layout.num_records))
         self._pettingzoo = rules is Rules.PETTINGZOO
         self._needs_all = self._pettingzoo or needs_all_actions
@@ -82,8 +83,10 @@ class Batch:
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
-    def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> dict[int, bytes]:
-        """Write one dict of actions for each environment.
+    def write_actions(
+        self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
+    ) -> dict[int, bytes]:
+        """Write one dict of actions for each environment; `stacked` if they come out of arrays over environments.
 
         Returns:
             By environment, what does not fit into the block, pickled.
@@ -115,6 +118,8 @@ class Batch:
                 what = f"environment {env_id}: its actions"
                 pickled[env_id] = dumps_for_workers(extras, what, self._local_modules)
             place += 1
+        if stacked:
+            self.actions.mark_stacked(env_ids)
         return pickled
 
     def _turn(self, slot: Slot) -> int:
@@ -193,7 +198,8 @@ class Batch:
         self.all_act = False
         stays_over = slot.over
         if type(extras) is Snapshot:
-            dicts, slot.acting, slot.alive, slot.over, slot.masks = extras
+            dicts, slot.acting, slot.alive, slot.over, masks = extras
+            slot.masks = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
             add_to_infos(dicts[4], EPISODE, self._add_step(slot, dicts[1:4], dicts[4], stays_over))
             return dicts
         read: Any = self.transitions.read_infos if only_infos else self.transitions.read
@@ -244,8 +250,7 @@ class Batch:
         """The transition of one environment in memory of its own; does not update the slot."""
         extras = extras or {}  # `read` adds to it
         dicts, acting, alive, ended = self._own.read(env_id, extras)
-        # None for agents without an observation: the block may be overwritten meanwhile.
-        masks = {**dict.fromkeys(acting), **self._pickled_masks(acting, dicts[0], extras, dicts[4], ended)}
+        masks = self._pickled_masks(acting, dicts[0], extras, dicts[4], ended)
         return Snapshot(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
 
     def last_known(
@@ -265,33 +270,38 @@ class Batch:
     # -- action masks --------------------------------------------------------------------------------------------------
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
-        """By agent, the action masks of those who act next, in new arrays; {} if the next action does not count."""
+        """By agent, the latest action masks that the simulator reported, in new arrays, also of agents that do not act.
+
+        {} if the next action does not count.
+        """
         slot = self._slots[env_id]
-        if slot.request is not None or slot.fault is not None:  # in flight, or to report a restart
+        if slot.request is not None or slot.fault is not None or not slot.has_reset:  # in flight, or rebuilt
             return {}
         observed = self.transitions.observed(env_id)
-        masks = {agent: observed[agent].get(ACTION_MASK) for agent in slot.acting if type(observed.get(agent)) is dict}
+        masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
         masks |= slot.masks or {}
-        return {agent: own_mask(masks[agent]) for agent in slot.acting if masks.get(agent) is not None}
+        reported = {agent: own_mask(mask) for agent, mask in masks.items() if mask is not None}
+        return in_order(reported, self.layout.schema.possible_agents)
 
-    def stacked_masks(self) -> tuple[dict[AgentID, NDArray[Any] | None], list[int]]:
-        """Masks by agent, as arrays `(num_envs, ...)`, and the environments in which only `masks` knows them.
-
-        The arrays are views, with rows of any values where an agent does not act. They are None for masks of a form
-        that only `masks` knows.
-        """
-        columns = self.layout.observations
-        found: dict[AgentID, NDArray[Any] | None] = {}
+    def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
+        """The action masks by agent, and the environments in which only `masks` knows them."""
+        columns, observed = self.layout.observations, (self.transitions.presence & BITS["observations"]) != 0
+        found: StackedMasks = {}
         for column, positions in columns.groups:
             if type(column.array) is dict and ACTION_MASK in column.array:
                 stacked = column.array[ACTION_MASK]
                 for row, at in enumerate(positions):
-                    found[columns.agents[at]] = stacked[:, row] if type(stacked) is np.ndarray else None
-        apart = [slot.env_id for slot in self._slots if slot.masks or slot.request is not None or slot.fault]
+                    agent, masks = columns.agents[at], stacked[:, row] if type(stacked) is np.ndarray else None
+                    found[agent] = masks, observed[:, self._places[agent]]
+        apart = [
+            slot.env_id
+            for slot in self._slots
+            if slot.masks or slot.request is not None or slot.fault or not slot.has_reset
+        ]
         return found, apart
 
     def _note_masks(self, slot: Slot, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
-        """Copy the masks of the agents that act out of infos and observations that travelled pickled."""
+        """Copy action masks out of infos, and out of observations that travelled pickled."""
         if not extras:
             slot.masks = None
         elif (
@@ -307,13 +317,19 @@ class Batch:
     def _pickled_masks(
         self, acting: Sequence[AgentID], observations: Mapping[Any, Any], extras: Any, infos: Any, ended: bool
     ) -> dict[AgentID, Any]:
-        """The masks of the agents that act; None for an agent whose observation is in `observations` without one."""
+        """The masks in observations and infos; None for an agent whose observation is in `observations` without one."""
         if ended and self.mode is AutoresetMode.SAME_STEP:  # those infos are the finished episode's
             infos = extras.get("reset_infos", {})
         masks = {}
-        for agent in acting:
+        for agent in {**dict.fromkeys(acting), **observations, **infos}:
             mask = mask_of(observations.get(agent), infos.get(agent))
-            if mask is not None or agent in observations:
+            if mask is None:
+                is_agent = agent in observations
+            elif self._possible:
+                is_agent = agent in self._possible or agent in acting or agent in observations
+            else:
+                is_agent = agent != COMMON
+            if is_agent:
                 masks[agent] = mask
         return masks
 

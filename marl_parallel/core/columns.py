@@ -124,28 +124,36 @@ def number_of(types: Sequence[type], tag: int, number: Any) -> Any:
 
 
 class NumberColumn:
-    """Discrete values: 64-bit integers, `array`, then one tag each; see `tag_of`."""
+    """Discrete values: integers of the dtype of their space, `array`, then one tag each; see `tag_of`."""
 
-    def __init__(self, rows: int, place: Place) -> None:
+    def __init__(self, rows: int, dtype: np.dtype[Any], place: Place) -> None:
         self.rows = rows
-        self.offset = place(9 * rows)
+        self.dtype = np.dtype(
+            f"{dtype.kind}{dtype.itemsize}"
+        )  # `np.longlong` is not `np.int64`, but has the same bytes
+        self._tag = _NUMBER_TAGS[self.dtype.type]
+        self._limits = int(np.iinfo(self.dtype).min), int(np.iinfo(self.dtype).max)
+        self._nbytes = self.dtype.itemsize  # of one value
+        self.offset = place((self._nbytes + 1) * rows)
 
     def form(self, row: int) -> tuple[Any, ...]:
-        return "number", self.offset + 8 * row, self.offset + 8 * self.rows + row
+        low, high = self._limits
+        tag = self.offset + self._nbytes * self.rows + row
+        return "number", self.offset + self._nbytes * row, tag, self._nbytes, low, min(high, 2**63 - 1)
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
-        self.array = over_records(buffer, starts, self.offset, np.int64, (self.rows,))
-        self._tags = over_records(buffer, starts, self.offset + 8 * self.rows, np.uint8, (self.rows,))
+        self.array = over_records(buffer, starts, self.offset, self.dtype, (self.rows,))
+        self._tags = over_records(buffer, starts, self.offset + self._nbytes * self.rows, np.uint8, (self.rows,))
 
     def write(self, record: int, row: int, value: Any) -> None:
-        """Write one value; raises `DoesNotFit` if it has another type or more than 64 bits."""
+        """Write one value; raises `DoesNotFit` if it is no integer, or one that the dtype cannot hold."""
         tag = tag_of(_NUMBER_TAGS, value)
         if tag is None:
             raise DoesNotFit
-        try:
-            self.array[record, row] = value.item() if tag > TYPE_OF_TAG else value
-        except OverflowError as error:
-            raise DoesNotFit from error
+        number = value.item() if tag > TYPE_OF_TAG else value
+        if not self._limits[0] <= number <= self._limits[1]:
+            raise DoesNotFit
+        self.array[record, row] = number
         self._tags[record, row] = tag
 
     def write_stacked(self, row: int | slice, values: Any) -> None:
@@ -156,7 +164,7 @@ class NumberColumn:
             count = " x ".join(map(str, column.shape))
             raise Mismatch(f"expected {count} integers, got shape {array.shape} and dtype {array.dtype}")
         column[...] = as_array(array, column.dtype, column.shape)
-        self._tags[:, row] = _NUMBER_TAGS[np.int64]
+        self._tags[:, row] = self._tag
 
     def read(self, record: int, row: int, copy: bool) -> Any:
         return number_of(NUMBER_TYPES, int(self._tags[record, row]), self.array[record, row].item())
@@ -207,7 +215,7 @@ def column_of(space: Space[Any], rows: int, place: Place) -> Column:
     if type(space) is spaces.Dict or type(space) is spaces.Tuple:
         return TreeColumn(rows, space, place)
     if isinstance(space, spaces.Discrete):
-        return NumberColumn(rows, place)
+        return NumberColumn(rows, np.dtype(space.dtype), place)
     assert space.shape is not None
     return ArrayColumn(rows, np.dtype(space.dtype), space.shape, place)
 

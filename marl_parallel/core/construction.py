@@ -151,7 +151,7 @@ def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | N
         return None
     if not callable(entry_point):
         return None
-    bound = {name: value for name, value in getattr(spec, "kwargs", {}).items() if (name, value) != ("seed", None)}
+    bound = {name: value for name, value in getattr(spec, "kwargs", {}).items() if name != "seed" or value is not None}
     return _flattened(functools.partial(entry_point, **{**bound, **call.keywords}))
 
 

@@ -27,9 +27,9 @@ from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Actions, Arrays, ArrayView, of_acting
+from marl_parallel.core.arrays import Actions, Arrays, ArrayView, StackedMasks, of_acting
 from marl_parallel.core.messages import Message
-from marl_parallel.core.pickling import loads
+from marl_parallel.core.pickling import in_order, loads
 from marl_parallel.core.pool import Results
 from marl_parallel.core.records import Columns
 from marl_parallel.core.schema import alike
@@ -138,7 +138,7 @@ class NativeSimulator(ABC):
 
         Args:
             actions: For each group of agents with equal action spaces: arrays `(n, agents of the group, ...)` in the
-                form and dtype of the space (int64 for `Discrete`). Rows of agents that do not act hold any numbers.
+                form and dtype of the space. Rows of agents that do not act hold any numbers.
                 The arrays may belong to the caller: copy what is read after this returns, and write nothing.
             env_ids: int32 `(n,)`: the environment of each row.
         """
@@ -251,6 +251,8 @@ class NativePool:
         self.marks = {"acting": none, "alive": none, "flagged": none, "over": np.zeros(len(none), np.bool_)}
         self._agent_lists: dict[str, list[list[AgentID]]] = {}  # of `marks`
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
+        # The environments that have reported them, bool (num_envs,); None for those in which the agent acts.
+        self._reported: dict[AgentID, NDArray[np.bool_] | None] = {}
         self._mask_places = {
             view.agents[at]: (group, row) for group, (_, of) in enumerate(groups) for row, at in enumerate(of)
         }
@@ -272,8 +274,7 @@ class NativePool:
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Received:
         self.check_open()
-        if not self.partial:
-            self._check_whole_batches(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
+        self._check_whole(message, env_ids)
         self._check_steps_all(message, env_ids)
         with self._in_simulator(message, env_ids):
             ids = self._start(message, env_ids, payloads)
@@ -360,6 +361,14 @@ class NativePool:
         self._simulator_s += time.perf_counter() - started
         if self.closed:
             self.check_open("the environments were closed by another thread")
+
+    def check_resets(self, env_ids: Sequence[int]) -> None:
+        """Raise `ValueError` if these environments cannot be reset at once."""
+        self._check_whole(Message.RESET, env_ids)
+
+    def _check_whole(self, message: Message, env_ids: Sequence[int]) -> None:
+        if not self.partial:
+            self._check_whole_batches(len(env_ids), f"{message.name.lower()} of {len(env_ids)} environments")
 
     def _check_steps_all(self, message: Message, env_ids: Sequence[int]) -> None:
         if message is Message.STEP and not self._simulator.steps_some and len(env_ids) < len(self.env_ids):
@@ -451,10 +460,12 @@ class NativePool:
         for position, (agent, (group, row)) in enumerate(self._group_of.items()):
             observed = received.observations[group]
             of_choices, place = self._mask_places[agent]
+            reported: Any = True if received.present is None else received.present[:, position]
             if received.action_masks is not None and (allowed := received.action_masks[of_choices]) is not None:
-                masks = allowed[:, place]
+                masks, reported = allowed[:, place], None
             elif ACTION_MASK in (infos := received.infos_of(position)):
                 masks = infos[ACTION_MASK]
+                reported = reported if received.informed is None else reported & received.informed
             elif isinstance(observed, dict) and ACTION_MASK in observed:
                 masks = stacking.column(observed[ACTION_MASK], row)
             else:
@@ -463,21 +474,38 @@ class NativePool:
             if whole is None:
                 whole = tree_map(lambda array: np.zeros((len(self._all), *array.shape[1:]), array.dtype), masks)
             self._masks[agent] = stacking.placed(whole, received.env_ids, masks)
+            if reported is None:
+                self._reported[agent] = None
+                continue
+            before = self._reported.get(agent)
+            rows = np.zeros(len(self._all), np.bool_) if before is None else before.copy()
+            rows[received.env_ids] = reported
+            self._reported[agent] = rows
+
+    def _have_reported(self, agent: AgentID) -> NDArray[np.bool_]:
+        reported = self._reported[agent]
+        return self.marks["acting"][:, self._agents.index(agent)] if reported is None else reported
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
-        agents = () if env_id in self._pending else self.acting[env_id]
-        all_masks = {agent: self._masks[agent] for agent in agents if agent in self._masks}
-        masks: dict[AgentID, Any] = own_mask(tree_map(lambda array: array[env_id], all_masks))
-        return masks
-
-    def stacked_masks(self) -> tuple[dict[AgentID, NDArray[Any] | None], list[int]]:
         """As in `Batch`."""
-        arrays = {agent: masks if type(masks) is np.ndarray else None for agent, masks in self._masks.items()}
+        agents = [] if env_id in self._pending else [a for a in self._masks if self._have_reported(a)[env_id]]
+        masks: dict[AgentID, Any] = own_mask(tree_map(lambda array: array[env_id], {a: self._masks[a] for a in agents}))
+        return in_order(masks, self._agents)
+
+    def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
+        """As in `Batch`."""
+        arrays: StackedMasks = {
+            agent: (masks if type(masks) is np.ndarray else None, self._have_reported(agent))
+            for agent, masks in self._masks.items()
+        }
         return arrays, [*self._pending]
 
     # -- dicts -----------------------------------------------------------------------------------------------------
 
-    def write_actions(self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]]) -> list[Any]:
+    def write_actions(
+        self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
+    ) -> list[Any]:
+        """What `NativeSimulator.send` takes; `stacked` is for `Batch`."""
         over, acting = self.over, self.acting
         used = [
             of_env if type(of_env) is dict and [*of_env] == acting[env_id]  # the most frequent case
@@ -560,7 +588,7 @@ class NativeArrays(ArrayView):
     def __init__(self, pool: NativePool) -> None:
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
-        # Groups with `Discrete` values, which are int64 in `Arrays`.
+        # Groups with `Discrete` values, which simulators may return in another dtype than that of the space.
         self._to_cast = [any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(of)) for of, _ in self.groups]
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:

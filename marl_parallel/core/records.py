@@ -11,7 +11,9 @@ Columns are described in `columns.py`. The headers, in bytes, for the n agents t
     of actions:        form 1 | present n
     of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
 
-The form tells whether every agent has an action; if not, `present` tells which have one. The bytes after the code tell
+The form tells whether every agent has an action; if not, `present` tells which have one. Actions out of arrays over
+environments are what Gymnasium's vector environments pass: NumPy's scalars where an array would have no axis. The bytes
+after the code tell
 which agents are in which dicts, and the types of their numbers.
 
 Most transitions are *plain*: every agent is in every dict and alive, all act or one does, all rewards have one type,
@@ -35,11 +37,11 @@ from marl_parallel.core.columns import TYPE_OF_TAG, Layout, number_of, over_reco
 from marl_parallel.core.episode import with_final
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import Extras, in_order
-from marl_parallel.core.spaces import check_reward, is_vector
+from marl_parallel.core.spaces import as_scalars, check_reward, has_scalars, is_vector
 from marl_parallel.core.transition import ALL, Transition, are_empty
 
-SOME, ALL_IN_ORDER = 0, 1
-"""The forms of actions."""
+SOME, ALL_IN_ORDER, STACKED = 0, 1, 2
+"""The forms of actions: some or all agents have one; a bit if they come out of arrays over environments."""
 
 _CODE_NBYTES = 8
 _CACHED, _CACHED_AGENTS = 256, 100_000
@@ -58,6 +60,8 @@ class ActionRecords:
         self._agents = self._columns.agents
         self._forms = over_records(buffer, layout.starts, layout.action_header, np.uint8, ())
         self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(self._agents),))
+        declared = layout.schema.action_spaces
+        self._with_scalars = {agent: space for agent, space in declared.items() if has_scalars(space)}
 
     def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
         """Write what fits, and return the rest, to be pickled; `Mismatch` if an action is not of its space."""
@@ -74,15 +78,26 @@ class ActionRecords:
         """Set which actions count in records that were written by columns: `(records, agents)`; None for all."""
         if present is not None:
             self._present[...] = present
-        self._forms[...] = ALL_IN_ORDER if present is None else SOME
+        self._forms[...] = STACKED | (ALL_IN_ORDER if present is None else SOME)
+
+    def mark_stacked(self, records: Sequence[int]) -> None:
+        """Set that the actions in these records come out of arrays over environments."""
+        if self._with_scalars:
+            self._forms[[*records]] |= STACKED
 
     def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
         """The actions of one record, arrays in memory of their own; `extras` is what `write` returned."""
-        agents = self._agents
-        if self._forms[record] != ALL_IN_ORDER:
+        agents, form = self._agents, int(self._forms[record])
+        if not form & ALL_IN_ORDER:
             agents = [agent for agent, there in zip(agents, self._present[record].tolist()) if there]
         actions = self._columns.read(record, agents, True)
-        return in_order(actions | extras, self._possible_agents) if extras else actions
+        if extras:
+            actions = in_order(actions | extras, self._possible_agents)
+        if form & STACKED:
+            for agent, space in self._with_scalars.items():
+                if agent in actions:
+                    actions[agent] = as_scalars(space, actions[agent])
+        return actions
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------

@@ -52,12 +52,17 @@ class Recovery:
     traced: bool = False  # whether workers trace
     watch: Watch = Watch()  # noqa: RUF009  # what workers write besides the transitions
 
-    def reset_options(self, env_id: int, options: dict[Any, Any]) -> dict[Any, Any]:
+    def merged_options(self, env_id: int, options: Mapping[Any, Any]) -> Any:
         """The options of a reset, with earlier ones if the environment remembers them: it may have been rebuilt."""
-        if self.options_last:
-            slot = self.slots[env_id]
-            slot.options = options = {**slot.options, **options}
-        return options
+        return {**self.slots[env_id].options, **options} if self.options_last else options
+
+    def remember_options(self, env_id: int, options: dict[Any, Any]) -> bool:
+        """Store merged options, if the environment remembers them; returns whether they are other ones than before."""
+        if not self.options_last:
+            return False
+        slot = self.slots[env_id]
+        before, slot.options = slot.options, options
+        return dumps(options) != dumps(before)
 
     def is_restarted(self, kinds: Sequence[str]) -> bool:
         """Whether the policy restarts an environment after an exception of these classes."""

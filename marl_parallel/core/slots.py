@@ -27,7 +27,7 @@ class Snapshot(NamedTuple):
     acting: list[AgentID]
     alive: list[AgentID]
     over: bool
-    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # of the agents that act; read-only
+    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # all action masks that were reported; read-only
 
 
 class Fault(NamedTuple):
@@ -55,7 +55,7 @@ class Slot:
     alive: list[AgentID] = field(default_factory=list)  # seen in this episode and not ended yet; read-only
     over: bool = False  # whether the episode has ended and no reset has followed
     has_reset: bool = False  # whether the environment has been reset at least once
-    masks: dict[AgentID, Any] | None = None  # action masks that are not in the record
+    masks: dict[AgentID, Any] | None = None  # action masks that are not in the record; None in place of those there
 
     fault: Fault | None = None  # that is not reported yet
     rebuilds: int = 0  # how often the environment has been constructed again, for whatever reason

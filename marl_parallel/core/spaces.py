@@ -6,6 +6,7 @@ its space. `padded_space` joins unequal spaces; others are compared in `schema.p
 
 from __future__ import annotations
 
+import copy
 import reprlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -134,6 +135,62 @@ def unfit_leaf(space: Space[Any]) -> str:
     return ""
 
 
+# -- choices that count from 0 -----------------------------------------------------------------------------------------
+
+
+def from_zero(space: Any) -> Any:
+    """The same space, with the choices of every `Discrete` and `MultiDiscrete` part counted from 0.
+
+    Example:
+        >>> from_zero(spaces.Dict(go=spaces.Discrete(3, start=5), aim=spaces.Box(0, 1)))["go"]
+        Discrete(3)
+    """
+    if not starts_elsewhere(space):
+        return space
+    copied = copy.deepcopy(space)
+    for _, leaf in leaves(copied):
+        if isinstance(leaf, spaces.Discrete | spaces.MultiDiscrete):
+            leaf.start = leaf.start * 0
+    return copied
+
+
+def starts_elsewhere(space: Space[Any]) -> bool:
+    """Whether some choices of a space do not count from 0."""
+    return any(
+        isinstance(leaf, spaces.Discrete | spaces.MultiDiscrete) and np.any(leaf.start) for _, leaf in leaves(space)
+    )
+
+
+def to_start(space: Space[Any], values: Any) -> Any:
+    """Values of `from_zero(space)`, one or stacked, as those of the space: integers of its dtype.
+
+    What is not of the form of the space stays as it is: whoever gets it says so.
+    """
+    return _moved(space, values, 1)
+
+
+def to_zero(space: Space[Any], values: Any) -> Any:
+    """The opposite of `to_start`."""
+    return _moved(space, values, -1)
+
+
+def _moved(space: Any, values: Any, sign: int) -> Any:
+    kind = type(space)
+    if kind is spaces.Dict and isinstance(values, Mapping):
+        return {k: _moved(space[k], part, sign) if k in space.spaces else part for k, part in values.items()}
+    if kind is spaces.Tuple and isinstance(values, _SEQUENCES) and len(values) == len(space):
+        return type(values)(_moved(child, part, sign) for child, part in zip(space, values))
+    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete) or values is None:
+        return values
+    array = np.asarray(values)
+    shape = space.shape or ()
+    if array.dtype.kind not in "biu" or array.shape[array.ndim - len(shape) :] != shape:
+        return values
+    moved = array.astype(np.int64) + sign * np.asarray(space.start, np.int64)
+    cast = moved.astype(space.dtype)
+    return (cast if np.array_equal(cast, moved) else moved)[()]
+
+
 # -- padding -----------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +304,21 @@ def _mismatch(dtype: np.dtype[Any], shape: tuple[int, ...], got: str) -> Mismatc
     return Mismatch(f"expected an array of shape {shape} and dtype {dtype}, got {got}")
 
 
+def has_scalars(space: Space[Any]) -> bool:
+    """Whether a part of a space has arrays without axes, as a `Box` of shape `()`."""
+    return any(type(leaf) in ARRAY_SPACES and leaf.shape == () for _, leaf in leaves(space))
+
+
+def as_scalars(space: Space[Any], value: Any) -> Any:
+    """A value with NumPy's scalars in place of arrays without axes, as Gymnasium's `iterate` has them."""
+    if type(space) is spaces.Dict and isinstance(value, dict):
+        return {key: as_scalars(space[key], part) if key in space.spaces else part for key, part in value.items()}
+    if type(space) is spaces.Tuple and isinstance(value, tuple) and len(value) == len(space):
+        return tuple(map(as_scalars, space, value))
+    is_scalar = type(space) in ARRAY_SPACES and space.shape == () and isinstance(value, np.ndarray)
+    return value[()] if is_scalar else value
+
+
 def is_vector(reward: Any) -> bool:
     """Whether a reward has axes, as an array or as nested sequences; a number, None and a dict have none."""
     return reward.ndim > 0 if isinstance(reward, np.ndarray) else isinstance(reward, list | tuple)
@@ -278,5 +350,5 @@ def zeros(space: Space[Any]) -> Any:
     if isinstance(space, spaces.Dict | spaces.Tuple):  # of a derived class too, which `tree_map` takes for a leaf
         return tree_map(zeros, space.spaces)
     if isinstance(space, spaces.Discrete):
-        return 0
+        return np.dtype(space.dtype).type(0)
     return None if space.shape is None or not fits_block(space) else np.zeros(space.shape, space.dtype)

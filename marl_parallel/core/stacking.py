@@ -13,25 +13,23 @@ from numpy.typing import NDArray
 from marl_parallel.core.spaces import ARRAY_SPACES, Mismatch, as_array, check_form, fits_block, tree_map
 from marl_parallel.core.spaces import copied as copied
 
-_WHOLE_NUMBERS = np.dtype(np.int64)
-
 
 def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
     """Zeros with these leading axes; for a space without a fixed form, an array of objects, each None."""
     if isinstance(space, spaces.Dict | spaces.Tuple):  # of a derived class too, which `tree_map` takes for a leaf
         return tree_map(lambda part: zeros(part, shape), space.spaces)
     if isinstance(space, spaces.Discrete):
-        return np.zeros(shape, _WHOLE_NUMBERS)
+        return np.zeros(shape, space.dtype)
     if isinstance(space, ARRAY_SPACES):
         return np.zeros((*shape, *space.shape), space.dtype)
     return np.full(shape, None, object)
 
 
 def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
-    """Stacked values of these leading axes, cast to the dtype of their space (int64 for `Discrete`), or `Mismatch`."""
+    """Stacked values of these leading axes, cast to the dtype of their space, or `Mismatch`."""
 
     def of_leaf(leaf: Space[Any], array: Any) -> NDArray[Any]:
-        return as_array(array, _dtype(leaf), (*shape, *(leaf.shape or ())))
+        return as_array(array, np.dtype(leaf.dtype), (*shape, *(leaf.shape or ())))
 
     return tree_map(of_leaf, space, values, form=check_form)
 
@@ -51,24 +49,23 @@ def picked(space: Space[Any], values: Any, rows: Sequence[int], count: int) -> S
         array, shape = np.asarray(stack), leaf.shape or ()
         if array.shape[:1] != (count,):
             raise Mismatch(f"expected an array of shape {(count, *shape)}, got shape {array.shape}")
-        return as_array(array[rows], _dtype(leaf), (len(rows), *shape))
+        return as_array(array[rows], np.dtype(leaf.dtype), (len(rows), *shape))
 
     return one_by_one(tree_map(of_leaf, space, values, form=check_form), len(rows)) if rows else []
 
 
-def _dtype(space: Space[Any]) -> np.dtype[Any]:
-    return _WHOLE_NUMBERS if isinstance(space, spaces.Discrete) else np.dtype(space.dtype)
-
-
 def whole(space: Space[Any], values: Any) -> Any:
-    """Floats that are whole numbers as integers, if the space has integers; any other values as they are."""
+    """Whole numbers, also those of floats, in the dtype of the space, if that has integers and holds these numbers.
+
+    Any other values stay as they are.
+    """
     if not isinstance(space, (spaces.Discrete, *ARRAY_SPACES)) or np.dtype(space.dtype).kind not in "iu":
         return values
     array = np.asarray(values)
-    if array.dtype.kind != "f":
+    if array.dtype == space.dtype or array.dtype.kind not in "biuf":
         return values
     with np.errstate(invalid="ignore"):
-        integers = array.astype(_WHOLE_NUMBERS)
+        integers = array.astype(space.dtype)
     return integers if np.array_equal(integers, array) else values
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays
 from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.spaces import tree_map
+from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import agent_infos, took_part, vector_infos, with_env_flags
@@ -34,7 +34,9 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     Everything is a dict by agent of arrays over all environments, always for all possible agents. Rewards are float64
     and flags bool, `(num_envs,)`. Missing values are NaN: rewards; flags of agents that take no part in an environment
     (the array is float64 then); observations of floats (integers have no NaN and are zeros). Observations that are
-    single numbers have the shape `(num_envs, 1)`. All arrays are the caller's own, also with the `copy=False` of `env`.
+    single numbers have the shape `(num_envs, 1)`. Choices of `Discrete(n, start=s)` and of `MultiDiscrete` count
+    from 0, in actions and observations; the simulator gets and returns s, s + 1, ... All arrays are the caller's own,
+    also with the `copy=False` of `env`.
 
     In the step that ends an episode, observations are the new episode's; agents without a flag of their own inherit
     the environment's; infos are the reset's, with the old episode's last as `final_obs` and `final_info`.
@@ -80,8 +82,8 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
                 raise ValueError(f"AgileRL's actions are arrays, but the action space of agent {agent!r} is {space}")
         super().__init__(
             env.num_envs,
-            {agent: schema.observation_spaces[agent] for agent in agents},
-            {agent: schema.action_spaces[agent] for agent in agents},
+            {agent: from_zero(schema.observation_spaces[agent]) for agent in agents},
+            {agent: from_zero(schema.action_spaces[agent]) for agent in agents},
             agents,
             metadata=env.metadata,
             render_mode=env.render_mode,
@@ -133,7 +135,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         else:
             for agent, rows in nan.items():
                 arrays[agent] = stacking.placed(arrays[agent], rows, np.zeros((), arrays[agent].dtype))
-            declared = self._single_action_spaces
+            declared = self._stepper.runner.schema.action_spaces
             self._stepper.send({agent: _formed(declared.get(agent), array) for agent, array in arrays.items()})
         return self._results(self._stepper.receive())
 
@@ -167,7 +169,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def _of_env(self, actions: Mapping[str, Any]) -> ByAgent:
         """One environment's actions in the form of their spaces, without those that are NaN."""
         rows = {agent: _array(action)[None] for agent, action in actions.items()}
-        declared = self._single_action_spaces
+        declared = self._stepper.runner.schema.action_spaces
         return {a: _formed(declared.get(a), row)[0] for a, row in rows.items() if _nan_rows(row) is None}
 
     def _results(self, arrays: Arrays) -> Results:
@@ -202,18 +204,28 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
                 values[unobserved[:, positions]] = np.nan
             return values[..., None] if values.ndim == 2 and not values.dtype.hasobject else values
 
+        def of_group(space: Space[Any], positions: list[int], values: Any) -> Any:
+            if starts_elsewhere(space):
+                values = to_zero(space, values)
+                stacking.clear(values, np.nonzero(~arrays.observed[:, positions]))
+                values = tree_map(lambda leaf, array: array.astype(leaf.dtype, copy=False), space, values)
+            return tree_map(partial(of_leaf, positions), values)
+
         view = self._stepper.view
         groups = zip(arrays.observations, view.groups)
-        return view.by_agent([tree_map(partial(of_leaf, positions), values) for values, (_, positions) in groups])
+        return view.by_agent([of_group(space, positions, values) for values, (space, positions) in groups])
 
     def _infos(self, arrays: Arrays, over: NDArray[np.bool_] | None = None) -> ByAgent:
         by_env: dict[int, list[dict[Any, Any]]] = {}
+        schema = self._stepper.runner.schema
         for env_id, infos in arrays.infos.items():
             next_episode = over is not None and bool(over[env_id])
             by_env[env_id] = agent_infos(env_id, infos, self.agents, self.agents, next_episode=next_episode)
-            for info in by_env[env_id]:
+            for agent, info in zip(self.agents, by_env[env_id]):
                 if FINAL_OBS in info:
-                    info[FINAL_OBS] = self._stepper.own(info[FINAL_OBS])
+                    info[FINAL_OBS] = to_zero(schema.observation_spaces[agent], self._stepper.own(info[FINAL_OBS]))
+                if info.get(_FORCED) is not None:
+                    info[_FORCED] = to_zero(schema.action_spaces[agent], info[_FORCED])
         result: ByAgent = {}
         for place, agent in enumerate(self.agents):
             info = vector_infos(((env_id, of_agents[place]) for env_id, of_agents in by_env.items()), self.num_envs)
@@ -236,13 +248,19 @@ def _nan_rows(array: NDArray[Any]) -> NDArray[np.bool_] | None:
 
 
 def _formed(space: Space[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:
-    """Rows that are flat or have other axes of length 1, in the shape of their space; whole floats as integers."""
+    """Rows that are flat or have other axes of length 1, in the shape of their space; whole floats as integers.
+
+    Choices, which AgileRL counts from 0, are those of the space.
+    """
     if space is None or space.shape is None:
         return rows
     rows = stacking.whole(space, rows)
     flat = rows.shape == (len(rows), int(np.prod(space.shape)))
     alike = [length for length in rows.shape[1:] if length != 1] == [length for length in space.shape if length != 1]
-    return rows.reshape(len(rows), *space.shape) if flat or alike else rows
+    rows = rows.reshape(len(rows), *space.shape) if flat or alike else rows
+    if starts_elsewhere(space):
+        rows = to_start(space, rows)
+    return rows
 
 
 def _forced(agent: str, actions: Any, defined: NDArray[np.bool_]) -> NDArray[np.float64]:

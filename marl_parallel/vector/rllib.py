@@ -30,13 +30,14 @@ from ray.rllib.utils.metrics import (
 from ray.rllib.utils.pre_checks.env import check_multiagent_environments
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
-from marl_parallel.adapters import AgentID
+from marl_parallel.adapters import AgentID, GroupSpaces
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.arguments import checked_integer
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.native import NativePool
+from marl_parallel.core.spaces import from_zero, leaves, starts_elsewhere, to_start, to_zero
 from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules
@@ -58,7 +59,8 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
     `ParallelMultiAgentEnvRunner` makes one. The dicts are those of `ParallelEnv`, without entries of agents that are
     dead and observations of agents whose turn it is not. `infos[i]["__common__"]`, such as the mark of a restart, is
-    copied into the info of each agent that observes, as RLlib drops other keys.
+    copied into the info of each agent that observes, as RLlib drops other keys. Choices of `Discrete(n, start=s)` and
+    of `MultiDiscrete` count from 0, in spaces, actions and observations; the simulator gets and returns s, s + 1, ...
 
     Args:
         env: Made with `auto_reset="NEXT_STEP"` and `copy=True`, as RLlib stores observations. No other facade may step
@@ -94,10 +96,11 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
             raise ValueError("RLlib stores observations, so it needs a ParallelEnv with copy=True, got copy=False")
         self.env, self.num_envs = env, env.num_envs
         self.metadata, self.render_mode = env.metadata, env.render_mode
-        self.single_observation_spaces = {**runner.schema.observation_spaces}
-        self.single_action_spaces = {**runner.schema.action_spaces}
-        self.single_observation_space = getattr(env, "observation_space", spaces.Dict())
-        self.single_action_space = getattr(env, "action_space", spaces.Dict())
+        seen, acts = runner.schema.observation_spaces, runner.schema.action_spaces
+        self.single_observation_spaces, self.single_action_spaces = _from_zero(seen), _from_zero(acts)
+        self.single_observation_space, self.single_action_space = _joined(seen), _joined(acts)
+        self._seen = seen if any(map(starts_elsewhere, seen.values())) else None
+        self._acts = acts if any(map(_is_converted, acts.values())) else None
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
         self._came_back: list[tuple[int, AgentID]] = []  # environments and agents of the latest results, from filters
         self._filters = [EpisodeFilter(runner.batch, env_id, self._came_back) for env_id in range(env.num_envs)]
@@ -112,8 +115,10 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         Arguments and errors are those of `ParallelEnv.reset`. `RuntimeError` if another facade steps this environment.
         Results in flight are dropped.
         """
+        self._runner.check_claim(self._claim)
+        observed, informed = self.env.reset(seed=seed, options=options, drain=True)
         self._runner.claim(self._claim)
-        results = zip(self._filters, *self.env.reset(seed=seed, options=options, drain=True))
+        results = zip(self._filters, self._observations(observed), informed)
         observations, infos = map(list, zip(*[own.begin(*dicts) for own, *dicts in results]))
         return observations, infos
 
@@ -127,7 +132,8 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         """
         self._runner.claim(self._claim)
         were_over = [*self._runner.batch.over]
-        results = zip(self._filters, were_over, zip(*self.env.step(actions)))
+        observed, *rest = self.env.step(self._actions(actions))
+        results = zip(self._filters, were_over, zip(self._observations(observed), *rest))
         rows = [own.step(was_over, dicts) for own, was_over, dicts in results]
         self._refuse_lives()
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
@@ -141,7 +147,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         """
         self._runner.claim(self._claim)
         over = self._runner.batch.over
-        self.env.send(actions, env_ids)
+        self.env.send(self._actions(actions), env_ids)
         self._were_over.update({env_id: over[env_id] for env_id in env_ids})
 
     @exclusive("recv")
@@ -150,7 +156,8 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
         Ids are in ascending order. Errors are those of `ParallelEnv.recv`.
         """
-        received = {env_id: dicts for env_id, *dicts in zip(*self.env.recv(min_envs))}
+        ids, observed, *rest = self.env.recv(min_envs)
+        received = {env_id: dicts for env_id, *dicts in zip(ids, self._observations(observed), *rest)}
         env_ids = tuple(sorted(received))
         rows = [self._filters[i].step(self._were_over.pop(i), tuple(received[i])) for i in env_ids]
         self._refuse_lives()
@@ -168,6 +175,18 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
                 f"own, such as {f'{agent}:2'!r}; or report its end only when it does not come back"
             )
 
+    def _actions(self, actions: Any) -> Any:
+        """Choices as the simulators count them, in the dtypes of their spaces."""
+        if self._acts is None:
+            return actions
+        return [_converted(self._acts, of_env, to_start) for of_env in actions]
+
+    def _observations(self, observations: Sequence[dict[Any, Any]]) -> Sequence[dict[Any, Any]]:
+        """Observations whose choices count from 0."""
+        if self._seen is None:
+            return observations
+        return [_converted(self._seen, of_env, to_zero) for of_env in observations]
+
     def _as_numbers(self, rewards: EnvDicts) -> EnvDicts:
         """Vector rewards as numbers."""
         if not self._rules:
@@ -181,6 +200,33 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
     def __del__(self) -> None:
         """Nothing: the `ParallelEnv` may be used further, and closes when it is collected itself."""
+
+
+def _is_converted(space: Space[Any]) -> bool:
+    """Whether actions of RLlib's, which are int64 and count from 0, are other ones for the simulator."""
+    return starts_elsewhere(space) or any(
+        isinstance(leaf, spaces.Discrete) and leaf.dtype != np.int64 for _, leaf in leaves(space)
+    )
+
+
+def _from_zero(declared: Mapping[AgentID, Space[Any]]) -> dict[AgentID, Space[Any]]:
+    """Spaces by agent, whose choices count from 0; agents with the same space still have the same."""
+    made = {id(space): from_zero(space) for space in declared.values()}
+    return {agent: made[id(space)] for agent, space in declared.items()}
+
+
+def _joined(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict:
+    """The same as one space."""
+    if isinstance(declared, GroupSpaces):
+        return declared.mapped(from_zero).as_space()
+    return spaces.Dict([*_from_zero(declared).items()])
+
+
+def _converted(declared: Mapping[AgentID, Space[Any]], of_env: Any, convert: Callable[[Space[Any], Any], Any]) -> Any:
+    """The values of one environment by agent, converted where the agent declares a space."""
+    if not isinstance(of_env, Mapping):
+        return of_env
+    return {agent: convert(declared[agent], value) if agent in declared else value for agent, value in of_env.items()}
 
 
 class EpisodeFilter:
@@ -221,7 +267,7 @@ class EpisodeFilter:
         common = infos.get(COMMON)
         if not over:
             observations = self._to_act(observations)
-        elif isinstance(common, dict) and common.get("restarted"):
+        elif isinstance(common, dict) and common.get("restarted") is True:
             observations = {**{a: self._seen[a] for a in truncateds if a in self._seen}, **observations}
         infos = _with_common(infos, observations)
         ended = any(terminateds.values()) or any(truncateds.values())
@@ -263,10 +309,10 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
         super().__init__()
         self._env, self._env_id = env, env_id
         self.possible_agents, self.agents = env.possible_agents, env.possible_agents
-        self.observation_spaces = {**env.runner.schema.observation_spaces}
-        self.action_spaces = {**env.runner.schema.action_spaces}
-        self.observation_space = getattr(env, "observation_space", None)
-        self.action_space = getattr(env, "action_space", None)
+        seen, acts = env.runner.schema.observation_spaces, env.runner.schema.action_spaces
+        self.observation_spaces, self.action_spaces = _from_zero(seen), _from_zero(acts)
+        self.observation_space = _joined(seen) if seen else None
+        self.action_space = _joined(acts) if acts else None
         self.metadata, self.render_mode = env.metadata, env.render_mode
 
     def get_observation_space(self, agent_id: AgentID) -> Space[Any] | None:

@@ -24,6 +24,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.native import InfoColumns
+from marl_parallel.core.pickling import same
 from marl_parallel.core.schema import equal
 from marl_parallel.core.spaces import check_form, tree_map
 from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
@@ -100,7 +101,7 @@ class AgentRows:
             raise ValueError(f"expected {what} for {self.num_envs} environments or for {num_rows} rows, got {values!r}")
         for env_id in range(self.num_envs):
             of_env = [*values[env_id * per_env : (env_id + 1) * per_env]]
-            if of_env != of_env[:1] * per_env:
+            if not all(same(value, of_env[0]) for value in of_env[1:]):
                 raise ValueError(
                     f"{what} must be equal for all rows of an environment, but for environment {env_id} it is {of_env}"
                 )

@@ -25,7 +25,7 @@ from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.spaces import unfit_leaf, zeros
+from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map, unfit_leaf, zeros
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import installed
@@ -73,8 +73,10 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
 
     With k agents, row `i * k + j` is agent j of environment i. Actions and observations are in the form of the agents'
     space, batched: an array `(num_envs, ...)`, or a dict of them. Whole numbers may come as floats, as
-    Stable-Baselines3 samples those of `MultiBinary` spaces. Rewards are float64 and dones bool, `(num_envs,)`, infos a
-    list of dicts. All arrays are the caller's own, also with the `copy=False` of `env`.
+    Stable-Baselines3 samples those of `MultiBinary` spaces. Choices of `Discrete(n, start=s)` and of `MultiDiscrete`
+    count from 0, in actions and observations; the simulator gets and returns s, s + 1, ... Rewards are float64 and
+    dones bool, `(num_envs,)`, infos a list of dicts. All arrays are the caller's own, also with the `copy=False` of
+    `env`.
 
     A row is done when its agent dies, and when its environment's episode ends. Then its info has the agent's last
     observation as `terminal_observation`, and the observation that is returned is the new episode's first, or zeros
@@ -125,7 +127,10 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         self._rows = AgentRows(self._stepper, self.agents, _ADVICE)
         self._per_env = len(self.agents)
         self._has_choices = choices_of(self._rows.action_space) is not None
-        VecEnv.__init__(self, env.num_envs * self._per_env, self._rows.space, self._rows.action_space)
+        # Stable-Baselines3 counts choices from 0.
+        self._seen_elsewhere, self._acts_elsewhere = map(starts_elsewhere, (self._rows.space, self._rows.action_space))
+        declared = from_zero(self._rows.space), from_zero(self._rows.action_space)
+        VecEnv.__init__(self, env.num_envs * self._per_env, *declared)
         self.present = self.acting = self.observed = self.rewarded = np.zeros(self.num_envs, np.bool_)
         self._returns, self._lengths = np.zeros((2, env.num_envs, self._per_env))  # of rows, since their episode began
         self._has_stats = self._stepper.runner.batch.statistics.in_infos  # without what `scalarize` makes of rewards
@@ -140,26 +145,38 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         Returns observations of all rows; infos are in `reset_infos`. Errors are those of `ParallelEnv.reset`.
         """
         by_env = [options or None for options in self._options[:: self._per_env]]
+        options = by_env if any(by_env) else None
         if self._stepper.in_flight:
+            self._stepper.runner.check_reset(self._seeds[0], options, None)  # what is refused discards nothing
             self._stepper.receive()
-        arrays = self._stepper.reset(self._seeds[0], by_env if any(by_env) else None)
+        arrays = self._stepper.reset(self._seeds[0], options)
         self._reset_seeds()
         self._reset_options()
         self._rows.note_reset()
         self._returns[...] = self._lengths[...] = 0.0
         self.reset_infos = self._infos(arrays)
-        return self._rows.flat_observations(arrays)
+        return self._observations(arrays)
 
     step = VecEnv.step  # calls `step_async` and `step_wait`, which users of Stable-Baselines3 replace and wrap
 
     def _actions(self, actions: NDArray[Any]) -> list[Stacked]:
-        return [self._rows.actions(stacking.whole(self.action_space, actions))]
+        actions = stacking.whole(self.action_space, actions)
+        return [self._rows.actions(to_start(self._rows.action_space, actions) if self._acts_elsewhere else actions)]
+
+    def _observations(self, arrays: Arrays) -> Any:
+        """The observations of all rows; choices count from 0, and rows of agents that are not observed are zeros."""
+        observations = self._rows.flat_observations(arrays)
+        if not self._seen_elsewhere:
+            return observations
+        observations = to_zero(self._rows.space, observations)
+        stacking.clear(observations, np.flatnonzero(~arrays.observed.ravel()))
+        return tree_map(lambda leaf, array: array.astype(leaf.dtype, copy=False), self._rows.space, observations)
 
     def _results(self, arrays: Arrays) -> Results:
         infos = self._infos(arrays)
         for info in infos:
             info["TimeLimit.truncated"] = False
-        observations = self._rows.flat_observations(arrays)
+        observations = self._observations(arrays)
         self._returns += arrays.rewards
         if arrays.plain and not self._rows.any_dead:
             self._lengths += 1
@@ -181,6 +198,8 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
             elif arrays.observed[place]:
                 last = self._rows.observation(arrays, row)
             known = last is not None and not were_dead[place]
+            if known and self._seen_elsewhere:
+                last = to_zero(self._rows.space, last)
             infos[row]["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
             infos[row]["TimeLimit.truncated"] = bool(truncated[place]) and known
             own = _LastInfo(infos[row])
@@ -196,7 +215,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
     def action_masks(self) -> NDArray[np.bool_]:
         """The action masks of all rows, for `sb3_contrib.MaskablePPO`: bool `(num_envs, num_choices)`, True = allowed.
 
-        All True in rows of agents that have no mask or do not act. Shapes and errors are those of
+        All True in rows of agents for whom the simulator reports no mask. Shapes and errors are those of
         `ArrayStepper.action_masks`.
         """
         return stacking.flat(self._stepper.action_masks(self.agents))

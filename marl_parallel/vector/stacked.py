@@ -359,7 +359,7 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
             self.final_state = final.copy()
             for place in ended:
                 common = arrays.infos.get(env_ids[place], {}).get(COMMON)
-                if before is not None and isinstance(common, Mapping) and common.get("restarted"):
+                if before is not None and isinstance(common, Mapping) and common.get("restarted") is True:
                     self.final_state[place] = before[place]
 
     # -- groups ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import is_vector
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import BatchRunner, Options, Seeds
-from marl_parallel.types import ParallelEnvError
+from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
 
 __all__ = ["ArrayStepper", "Arrays", "Stacked"]
 
@@ -117,7 +117,9 @@ class ArrayStepper(OfParallelEnv):
         for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
             for agent in schema.possible_agents:
                 if agent not in declared:
-                    raise ValueError(f"{name} needs a space for everything, but {agent!r} declares no {kind} space")
+                    raise NoSpaceDeclared(
+                        f"{name} needs a space for everything, but {agent!r} declares no {kind} space", kind
+                    )
         self._reward_spaces = schema.reward_spaces
         self._rules = {} if vectors and scalarize is None else reward_rules(name, scalarize, self._reward_spaces)
         self.runner.check_batch_size(name, partial_resets=partial_resets)
@@ -159,6 +161,7 @@ class ArrayStepper(OfParallelEnv):
         """
         last = self._last_before_reset("reset", env_ids)
         ids, extras = self.runner.reset(seed, options, env_ids)
+        self.runner.claim(self._facade)
         return self._noted(self.view.read(extras) if last is None else self.view.read_some(ids, extras, last))
 
     @exclusive("reset_async")
@@ -167,12 +170,13 @@ class ArrayStepper(OfParallelEnv):
         last = self._last_before_reset("reset_async", env_ids)
         self.runner.check_idle("reset_async")
         self.runner.send_reset(seed, options, env_ids)
+        self.runner.claim(self._facade)
         self._resetting = self.runner.checked_ids(env_ids), last
         self.in_flight = True
 
     def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
         """What the arrays of a reset have of the others; None if all are reset."""
-        self.runner.claim(self._facade)
+        self.runner.check_claim(self._facade)
         if env_ids is not None and self.latest is None and len(env_ids) < self.runner.num_envs:
             self.runner.check_idle(name)  # the reset of all may be in flight
             raise ResetNeeded("reset all environments before resetting some of them")
@@ -225,13 +229,14 @@ class ArrayStepper(OfParallelEnv):
         self.runner.check_idle("step_async", ids)
         self.runner.check_has_reset(ids, "step_async")
         check_one_for_each(actions, ids)
-        self.runner.send(ids, self.runner.batch.write_actions(ids, actions))
+        self.runner.send(ids, self.runner.batch.write_actions(ids, actions, stacked=True))
 
     @exclusive("reset_async")
     def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None) -> None:
         """Begin to reset some environments, while others may be in flight; `receive_some` has the results."""
-        self.runner.claim(self._facade)
+        self.runner.check_claim(self._facade)
         self.runner.send_reset(seed, None, env_ids)
+        self.runner.claim(self._facade)
 
     @exclusive("recv")
     def receive_some(
@@ -257,7 +262,7 @@ class ArrayStepper(OfParallelEnv):
         self._check_may_step("step_async")
         ids = self.runner.env_ids
         check_one_for_each(actions, ids)
-        self.runner.send(ids, self.runner.batch.write_actions(ids, actions), together=True)
+        self.runner.send(ids, self.runner.batch.write_actions(ids, actions, stacked=True), together=True)
         self.in_flight = True
 
     @exclusive("step_wait")
@@ -296,8 +301,9 @@ class ArrayStepper(OfParallelEnv):
     def action_masks(self, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
         """The action masks of some agents as one array; True = allowed.
 
-        All entries are True where an agent has no mask, does not act, is in flight, or has a mask that allows nothing
-        or is not made for its action space.
+        They are those that the simulator reported last, also for agents that do not act. All entries are True where it
+        reported none, where an environment is in flight, and where a mask allows nothing or is not made for the action
+        space.
 
         Args:
             agents: Agents with equal action spaces, which are `Discrete` or `MultiDiscrete` with one axis.

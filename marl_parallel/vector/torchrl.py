@@ -26,6 +26,7 @@ from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import choices_of, declares_mask
 from marl_parallel.adapters import AgentID, Schema, attributes
 from marl_parallel.arguments import base_seed
+from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.native import NativePool
@@ -331,9 +332,13 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         for name, group in self._groups.items():
             arrays = self._action_arrays(name, group.action_space, rows)
             for place, agent in enumerate(group.agents):
-                for row, env_id in enumerate(ids):
-                    if agent in acting[env_id]:
-                        of_env[row][agent] = tree_map(lambda array, at=(row, place): array[at], arrays)
+                places = [row for row, env_id in enumerate(ids) if agent in acting[env_id]]
+                try:
+                    own = stacking.picked(group.action_space, stacking.column(arrays, place), places, len(ids))
+                except Mismatch as error:
+                    raise ValueError(f"the actions of agent {agent!r}{error.path}: {error}") from None
+                for row, action in zip(places, own):
+                    of_env[row][agent] = action
         self._stepper.send_some(of_env, ids)
         self._sent.update(zip(ids, rows.unbind(0)))
 
@@ -643,20 +648,24 @@ def _flag_spec(shape: tuple[int, ...]) -> TensorSpec:
     return Categorical(2, shape=shape, dtype=torch.bool)
 
 
+def _dtype(space: Any) -> torch.dtype:
+    return torch.from_numpy(np.zeros(0, space.dtype)).dtype
+
+
 def _spec(space: Any, observed: bool) -> TensorSpec:
     """The spec of a leaf: actions count from 0; observations include the zeros in the rows of absent agents."""
     if isinstance(space, spaces.MultiBinary):
         return Binary(space.shape[-1], shape=space.shape, dtype=torch.int8)
     if isinstance(space, spaces.Discrete) and not (observed and space.start):
-        return Categorical(int(space.n), dtype=torch.int64)
+        return Categorical(int(space.n), dtype=_dtype(space))
     low, high = bounds(space)
-    dtype = np.int64 if isinstance(space, spaces.Discrete) else space.dtype
+    dtype = space.dtype
     if observed:
         low, high = np.minimum(low, 0), np.maximum(high, 0)
     elif isinstance(space, spaces.MultiDiscrete):
         if space.nvec.ndim == 1:
-            return MultiCategorical(space.nvec, dtype=torch.int64)
-        low, high, dtype = np.zeros_like(space.nvec), space.nvec - 1, np.int64
+            return MultiCategorical(space.nvec, dtype=_dtype(space))
+        low, high = np.zeros_like(space.nvec), space.nvec - 1
     least, greatest = (torch.from_numpy(np.array(bound, dtype)) for bound in (low, high))
     shape, of_torch = least.shape, least.dtype
     if of_torch != torch.bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import TESTS
+from helpers import ROOT, TESTS
 from helpers.comparison import assert_same
 from helpers.real_simulators import assert_equal, merged, report, rollouts, script
 from simulators.real import SIMULATORS, is_absent, without_absent_agents
@@ -76,8 +76,8 @@ if __name__ == "__main__":
     for auto_reset in (True, False):
         env_constructors = [partial(make_env, sim_name=f"sim_{{ind}}") for ind in range(2)]
         env = ParallelEnv(env_constructors=env_constructors, auto_reset=auto_reset, seed=42)
-        returned.append((env.batch_size, getattr(env, "action_space", None) == made.action_space))
-        returned.append(getattr(env, "observation_space", None) == made.observation_space)
+        returned.append((env.batch_size, env.action_space == made.action_space))
+        returned.append(env.observation_space == made.observation_space)
         observations, infos = env.reset()
         returned.append(simplified((observations, infos)))
         rng = np.random.default_rng(0)
@@ -189,7 +189,7 @@ def returned_by(folder, program):
     """What a program pickles into the file that it is started with."""
     file = folder / "example.py"
     file.write_text(program)
-    variables = {**os.environ, **VARIABLES, "PYTHONPATH": str(TESTS)}
+    variables = {**os.environ, **VARIABLES, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, ROOT)))}
     command = [sys.executable, str(file), str(folder / "returned")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=variables)
     assert done.returncode == 0, done.stderr

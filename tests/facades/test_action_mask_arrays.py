@@ -1,4 +1,7 @@
-"""`ArrayStepper.action_masks`: the masks of several agents as one array, beside a plain loop."""
+"""`ArrayStepper.action_masks`: the masks of several agents as one array, beside a plain loop.
+
+Those of agents that do not act are also tested in `semantics/test_reported_masks`.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,11 @@ def test_masks_are_those_of_a_plain_loop(where, mode, backend_setup, build):
     facade.stepper.reset()
     for simulator in loop:
         simulator.reset()
+    reported = [simulator.agents for simulator in loop]  # also in the step in which an agent dies
     for _ in range(11):
         due = np.array([
-            [simulator.mask(agent) if agent in simulator.agents else EVERYTHING for agent in AGENTS]
-            for simulator in loop
+            [simulator.mask(a) if a in agents and simulator.mask(a).any() else EVERYTHING for a in AGENTS]
+            for simulator, agents in zip(loop, reported)
         ])  # fmt: skip
         masks = facade.stepper.action_masks(AGENTS)
         assert masks.dtype == np.bool_
@@ -54,11 +58,12 @@ def test_masks_are_those_of_a_plain_loop(where, mode, backend_setup, build):
             facade.stepper.reset(env_ids=over)
         for of_env, simulator in enumerate(loop):
             if simulator.agents:
+                reported[of_env] = simulator.agents
                 simulator.step({agent: int(actions[agent][of_env]) for agent in simulator.agents})
-                if not simulator.agents and mode != "NEXT_STEP":
-                    simulator.reset()
-            else:
-                simulator.reset()
+                if simulator.agents or mode == "NEXT_STEP":
+                    continue
+            simulator.reset()
+            reported[of_env] = simulator.agents
 
 
 @pytest.mark.parametrize("where", ["infos", "observations"])
@@ -170,7 +175,7 @@ def test_masks_of_a_native_simulator():
             for moment in range(1, 8):
                 masks = stepper.action_masks(tanks)
                 allowed = np.eye(5, dtype=np.bool_)[(np.arange(3) + (moment - 1) % 4) % 5]
-                if type(simulator) is Arena or moment == 4:  # without masks; the next step only resets
+                if type(simulator) is Arena:  # without masks
                     allowed[:] = True
                 np.testing.assert_array_equal(masks, np.stack([allowed] * 2, axis=1))
                 stepper.step({"tank_0": np.ones(3, np.int64), "tank_1": np.ones(3, np.int64),

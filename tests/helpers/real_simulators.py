@@ -268,8 +268,10 @@ def parallel_rollout(
     if not arguments:
         arguments = {"num_workers": 2 if backend == "process" else 1}
     with ParallelEnv([make] * num_envs, seed=SEED, backend=backend, start_timeout=300, **arguments) as env:
-        declared = getattr(env, "action_space", {})  # `NoSpaceDeclared` is an `AttributeError`
-        actors = [Actor(i, declared.__getitem__, choose) for i in range(num_envs)]
+        declared = env.action_space
+        actors = [
+            Actor(i, {}.__getitem__ if declared is None else declared.__getitem__, choose) for i in range(num_envs)
+        ]
         last = env.reset()
         resets = list(zip(*last, strict=True))
         steps: list[list[tuple[Any, ...]]] = [[] for _ in actors]

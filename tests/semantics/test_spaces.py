@@ -12,10 +12,13 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.reference import Reference
+from simulators.choices import ELSEWHERE
 from simulators.deterministic import Scripted
 from simulators.every_space import EverySpace, draw, pickled, shared
 
 from marl_parallel import EnvError, NoSpaceDeclared
+from marl_parallel.core.spaces import from_zero, to_start, to_zero
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
 SAME_STEP = AutoresetMode.SAME_STEP
 SMALL = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -326,14 +329,48 @@ def test_undeclared_agents(two_worker_setup, build):
 def test_no_agent_declares_a_space(two_worker_setup, build):
     script = answered({"x": [1, 2]}, {"x": 1.0}, {"x": False}, {})
     env = build([functools.partial(Scripted, None, None, ({"x": "start"}, {}), [script])] * 2, two_worker_setup)
-    for name in ("observation", "action"):
-        assert not hasattr(env, f"{name}_space")
-        with pytest.raises(NoSpaceDeclared, match=f"no agent declares an {name} space"):
-            getattr(env, f"{name}_space")
+    assert env.observation_space is None
+    assert env.action_space is None
     assert env.possible_agents == []
     assert_same(env.reset()[0], ({"x": "start"},) * 2)
     assert_same(env.step([{"x": "go"}, {}])[0], ({"x": [1, 2]},) * 2)
     assert_same(env.get_attr("actions"), ([{"x": "go"}], [{}]))
+    with pytest.raises(NoSpaceDeclared, match=r"no action spaces to draw random .*Declare it as the .*`action_space`"):
+        env.sample_actions()
+
+
+class Unlisted:
+    """Two agents that are known beforehand; the first one declares the spaces that are passed."""
+
+    possible_agents = ("a", "b")
+
+    def __init__(self, **declared: Any) -> None:
+        for name, space in declared.items():
+            setattr(self, name, spaces.Dict({"a": space}))
+
+    def reset(self) -> tuple[dict, dict]:
+        return {"a": SMALL.sample(), "b": "text"}, {}
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        return {}, {}, {"__all__": False}, {"__all__": False}, {}
+
+
+BOTH = {"observation_space": SMALL, "action_space": spaces.Discrete(3)}
+
+
+@pytest.mark.parametrize("declared", [{}, *({name: BOTH[name]} for name in BOTH), BOTH], ids=lambda one: "+".join(one))
+def test_what_needs_a_space_says_so(declared, parallel):
+    env = parallel(functools.partial(Unlisted, **declared), 2)
+    for name in BOTH:
+        space = getattr(env, name)
+        assert space is None if name not in declared else [*space] == ["a"]
+    env.reset()
+    with pytest.raises(NoSpaceDeclared, match="no action space"):
+        env.sample_actions()
+    for facade in (StackedVecEnv, PettingZooVecEnv, GymnasiumVectorEnv):
+        with pytest.raises(NoSpaceDeclared, match=rf"{facade.__name__} needs .*Declare it as the environment's"):
+            facade(env)
+    assert [*env.reset()[0][1]] == ["a", "b"]  # nothing is closed
 
 
 INFOS: list[dict[Any, Any]] = [
@@ -402,3 +439,24 @@ def test_observation_none(two_worker_setup, build):
     env = build([scripted(SMALL, ({"a": None}, {}), answered({"a": None}))] * 2, two_worker_setup)
     assert_same(env.reset()[0], ({"a": None},) * 2)
     assert_same(env.step([{}, {}])[0], ({"a": None},) * 2)
+
+
+NESTED = spaces.Dict(
+    action_mask=spaces.MultiBinary(3),
+    kind=spaces.Discrete(4, start=6),
+    place=spaces.Tuple((spaces.Discrete(2, start=1),)),
+)
+
+
+@pytest.mark.parametrize("space", [*ELSEWHERE.values(), NESTED], ids=str)
+def test_choices_that_count_from_0_and_back(space):
+    zero = from_zero(space)
+    assert from_zero(zero) is zero
+    space.seed(1)
+    for _ in range(5):
+        value = space.sample()
+        moved = to_zero(space, value)
+        assert zero.contains(moved)
+        back = to_start(space, moved)
+        assert space.contains(back)
+        assert str(back) == str(value)
