@@ -338,7 +338,7 @@ class ParallelEnv:
                 if recycle is not None and opened.memory(0) is None:
                     self._warn_of_recycling(recycle, backend)
             if kept is not None:
-                pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules)
+                pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules, opened)
             seed_check = SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):

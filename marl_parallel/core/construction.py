@@ -25,8 +25,9 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import Schema
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import pickling
+from marl_parallel.core.array_file import LARGE, ArrayWriter, CannotStore
 from marl_parallel.core.generators import has_torch, seed_generators, seed_torch
-from marl_parallel.core.messages import Built, Message, Plan, Request
+from marl_parallel.core.messages import Built, Message, Pickled, Plan, Request
 
 if TYPE_CHECKING:  # workers need no pool
     from marl_parallel.core.pool import Pool
@@ -190,15 +191,19 @@ def construct(
 
     Modules that workers cannot import are added to `local_modules`, and the environments that need them built again.
     """
-    pickled: dict[int, bytes] = {}
+    pickled: dict[int, Pickled] = {}
+    writer = ArrayWriter(pool.backend.array_file())
     registrations = pickling.dump_registrations()
     schemas: dict[bytes, Schema] = {}  # equal descriptions are unpickled once: their spaces may be large
     built: dict[int, Built] = {}
     to_pickle: Collection[int] = range(len(constructors))
     what = "the constructor of" if adapter is None else "the constructor or adapter of"
     while to_pickle:
-        pickled.update(_pickle(constructors, to_pickle, local_modules))
-        how_adapted = pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
+        pickled.update(_pickle(constructors, to_pickle, local_modules, writer))
+        how_adapted = Pickled(pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules))
+        if len(how_adapted.pickled) >= LARGE:
+            with pickling.by_value(local_modules):
+                how_adapted = writer.dumps(adapter)
         plan = Plan(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
             derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
@@ -224,14 +229,19 @@ def construct(
 
 
 def _pickle(
-    constructors: Sequence[Constructor], env_ids: Collection[int], local_modules: Sequence[ModuleType]
-) -> dict[int, bytes]:
-    by_id: dict[int, bytes] = {}  # most often, all environments have the same constructor
+    constructors: Sequence[Constructor],
+    env_ids: Collection[int],
+    local_modules: Sequence[ModuleType],
+    writer: ArrayWriter,
+) -> dict[int, Pickled]:
+    by_id: dict[int, Pickled] = {}  # most often, all environments have the same constructor
     with pickling.by_value(local_modules):
         for env_id in env_ids:
             constructor = constructors[env_id]
             try:
-                by_id[id(constructor)] = by_id.get(id(constructor)) or pickling.dumps_by_value(constructor)
+                by_id[id(constructor)] = by_id.get(id(constructor)) or writer.dumps(constructor)
+            except CannotStore:
+                raise
             except Exception as error:
                 raise TypeError(
                     f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "

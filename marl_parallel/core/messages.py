@@ -91,13 +91,20 @@ STEPPED = Reply(Message.STEP, None, {}, {}, 0.0)
 # -- payloads and results that are more than bytes ---------------------------------------------------------------------
 
 
+class Pickled(NamedTuple):
+    """A value that was pickled by value, without its large arrays: see `array_file.py`."""
+
+    pickled: bytes
+    spans: Sequence[tuple[int, int]] = ()  # places and sizes of its arrays in the file that `Backend.array_file` gives
+
+
 class Plan(NamedTuple):
     """The payload of `ACCESS`: what a worker builds."""
 
-    constructors: Mapping[int, bytes]  # by environment, pickled by value
+    constructors: Mapping[int, Pickled]  # by environment
     seeds: Mapping[int, int]  # by environment
     mode: AutoresetMode
-    adapter: bytes  # pickled by value: None, a name, or a function that makes a `MultiAgentEnv` of a simulator
+    adapter: Pickled  # None, a name, or a function that makes a `MultiAgentEnv` of a simulator
     restarts: bool = False  # whether failed environments are rebuilt, so that their earlier results must not be lost
     traced: bool = False  # whether the worker begins to trace, if it does not do so yet
     rebuilds: int = 0  # how often these environments have been rebuilt

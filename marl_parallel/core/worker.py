@@ -30,6 +30,7 @@ import numpy as np
 
 from marl_parallel.adapters import AdapterMismatch, InvalidAgents, LookupFailed, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
+from marl_parallel.core import array_file
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.construction import call_constructor
@@ -70,12 +71,19 @@ class Worker:
         attach: Returns the memory of the block for a layout.
         own_process: Whether it seeds the process-wide generators for each constructor, since nobody else uses them.
         in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
+        arrays: Returns the descriptor of `Backend.array_file`, if there is one.
     """
 
     def __init__(
-        self, status: WorkerStatus, attach: Callable[[Layout], Any], *, own_process: bool = False, in_line: bool = False
+        self,
+        status: WorkerStatus,
+        attach: Callable[[Layout], Any],
+        *,
+        own_process: bool = False,
+        in_line: bool = False,
+        arrays: Callable[[], int] = lambda: -1,
     ) -> None:
-        self._status, self._open_block = status, attach
+        self._status, self._open_block, self._arrays = status, attach, arrays
         self._own_process, self._in_line = own_process, in_line
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
@@ -200,7 +208,8 @@ class Worker:
                 self._registrations = plan.registrations
                 install_registrations(plan.registrations)
             try:
-                constructor, how_adapted = loads(plan.constructors[env_id]), loads(plan.adapter)
+                to_load = plan.constructors[env_id], plan.adapter
+                constructor, how_adapted = [array_file.loads(one, self._arrays()) for one in to_load]
             except ModuleNotFoundError as error:
                 raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
             keywords = {"seed": seed, "env_id": env_id, "restarts": plan.rebuilds}

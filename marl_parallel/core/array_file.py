@@ -1,0 +1,269 @@
+"""Large arrays in constructors: written once into a file in memory, and mapped for each environment.
+
+    caller    ArrayWriter.dumps     pickles a constructor; large arrays go into the file, each of them once
+    worker    loads                 unpickles it: arrays lie in private mappings of the file
+
+A private mapping is copied page by page where it is written to. So all environments share the memory of a table, and
+what one of them changes in place is its own. The backend owns the file (`Backend.array_file`).
+
+Out of band travel arrays of NumPy with any strides, and whatever else exports its memory by pickle protocol 5. Arrays
+of objects, arrays of classes that pickle themselves, and arrays smaller than `LARGE` bytes stay in the pickle.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import io
+import mmap
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from marl_parallel.core.messages import Pickled
+from marl_parallel.core.pickling import ByValuePickler, dumps_by_value
+
+LARGE = 1 << 16
+"""Bytes; smaller arrays stay in the pickle."""
+_CHUNK = 1 << 20  # bytes that are copied at a time where an array is not contiguous
+_ALIGNMENT = 64
+_Bytes: TypeAlias = "NDArray[np.uint8]"
+
+
+class CannotStore(OSError):
+    """The file cannot be written, such as when there is no space left."""
+
+
+# -- in the caller's process -------------------------------------------------------------------------------------------
+
+
+class ArrayWriter:
+    """Pickles values, and writes their large arrays into the file `fd`; None or a closed one: they are pickled whole.
+
+    Arrays over the same memory are written once, whichever value has them. This object keeps them alive, so that their
+    memory is not used for anything else meanwhile.
+    """
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd, self._end = -1 if fd is None else fd, 0
+        self._dense: dict[tuple[int, int], int] = {}  # by address and size, the place in the file
+        self._strided: dict[Any, int] = {}  # likewise, by address and form
+        self._kept: list[Any] = []
+
+    def dumps(self, value: Any) -> Pickled:
+        """Pickle a value as `pickling.dumps_by_value` does."""
+        if self._fd < 0:
+            return Pickled(dumps_by_value(value))
+        with io.BytesIO() as file:
+            parts = _Parts(self)
+            _Pickler(file, parts).dump(value)
+            return Pickled(file.getvalue(), parts.spans)
+
+    def place_of(self, array: NDArray[Any]) -> int:
+        """Where the elements of an array are in the file, in the order of their addresses or else in C order."""
+        flat = _flat(array)
+        if flat is None:
+            key = (array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+            if (place := self._strided.get(key)) is None:
+                flags, count = ["external_loop", "buffered"], max(_CHUNK // array.itemsize, 1)
+                chunks: Any = np.nditer(array, flags, order="C", buffersize=count)  # type: ignore[call-overload]
+                parts = (np.ascontiguousarray(chunk).view(np.uint8) for chunk in chunks)
+                place = self._strided[key] = self._append(parts, array.nbytes, 0)
+                self._kept.append(array)
+            return place
+        first: int = flat.__array_interface__["data"][0]
+        nbytes = flat.nbytes
+        if (place := self._dense.get((first, nbytes))) is None:
+            for (start, size), where in self._dense.items():
+                if start <= first and first + nbytes <= start + size:  # a part of an array that has been written
+                    return where + first - start
+            place = self._dense[first, nbytes] = self._append([flat], nbytes, first)
+            self._kept.append(flat)
+        return place
+
+    def _append(self, chunks: Iterable[_Bytes], nbytes: int, address: int) -> int:
+        """Write chunks at the end of the file, aligned as they are in memory; returns the place of the first."""
+        place = self._end + (address - self._end) % _ALIGNMENT
+        try:
+            os.lseek(self._fd, place, os.SEEK_SET)
+            for chunk in chunks:
+                rest = chunk.data
+                while rest:
+                    rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            raise CannotStore(
+                error.errno,
+                f"{nbytes / 1e6:.0f} MB of arrays in constructors cannot be written into a file in memory, after "
+                f"{place / 1e6:.0f} MB: {error.strerror}. Free memory, or space in the folder for temporary files "
+                "where the system has no files in memory; or load the arrays inside the constructor, by np.memmap",
+            ) from error
+        self._end = place + nbytes
+        return place
+
+
+class _Parts:
+    """The large arrays of one value. `spans` says where they are in the file, in the order in which they are needed."""
+
+    def __init__(self, writer: ArrayWriter) -> None:
+        self._writer, self.spans = writer, list[tuple[int, int]]()
+        self._arrays: dict[int, tuple[pickle.PickleBuffer, NDArray[Any]]] = {}  # by the id of what stands for them
+
+    def stand_in(self, array: NDArray[Any]) -> pickle.PickleBuffer:
+        """An empty buffer that stands for an array: NumPy exports neither every dtype nor every strides.
+
+        It is read-only if the array is.
+        """
+        buffer = pickle.PickleBuffer(bytearray() if array.flags.writeable else b"")
+        self._arrays[id(buffer)] = buffer, array
+        return buffer
+
+    def take_out(self, buffer: pickle.PickleBuffer) -> bool:
+        """Write the array that a buffer stands for, or its own bytes, into the file; True if it stays in the pickle."""
+        _, array = self._arrays.get(id(buffer), (None, None))
+        if array is None:  # of another library
+            raw = buffer.raw()
+            if raw.nbytes < LARGE:
+                return True
+            array = np.frombuffer(raw, np.uint8)
+        self.spans.append((self._writer.place_of(array), array.nbytes))
+        return False
+
+
+class _Pickler(ByValuePickler):
+    """Leaves large arrays out of the pickle."""
+
+    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, parts.take_out)
+        self._parts = parts
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, np.ndarray) or not _can_be_taken_out(obj):
+            return super().reducer_override(obj)
+        plain = obj.view(np.ndarray)
+        strides = None if _flat(plain) is None else plain.strides  # else it becomes contiguous
+        return _array_over, (type(obj), plain.shape, plain.dtype, strides, self._parts.stand_in(plain))
+
+
+def _can_be_taken_out(array: NDArray[Any]) -> bool:
+    kind, dtype = type(array), array.dtype
+    return (
+        array.nbytes >= LARGE
+        and not dtype.hasobject
+        and dtype.kind in "biufcmMSUV"  # not variable-width strings, whose elements are elsewhere
+        and kind not in copyreg.dispatch_table
+        and all(getattr(kind, name) is getattr(np.ndarray, name) for name in _PICKLING)
+    )
+
+
+_PICKLING = ("__reduce__", "__reduce_ex__", "__setstate__")
+"""Methods of classes that pickle themselves, as masked arrays do."""
+
+
+def _flat(array: NDArray[Any]) -> _Bytes | None:
+    """The bytes of an array in the order of their addresses; None if there are gaps between them."""
+    axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+    dense = array.transpose(axes)
+    return dense.reshape(-1).view(np.uint8) if dense.flags.c_contiguous else None
+
+
+def self_contained(value: Pickled, fd: int | None) -> bytes:
+    """The same value with its arrays in the pickle, for `pickling.loads` in any process."""
+    if not value.spans:
+        return value.pickled
+    return pickle.dumps(_SelfContained(value.pickled, _private_views(-1 if fd is None else fd, value.spans)), 5)
+
+
+class _SelfContained:
+    """Unpickles as the value that was pickled."""
+
+    def __init__(self, pickled: bytes, views: Sequence[memoryview]) -> None:
+        self._pickled, self._views = pickled, views
+
+    def __reduce__(self) -> Any:
+        return _loads_with, (self._pickled, [pickle.PickleBuffer(view) for view in self._views])
+
+
+# -- in the worker -----------------------------------------------------------------------------------------------------
+
+
+def loads(value: Pickled, fd: int) -> Any:
+    """Unpickle what `ArrayWriter.dumps` has pickled, over mappings of the file `fd` that nothing else uses."""
+    return pickle.loads(value.pickled, buffers=_private_views(fd, value.spans))
+
+
+def _loads_with(pickled: bytes, buffers: Sequence[Any]) -> Any:
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def _array_over(
+    kind: type[NDArray[Any]],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...] | None,
+    buffer: Any,
+) -> NDArray[Any]:
+    """Make an array over the memory of a buffer, as NumPy does when it unpickles one."""
+    array: NDArray[Any] = np.ndarray.__new__(kind, shape, dtype, buffer, 0, strides)
+    return array
+
+
+def _private_views(fd: int, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+    """Writable memory for each part of a file, given by place and size; all of them are independent.
+
+    Parts that lie beside each other share a mapping. A part that is there twice has two.
+    """
+    views: dict[int, memoryview] = {}
+    left = sorted(range(len(spans)), key=lambda number: spans[number])
+    while left:
+        start = stop = spans[left[0]][0]
+        together, rest = [], []
+        for number in left:
+            place, nbytes = spans[number]
+            if stop <= place < stop + _ALIGNMENT:
+                together.append(number)
+                stop = place + nbytes
+            else:
+                rest.append(number)
+        first = start - start % mmap.ALLOCATIONGRANULARITY
+        mapped = _map_privately(fd, first, stop - first)
+        for number in together:
+            place, nbytes = spans[number]
+            views[number] = mapped[place - first :][:nbytes]
+        left = rest
+    return [views[number] for number in range(len(spans))]
+
+
+if sys.platform == "win32":
+
+    def _map_privately(fd: int, start: int, nbytes: int) -> memoryview:
+        if fd < 0:  # which would be memory without a file
+            raise CannotStore("the file with the arrays of the constructors is closed")
+        return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=start))
+
+else:
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _mmap, _munmap = _libc.mmap, _libc.munmap
+    _mmap.restype, _munmap.restype = ctypes.c_void_p, ctypes.c_int
+    _mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int,
+        ctypes.c_long if sys.platform == "linux" else ctypes.c_int64,  # off_t
+    )  # fmt: skip
+    _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _FAILED = ctypes.c_void_p(-1).value
+
+    def _map_privately(fd: int, start: int, nbytes: int) -> memoryview:
+        # Not by the module `mmap`, whose mappings keep a descriptor each: hundreds of environments would use up all.
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _mmap(None, nbytes, protection, mmap.MAP_PRIVATE, fd, start)
+        if address == _FAILED:
+            error = ctypes.get_errno()
+            raise OSError(error, f"cannot map {nbytes / 1e6:.0f} MB of arrays of a constructor: {os.strerror(error)}")
+        memory = (ctypes.c_ubyte * nbytes).from_address(address)
+        weakref.finalize(memory, _munmap, address, nbytes).atexit = False  # threads may use it until the end
+        return memoryview(memory)
