@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from marl_parallel.backends.memory import Block
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
@@ -36,6 +35,8 @@ class _LocalBackend(Backend):
     in_line = False  # whether workers run in the caller's own thread
 
     def __init__(self) -> None:
+        from marl_parallel.backends.memory import Block  # `import marl_parallel` alone does not need it
+
         self._arrays = Block()
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:

@@ -239,31 +239,28 @@ def _private_views(fd: int, spans: Sequence[tuple[int, int]]) -> list[memoryview
     return [views[number] for number in range(len(spans))]
 
 
-if sys.platform == "win32":
-
-    def _map_privately(fd: int, start: int, nbytes: int) -> memoryview:
-        if fd < 0:  # which would be memory without a file
-            raise CannotStore("the file with the arrays of the constructors is closed")
-        return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=start))
-
-else:
+_mmap: Any = None
+try:
     _libc = ctypes.CDLL(None, use_errno=True)
     _mmap, _munmap = _libc.mmap, _libc.munmap
-    _mmap.restype, _munmap.restype = ctypes.c_void_p, ctypes.c_int
-    _mmap.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int,
-        ctypes.c_long if sys.platform == "linux" else ctypes.c_int64,  # off_t
-    )  # fmt: skip
-    _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    _FAILED = ctypes.c_void_p(-1).value
+    _size_t, _off_t = ctypes.c_size_t, ctypes.c_long if sys.platform == "linux" else ctypes.c_int64
+    _mmap.argtypes = (ctypes.c_void_p, _size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, _off_t)
+    _mmap.restype, _munmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, _size_t)
+except (AttributeError, OSError, TypeError):  # Windows: by the module `mmap`
+    _mmap = None
+_FAILED = ctypes.c_void_p(-1).value
 
-    def _map_privately(fd: int, start: int, nbytes: int) -> memoryview:
-        # Not by the module `mmap`, whose mappings keep a descriptor each: hundreds of environments would use up all.
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _mmap(None, nbytes, protection, mmap.MAP_PRIVATE, fd, start)
-        if address == _FAILED:
-            error = ctypes.get_errno()
-            raise OSError(error, f"cannot map {nbytes / 1e6:.0f} MB of arrays of a constructor: {os.strerror(error)}")
-        memory = (ctypes.c_ubyte * nbytes).from_address(address)
-        weakref.finalize(memory, _munmap, address, nbytes).atexit = False  # threads may use it until the end
-        return memoryview(memory)
+
+def _map_privately(fd: int, start: int, nbytes: int) -> memoryview:
+    if fd < 0:
+        raise CannotStore("the file with the arrays of the constructors is closed")
+    if _mmap is None:
+        return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=start))
+    # Mappings of the module `mmap` keep a descriptor each: hundreds of environments would use up all of them.
+    address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, start)
+    if address == _FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, f"cannot map {nbytes / 1e6:.0f} MB of arrays of a constructor: {os.strerror(error)}")
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _munmap, address, nbytes).atexit = False  # threads may use it until the end
+    return memoryview(memory)
