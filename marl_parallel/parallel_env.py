@@ -132,8 +132,8 @@ class ParallelEnv:
 
     Args:
         env_constructors: One callable per environment, called inside its worker with those of the keywords `seed`,
-            `env_id` and `restarts` that its signature names; see `docs/seeding.md`. Lambdas are allowed. Large arrays of NumPy
-            in them are in memory once, until an environment writes to its own: see `docs/recipes/large_tables.md`.
+            `env_id` and `restarts` that its signature names; see `docs/seeding.md`. Lambdas are allowed. Large
+            arrays in them are in memory only once, see `docs/recipes/large_tables.md`.
         auto_reset: When the next episode begins: True or `AutoresetMode.SAME_STEP` in the step that ends one,
             `NEXT_STEP` in the next step, False or `DISABLED` only by `reset`.
         seed: Environment i is seeded with `seed + i`; None draws a base seed. With the default of 42, two of these play

@@ -21,7 +21,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ LARGE = 1 << 16
 """Bytes; smaller arrays stay in the pickle."""
 _CHUNK = 1 << 20  # bytes that are copied at a time where an array is not contiguous
 _ALIGNMENT = 64
+_MOST_PARTS = 8  # an array this many times larger than its part is not given a place
 _Bytes: TypeAlias = "NDArray[np.uint8]"
 
 
@@ -46,15 +47,14 @@ class CannotStore(OSError):
 class ArrayWriter:
     """Pickles values, and writes their large arrays into the file `fd`; None or a closed one: they are pickled whole.
 
-    Arrays over the same memory are written once, whichever value has them. This object keeps them alive, so that their
-    memory is not used for anything else meanwhile.
+    Memory that several arrays have in common is written once, whichever values have them. This object keeps arrays
+    alive, so that their memory is not used for anything else meanwhile.
     """
 
     def __init__(self, fd: int | None) -> None:
         self._fd, self._end = -1 if fd is None else fd, 0
-        self._dense: dict[tuple[int, int], int] = {}  # by address and size, the place in the file
-        self._strided: dict[Any, int] = {}  # likewise, by address and form
-        self._kept: list[Any] = []
+        self._regions: dict[tuple[int, int], _Region] = {}  # by address and size
+        self._with_gaps: dict[Any, _Region] = {}  # by address and form
 
     def dumps(self, value: Any) -> Pickled:
         """Pickle a value as `pickling.dumps_by_value` does."""
@@ -66,45 +66,77 @@ class ArrayWriter:
             return Pickled(file.getvalue(), parts.spans)
 
     def place_of(self, array: NDArray[Any]) -> int:
-        """Where the elements of an array are in the file, in the order of their addresses or else in C order."""
+        """Where an array is in the file: in the order of addresses, or in C order if it has gaps."""
         flat = _flat(array)
         if flat is None:
-            key = (array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
-            if (place := self._strided.get(key)) is None:
+            key = (_address(array), array.shape, array.strides, array.itemsize)
+            if (region := self._with_gaps.get(key)) is None:
+                region = _Region(self._end + -self._end % _ALIGNMENT, array, [])
                 flags, count = ["external_loop", "buffered"], max(_CHUNK // array.itemsize, 1)
                 chunks: Any = np.nditer(array, flags, order="C", buffersize=count)  # type: ignore[call-overload]
-                parts = (np.ascontiguousarray(chunk).view(np.uint8) for chunk in chunks)
-                place = self._strided[key] = self._append(parts, array.nbytes, 0)
-                self._kept.append(array)
-            return place
-        first: int = flat.__array_interface__["data"][0]
-        nbytes = flat.nbytes
-        if (place := self._dense.get((first, nbytes))) is None:
-            for (start, size), where in self._dense.items():
-                if start <= first and first + nbytes <= start + size:  # a part of an array that has been written
-                    return where + first - start
-            place = self._dense[first, nbytes] = self._append([flat], nbytes, first)
-            self._kept.append(flat)
-        return place
+                self._write(region.place, (np.ascontiguousarray(chunk).view(np.uint8) for chunk in chunks))
+                self._with_gaps[key] = region
+            return region.place
+        region = self._region_of(flat)
+        first = start = _address(flat) - _address(region.array)
+        stop = start + flat.nbytes
+        for written_from, written_to in sorted(region.written):
+            if start < written_from < stop:
+                self._write(region.place + start, [flat[start - first : written_from - first]])
+            if written_from < stop:
+                start = max(start, written_to)
+        if start < stop:
+            self._write(region.place + start, [flat[start - first :]])
+            region.written.append((first, stop))
+        return region.place + first
 
-    def _append(self, chunks: Iterable[_Bytes], nbytes: int, address: int) -> int:
-        """Write chunks at the end of the file, aligned as they are in memory; returns the place of the first."""
-        place = self._end + (address - self._end) % _ALIGNMENT
+    def _region_of(self, flat: _Bytes) -> _Region:
+        """The place for the whole array that this one is a part of, so that overlapping parts share it."""
+        whole: Any = flat
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        inside = _address(whole) <= _address(flat) and _address(flat) + flat.nbytes <= _address(whole) + whole.nbytes
+        if not inside or not whole.flags.forc:
+            whole = flat
+        key = (_address(whole), whole.nbytes)
+        # A small part alone has a place of its own, or the file would have large holes.
+        if key not in self._regions and whole.nbytes > _MOST_PARTS * flat.nbytes:
+            key, whole = (_address(flat), flat.nbytes), flat
+        if (region := self._regions.get(key)) is None:
+            place = self._end + (key[0] - self._end) % _ALIGNMENT  # aligned as in memory
+            region = self._regions[key] = _Region(place, whole, [])
+            self._end = place + whole.nbytes
+        return region
+
+    def _write(self, place: int, chunks: Iterable[_Bytes]) -> None:
+        os.lseek(self._fd, place, os.SEEK_SET)
         try:
-            os.lseek(self._fd, place, os.SEEK_SET)
             for chunk in chunks:
                 rest = chunk.data
                 while rest:
-                    rest = rest[os.write(self._fd, rest) :]
+                    written = os.write(self._fd, rest)
+                    place, rest = place + written, rest[written:]
         except OSError as error:
             raise CannotStore(
                 error.errno,
-                f"{nbytes / 1e6:.0f} MB of arrays in constructors cannot be written into a file in memory, after "
-                f"{place / 1e6:.0f} MB: {error.strerror}. Free memory, or space in the folder for temporary files "
-                "where the system has no files in memory; or load the arrays inside the constructor, by np.memmap",
+                f"large arrays in constructors need more than {place / 1e6:.0f} MB, and cannot be written into a file "
+                f"in memory: {error.strerror}. Free memory, or space in the folder for temporary files where the "
+                "system has no files in memory; or load the arrays inside the constructor, by np.memmap",
             ) from error
-        self._end = place + nbytes
-        return place
+        self._end = max(self._end, place)
+
+
+class _Region(NamedTuple):
+    """An array that has a place in the file."""
+
+    place: int
+    array: NDArray[Any]
+    written: list[tuple[int, int]]  # parts of it, by their first and last offsets
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 class _Parts:

@@ -116,6 +116,7 @@ def test_equal_to_the_original(name, read_only, fd):
         assert (type(found), found.dtype, found.shape) == (type(array), array.dtype, array.shape)
         np.testing.assert_array_equal(found, array)
         assert found.flags.writeable is not read_only
+        assert found.flags.aligned >= array.flags.aligned
         assert found.strides == (np.ascontiguousarray(array).strides if name in WITH_GAPS else array.strides)
 
 
@@ -182,6 +183,33 @@ def test_values_share_what_the_file_has_once_and_write_to_memory_of_their_own(fd
 
 
 @pytest.mark.usefixtures("mapped")
+def test_overlapping_parts_share_memory_in_any_order(fd):
+    table, rng = numbers(1000, 100), np.random.default_rng(0)
+    writer = ArrayWriter(fd)
+    parts = [slice(*sorted(rng.integers(0, 1000, 2))) for _ in range(40)] + [
+        slice(300, 420),
+        slice(350, 1000),
+        slice(0, 400),
+    ]
+    arrays = [table[part] for part in parts if part.stop - part.start > 100] + [table]
+    rng.shuffle(parts)
+    pickled = [writer.dumps(array) for array in arrays]
+    assert os.fstat(fd).st_blocks * 512 < 1.3 * table.nbytes  # of small parts, some are there twice
+    for one, array in zip(pickled, arrays, strict=True):
+        np.testing.assert_array_equal(array_file.loads(one, fd), array)
+
+
+def test_a_small_part_of_a_large_array(fd):
+    """Only the part is written."""
+    table = np.zeros(50_000_000, np.uint8)  # takes no memory
+    part = table[30_000_000:31_000_000]
+    part[:] = 7
+    pickled = ArrayWriter(fd).dumps([part, table[30_100_000:30_900_000]])
+    assert size_of(fd) < 2_000_000
+    assert [array.sum() for array in array_file.loads(pickled, fd)] == [7_000_000, 5_600_000]
+
+
+@pytest.mark.usefixtures("mapped")
 def test_arrays_of_one_value_are_as_independent_as_pickle_makes_them(fd):
     table, other = numbers(1000, 100), numbers(20_000)
     value = [table, table, table.view(), other, table[10:900]]
@@ -230,7 +258,7 @@ def test_a_file_that_cannot_be_written(tmp_path):
     path.touch()
     fd = os.open(path, os.O_RDONLY)
     try:
-        with pytest.raises(array_file.CannotStore, match=r"2 MB of arrays .* after 0 MB: Bad file descriptor\. Free"):
+        with pytest.raises(array_file.CannotStore, match=r"more than 0 MB, .*: Bad file descriptor\. Free"):
             ArrayWriter(fd).dumps(numbers(200_000))
     finally:
         os.close(fd)
