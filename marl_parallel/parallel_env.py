@@ -113,7 +113,8 @@ class ParallelEnv:
 
     Args:
         env_constructors: One callable per environment, called inside its worker with those of the keywords `seed`,
-            `env_id` and `restarts` that its signature names; see `docs/seeding.md`. Lambdas are allowed.
+            `env_id` and `restarts` that its signature names; see `docs/seeding.md`. Lambdas are allowed. Large
+            arrays in them are in memory only once, see `docs/recipes/large_tables.md`.
         auto_reset: When the next episode begins: True or `AutoresetMode.SAME_STEP` in the step that ends one,
             `NEXT_STEP` in the next step, False or `DISABLED` only by `reset`.
         seed: Environment i is seeded with `seed + i`; None draws a base seed. With the default of 42, two of these play
@@ -325,7 +326,7 @@ class ParallelEnv:
                 if recycle is not None and opened.memory(0) is None:
                     self._warn_of_recycling(recycle, backend)
             if kept is not None:
-                pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules)
+                pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules, opened)
             seed_check = None if seeds[0] is None else SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
             if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):

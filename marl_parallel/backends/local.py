@@ -35,9 +35,21 @@ class _LocalBackend(Backend):
     shares_memory = True
     in_line = False  # whether workers run in the caller's own thread
 
+    def __init__(self) -> None:
+        from marl_parallel.backends.memory import Block  # `import marl_parallel` alone does not need it
+
+        self._arrays = Block()
+
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in shares]
-        self.workers = [Worker(status, lambda _: self.block, in_line=self.in_line) for status in self.statuses]
+        arrays = self._arrays
+        self.workers = [
+            Worker(status, lambda _: self.block, in_line=self.in_line, arrays=lambda: arrays.fd)
+            for status in self.statuses
+        ]
+
+    def array_file(self) -> int | None:
+        return self._arrays.fd
 
     def extend(self, nbytes: int) -> Any:
         self.block = mmap.mmap(-1, nbytes)
@@ -49,8 +61,13 @@ class _LocalBackend(Backend):
     def replace(self, worker: int) -> None:
         self.end(worker)
 
+    def stop(self, timeout: float) -> list[int]:
+        self.abandon()
+        return []
+
     def abandon(self) -> None:
         self.workers = []
+        self._arrays.close_fd()
 
 
 class SerialBackend(_LocalBackend):
@@ -86,10 +103,6 @@ class SerialBackend(_LocalBackend):
 
     def stack(self, worker: int, *, harmless: bool = False) -> str:
         return ""
-
-    def stop(self, timeout: float) -> list[int]:
-        self.workers = []
-        return []
 
 
 class ThreadBackend(_LocalBackend):
@@ -141,7 +154,7 @@ class ThreadBackend(_LocalBackend):
 
     def stop(self, timeout: float) -> list[int]:
         deadline = time.monotonic() + timeout
-        self.workers = []
+        super().stop(timeout)
         for requests in self._requests:
             requests.put(None)
         for thread in self._threads:

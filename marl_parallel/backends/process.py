@@ -332,7 +332,7 @@ class ProcessBackend(Backend):
         self._wakes_once = False  # whether all pending requests were posted together
         self._looked = 0.0  # when deaths were last looked for
         self._interrupted = False
-        self._control, self._records = Block(), Block()
+        self._control, self._records, self._arrays = Block(), Block(), Block()
 
     def start(self, shares: Sequence[Sequence[int]], most_requests: int, most: int | None = None) -> None:
         """As `Backend.start`; `most` is how many workers there may be at a time."""
@@ -359,7 +359,7 @@ class ProcessBackend(Backend):
         channel = Channel(ours)
         try:
             with theirs, contextlib.closing(WorkerLog(self.log_dir, worker, share)) as log:
-                fds = [theirs.fileno(), self._control.fd, self._records.fd]
+                fds = [theirs.fileno(), self._control.fd, self._records.fd, self._arrays.fd]
                 process = launcher.launch(worker, fds, share, log.fd)
                 log.mark_start(process.pid)
             channel.put((self._wait, self._own_cpu, self._capacity))
@@ -424,6 +424,9 @@ class ProcessBackend(Backend):
 
     def extend(self, nbytes: int) -> Any:
         return self._records.allocate(nbytes)
+
+    def array_file(self) -> int | None:
+        return self._arrays.fd
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self._wakes_once = together
@@ -608,6 +611,7 @@ class ProcessBackend(Backend):
             handle.channel.close()
         self._control.close_fd()
         self._records.close_fd()
+        self._arrays.close_fd()
 
     def abandon(self) -> None:
         launcher, self._launcher = self._launcher, None
@@ -620,8 +624,8 @@ class ProcessBackend(Backend):
 
 
 def main(index: int, fds: Sequence[int]) -> None:
-    """Serve requests until one is to close; `fds` are the channel's socket, the control block, the file of records."""
-    connection, control_fd, records_fd = fds
+    """Serve requests until one is to close; `fds`: the channel's socket, the control block, records, arrays."""
+    connection, control_fd, records_fd, arrays_fd = fds
     open_script_of_worker()
     control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
@@ -629,7 +633,7 @@ def main(index: int, fds: Sequence[int]) -> None:
     spin = Spin(wait, own_cpu)
     wake, countdown = Semaphore(control, _WAKE), Semaphore(control, _COUNTDOWN)
     queues = QueuePair(control, index, capacity)
-    worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True)
+    worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     ready = queues.requests.ready
 
     def send(reply: Reply) -> None:

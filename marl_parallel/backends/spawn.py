@@ -79,7 +79,7 @@ class PortableProcessBackend(Backend):
     def __init__(self, *, threads: int | None = 1) -> None:
         self._threads = threads
         self._workers: dict[int, _WorkerProcess] = {}
-        self._status, self._records = Block(), Block()
+        self._status, self._records, self._arrays = Block(), Block(), Block()
         self._open = True
         self._looked = 0.0  # when deaths were last looked for
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
@@ -103,7 +103,7 @@ class PortableProcessBackend(Backend):
             return  # closed meanwhile by a signal handler
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
-        fds = [self._status.fd, self._records.fd]
+        fds = [self._status.fd, self._records.fd, self._arrays.fd]
         process = self._workers[worker] = _WorkerProcess(worker, share, fds, self._threads, self._events, self.log_dir)
         if not self._open:  # likewise, while it was started
             process.lost = _UNKNOWN
@@ -147,6 +147,9 @@ class PortableProcessBackend(Backend):
 
     def extend(self, nbytes: int) -> Any:
         return self._records.allocate(nbytes)
+
+    def array_file(self) -> int | None:
+        return self._arrays.fd
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
@@ -219,6 +222,7 @@ class PortableProcessBackend(Backend):
                 worker.free()
             self._status.close_fd()
             self._records.close_fd()
+            self._arrays.close_fd()
 
     def abandon(self) -> None:
         # A worker takes the end of its connection for the parent's end: the copies in this process must be closed.
@@ -227,6 +231,7 @@ class PortableProcessBackend(Backend):
             worker.free()
         self._status.close_fd()
         self._records.close_fd()
+        self._arrays.close_fd()
 
 
 class _WorkerProcess:
@@ -417,7 +422,7 @@ def serve(
     handles: Sequence[int],
     argv: list[str],
 ) -> None:
-    """Serve until a request is to close, or the parent is gone; `handles` of the files of statuses, records, stacks."""
+    """Serve until a request is to close, or the parent is gone; `handles`: files of status, records, arrays, stacks."""
     interpreter.show_name(*name)
     interpreter.take_identity(identity)
     fds = [*handles]
@@ -432,7 +437,7 @@ def serve(
         os.set_inheritable(link.fileno(), False)
     for fd in fds:
         os.set_inheritable(fd, False)
-    status_fd, records_fd, crash_fd = fds
+    status_fd, records_fd, arrays_fd, crash_fd = fds
     descendants.report_to(crash_fd)
     requests: SimpleQueue[Request] = SimpleQueue()
 
@@ -452,7 +457,7 @@ def serve(
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     status = WorkerStatus(memoryview(mapped(status_fd))[worker * WorkerStatus.NBYTES :])
-    executor = Worker(status, lambda _: mapped(records_fd), own_process=True)
+    executor = Worker(status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     link.send(_STARTED)
     while True:
         request = requests.get()

@@ -139,6 +139,13 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
+    def array_file(self) -> int | None:
+        """The descriptor of a file that all workers can map, later ones too, and that only the caller writes.
+
+        Large arrays of constructors are written there. None without such a file: constructors are pickled whole.
+        """
+        return None
+
     @abstractmethod
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         """Send one request each to some of the workers, and return at once if the backend can.

@@ -28,7 +28,8 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import Schema
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import pickling
-from marl_parallel.core.messages import Built, Message, Plan, Request, Seeding
+from marl_parallel.core.array_file import LARGE, ArrayFileError, ArrayWriter
+from marl_parallel.core.messages import Built, Message, Pickled, Plan, Request, Seeding
 
 if TYPE_CHECKING:  # workers need no pool
     from marl_parallel.core.pool import Pool
@@ -187,15 +188,16 @@ def construct(
     pickled: dict[int, Any] = {}
     as_it_is: set[int] = set()
     can_share = not pool.backend.pickles and not derived_seeds
+    writer = ArrayWriter(pool.backend.array_file())
     registrations = pickling.dump_registrations()
     schemas: dict[bytes, Schema] = {}  # equal descriptions are unpickled once: their spaces may be large
     built: dict[int, Built] = {}
     to_pickle: Collection[int] = range(len(constructors))
     what = "the constructor of" if adapter is None else "the constructor or adapter of"
     while to_pickle:
-        pickled.update(_pickle(constructors, {*to_pickle} - as_it_is, local_modules, can_share=can_share))
+        pickled.update(_pickle(constructors, {*to_pickle} - as_it_is, local_modules, writer, can_share=can_share))
         pickled.update({env_id: constructors[env_id] for env_id in as_it_is})
-        how_adapted = _adapter(adapter, local_modules, can_share=can_share, as_it_is=bool(as_it_is))
+        how_adapted = _adapter(adapter, local_modules, writer, can_share=can_share, as_it_is=bool(as_it_is))
         plan = Plan(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
             derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
@@ -234,6 +236,7 @@ def _pickle(
     constructors: Sequence[Constructor],
     env_ids: Collection[int],
     local_modules: Sequence[ModuleType],
+    writer: ArrayWriter,
     *,
     can_share: bool = False,
 ) -> dict[int, Any]:
@@ -243,7 +246,9 @@ def _pickle(
         for env_id in env_ids:
             constructor = constructors[env_id]
             try:
-                by_id[id(constructor)] = by_id.get(id(constructor)) or pickling.dumps_by_value(constructor)
+                by_id[id(constructor)] = by_id.get(id(constructor)) or writer.dumps(constructor)
+            except ArrayFileError:
+                raise
             except Exception as error:
                 if can_share:
                     by_id[id(constructor)] = constructor
@@ -255,12 +260,18 @@ def _pickle(
     return {env_id: by_id[id(constructors[env_id])] for env_id in env_ids}
 
 
-def _adapter(adapter: Any, local_modules: Sequence[ModuleType], *, can_share: bool, as_it_is: bool) -> Any:
+def _adapter(
+    adapter: Any, local_modules: Sequence[ModuleType], writer: ArrayWriter, *, can_share: bool, as_it_is: bool
+) -> Any:
     """The pickled adapter; with `can_share`, itself if it cannot be pickled or `as_it_is`."""
     if can_share and as_it_is:
         return adapter
     try:
-        return pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
+        pickled = Pickled(pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules))
+        if len(pickled.pickled) < LARGE:
+            return pickled
+        with pickling.by_value(local_modules):
+            return writer.dumps(adapter)
     except TypeError:
         if can_share:
             return adapter

@@ -96,11 +96,18 @@ SEEDS_GENERATORS = "seeds_generators"
 environment has its own. The seed that `ParallelEnv(seed=)` implies does not: they keep what the constructor left."""
 
 
+class Pickled(NamedTuple):
+    """A value that was pickled by value, without its large arrays: see `array_file.py`."""
+
+    pickled: bytes
+    spans: Sequence[tuple[int, int]] = ()  # places and sizes of its arrays in the file that `Backend.array_file` gives
+
+
 class Plan(NamedTuple):
     """The payload of `ACCESS`: what a worker builds."""
 
-    # By environment, pickled by value; those that cannot be pickled themselves, for workers in the caller's process.
-    constructors: Mapping[int, Any]
+    # By environment; those that cannot be pickled are themselves here, for workers in the caller's process.
+    constructors: Mapping[int, Any]  # `Pickled`, or the constructor
     seeds: Mapping[int, int | None]  # by environment; None: it keeps a seed of its own
     mode: AutoresetMode
     adapter: Any  # as the constructors: None, a name, or a function that makes a `MultiAgentEnv` of a simulator

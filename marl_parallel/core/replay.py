@@ -35,6 +35,8 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
+from marl_parallel.core.array_file import self_contained
+from marl_parallel.core.backend import Backend
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import needs_actions
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Plan, Rebuild, Request
@@ -101,7 +103,10 @@ def write_crash(crash: Crash, path: Path) -> None:
     pickled = {name: getattr(crash, name) for name in _PICKLED}
     header = {one.name: getattr(crash, one.name) for one in fields(crash) if one.name not in pickled}
     header["nbytes"] = [len(part) for part in pickled.values()]
-    header["crc32"] = zlib.crc32(b"".join(pickled.values()))
+    checksum = 0
+    for part in pickled.values():
+        checksum = zlib.crc32(part, checksum)
+    header["crc32"] = checksum
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
     try:
@@ -176,6 +181,7 @@ class Histories:
         buffer: The block.
         plan: How the environments are constructed.
         local_modules: Modules that other processes cannot import.
+        backend: Has the file with the arrays of constructors.
     """
 
     most_steps: int
@@ -185,6 +191,7 @@ class Histories:
     buffer: Any
     plan: Plan
     local_modules: Sequence[ModuleType]
+    backend: Backend
     _histories: list[History] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -339,8 +346,8 @@ class Histories:
             versions=versions,
             sys_path=[folder for folder in sys.path if isinstance(folder, str)],
             folder=folder,
-            constructor=self.plan.constructors[env_id],
-            adapter=self.plan.adapter,
+            constructor=self_contained(self.plan.constructors[env_id], self.backend.array_file()),
+            adapter=self_contained(self.plan.adapter, self.backend.array_file()),
             registrations=self.plan.registrations,
             options=dumps_for_workers(options, "options", self.local_modules),
             actions=dumps_for_workers(actions, "actions", self.local_modules),

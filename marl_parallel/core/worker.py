@@ -31,6 +31,7 @@ import numpy as np
 
 from marl_parallel.adapters import AdapterMismatch, InvalidAgents, LookupFailed, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
+from marl_parallel.core import array_file
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.construction import call_constructor
@@ -45,6 +46,7 @@ from marl_parallel.core.messages import (
     Ended,
     Failure,
     Message,
+    Pickled,
     Plan,
     Rebuild,
     Refusal,
@@ -72,12 +74,19 @@ class Worker:
         attach: Returns the memory of the block for a layout.
         own_process: Whether it seeds the process-wide generators for each constructor, since nobody else uses them.
         in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
+        arrays: Returns the descriptor of `Backend.array_file`, if there is one.
     """
 
     def __init__(
-        self, status: WorkerStatus, attach: Callable[[Layout], Any], *, own_process: bool = False, in_line: bool = False
+        self,
+        status: WorkerStatus,
+        attach: Callable[[Layout], Any],
+        *,
+        own_process: bool = False,
+        in_line: bool = False,
+        arrays: Callable[[], int] = lambda: -1,
     ) -> None:
-        self._status, self._open_block = status, attach
+        self._status, self._open_block, self._arrays = status, attach, arrays
         self._own_process, self._in_line = own_process, in_line
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
@@ -206,8 +215,8 @@ class Worker:
             if self._own_process and plan.registrations != self._registrations:
                 self._registrations = plan.registrations
                 install_registrations(plan.registrations)
-            constructor = _received(plan.constructors[env_id], "constructor")
-            how_adapted = _received(plan.adapter, "adapter")
+            constructor = _received(plan.constructors[env_id], self._arrays(), "constructor")
+            how_adapted = _received(plan.adapter, self._arrays(), "adapter")
             if generators_seed is not None and seed is not None:
                 seed_generators(seed)
             keywords = {"seed": seed, "env_id": env_id, "restarts": plan.rebuilds}
@@ -388,7 +397,7 @@ class Worker:
             return dumps(self._episodes[env_id].env.render())
 
     def _call(self, env_id: int, payload: bytes) -> Answer:
-        name, args, kwargs = _unpickled(payload)
+        name, args, kwargs = _unpickled(lambda: loads(payload))
         source = self._episodes[env_id].env.source
         with self._status.during(env_id, Activity.CALL):
             try:
@@ -410,7 +419,7 @@ class Worker:
         return Answer(pickled)
 
     def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> None:
-        name_and_value = _unpickled(payload[env_id])
+        name_and_value = _unpickled(lambda: loads(payload[env_id]))
         with self._status.during(env_id, Activity.CALL):
             try:
                 lookup.assign(self._episodes[env_id].env.source, *name_and_value)
@@ -434,17 +443,21 @@ class Worker:
                 episode.env.close()
 
 
-def _received(payload: Any, what: str) -> Any:
+def _received(payload: Any, arrays_fd: int, what: str) -> Any:
     """A constructor or an adapter, pickled or itself."""
-    return _unpickled(payload, what, UnpicklingError) if isinstance(payload, bytes) else payload
+    if not isinstance(payload, Pickled):
+        return payload
+    return _unpickled(lambda: array_file.loads(payload, arrays_fd), what, UnpicklingError)
 
 
-def _unpickled(payload: bytes, what: str = "arguments", kind: type[Exception] = TypeError) -> Any:
-    """The arguments of a call; `Refusal` if they cannot be unpickled here."""
+def _unpickled(load: Callable[[], Any], what: str = "arguments", kind: type[Exception] = TypeError) -> Any:
+    """What `load` unpickles; `Refusal` if it cannot be unpickled here."""
     try:
-        return loads(payload)
+        return load()
     except ModuleNotFoundError as error:
         raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
+    except array_file.ArrayFileError:
+        raise
     except Exception as error:
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
         if kind is UnpicklingError and any("importlib._bootstrap" in file for file in frames):

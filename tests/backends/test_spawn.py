@@ -20,7 +20,7 @@ from marl_parallel import backends
 from marl_parallel.backends import spawn
 from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.messages import Lost, Message, Plan, Reply, Request
+from marl_parallel.core.messages import Lost, Message, Pickled, Plan, Reply, Request
 
 pytestmark = pytest.mark.release_independent
 
@@ -51,7 +51,8 @@ def test_large_messages_in_both_directions(portable):
     def constructor(text: str = "x" * 1_000_000) -> None:
         raise ValueError(text)
 
-    plan = Plan({7: cloudpickle.dumps(constructor)}, {7: 0}, AutoresetMode.SAME_STEP, cloudpickle.dumps(None))
+    pickled, adapter = Pickled(cloudpickle.dumps(constructor)), Pickled(cloudpickle.dumps(None))
+    plan = Plan({7: pickled}, {7: 0}, AutoresetMode.SAME_STEP, adapter)
     for _ in range(3):
         portable.post(dict.fromkeys((0, 1), Request(Message.ACCESS, (7,), plan)))
     replies = received(portable, 6)

@@ -9,6 +9,7 @@ import os
 import tempfile
 import tracemalloc
 
+import numpy as np
 import psutil
 import pytest
 from helpers.leaks import HeldResources
@@ -50,6 +51,29 @@ def test_closed_worker_processes_leave_nothing(context, cycles):
 @pytest.mark.parametrize("backend", ["serial", "thread"])
 def test_closed_workers_leave_nothing(backend):
     check(lambda: closed(backend=backend))
+
+
+@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+def test_large_arrays_in_constructors_leave_nothing(backend):
+    """Closed, or after a constructor that raises."""
+    table = np.ones(100_000)
+
+    def fault(number: int) -> Hunt:
+        raise SimulatorError(f"no {number * table[0]:g} prey")
+
+    def cycle() -> None:
+        with ParallelEnv([functools.partial(Prices, table)] * 2, num_workers=2, backend=backend) as env:
+            use(env)
+        with pytest.raises(SimulatorError, match="no 3 prey"):
+            ParallelEnv([functools.partial(Prices, table), lambda: fault(3)], num_workers=2, backend=backend)
+
+    check(cycle, cycles=10)
+
+
+class Prices(Hunt):
+    def __init__(self, table: np.ndarray) -> None:
+        super().__init__()
+        self.table = table
 
 
 @pytest.mark.parametrize("backend", ["serial", "thread", "process"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import random
@@ -197,6 +198,34 @@ def test_array_actions(build, again, tmp_path):
         for _ in range(300):
             stacked.step(rng.integers(3, size=(2, 2)))
     same(str(caught.value), again)
+
+
+def overdrawn(prices: np.ndarray, limits: np.ndarray, level: float) -> None:
+    prices += 1
+    assert not limits.flags.writeable
+    raise SimulatorError(f"overflow at {float(level + prices.mean() + limits.mean())!r}")
+
+
+@pytest.mark.parametrize("setup", [APART, Setup("serial", True, 2), Setup("portable", True, 2)], ids=str)
+def test_large_arrays_of_constructors(setup, build, again, tmp_path):
+    """They travel apart from the rest of a constructor, but the file has them, as they were then."""
+    prices, limits = np.full(50_000, 1000.0), np.full(50_000, 2000.0)
+    limits.flags.writeable = False
+    constructors = [functools.partial(Tank, functools.partial(overdrawn, prices, limits))] * 2
+    how: dict[str, Any] = {"replay": 50, "replay_dir": tmp_path}
+    env = build(constructors, setup, on_error="restart", restart_policy=NO_LIMIT, **how)
+    other = build(constructors, setup, **how)
+    prices[:] = -5000
+    reports = play(env, 60)
+    with pytest.raises(EnvError) as caught:
+        play(other, 60)
+    env.close()
+    reports.append(str(caught.value))
+    assert len(reports) >= 3
+    for report in reports:
+        (level,) = {*re.findall(r"overflow at ([\d.]+)", report)}
+        assert 3006 < float(level) < 3016
+        same(report, again)
 
 
 def test_seeds_and_options_of_resets(build, again, tmp_path):

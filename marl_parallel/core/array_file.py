@@ -1,0 +1,300 @@
+"""Large arrays in constructors: written once into a file in memory, and mapped for each environment.
+
+    caller    ArrayWriter.dumps     pickles a constructor; large arrays go into the file, each of them once
+    worker    loads                 unpickles it: arrays lie in private mappings of the file
+
+A private mapping is copied page by page where it is written to. So all environments share the memory of a table, and
+what one of them changes in place is its own. The backend owns the file (`Backend.array_file`).
+
+Out of band travel arrays of NumPy with any strides, and whatever else exports its memory by pickle protocol 5. Arrays
+of objects, arrays of classes that pickle themselves, and arrays smaller than `LARGE` bytes stay in the pickle.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import io
+import mmap
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from marl_parallel.core.messages import Pickled
+from marl_parallel.core.pickling import ByValuePickler, dumps_by_value
+
+LARGE = 1 << 16
+"""Bytes; smaller arrays stay in the pickle."""
+_CHUNK = 1 << 20  # bytes that are copied at a time where an array is not contiguous
+_ALIGNMENT = 64
+_MOST_PARTS = 8  # an array this many times larger than its part is not given a place
+_Bytes: TypeAlias = "NDArray[np.uint8]"
+
+
+class ArrayFileError(OSError):
+    """The file cannot be written or mapped, such as when there is no space left."""
+
+
+# -- in the caller's process -------------------------------------------------------------------------------------------
+
+
+class ArrayWriter:
+    """Pickles values, and writes their large arrays into the file `fd`; None or a closed one: they are pickled whole.
+
+    Memory that several arrays have in common is written once, whichever values have them. This object keeps arrays
+    alive, so that their memory is not used for anything else meanwhile.
+    """
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd, self._end = -1 if fd is None else fd, 0
+        self._regions: dict[tuple[int, int], _Region] = {}  # by address and size
+        self._with_gaps: dict[Any, _Region] = {}  # by address and form
+
+    def dumps(self, value: Any) -> Pickled:
+        """Pickle a value as `pickling.dumps_by_value` does."""
+        if self._fd < 0:
+            return Pickled(dumps_by_value(value))
+        with io.BytesIO() as file:
+            parts = _Parts(self)
+            _Pickler(file, parts).dump(value)
+            return Pickled(file.getvalue(), parts.spans)
+
+    def place_of(self, array: NDArray[Any]) -> int:
+        """Where an array is in the file: in the order of addresses, or in C order if it has gaps."""
+        flat = _flat(array)
+        if flat is None:
+            key = (_address(array), array.shape, array.strides, array.itemsize)
+            if (region := self._with_gaps.get(key)) is None:
+                region = _Region(self._end + -self._end % _ALIGNMENT, array, [])
+                flags, count = ["external_loop", "buffered"], max(_CHUNK // array.itemsize, 1)
+                chunks: Any = np.nditer(array, flags, order="C", buffersize=count)  # type: ignore[call-overload]
+                self._write(region.place, (np.ascontiguousarray(chunk).view(np.uint8) for chunk in chunks))
+                self._with_gaps[key] = region
+            return region.place
+        region = self._region_of(flat)
+        first = start = _address(flat) - _address(region.array)
+        stop = start + flat.nbytes
+        for written_from, written_to in sorted(region.written):
+            if start < written_from < stop:
+                self._write(region.place + start, [flat[start - first : written_from - first]])
+            if written_from < stop:
+                start = max(start, written_to)
+        if start < stop:
+            self._write(region.place + start, [flat[start - first :]])
+            region.written.append((first, stop))
+        return region.place + first
+
+    def _region_of(self, flat: _Bytes) -> _Region:
+        """The place for the whole array that this one is a part of, so that overlapping parts share it."""
+        whole: Any = flat
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        inside = _address(whole) <= _address(flat) and _address(flat) + flat.nbytes <= _address(whole) + whole.nbytes
+        if not inside or not whole.flags.forc:
+            whole = flat
+        key = (_address(whole), whole.nbytes)
+        # A small part alone has a place of its own, or the file would have large holes.
+        if key not in self._regions and whole.nbytes > _MOST_PARTS * flat.nbytes:
+            key, whole = (_address(flat), flat.nbytes), flat
+        if (region := self._regions.get(key)) is None:
+            place = self._end + (key[0] - self._end) % _ALIGNMENT  # aligned as in memory
+            region = self._regions[key] = _Region(place, whole, [])
+            self._end = place + whole.nbytes
+        return region
+
+    def _write(self, place: int, chunks: Iterable[_Bytes]) -> None:
+        os.lseek(self._fd, place, os.SEEK_SET)
+        try:
+            for chunk in chunks:
+                rest = chunk.data
+                while rest:
+                    written = os.write(self._fd, rest)
+                    place, rest = place + written, rest[written:]
+        except OSError as error:
+            raise ArrayFileError(
+                error.errno,
+                f"large arrays in constructors need more than {place / 1e6:.0f} MB, and cannot be written into a file "
+                f"in memory: {error.strerror}. Free memory, or space in the folder for temporary files where the "
+                "system has no files in memory; or load the arrays inside the constructor, by np.memmap",
+            ) from error
+        self._end = max(self._end, place)
+
+
+class _Region(NamedTuple):
+    """An array that has a place in the file."""
+
+    place: int
+    array: NDArray[Any]
+    written: list[tuple[int, int]]  # parts of it, by their first and last offsets
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+class _Parts:
+    """The large arrays of one value. `spans` says where they are in the file, in the order in which they are needed."""
+
+    def __init__(self, writer: ArrayWriter) -> None:
+        self._writer, self.spans = writer, list[tuple[int, int]]()
+        self._arrays: dict[int, tuple[pickle.PickleBuffer, NDArray[Any]]] = {}  # by the id of what stands for them
+
+    def stand_in(self, array: NDArray[Any]) -> pickle.PickleBuffer:
+        """An empty buffer that stands for an array: NumPy exports neither every dtype nor every strides.
+
+        It is read-only if the array is.
+        """
+        buffer = pickle.PickleBuffer(bytearray() if array.flags.writeable else b"")
+        self._arrays[id(buffer)] = buffer, array
+        return buffer
+
+    def take_out(self, buffer: pickle.PickleBuffer) -> bool:
+        """Write the array that a buffer stands for, or its own bytes, into the file; True if it stays in the pickle."""
+        _, array = self._arrays.get(id(buffer), (None, None))
+        if array is None:  # of another library
+            raw = buffer.raw()
+            if raw.nbytes < LARGE:
+                return True
+            array = np.frombuffer(raw, np.uint8)
+        self.spans.append((self._writer.place_of(array), array.nbytes))
+        return False
+
+
+class _Pickler(ByValuePickler):
+    """Leaves large arrays out of the pickle."""
+
+    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, parts.take_out)
+        self._parts = parts
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, np.ndarray) or not _can_be_taken_out(obj):
+            return super().reducer_override(obj)
+        plain = obj.view(np.ndarray)
+        strides = None if _flat(plain) is None else plain.strides  # else it becomes contiguous
+        return _array_over, (type(obj), plain.shape, plain.dtype, strides, self._parts.stand_in(plain))
+
+
+def _can_be_taken_out(array: NDArray[Any]) -> bool:
+    kind, dtype = type(array), array.dtype
+    return (
+        array.nbytes >= LARGE
+        and not dtype.hasobject
+        and dtype.kind in "biufcmMSUV"  # not variable-width strings, whose elements are elsewhere
+        and kind not in copyreg.dispatch_table
+        and all(getattr(kind, name) is getattr(np.ndarray, name) for name in _PICKLING)
+    )
+
+
+_PICKLING = ("__reduce__", "__reduce_ex__", "__setstate__")
+"""Methods of classes that pickle themselves, as masked arrays do."""
+
+
+def _flat(array: NDArray[Any]) -> _Bytes | None:
+    """The bytes of an array in the order of their addresses; None if there are gaps between them."""
+    axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+    dense = array.transpose(axes)
+    return dense.reshape(-1).view(np.uint8) if dense.flags.c_contiguous else None
+
+
+def self_contained(value: Pickled, fd: int | None) -> bytes:
+    """The same value with its arrays in the pickle, for `pickling.loads` in any process."""
+    if not value.spans:
+        return value.pickled
+    return pickle.dumps(_SelfContained(value.pickled, _private_views(-1 if fd is None else fd, value.spans)), 5)
+
+
+class _SelfContained:
+    """Unpickles as the value that was pickled."""
+
+    def __init__(self, pickled: bytes, views: Sequence[memoryview]) -> None:
+        self._pickled, self._views = pickled, views
+
+    def __reduce__(self) -> Any:
+        return _loads_with, (self._pickled, [pickle.PickleBuffer(view) for view in self._views])
+
+
+# -- in the worker -----------------------------------------------------------------------------------------------------
+
+
+def loads(value: Pickled, fd: int) -> Any:
+    """Unpickle what `ArrayWriter.dumps` has pickled, over mappings of the file `fd` that nothing else uses."""
+    return pickle.loads(value.pickled, buffers=_private_views(fd, value.spans))
+
+
+def _loads_with(pickled: bytes, buffers: Sequence[Any]) -> Any:
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def _array_over(
+    kind: type[NDArray[Any]],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...] | None,
+    buffer: Any,
+) -> NDArray[Any]:
+    """Make an array over the memory of a buffer, as NumPy does when it unpickles one."""
+    array: NDArray[Any] = np.ndarray.__new__(kind, shape, dtype, buffer, 0, strides)
+    return array
+
+
+def _private_views(fd: int, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+    """Writable memory for each part of a file, given by place and size; all of them are independent.
+
+    Parts that lie beside each other share a mapping. A part that is there twice has two.
+    """
+    views: dict[int, memoryview] = {}
+    left = sorted(range(len(spans)), key=lambda number: spans[number])
+    while left:
+        start = stop = spans[left[0]][0]
+        together, rest = [], []
+        for number in left:
+            place, nbytes = spans[number]
+            if stop <= place < stop + _ALIGNMENT:
+                together.append(number)
+                stop = place + nbytes
+            else:
+                rest.append(number)
+        first = start - start % mmap.ALLOCATIONGRANULARITY
+        mapped = _map_privately(fd, first, stop - first)
+        for number in together:
+            place, nbytes = spans[number]
+            views[number] = mapped[place - first :][:nbytes]
+        left = rest
+    return [views[number] for number in range(len(spans))]
+
+
+_mmap: Any = None
+try:
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _mmap, _munmap = _libc.mmap, _libc.munmap
+    _size_t, _off_t = ctypes.c_size_t, ctypes.c_long if sys.platform == "linux" else ctypes.c_int64
+    _mmap.argtypes = (ctypes.c_void_p, _size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, _off_t)
+    _mmap.restype, _munmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, _size_t)
+except (AttributeError, OSError, TypeError):  # Windows: by the module `mmap`
+    _mmap = None
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _map_privately(fd: int, start: int, nbytes: int) -> memoryview:
+    if fd < 0:
+        raise ArrayFileError("the file with the arrays of the constructors is closed")
+    if _mmap is None:
+        return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=start))
+    # Mappings of the module `mmap` keep a descriptor each: hundreds of environments would use up all of them.
+    address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, start)
+    if address == _FAILED:
+        error = ctypes.get_errno()
+        raise ArrayFileError(
+            error, f"cannot map {nbytes / 1e6:.0f} MB of arrays of a constructor: {os.strerror(error)}"
+        )
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    weakref.finalize(memory, _munmap, address, nbytes).atexit = False  # threads may use it until the end
+    return memoryview(memory)
