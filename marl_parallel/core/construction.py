@@ -199,9 +199,10 @@ def construct(
     while to_pickle:
         pickled.update(_pickle(constructors, to_pickle, local_modules))
         how_adapted = pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
+        settings = b"" if pool.settings is None else pool.settings.pickled()
         plan = Plan(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
-            derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
+            derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations, settings=settings,
         )  # fmt: skip
         requests = {}
         for worker, share in enumerate(pool.shares):

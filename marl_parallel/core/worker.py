@@ -30,6 +30,7 @@ import numpy as np
 
 from marl_parallel.adapters import AdapterMismatch, InvalidAgents, LookupFailed, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
+from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.construction import call_constructor
@@ -88,6 +89,7 @@ class Worker:
         self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be
         self.watch = Watch()  # what each reset and step writes besides the transitions
+        self.settings = WorkerSettings()  # those of the caller, in a process of its own
         self._rollout: RolloutBuffer | None = None
         self._send: Callable[[Reply], None]
         self._codec: Any = None
@@ -108,8 +110,10 @@ class Worker:
                 self._generators.switch(None)
 
     def _carry_out(self, request: Request, env_ids: Sequence[int] | None, *, last: bool) -> None:
-        message, _, payload, each = request
+        message, _, payload, each, settings = request
         self._status.begin_request()
+        if settings is not None and self._own_process:
+            self.settings.apply(settings)
         # Send extras and failures ahead of the one reply for all, so that the death of this process does not lose them.
         prompt = self._restarts and not each and (message is Message.STEP or message is Message.RESET)
         ids = self._all if env_ids is None else tuple(env_ids)
@@ -196,6 +200,8 @@ class Worker:
             seeds_generators = self._own_process or plan.isolate_rng
             if seeds_generators:
                 seed_generators(seed)  # modules that are imported now may draw, too
+            if self._own_process and plan.settings:
+                self.settings.apply(plan.settings)
             if self._own_process and plan.registrations != self._registrations:
                 self._registrations = plan.registrations
                 install_registrations(plan.registrations)
@@ -214,6 +220,8 @@ class Worker:
                 if isinstance(error, NotAnEnvironment | InvalidAgents):
                     raise Refusal(TypeError if isinstance(error, TypeError) else ValueError, str(error)) from None
                 raise
+        if self._own_process:
+            self.settings.look_again()
         if plan.isolate_rng:
             seed_generators(seed)  # again, since the constructor may have loaded torch
         if plan.traced != is_traced(self._status):  # a spare, in which a trace has begun or ended
