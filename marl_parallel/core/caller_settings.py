@@ -118,6 +118,7 @@ class WorkerSettings:
         self._loggers: Mapping[str, LoggerState] = {}
         self._filters: Sequence[Filter] = ()
         self._installed: list[Any] = []  # the caller's entries in `warnings.filters`
+        self._placeholder = logging.NullHandler()  # of the root logger, for the caller's handlers
         self._waiting: set[str] = set()  # modules that are not imported yet, with categories of filters
 
     def apply(self, pickled: bytes) -> None:
@@ -147,6 +148,10 @@ class WorkerSettings:
                 return state.has_handlers
             name = name.rpartition(".")[0] or ROOT
 
+    def leave_handlers(self) -> None:
+        """Have the root logger print what no handler takes again, in a process that a simulator has forked."""
+        logging.root.removeHandler(self._placeholder)
+
     def _set_levels(self, loggers: Mapping[str, LoggerState]) -> None:
         """Set the levels that differ from those set before."""
         before, self._loggers = self._loggers, loggers
@@ -156,7 +161,7 @@ class WorkerSettings:
                 logging.getLogger(None if name == ROOT else name).setLevel(level)
         if self.shows(ROOT) and not logging.root.handlers:
             # As in the caller's process, `logging.basicConfig` does nothing then.
-            logging.root.addHandler(logging.NullHandler())
+            logging.root.addHandler(self._placeholder)
 
     def _set_filters(self, *, keep_others: bool) -> None:
         mine = [one for one in warnings.filters if not any(one is old for old in self._installed)]

@@ -228,6 +228,7 @@ class RecordSender:
 
         def restore() -> None:
             logging.Logger.callHandlers = original  # type: ignore[method-assign]
+            self._settings.leave_handlers()
 
         logging.Logger.callHandlers = call_handlers  # type: ignore[assignment,method-assign]
         if hasattr(os, "register_at_fork"):

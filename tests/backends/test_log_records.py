@@ -44,6 +44,7 @@ def same_loggers_afterwards() -> Iterator[None]:
 def records(caplog) -> Callable[[], list[logging.LogRecord]]:
     """The records of simulators since the last call."""
     caplog.set_level(logging.INFO)
+    caplog.handler.setLevel(logging.NOTSET)
 
     def take() -> list[logging.LogRecord]:
         found = [record for record in caplog.records if record.name.startswith("sim")]
@@ -139,7 +140,12 @@ def test_levels_are_refreshed_at_each_reset(logs, records):
 
 def test_new_workers_get_the_present_levels(build, records):
     """After a crash, and standby workers, which are constructed while others go on."""
-    env = build([Logging] * 2, Setup("process", True, 2), on_error="restart", recycle=RecyclePolicy(max_episodes=2))
+    env = build(
+        [functools.partial(Logging, 2)] * 2,
+        Setup("process", True, 2),
+        on_error="restart",
+        recycle=RecyclePolicy(max_episodes=2),
+    )
     logging.getLogger("sim.loud").setLevel(logging.DEBUG)
     env.reset()
     env.set_attr("at_step", [exits, None])
@@ -419,7 +425,7 @@ def test_programs_without_handlers(start_method):
     )
     lines = done.stderr.splitlines()
     inherited = ["caller left in the worker"] if start_method == "fork" else ["left in the worker"]
-    assert lines == ["warning", "own warning", "own info", "caller warning", "caller info", *inherited]
+    assert lines == ["warning", "own warning", "own info", "caller warning", "caller info", "caller closed", *inherited]
 
 
 # -- files, other backends, arguments ----------------------------------------------------------------------------------

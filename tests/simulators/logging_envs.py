@@ -45,8 +45,8 @@ class Logging(Counting):
 
     at_step: Callable[[], Any] | None = None
 
-    def __init__(self, *, seed: int) -> None:
-        super().__init__(seed=seed)
+    def __init__(self, length: int | None = None, *, seed: int) -> None:
+        super().__init__(length, seed=seed)
         logging.getLogger("sim.life").info("constructed")
 
     def pid(self) -> int:
