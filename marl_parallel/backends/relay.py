@@ -147,7 +147,7 @@ class Relay:
                 for pipe in self._pipes.values():
                     pipe.pass_on()
         rings = self.rings
-        if rings is not None and rings.has_new:
+        if rings is not None and rings.counts.tobytes() != rings.seen:
             rings.deliver(warn=all_is_here)
 
     def close(self) -> None:

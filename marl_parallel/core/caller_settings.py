@@ -111,9 +111,14 @@ class CallerSettings:
 
 
 class WorkerSettings:
-    """The settings of the caller in a worker process."""
+    """The settings of the caller in a worker process.
+
+    Attributes:
+        forwards: Whether log records go to the caller's process.
+    """
 
     def __init__(self) -> None:
+        self.forwards = False
         self._pickled = b""
         self._loggers: Mapping[str, LoggerState] = {}
         self._filters: Sequence[Filter] = ()
@@ -159,7 +164,7 @@ class WorkerSettings:
             level = loggers.get(name, _NEW).level
             if level != before.get(name, _NEW).level:
                 logging.getLogger(None if name == ROOT else name).setLevel(level)
-        if self.shows(ROOT) and not logging.root.handlers:
+        if self.forwards and self.shows(ROOT) and not logging.root.handlers:
             # As in the caller's process, `logging.basicConfig` does nothing then.
             logging.root.addHandler(self._placeholder)
 

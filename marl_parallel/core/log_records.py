@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import pickle
 import struct
@@ -23,7 +24,6 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from marl_parallel.core.caller_settings import WorkerSettings, all_loggers, has_handlers
 from marl_parallel.core.pickling import dumps, loads
@@ -46,7 +46,7 @@ class Ring:
     processors show another process a count before the bytes that it counts, hence the checksums.
     """
 
-    def __init__(self, buffer: Any, start: int, most: int, worker: int) -> None:
+    def __init__(self, buffer: mmap.mmap, start: int, most: int, worker: int) -> None:
         self._numbers = memoryview(buffer)[start : start + 8 * _NUMBERS * most].cast("Q")
         begin = start + 8 * _NUMBERS * most + RING_NBYTES * worker
         self._bytes = memoryview(buffer)[begin : begin + RING_NBYTES]
@@ -90,9 +90,14 @@ class Ring:
         data = bytes(self._bytes[place : place + nbytes])
         return data + bytes(self._bytes[: max(min(nbytes, RING_NBYTES) - len(data), 0)])
 
+    @property
+    def dropped(self) -> int:
+        """How many records there was no room for."""
+        return int(self._numbers[self._dropped])
+
     def clear(self) -> int:
         """Empty it for another worker; returns how many records the last one has dropped."""
-        dropped = self._numbers[self._dropped]
+        dropped = self.dropped
         for number in (self._written, self._dropped, self._read):
             self._numbers[number] = 0
         return dropped
@@ -102,13 +107,16 @@ class Ring:
 
 
 class RecordRings:
-    """The rings of all workers, in a part of a buffer that begins at `start`: a multiple of 8."""
+    """The rings of all workers, in a part of a buffer that begins at `start`: a multiple of 8.
 
-    def __init__(self, buffer: Any, start: int, most: int) -> None:
+    Workers have written or dropped records since `deliver` if `counts.tobytes()` differs from `seen`. A caller compares
+    them once a batch, hence no method.
+    """
+
+    def __init__(self, buffer: mmap.mmap, start: int, most: int) -> None:
+        self.counts, self.seen = memoryview(buffer)[start : start + 16 * most], bytes(16 * most)
         self.start, self.most = start, most
         self._rings = [Ring(buffer, start, most, worker) for worker in range(most)]
-        self._counts = memoryview(buffer)[start : start + 16 * most]  # what workers write
-        self._seen = bytes(16 * most)
         self._records: deque[tuple[logging.LogRecord, bool]] = deque()  # taken, and not handed to loggers yet
         self._dropped_before = 0  # by workers that have been replaced
         self._reported = 0  # how many dropped records a message has named
@@ -117,11 +125,6 @@ class RecordRings:
     def nbytes(most: int) -> int:
         """The size of the rings of so many workers."""
         return most * (8 * _NUMBERS + RING_NBYTES)
-
-    @property
-    def has_new(self) -> bool:
-        """Whether workers have written or dropped records since `deliver`."""
-        return self._counts.tobytes() != self._seen
 
     def clear(self, worker: int) -> None:
         """Prepare the ring of a worker that starts; records of the one before go out with the next `deliver`."""
@@ -137,7 +140,7 @@ class RecordRings:
         With `warn`, say once that some were dropped; in the middle of a call, more may follow. What a handler raises is
         printed, as `logging` itself does.
         """
-        self._seen = self._counts.tobytes()
+        self.seen = self.counts.tobytes()
         for worker in range(self.most):
             self._take(worker)
         self._records = deque(sorted(self._records, key=lambda taken: taken[0].created))
@@ -153,7 +156,7 @@ class RecordRings:
         if self._reported or not (dropped := self._dropped()):
             return
         if not warn:
-            self._seen = b""  # so that the next `deliver` warns
+            self.seen = b""  # so that the next `deliver` warns
         else:
             self._reported = dropped
             own_logger.warning(
@@ -171,7 +174,7 @@ class RecordRings:
             self._reported = dropped
 
     def _dropped(self) -> int:
-        return self._dropped_before + sum(self._counts[8 * self.most :].cast("Q"))
+        return self._dropped_before + sum([ring.dropped for ring in self._rings])
 
 
 _MESSAGE = "message"  # in place of an attribute: a message with its arguments
@@ -218,6 +221,7 @@ class RecordSender:
 
         A worker that was `forked` from the caller has the caller's handlers, which would show each record twice.
         """
+        self._settings.forwards = True
         for logger in all_loggers().values() if forked else ():
             for handler in [*logger.handlers]:
                 logger.removeHandler(handler)

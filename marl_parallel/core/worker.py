@@ -114,6 +114,8 @@ class Worker:
         self._status.begin_request()
         if settings is not None and self._own_process:
             self.settings.apply(settings)
+        elif message is not Message.STEP:
+            self.settings.look_again()
         # Send extras and failures ahead of the one reply for all, so that the death of this process does not lose them.
         prompt = self._restarts and not each and (message is Message.STEP or message is Message.RESET)
         ids = self._all if env_ids is None else tuple(env_ids)

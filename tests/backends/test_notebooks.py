@@ -38,8 +38,10 @@ class Kernel:
         from jupyter_client.manager import KernelManager
 
         self.manager: Any = KernelManager(kernel_name="python3")
-        environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-        self.manager.start_kernel(extra_arguments=[*options], env=environ)  # kernels of tests watch no descriptors
+        # With these, a kernel watches no descriptors, and lines of two workers may mix.
+        without = {"PYTEST_CURRENT_TEST", "PYTHONUNBUFFERED"}
+        environ = {name: value for name, value in os.environ.items() if name not in without}
+        self.manager.start_kernel(extra_arguments=[*options], env=environ)
         self.client: Any = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

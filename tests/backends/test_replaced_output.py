@@ -29,6 +29,12 @@ pytestmark = pytest.mark.release_independent
 WAYS = {"stdout": ["child", "descriptor", "stdout"], "stderr": ["child-stderr", "stderr"]}
 
 
+@pytest.fixture(autouse=True)
+def whole_lines(monkeypatch) -> None:
+    """Else lines of two workers may mix."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+
+
 @pytest.fixture
 def talk(build, start_method) -> Callable[..., ParallelEnv]:
     def create(num_envs: int = 3, **more: Any) -> ParallelEnv:
