@@ -201,6 +201,12 @@ def check_callback(on_restart: Any, restarts: bool) -> None:
         raise ValueError('on_restart is never called without restarts: pass on_error="restart", too')
 
 
+def check_forward_logs(forward_logs: Any) -> None:
+    """Raise `TypeError` for wrong values of `forward_logs`."""
+    if not isinstance(forward_logs, bool):
+        raise TypeError(f"forward_logs must be True or False, got {forward_logs!r}")
+
+
 def check_isolate_rng(isolate_rng: Any, backend: Backend) -> None:
     """Raise for anything but True or False, and for True where workers use the same generators at once."""
     if not isinstance(isolate_rng, bool):

@@ -80,6 +80,7 @@ class ParallelEnvArguments(TypedDict, total=False):
     replay: int | None
     replay_dir: str | os.PathLike[str] | None
     isolate_rng: bool
+    forward_logs: bool
 
 
 POOLS = ("envpool", "jaxmarl", "vmas")

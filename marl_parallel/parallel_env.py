@@ -47,6 +47,7 @@ from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import open_backend
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
+from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct
@@ -168,6 +169,9 @@ class ParallelEnv:
         isolate_rng: True for simulators that draw from `random`, `numpy.random` or torch's generator instead of one of
             their own: each environment gets states of its own, so that results do not depend on the number of
             workers. Not with `backend="thread"`. See `docs/seeding.md`.
+        forward_logs: Whether records of `logging` in worker processes reach the loggers of the same names in this
+            process, in its next call, with the attributes `env_id` and `worker`. Levels of loggers are those of this
+            process at construction and at each `reset`. False leaves them in the worker. See `docs/output.md`.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -231,6 +235,7 @@ class ParallelEnv:
         replay: int | None = None,
         replay_dir: str | os.PathLike[str] | None = None,
         isolate_rng: bool = False,
+        forward_logs: bool = True,
     ) -> None:
         constructors = arguments.checked_constructors(env_constructors, seed)
         mode = arguments.autoreset_mode(auto_reset)
@@ -245,6 +250,7 @@ class ParallelEnv:
         if trace is not None:
             arguments.checked_trace(trace)
         adapter_function(adapter)
+        arguments.check_forward_logs(forward_logs)
         folder = None if log_dir is None else arguments.checked_log_dir(log_dir)
         kept = arguments.checked_replay(replay, replay_dir)
         seeds = arguments.first_seeds(seed, len(constructors))
@@ -266,6 +272,7 @@ class ParallelEnv:
                 "copy": copy, "context": context, "check_actions": check_actions, "reset_timeout": reset_timeout,
                 "start_timeout": start_timeout, "step_timeout": min(limits.step or math.inf, planning.STEP_TIMEOUT_S),
                 "worker_threads": worker_threads, "wait": wait, "isolate_rng": isolate_rng,
+                "forward_logs": forward_logs,
             }  # fmt: skip
 
             def open_env(workers: int) -> ParallelEnv:
@@ -279,6 +286,7 @@ class ParallelEnv:
             warnings.warn(
                 f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
             )
+        opened.forward_logs = forward_logs
         if opened.keeps_logs:
             opened.log_dir = folder
         elif folder is not None:
@@ -301,6 +309,7 @@ class ParallelEnv:
             started = True
             began = time.monotonic()
             local_modules: list[ModuleType] = []
+            pool.settings = CallerSettings(forward_logs, local_modules)
             described, plan, built = construct(
                 pool, constructors, seeds, mode, adapter, restarts, kept is not None, isolate_rng, local_modules
             )

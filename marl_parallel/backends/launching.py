@@ -81,12 +81,16 @@ class Launcher:
         _open_launchers.add(self)
 
     def launch(
-        self, index: int, fds: Sequence[int], share: Sequence[int] = (), log: int | None = None
+        self,
+        index: int,
+        fds: Sequence[int],
+        share: Sequence[int] = (),
+        outputs: tuple[int | None, int | None] = (None, None),
     ) -> WorkerProcess:
         """Start a worker with copies of `fds`; `RuntimeError` if the launcher is closed, or no fork server answers.
 
-        Its name in lists of processes has the environments of its share. It writes to the descriptor `log`; None for
-        the output of this program.
+        Its name in lists of processes has the environments of its share. `outputs` are descriptors for its stdout and
+        stderr; None for those of this program.
         """
         if self._closed:
             raise RuntimeError("the launcher is closed")
@@ -109,7 +113,7 @@ class Launcher:
         deadline = time.monotonic() + _ANSWERS_WITHIN_S
         try:
             try:
-                server.request(request, setting, worker.crash_file.fd, log, fds)
+                server.request(request, setting, worker.crash_file.fd, outputs, fds)
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
                     raise
@@ -301,14 +305,22 @@ class _Server:
             self._exitcode = descendants.reap(self.pid)
         return self._exitcode is not None
 
-    def request(self, number: int, setting: Setting, crash: int, log: int | None, fds: Sequence[int]) -> None:
+    def request(
+        self,
+        number: int,
+        setting: Setting,
+        crash: int,
+        outputs: tuple[int | None, int | None],
+        fds: Sequence[int],
+    ) -> None:
         # The setting goes through a file, since a large environment does not fit a message.
         with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
             pickle.dump(setting, file)
             file.seek(0)  # which flushes
             with open(os.devnull, "wb") as null:
-                out = interpreter.output(sys.stdout, 1, null.fileno()) if log is None else log
-                err = interpreter.output(sys.stderr, 2, null.fileno()) if log is None else log
+                out, err = outputs
+                out = interpreter.output(sys.stdout, 1, null.fileno()) if out is None else out
+                err = interpreter.output(sys.stderr, 2, null.fileno()) if err is None else err
                 message = REQUEST.pack(number, setting.worker)
                 socket.send_fds(self._socket, [message], [file.fileno(), crash, out, err, *fds])
 

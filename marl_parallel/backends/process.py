@@ -37,9 +37,11 @@ from marl_parallel.backends.descendants import memory_of, started_at
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
+from marl_parallel.backends.relay import Relay
 from marl_parallel.core import codec, reports
 from marl_parallel.core.backend import Backend, most_workers, usable_cpus
 from marl_parallel.core.columns import span_of
+from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.pickling import open_script_of_worker
 from marl_parallel.core.worker import Worker
@@ -333,12 +335,16 @@ class ProcessBackend(Backend):
         self._looked = 0.0  # when deaths were last looked for
         self._interrupted = False
         self._control, self._records, self._arrays = Block(), Block(), Block()
+        self._relay = Relay()
 
     def start(self, shares: Sequence[Sequence[int]], most_requests: int, most: int | None = None) -> None:
         """As `Backend.start`; `most` is how many workers there may be at a time."""
         most = most_workers(shares) if most is None else most
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
-        self._control_buffer = self._control.allocate(control_nbytes(most, self._capacity))
+        nbytes = control_nbytes(most, self._capacity)
+        self._control_buffer = self._control.allocate(nbytes + self.forward_logs * RecordRings.nbytes(most))
+        if self.forward_logs:
+            self._relay.rings = RecordRings(self._control_buffer, nbytes, most)
         self._wake = Semaphore(self._control_buffer, _WAKE)
         self._countdown = Semaphore(self._control_buffer, _COUNTDOWN)
         self._wake.init(0)
@@ -355,14 +361,20 @@ class ProcessBackend(Backend):
         if launcher is None:
             return  # closed meanwhile by a signal handler
         queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)
+        rings, forwarding = self._relay.rings, None
+        if rings is not None:
+            rings.clear(worker)
         ours, theirs = socket_pair()
         channel = Channel(ours)
         try:
             with theirs, contextlib.closing(WorkerLog(self.log_dir, worker, share)) as log:
                 fds = [theirs.fileno(), self._control.fd, self._records.fd, self._arrays.fd]
-                process = launcher.launch(worker, fds, share, log.fd)
+                outputs = (log.fd, log.fd) if log.fd is not None else self._relay.descriptors()
+                process = launcher.launch(worker, fds, share, outputs)
                 log.mark_start(process.pid)
-            channel.put((self._wait, self._own_cpu, self._capacity))
+                if rings is not None:
+                    forwarding = rings.start, rings.most, log.fd is not None, self._context == "fork"
+            channel.put((self._wait, self._own_cpu, self._capacity, forwarding))
         except BaseException as error:
             channel.close()
             if self._launcher is None and isinstance(error, RuntimeError | OSError | Gone):
@@ -441,7 +453,7 @@ class ProcessBackend(Backend):
             if request is STEP_ALL:
                 code = _STEP
             else:
-                message, env_ids, payload, each = request
+                message, env_ids, payload, each, _ = request
                 span = None if env_ids is None else span_of(env_ids)
                 code = _ON_CHANNEL
                 if message is Message.STEP and payload is None and (env_ids is None or span is not None):
@@ -480,7 +492,9 @@ class ProcessBackend(Backend):
             replies += self._received()
             if len(replies) < at_least:  # a death rings, too
                 self._look_for_deaths()
+                self._relay.bring(all_is_here=False)
         self._interrupted = False
+        self._relay.bring()
         return replies
 
     def _complete(self, replies: list[tuple[int, Reply | Lost]], at_least: int) -> bool:
@@ -591,6 +605,7 @@ class ProcessBackend(Backend):
         launcher, self._launcher = self._launcher, None
         with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
             at_last.callback(self._release)
+            at_last.callback(self._relay.close)
             if launcher is not None:
                 at_last.callback(launcher.close)
                 processes = [handle.process for handle in self._handles.values()]
@@ -617,6 +632,7 @@ class ProcessBackend(Backend):
         launcher, self._launcher = self._launcher, None
         if launcher is not None:
             launcher.close(forked=True)
+        self._relay.abandon()
         self._release()
 
 
@@ -629,12 +645,16 @@ def main(index: int, fds: Sequence[int]) -> None:
     open_script_of_worker()
     control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
-    wait, own_cpu, capacity = channel.receive()
+    wait, own_cpu, capacity, forwarding = channel.receive()
     spin = Spin(wait, own_cpu)
     wake, countdown = Semaphore(control, _WAKE), Semaphore(control, _COUNTDOWN)
     queues = QueuePair(control, index, capacity)
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     ready = queues.requests.ready
+    if forwarding is not None:
+        start, most, to_file, forked = forwarding
+        ring = Ring(control, start, most, index)
+        RecordSender(ring, index, queues.status, worker.settings, to_file).install(forked=forked)
 
     def send(reply: Reply) -> None:
         message, env_ids, results, failures, completed, last = reply

@@ -31,8 +31,10 @@ from marl_parallel.backends import descendants, interpreter
 from marl_parallel.backends.descendants import CrashFile, memory_of
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard, mapped
+from marl_parallel.backends.relay import Relay
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, most_workers
+from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.pickling import open_script_of_worker
 from marl_parallel.core.worker import Worker
@@ -80,6 +82,7 @@ class PortableProcessBackend(Backend):
         self._threads = threads
         self._workers: dict[int, _WorkerProcess] = {}
         self._status, self._records, self._arrays = Block(), Block(), Block()
+        self._relay = Relay()
         self._open = True
         self._looked = 0.0  # when deaths were last looked for
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
@@ -87,7 +90,11 @@ class PortableProcessBackend(Backend):
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         most = most_workers(shares)
         try:
-            self._status_view = memoryview(self._status.allocate(most * WorkerStatus.NBYTES))
+            nbytes = most * WorkerStatus.NBYTES
+            buffer = self._status.allocate(nbytes + self.forward_logs * RecordRings.nbytes(most))
+            self._status_view = memoryview(buffer)
+            if self.forward_logs:
+                self._relay.rings = RecordRings(buffer, nbytes, most)
             self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
             for worker, share in enumerate(shares):
                 self.add(worker, share)
@@ -103,8 +110,12 @@ class PortableProcessBackend(Backend):
             return  # closed meanwhile by a signal handler
         status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
+        if self._relay.rings is not None:
+            self._relay.rings.clear(worker)
         fds = [self._status.fd, self._records.fd, self._arrays.fd]
-        process = self._workers[worker] = _WorkerProcess(worker, share, fds, self._threads, self._events, self.log_dir)
+        process = self._workers[worker] = _WorkerProcess(
+            worker, share, fds, self._threads, self._events, self.log_dir, self._relay
+        )
         if not self._open:  # likewise, while it was started
             process.lost = _UNKNOWN
             _end([process])
@@ -171,7 +182,9 @@ class PortableProcessBackend(Backend):
                 if look and process.expected and process.exitcode() is not None:
                     process.hang_up()
                 replies += [(worker, reply) for reply in process.received()]
-            if len(replies) >= at_least or interrupted or any(type(reply) is Lost for _, reply in replies):
+            complete = len(replies) >= at_least or interrupted or any(type(reply) is Lost for _, reply in replies)
+            self._relay.bring(all_is_here=complete)
+            if complete:
                 return replies
             patience = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
             if patience <= 0 or not self._open:  # a signal handler may have closed meanwhile
@@ -223,12 +236,14 @@ class PortableProcessBackend(Backend):
             self._status.close_fd()
             self._records.close_fd()
             self._arrays.close_fd()
+            self._relay.close()
 
     def abandon(self) -> None:
         # A worker takes the end of its connection for the parent's end: the copies in this process must be closed.
         self._open = False
         for worker in self._workers.values():
             worker.free()
+        self._relay.abandon()
         self._status.close_fd()
         self._records.close_fd()
         self._arrays.close_fd()
@@ -245,6 +260,7 @@ class _WorkerProcess:
         threads: int | None,
         events: SimpleQueue[bool],
         log_dir: Path | None,
+        relay: Relay,
     ) -> None:
         fill_standard()  # else what is opened here may get the numbers of closed standard streams
         self._worker, self.share, self._events = worker, share, events
@@ -271,12 +287,14 @@ class _WorkerProcess:
                 inheriting = {"startupinfo": startup}
             command = interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle))
             name, log = interpreter.worker_name(worker, share), self.log.fd
+            out, err = (log, log) if log is not None else relay.descriptors()
+            forwarding = None if relay.rings is None else (relay.rings.start, relay.rings.most, log is not None)
             self._process = subprocess.Popen(
                 [*command, name[0]],  # the name for lists of processes, where `show_name` does nothing
                 env={**os.environ, **interpreter.thread_variables(threads)},
                 stdin=subprocess.DEVNULL,
-                stdout=interpreter.output(sys.stdout, 1) if log is None else log,
-                stderr=interpreter.output(sys.stderr, 2) if log is None else log,
+                stdout=interpreter.output(sys.stdout, 1) if out is None else out,
+                stderr=interpreter.output(sys.stderr, 2) if err is None else err,
                 cwd=interpreter.working_directory(),
                 start_new_session=True,  # Ctrl-C must reach the parent only; and the group can be killed
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
@@ -284,7 +302,8 @@ class _WorkerProcess:
             )
             self.log.mark_start(self._process.pid)
             on_error.pop_all()
-        self._requests.put((sys.path, (worker, name, interpreter.next_identity(), files, [*getattr(sys, "argv", [])])))
+        identity, argv = interpreter.next_identity(), list(getattr(sys, "argv", []))
+        self._requests.put((sys.path, (worker, name, identity, files, argv, forwarding)))
         for thread in self._threads:
             thread.start()
 
@@ -421,8 +440,12 @@ def serve(
     identity: interpreter.Identity,
     handles: Sequence[int],
     argv: list[str],
+    forwarding: tuple[int, int, bool] | None,
 ) -> None:
-    """Serve until a request is to close, or the parent is gone; `handles`: files of status, records, arrays, stacks."""
+    """Serve until a request is to close, or the parent is gone; `handles`: files of status, records, arrays, stacks.
+
+    `forwarding` says where in the first file log records go, and whether stderr is a log.
+    """
     interpreter.show_name(*name)
     interpreter.take_identity(identity)
     fds = [*handles]
@@ -456,8 +479,13 @@ def serve(
     open_script_of_worker()
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    status = WorkerStatus(memoryview(mapped(status_fd))[worker * WorkerStatus.NBYTES :])
+    statuses = mapped(status_fd)
+    status = WorkerStatus(memoryview(statuses)[worker * WorkerStatus.NBYTES :])
     executor = Worker(status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
+    if forwarding is not None:
+        start, most, to_file = forwarding
+        ring = Ring(statuses, start, most, worker)
+        RecordSender(ring, worker, status, executor.settings, to_file).install(forked=False)
     link.send(_STARTED)
     while True:
         request = requests.get()

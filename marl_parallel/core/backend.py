@@ -81,6 +81,8 @@ class Backend(ABC):
         pickles: Whether workers get pickled constructors, since they are in other processes.
         keeps_logs: Whether what workers write to stdout and stderr can go to files.
         log_dir: The folder of these files, set before `start`; None for the output of this program.
+        forward_logs: Whether log records of workers in other processes are to reach the loggers of this one, in `wait`
+            and `stop`; set before `start`. A backend that cannot do that ignores it.
     """
 
     enforces_timeouts: ClassVar[bool] = True
@@ -93,6 +95,7 @@ class Backend(ABC):
     pickles: ClassVar[bool] = True
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
+    forward_logs: bool = False
     looking_s = 0.0
     statuses: list[WorkerStatus]
     _claimed = False

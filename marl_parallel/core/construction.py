@@ -198,9 +198,10 @@ def construct(
         pickled.update(_pickle(constructors, {*to_pickle} - as_it_is, local_modules, writer, can_share=can_share))
         pickled.update({env_id: constructors[env_id] for env_id in as_it_is})
         how_adapted = _adapter(adapter, local_modules, writer, can_share=can_share, as_it_is=bool(as_it_is))
+        settings = b"" if pool.settings is None else pool.settings.pickled()
         plan = Plan(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
-            derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
+            derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations, settings=settings,
         )  # fmt: skip
         requests = {}
         for worker, share in enumerate(pool.shares):

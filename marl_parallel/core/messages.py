@@ -41,6 +41,7 @@ class Request(NamedTuple):
     env_ids: Sequence[int] | None = None  # which of its environments, in this order; None for all of them
     payload: Any = None  # by environment, or whatever the message needs; None for most steps
     each: bool = False  # whether each environment gets a reply of its own as soon as it is done; else one for all
+    settings: bytes | None = None  # of the caller's process, to be taken over first; None if they have not changed
 
 
 class Failure(NamedTuple):
@@ -118,6 +119,7 @@ class Plan(NamedTuple):
     isolate_rng: bool = False  # whether each environment has process-wide generators of its own
     derived_seeds: bool = False  # whether resets without a seed get a derived one, see `episode.derived_seed`
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
+    settings: bytes = b""  # likewise, of `CallerSettings`
 
 
 class Watch(NamedTuple):

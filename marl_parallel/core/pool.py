@@ -33,6 +33,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, most_workers
+from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.episode import recycled, renewed
 from marl_parallel.core.messages import (
     STEP_ALL,
@@ -102,6 +103,7 @@ class Pool:
         self.recovery: Recovery | None = None  # the same, if environments that fail are rebuilt
         self.recycler: Recycler | None = None  # set if environments are replaced by spares
         self.histories: Histories | None = None  # set if failures can be replayed
+        self.settings: CallerSettings | None = None  # set if there are workers in other processes
         self.in_flight = 0  # how many environments have been sent to and not received
         self.closed = False
         self._closing = False  # whether a thread is closing everything at present
@@ -289,7 +291,20 @@ class Pool:
         if self.recycler is not None:
             env_ids = self._without_recycled(self.recycler, message, env_ids, payloads)
         alone = together and not any(queue.requests for queue in self._queues.values())
-        self._post(self._requests(message, env_ids, payloads, each=not together), together=alone)
+        requests = self._requests(message, env_ids, payloads, each=not together)
+        if message is Message.RESET and self.settings is not None:
+            requests = self._with_settings(requests, self.settings.pickled())
+        self._post(requests, together=alone)
+
+    def _with_settings(self, requests: dict[int, Request], settings: bytes) -> dict[int, Request]:
+        """Requests that take along the caller's settings, if they have changed since the worker's last reset."""
+        if self.rebuilder is not None and self.rebuilder.plan.settings is not settings:
+            self.rebuilder.plan = self.rebuilder.plan._replace(settings=settings)
+        for worker, request in requests.items():
+            queue = self._queues[worker]
+            if queue.settings is not settings:
+                queue.settings, requests[worker] = settings, request._replace(settings=settings)
+        return requests
 
     def _note_sent(self, message: Message, env_ids: Sequence[int]) -> None:
         for env_id in env_ids:

@@ -115,6 +115,7 @@ class WorkerQueue:
     since: float = 0.0  # when the worker was last expected to begin something, in seconds of `time.monotonic`
     suspect: tuple[tuple[int, float], float] | None = None  # a status past its timeout, and when it was first seen
     past: WorkerStats = WorkerStats()  # noqa: RUF009  # of the processes that this one has replaced
+    settings: bytes = b""  # of the caller's process, as its last reset has sent them
 
     @property
     def environments(self) -> Sequence[int]:

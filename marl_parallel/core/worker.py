@@ -32,6 +32,7 @@ import numpy as np
 from marl_parallel.adapters import AdapterMismatch, InvalidAgents, LookupFailed, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import array_file
+from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.construction import call_constructor
@@ -100,6 +101,7 @@ class Worker:
         self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be
         self.watch = Watch()  # what each reset and step writes besides the transitions
+        self.settings = WorkerSettings()  # those of the caller, in a process of its own
         self._rollout: RolloutBuffer | None = None
         self._send: Callable[[Reply], None]
         self._codec: Any = None
@@ -124,8 +126,12 @@ class Worker:
                 self._generators.switch(None)
 
     def _carry_out(self, request: Request, env_ids: Sequence[int] | None, *, last: bool) -> None:
-        message, _, payload, each = request
+        message, _, payload, each, settings = request
         self._status.begin_request()
+        if settings is not None and self._own_process:
+            self.settings.apply(settings)
+        elif message is not Message.STEP:
+            self.settings.look_again()
         # Send extras and failures ahead of the one reply for all, so that the death of this process does not lose them.
         prompt = self._restarts and not each and (message is Message.STEP or message is Message.RESET)
         ids = self._all if env_ids is None else tuple(env_ids)
@@ -212,6 +218,8 @@ class Worker:
         with self._status.during(env_id, Activity.CONSTRUCTOR), seeding_new_torch(generators_seed):
             if generators_seed is not None:
                 seed_generators(generators_seed)  # modules that are imported now may draw, too
+            if self._own_process and plan.settings:
+                self.settings.apply(plan.settings)
             if self._own_process and plan.registrations != self._registrations:
                 self._registrations = plan.registrations
                 install_registrations(plan.registrations)
@@ -231,6 +239,8 @@ class Worker:
                 if isinstance(error, NotAnEnvironment | InvalidAgents):
                     raise Refusal(TypeError if isinstance(error, TypeError) else ValueError, str(error)) from None
                 raise
+        if self._own_process:
+            self.settings.look_again()
         if plan.traced != is_traced(self._status):  # a spare, in which a trace has begun or ended
             trace(self._status, plan.traced)
         derives_from = (seed, 0) if plan.derived_seeds and seed is not None else None

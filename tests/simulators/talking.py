@@ -29,6 +29,14 @@ class Talking(Counting):
         os.write(1, f"{word} descriptor\n".encode())
         subprocess.run(["sh", "-c", f"echo {word} child; echo {word} child-stderr >&2"], check=True)
 
+    def configure_close(self, line: str) -> None:
+        self._at_close = line
+
+    def close(self) -> None:
+        if hasattr(self, "_at_close"):
+            print(self._at_close)
+        super().close()
+
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
         if self.fault is not None:
             self.fault()

@@ -1,0 +1,178 @@
+"""What worker processes print and log, on its way to the caller's `sys.stdout`, `sys.stderr` and loggers.
+
+Workers write straight to the files of `sys.stdout` and `sys.stderr` where these are files: terminals, pipes, logs. In a
+notebook, in IDLE, or when a test captures them, they are other objects. Then workers write into a pipe, from which this
+process writes to the object that `sys.stdout` or `sys.stderr` is at the moment::
+
+    workers ---> pipe ---> the caller's thread, in each call of `Backend.wait`   ---> sys.stdout.write
+                      ---> a thread, for what is printed between and during calls
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import functools
+import io
+import locale
+import os
+import select
+import sys
+import threading
+import time
+from typing import Any
+
+from marl_parallel.backends.memory import fill_standard
+from marl_parallel.core.log_records import RecordRings
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_NBYTES = 1 << 16
+_PIPE_NBYTES = 1 << 20  # on Linux: workers wait when a pipe is full
+_CALLER_FIRST_S = 0.02  # the thread lets the caller's thread read first: notebooks show its output in the right cell
+_LOOK_EVERY_S = 0.02  # on Windows
+_JOINED_WITHIN_S = 5.0
+
+
+def is_file(stream: Any) -> bool:
+    """Whether all that is written to a standard stream goes to the file of its descriptor; also if it is closed."""
+    if stream is None or getattr(stream, "closed", False) is True:
+        return True
+    kind = type(stream)
+    if not isinstance(stream, io.TextIOWrapper) or kind.write is not io.TextIOWrapper.write or "write" in vars(stream):
+        return False
+    try:
+        stream.fileno()
+    except (OSError, ValueError):  # it has no file
+        return False
+    return True
+
+
+class _Pipe:
+    """The pipe to `sys.stdout` or `sys.stderr`."""
+
+    def __init__(self, name: str) -> None:
+        fill_standard()
+        self.name = name
+        self.read_end, self.write_end = os.pipe()
+        if sys.platform != "win32":
+            os.set_blocking(self.read_end, False)
+        with contextlib.suppress(AttributeError, OSError):  # it is as large as it was
+            fcntl.fcntl(self.write_end, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
+        encoding = getattr(getattr(sys, f"__{name}__"), "encoding", None) or locale.getpreferredencoding(False)
+        self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+
+    def has_output(self, wait: bool = False) -> bool:
+        """Whether workers have written something."""
+        if sys.platform == "win32":
+            import _winapi
+            import msvcrt
+
+            while not _winapi.PeekNamedPipe(msvcrt.get_osfhandle(self.read_end), 0)[0]:
+                if not wait:
+                    return False
+                time.sleep(_LOOK_EVERY_S)
+            return True
+        poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
+        poll.register(self.read_end, select.POLLIN)
+        return bool(poll.poll(None if wait else 0))
+
+    def pass_on(self) -> None:
+        """Write all that is here to the caller's stream; to the file of its number if that is impossible."""
+        while self.has_output():
+            data = os.read(self.read_end, _NBYTES)
+            if not data:
+                return
+            try:
+                getattr(sys, self.name).write(self._decoder.decode(data))
+            except Exception:  # the stream is closed, None, or of somebody's own class: the output is not lost
+                with contextlib.suppress(OSError):  # nor is a program without output to fail for it
+                    os.write(1 if self.name == "stdout" else 2, data)
+
+    def close(self) -> None:
+        os.close(self.read_end)
+        os.close(self.write_end)
+
+
+class Relay:
+    """Brings what workers print and log to the caller's process. It holds nothing until `descriptors` needs a pipe.
+
+    Attributes:
+        rings: The log records of workers; None if they are not forwarded.
+    """
+
+    def __init__(self) -> None:
+        self.rings: RecordRings | None = None
+        self._pipes: dict[str, _Pipe] = {}
+        self._threads: list[threading.Thread] = []
+        # Re-entrant: a signal handler may close in the middle of a call.
+        self._lock = threading.RLock()
+        self._is_open = True
+
+    def descriptors(self) -> tuple[int | None, int | None]:
+        """Where a worker that starts now writes stdout and stderr; None for the file of the caller's stream."""
+        return self._descriptor("stdout"), self._descriptor("stderr")
+
+    def _descriptor(self, name: str) -> int | None:
+        if is_file(getattr(sys, name)):
+            return None
+        if name not in self._pipes:
+            pipe = self._pipes[name] = _Pipe(name)
+            run = functools.partial(self._run, pipe)
+            thread = threading.Thread(target=run, name=f"marl_parallel-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self._pipes[name].write_end
+
+    def _run(self, pipe: _Pipe) -> None:
+        while True:
+            pipe.has_output(wait=True)
+            if self._is_open:
+                time.sleep(_CALLER_FIRST_S)
+            with self._lock:
+                if not self._is_open:
+                    return
+                pipe.pass_on()
+
+    def bring(self, *, all_is_here: bool = True) -> None:
+        """Pass on what has come since the last time; more may follow in the same call unless `all_is_here`.
+
+        Only the caller's thread calls this, inside a call.
+        """
+        if self._pipes:
+            with self._lock:
+                for pipe in self._pipes.values():
+                    pipe.pass_on()
+        rings = self.rings
+        if rings is not None and rings.counts.tobytes() != rings.seen:
+            rings.deliver(warn=all_is_here)
+
+    def close(self) -> None:
+        """Pass on the rest, when no worker writes any more, and free everything."""
+        if self._is_open:
+            self.bring()
+            rings, self.rings = self.rings, None
+            if rings is not None:
+                rings.finish()
+        with self._lock:
+            self._is_open = False
+            for pipe in self._pipes.values():
+                if not pipe.has_output():
+                    os.write(pipe.write_end, b"\n")  # wakes the thread, which does not read it
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # where the garbage collector may close
+                thread.join(_JOINED_WITHIN_S)
+        self._free()
+
+    def abandon(self) -> None:
+        """In a forked child of the owner: another thread may have held the lock."""
+        self._is_open, self.rings = False, None
+        self._free()
+
+    def _free(self) -> None:
+        self._threads = []
+        while self._pipes:
+            self._pipes.popitem()[1].close()

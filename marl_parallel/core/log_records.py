@@ -1,0 +1,303 @@
+"""Records of `logging` in worker processes, which go to the loggers of the same names in the caller's process.
+
+    worker                                                     caller
+    Logger.callHandlers -> RecordSender -> Ring, in shared --- RecordRings.deliver -> getLogger(name).handle(record)
+                                           memory
+
+A ring is a queue that outlives its worker, so the records before a death are there after it. Nobody waits: a record for
+which there is no room is dropped and counted.
+
+`callHandlers` is replaced in the worker since a handler of the root logger would miss loggers that do not propagate,
+and simulators remove handlers (`basicConfig(force=True)`, `dictConfig`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import pickle
+import struct
+import sys
+import threading
+import zlib
+from collections import deque
+from collections.abc import Mapping
+
+from marl_parallel.core.caller_settings import WorkerSettings, all_loggers, has_handlers
+from marl_parallel.core.pickling import dumps, loads
+from marl_parallel.core.reports import logger as own_logger
+from marl_parallel.core.worker_status import WorkerStatus
+
+# -- queues in shared memory -------------------------------------------------------------------------------------------
+
+RING_NBYTES = 1 << 18
+"""The room for the records of one worker: some 500 of them, or fewer long ones."""
+_LONGEST_NBYTES = RING_NBYTES // 4
+_FRAME = struct.Struct("=2I")  # before each record: its size and checksum
+_NUMBERS = 3  # of each ring, 8 bytes each
+
+
+class Ring:
+    """The records of one worker: a circular buffer that one process writes and one reads.
+
+    `written` and `dropped` are written by the worker, `read` by the caller. They count bytes, and lost records. Some
+    processors show another process a count before the bytes that it counts, hence the checksums.
+    """
+
+    def __init__(self, buffer: mmap.mmap, start: int, most: int, worker: int) -> None:
+        self._numbers = memoryview(buffer)[start : start + 8 * _NUMBERS * most].cast("Q")
+        begin = start + 8 * _NUMBERS * most + RING_NBYTES * worker
+        self._bytes = memoryview(buffer)[begin : begin + RING_NBYTES]
+        self._written, self._dropped, self._read = worker, most + worker, 2 * most + worker
+        self._lock, self._is_writing = threading.RLock(), False
+
+    def write(self, record: bytes) -> None:
+        """Add a record, or count it as dropped. Any thread may call this."""
+        numbers, nbytes = self._numbers, _FRAME.size + len(record)
+        with self._lock:
+            written = numbers[self._written]
+            # A signal handler or a finalizer of this thread may log in the middle of this.
+            if self._is_writing or nbytes > RING_NBYTES - (written - numbers[self._read]):
+                numbers[self._dropped] += 1
+                return
+            self._is_writing = True
+            try:
+                data = _FRAME.pack(len(record), zlib.crc32(record)) + record
+                place = written % RING_NBYTES
+                first = min(nbytes, RING_NBYTES - place)
+                self._bytes[place : place + first] = data[:first]
+                self._bytes[: nbytes - first] = data[first:]
+                numbers[self._written] = written + nbytes  # at last, so that a death leaves no part of a record
+            finally:
+                self._is_writing = False
+
+    def take(self) -> list[bytes]:
+        """Take all records that are here."""
+        records = []
+        while (read := self._numbers[self._read]) < self._numbers[self._written]:
+            nbytes, checksum = _FRAME.unpack(self._bytes_at(read, _FRAME.size))
+            record = self._bytes_at(read + _FRAME.size, nbytes)
+            if zlib.crc32(record) != checksum:
+                break
+            self._numbers[self._read] = read + _FRAME.size + nbytes
+            records.append(record)
+        return records
+
+    def _bytes_at(self, position: int, nbytes: int) -> bytes:
+        place = position % RING_NBYTES
+        data = bytes(self._bytes[place : place + nbytes])
+        return data + bytes(self._bytes[: max(min(nbytes, RING_NBYTES) - len(data), 0)])
+
+    @property
+    def dropped(self) -> int:
+        """How many records there was no room for."""
+        return int(self._numbers[self._dropped])
+
+    def clear(self) -> int:
+        """Empty it for another worker; returns how many records the last one has dropped."""
+        dropped = self.dropped
+        for number in (self._written, self._dropped, self._read):
+            self._numbers[number] = 0
+        return dropped
+
+
+# -- in the caller's process -------------------------------------------------------------------------------------------
+
+
+class RecordRings:
+    """The rings of all workers, in a part of a buffer that begins at `start`: a multiple of 8.
+
+    Workers have written or dropped records since `deliver` if `counts.tobytes()` differs from `seen`. A caller compares
+    them once a batch, hence no method.
+    """
+
+    def __init__(self, buffer: mmap.mmap, start: int, most: int) -> None:
+        self.counts, self.seen = memoryview(buffer)[start : start + 16 * most], bytes(16 * most)
+        self.start, self.most = start, most
+        self._rings = [Ring(buffer, start, most, worker) for worker in range(most)]
+        self._records: deque[tuple[logging.LogRecord, bool]] = deque()  # taken, and not handed to loggers yet
+        self._dropped_before = 0  # by workers that have been replaced
+        self._reported = 0  # how many dropped records a message has named
+
+    @staticmethod
+    def nbytes(most: int) -> int:
+        """The size of the rings of so many workers."""
+        return most * (8 * _NUMBERS + RING_NBYTES)
+
+    def clear(self, worker: int) -> None:
+        """Prepare the ring of a worker that starts; records of the one before go out with the next `deliver`."""
+        self._take(worker)
+        self._dropped_before += self._rings[worker].clear()
+
+    def _take(self, worker: int) -> None:
+        self._records += [_unpickled(record) for record in self._rings[worker].take()]
+
+    def deliver(self, *, warn: bool) -> None:
+        """Hand all records to the loggers of this process, oldest first.
+
+        With `warn`, say once that some were dropped; in the middle of a call, more may follow. What a handler raises is
+        printed, as `logging` itself does.
+        """
+        self.seen = self.counts.tobytes()
+        for worker in range(self.most):
+            self._take(worker)
+        self._records = deque(sorted(self._records, key=lambda taken: taken[0].created))
+        while self._records:
+            record, is_printed = self._records.popleft()
+            logger = logging.getLogger(record.name)
+            if is_printed and not has_handlers(logger):
+                continue  # without handlers, `logging` would print it once more
+            try:
+                logger.handle(record)
+            except Exception:
+                _reporter.handleError(record)
+        if self._reported or not (dropped := self._dropped()):
+            return
+        if not warn:
+            self.seen = b""  # so that the next `deliver` warns
+        else:
+            self._reported = dropped
+            own_logger.warning(
+                "%d log records of simulators were dropped so far: workers log faster than this program takes their "
+                "records, which it does in each call. Raise the levels of their loggers, or pass log_dir= to have all "
+                "of them in files",
+                dropped,
+            )
+
+    def finish(self) -> None:
+        """`deliver` for the last time."""
+        self.deliver(warn=True)
+        if (dropped := self._dropped()) > self._reported:
+            own_logger.info("%d log records of simulators were dropped in total", dropped)
+            self._reported = dropped
+
+    def _dropped(self) -> int:
+        return self._dropped_before + sum([ring.dropped for ring in self._rings])
+
+
+_MESSAGE = "message"  # in place of an attribute: a message with its arguments
+_reporter = logging.Handler()  # its `handleError` prints an exception as all handlers do
+
+
+def _unpickled(data: bytes) -> tuple[logging.LogRecord, bool]:
+    """A record, and whether the worker has printed it."""
+    attributes, values, is_printed = pickle.loads(data)
+    for name, value in values.items():
+        with contextlib.suppress(Exception):  # only the worker has its class: it stays text
+            if name == _MESSAGE:
+                attributes["msg"], attributes["args"] = loads(value)
+            else:
+                attributes[name] = loads(value)
+    return logging.makeLogRecord(attributes), is_printed
+
+
+# -- in the worker -----------------------------------------------------------------------------------------------------
+
+_PLAIN = (str, int, float, bool, bytes, type(None))
+_STANDARD = frozenset([*vars(logging.makeLogRecord({})), "env_id", "worker"])
+_MOST_CHARACTERS = 4096  # of a message and a stack in a record that is too long
+_formatter = logging.Formatter()
+_LINE = "%(asctime)s %(levelname)s %(name)s (env %(env_id)s): %(message)s"
+
+
+class RecordSender:
+    """Writes the records of this process into a ring, and calls the handlers that simulators have configured.
+
+    Handlers that write to stdout and stderr are left out where the caller's process has handlers for the record, which
+    show it there. With `to_file`, stdout and stderr are a file: each record has a line in it.
+    """
+
+    def __init__(self, ring: Ring, worker: int, status: WorkerStatus, settings: WorkerSettings, to_file: bool) -> None:
+        self._ring, self._worker, self._status, self._settings = ring, worker, status, settings
+        self._file: logging.Handler | None = None
+        if to_file:
+            self._file = logging.StreamHandler(sys.stderr)
+            self._file.setFormatter(logging.Formatter(_LINE))
+
+    def install(self, *, forked: bool) -> None:
+        """Receive all records from now on, but not in processes that simulators fork.
+
+        A worker that was `forked` from the caller has the caller's handlers, which would show each record twice.
+        """
+        self._settings.forwards = True
+        for logger in all_loggers().values() if forked else ():
+            for handler in [*logger.handlers]:
+                logger.removeHandler(handler)
+        original = logging.Logger.callHandlers
+
+        def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
+            self.send(logger, record)
+
+        def restore() -> None:
+            logging.Logger.callHandlers = original  # type: ignore[method-assign]
+            self._settings.leave_handlers()
+
+        logging.Logger.callHandlers = call_handlers  # type: ignore[assignment,method-assign]
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=restore)
+
+    def send(self, logger: logging.Logger, record: logging.LogRecord) -> None:
+        running = self._status.running
+        vars(record).setdefault("env_id", None if running is None else running.env_id)
+        vars(record).setdefault("worker", self._worker)
+        handlers = [handler for handler in _handlers_of(logger) if record.levelno >= handler.level]
+        printing = [handler for handler in handlers if _is_standard(handler)]
+        if self._file is not None and not printing:
+            handlers.append(self._file)
+        elif self._file is None and self._settings.shows(logger.name):
+            handlers = [handler for handler in handlers if handler not in printing]
+            printing = []
+        try:
+            data = _pickled(record, is_printed=self._file is None and bool(printing))
+        except Exception:  # such as a `__str__` that raises
+            _reporter.handleError(record)
+        else:
+            self._ring.write(data)
+        for handler in handlers:
+            handler.handle(record)
+
+
+def _handlers_of(logger: logging.Logger) -> list[logging.Handler]:
+    """The handlers that `callHandlers` would call, whatever their levels."""
+    handlers = []
+    current: logging.Logger | None = logger
+    while current is not None:
+        handlers += current.handlers
+        current = current.parent if current.propagate else None
+    return handlers
+
+
+def _is_standard(handler: logging.Handler) -> bool:
+    """Whether a handler writes to stdout or stderr; rich's has a console with a file."""
+    stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
+    return stream is not None and any(stream is one for one in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
+
+
+def _pickled(record: logging.LogRecord, *, is_printed: bool) -> bytes:
+    """A record for `_unpickled`: an exception as text; each value that is not plain as text, and pickled by itself."""
+    attributes, values = {**vars(record), "exc_info": None}, dict[str, bytes]()
+    if record.exc_info and not record.exc_text:
+        attributes["exc_text"] = _formatter.formatException(record.exc_info)
+    args = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
+    if any(type(value) not in _PLAIN for value in (record.msg, *args)):
+        attributes.update(msg=record.getMessage(), args=())
+        with contextlib.suppress(Exception):  # what does not pickle stays text
+            values[_MESSAGE] = dumps((record.msg, record.args))
+    for name, value in attributes.items():
+        if type(value) not in _PLAIN and name != "args":
+            attributes[name] = repr(value)
+            with contextlib.suppress(Exception):
+                values[name] = dumps(value)
+    data = pickle.dumps((attributes, values, is_printed), pickle.HIGHEST_PROTOCOL)
+    if len(data) > _LONGEST_NBYTES:
+        attributes = {name: attributes[name] for name in attributes if name in _STANDARD}
+        for name in ("exc_text", "stack_info"):
+            attributes[name] = attributes[name] and attributes[name][-_MOST_CHARACTERS:]
+        message = record.getMessage()
+        if len(message) > _MOST_CHARACTERS:
+            message = f"{message[:_MOST_CHARACTERS]}... ({len(message)} characters)"
+        attributes.update(msg=message, args=())
+        data = pickle.dumps((attributes, {}, is_printed), pickle.HIGHEST_PROTOCOL)
+    return data
