@@ -12,6 +12,7 @@ from gymnasium import spaces
 from helpers.episodes import ENVS, SEED, PlainLoop, ended
 from sb3_contrib import MaskablePPO
 from simulators.dying_agents import DyingAgents, TwoAgents, TwoMaskedAgents
+from simulators.returning_agents import ReturningAgents
 from simulators.vector_rewards import Couriers
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
@@ -309,3 +310,19 @@ def test_an_environment_of_another_size():
         learner("arrays", env, smaller)
     env.close()
     smaller.close()
+
+
+class AlwaysZero:
+    """A model."""
+
+    def predict(self, observations: Any, **_: Any) -> tuple[Any, None]:
+        return np.zeros(len(observations), np.int64), None
+
+
+def test_evaluation_counts_episodes_in_which_everybody_dies_and_comes_back():
+    """An episode of 10 steps has three lives of each agent; between them, nobody is alive."""
+    make = functools.partial(ReturningAgents, none_left=True)
+    env = SB3VecEnv(ParallelEnv([make] * 2, seed=3, backend="serial"))
+    _, lengths = evaluate_policy(AlwaysZero(), env, 4, return_episode_rewards=True)
+    assert len(lengths) == 4 * 3 * 3
+    env.close()
