@@ -16,6 +16,7 @@ from simulators.native_arena import Arena
 
 from marl_parallel import EnvError, ParallelEnv, Rollout
 from marl_parallel.backends.envpool import EnvPool
+from marl_parallel.core.native import Received
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
 COPIES = 4
@@ -495,3 +496,25 @@ def test_closed_in_a_forked_child():
             os._exit(0 if as_it_should else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert len(env.reset()[0]) == 2
+
+
+class Respawning(Arena):
+    """`tank_0` ends in the first step of an episode, and is observed again in the second, unlike `tank_1`."""
+
+    def receive(self) -> Received:
+        received = super().receive()
+        present = np.ones_like(received.terminations)
+        present[:, 2] = received.elapsed < 2
+        ended = received.terminations | (received.elapsed == 1)[:, None] & np.array([True, False, True])
+        return received._replace(present=present, terminations=ended & present)
+
+
+def test_agents_that_come_back():
+    with ParallelEnv.from_native(Respawning(2)) as env:
+        env.reset()
+        assert env.acting == (["tank_0", "scout", "tank_1"],) * 2
+        actions = {"tank_0": 1, "scout": {"go": 0, "look": np.zeros(2, np.float32)}, "tank_1": 1}
+        for acting in (["scout"], ["tank_0", "scout"]):
+            env.step([{agent: actions[agent] for agent in of_env} for of_env in env.acting])
+            assert env.acting == (acting,) * 2
+            assert env.runner.batch.alive == [acting] * 2

@@ -14,6 +14,7 @@ from gymnasium import spaces
 from helpers.episodes import ENVS, SEED, PlainLoop, ended
 from sb3_contrib import MaskablePPO
 from simulators.dying_agents import DyingAgents, TwoAgents, TwoMaskedAgents
+from simulators.returning_agents import ReturningAgents
 from simulators.scored import Scored
 from simulators.vector_rewards import Couriers
 from stable_baselines3 import A2C, PPO
@@ -368,4 +369,20 @@ def test_info_keyword_that_an_agents_own_end_does_not_have():
     with pytest.raises(KeyError, match="colour"):  # noqa: PT012
         for _ in range(9):
             env.step(zeros(env))
+    env.close()
+
+
+class AlwaysZero:
+    """A model."""
+
+    def predict(self, observations: Any, **_: Any) -> tuple[Any, None]:
+        return np.zeros(len(observations), np.int64), None
+
+
+def test_evaluation_counts_episodes_in_which_everybody_dies_and_comes_back():
+    """An episode of 10 steps has three lives of each agent; between them, nobody is alive."""
+    make = functools.partial(ReturningAgents, none_left=True)
+    env = SB3VecEnv(ParallelEnv([make] * 2, seed=3, backend="serial"))
+    _, lengths = evaluate_policy(AlwaysZero(), env, 4, return_episode_rewards=True)
+    assert len(lengths) == 4 * 3 * 3
     env.close()
