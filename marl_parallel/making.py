@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
@@ -267,10 +268,11 @@ def _check_keywords(argument: str, what: str, keywords: Any) -> None:
 # -- names of environments ---------------------------------------------------------------------------------------------
 
 
-def find_constructor(name: str | Callable[..., Any]) -> Callable[..., Any]:
+def find_constructor(name: str | Callable[..., Any], *, as_script: bool = False) -> Callable[..., Any]:
     """The constructor that a name stands for; a callable as it is.
 
-    Errors about the name itself have an attribute `wrong_name`; others come from the module or file that is imported.
+    With `as_script`, a file is not imported as a module, but becomes the `__main__` of this process. Errors about the
+    name itself have an attribute `wrong_name`; others come from the module or file that is imported.
     """
     if not isinstance(name, str) and callable(name):
         return name
@@ -281,8 +283,12 @@ def find_constructor(name: str | Callable[..., Any]) -> Callable[..., Any]:
     in_file = re.fullmatch(r"(.+\.py)(?::(.+))?", name)
     if in_file is None and (registered := _registered(name)) is not None:
         return registered
-    module_name, _, attribute = (_import_file(Path(in_file[1])), "", in_file[2]) if in_file else name.partition(":")
-    module = _imported(module_name)
+    if in_file:
+        module = (_run_script if as_script else _import_file)(Path(in_file[1]))
+        module_name, attribute = module.__name__, in_file[2]
+    else:
+        module_name, _, attribute = name.partition(":")
+        module = _imported(module_name)
     candidates = [attribute] if attribute else _CONSTRUCTOR_NAMES
     for candidate in candidates:
         constructor = getattr(module, candidate, None)
@@ -348,16 +354,45 @@ def _registered(name: str) -> Callable[..., Any] | None:
     return functools.partial(gymnasium.make, name)
 
 
-def _import_file(path: Path) -> str:
-    """Import a file as a module and return its name.
-
-    Its folder is added to `sys.path`, which workers get too: they can import the file and its neighbours.
-    """
+def _found(path: Path) -> Path:
+    """The full path of a file. Its folder is added to `sys.path`, which workers get too: they can import from there."""
     path = path.resolve()
     if not path.is_file():
         raise _about_name(FileNotFoundError(f"there is no file {path}"))
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
+    return path
+
+
+def _run_script(path: Path) -> ModuleType:
+    """Run a file as `multiprocessing` runs the script of the parent process: all but what is below its main guard.
+
+    So its definitions are those of a script, which travel to workers by value.
+    """
+    path = _found(path)
+    names = ("__main__", "__mp_main__")
+    before = {name: sys.modules.get(name) for name in names}
+    if getattr(before["__mp_main__"], "__file__", None) == str(path):
+        return sys.modules["__mp_main__"]  # it has run already, for another function of the same file
+    script = ModuleType("__mp_main__")
+    script.__file__ = str(path)
+    sys.modules.update(dict.fromkeys(names, script))
+    try:
+        code: Any = SourceFileLoader(path.stem, str(path)).get_code(path.stem)
+        exec(code, vars(script))
+    except BaseException:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+        raise
+    return script
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file as a module."""
+    path = _found(path)
     source = getattr(importlib.import_module(path.stem), "__file__", None)
     if source is None or Path(source).resolve() != path:
         raise _about_name(
@@ -366,4 +401,4 @@ def _import_file(path: Path) -> str:
                 "rename the file"
             )
         )
-    return path.stem
+    return sys.modules[path.stem]

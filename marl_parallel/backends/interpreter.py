@@ -1,17 +1,18 @@
-"""Command line, name, directory, output and thread limits of the Python interpreters that run workers."""
+"""Command line, names, directory, output and thread limits of the Python interpreters that run workers."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import logging
+import multiprocessing.process
 import multiprocessing.spawn
 import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
 from marl_parallel.backends.memory import anonymous_file
 
@@ -92,6 +93,40 @@ def show_name(name: str, short: str) -> None:
         shown = name if len(name) < nbytes else short
         ctypes.memmove(start, shown.encode()[: nbytes - 1].ljust(nbytes, b"\0"), nbytes)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, short.encode(), 0, 0, 0)
+
+
+class Identity(NamedTuple):
+    """What `multiprocessing` says about a worker process."""
+
+    numbers: tuple[int, ...]  # `current_process()._identity`
+    parent_name: str
+    parent_pid: int
+
+
+def next_identity() -> Identity:
+    """The identity of the next worker: it has a number of its own among all that this process starts.
+
+    Simulators choose ports and files by it, as they do in a `multiprocessing.Process`.
+    """
+    process: Any = multiprocessing.process  # neither the counter nor `_identity` is public
+    current = process.current_process()
+    return Identity((*current._identity, next(process._process_counter)), current.name, os.getpid())
+
+
+def take_identity(identity: Identity) -> None:
+    """Have `multiprocessing` see this process as a child of the caller: name, number and `parent_process()`."""
+    process: Any = multiprocessing.process
+    current = process.current_process()
+    current._identity = identity.numbers
+    current.name = f"ParallelEnvWorker-{':'.join(map(str, identity.numbers))}"
+    if sys.platform == "win32":
+        import _winapi
+
+        sentinel = _winapi.OpenProcess(0x00100000, False, identity.parent_pid)  # SYNCHRONIZE
+    else:
+        # It would be ready when the parent has ended. Nobody sees that, since this process is killed with it.
+        sentinel, _ = os.pipe()
+    process._parent_process = process._ParentProcess(identity.parent_name, identity.parent_pid, sentinel)
 
 
 def working_directory() -> str:

@@ -101,7 +101,8 @@ class Launcher:
         variables = {descendants.MARKER: self._token, **interpreter.thread_variables(self._threads)}
         path, argv, environ = [*sys.path], [*getattr(sys, "argv", [])], {**os.environ, **variables}
         cwd = interpreter.working_directory()
-        setting = Setting(index, share, self._entry, loaded_threads, path, argv, environ, cwd)
+        identity = interpreter.next_identity()
+        setting = Setting(index, share, self._entry, loaded_threads, path, argv, environ, cwd, identity)
         self._requests += 1
         request = self._requests
         worker = self._workers[request] = WorkerProcess(CrashFile())

@@ -31,6 +31,7 @@ _IDLE_ENDS_WITHIN_S = 0.1  # a thread that has nothing to do
 
 class _LocalBackend(Backend):
     can_kill = False
+    pickles = False
     shares_memory = True
     in_line = False  # whether workers run in the caller's own thread
 

@@ -41,6 +41,7 @@ from marl_parallel.core import codec, reports
 from marl_parallel.core.backend import Backend, most_workers, usable_cpus
 from marl_parallel.core.columns import span_of
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request
+from marl_parallel.core.pickling import open_script_of_worker
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -606,6 +607,7 @@ class ProcessBackend(Backend):
 def main(index: int, fds: Sequence[int]) -> None:
     """Serve requests until one is to close; `fds` are the channel's socket, the control block, the file of records."""
     connection, control_fd, records_fd = fds
+    open_script_of_worker()
     control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
     wait, own_cpu, capacity = channel.receive()

@@ -43,6 +43,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from marl_parallel.backends import interpreter
 from marl_parallel.backends.ray_worker import ProcessInfo, RayNodeMonitor, RayWorker, unpack
 from marl_parallel.core.backend import Backend, most_workers, usable_cpus
 from marl_parallel.core.columns import Layout
@@ -294,7 +295,8 @@ class RayBackend(Backend):
             max_restarts=0,
         )
         path = [*map(os.path.abspath, sys.path)]
-        handle = actor.remote(self._shares[worker], self._num_threads, self._token, path)
+        identity = interpreter.next_identity()
+        handle = actor.remote(self._shares[worker], self._num_threads, self._token, path, identity)
         self._actors[worker] = new = Actor(handle, spare=spare)
         self.statuses[worker] = new.status
         return new

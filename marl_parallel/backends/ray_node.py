@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import ray
 from numpy.typing import NDArray
 
+from marl_parallel.backends import interpreter
 from marl_parallel.backends.process import ProcessBackend
 from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordPlaces, RecordSlices
@@ -116,7 +117,8 @@ class _Turns:
 class RayNode:
     """The actor of one node; folders of the driver's module search path that exist here are searched last."""
 
-    def __init__(self, num_threads: int | None, path: Sequence[str]) -> None:
+    def __init__(self, num_threads: int | None, path: Sequence[str], identity: interpreter.Identity) -> None:
+        interpreter.take_identity(identity)  # its workers add a number to it
         sys.path += [folder for folder in path if folder not in sys.path and os.path.exists(folder)]
         self._backend = ProcessBackend(threads=num_threads)
         self._turns = _Turns(self._backend.interrupt)

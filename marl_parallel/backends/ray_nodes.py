@@ -26,6 +26,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 
+from marl_parallel.backends import interpreter
 from marl_parallel.backends.ray_backend import (
     POLL_S,
     STATUS_INTERVAL_S,
@@ -154,7 +155,8 @@ class RayNodesBackend(RayBackend):
             runtime_env=self._runtime_env,
             max_restarts=0,
         )
-        node = Node(actor.remote(self._num_threads, [*map(os.path.abspath, sys.path)]), bundle)
+        path = [*map(os.path.abspath, sys.path)]
+        node = Node(actor.remote(self._num_threads, path, interpreter.next_identity()), bundle)
         shares = {worker: self._shares[worker] for worker in workers}
         most = len(self.statuses)  # all may move there
         node.starting = node.control("start", shares, most, self._most_requests, self._record_places)

@@ -34,6 +34,7 @@ from marl_parallel.backends.descendants import CrashFile
 from marl_parallel.backends.memory import anonymous_file
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Reply
+from marl_parallel.core.pickling import open_script_of_worker
 from marl_parallel.core.records import WITH_RESULTS, RecordSlices
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
@@ -94,8 +95,17 @@ def unpack(packed: Packed) -> Result:
 class RayWorker:
     """The actor of one worker; folders of the driver's module search path that exist here are searched last."""
 
-    def __init__(self, share: range, num_threads: int | None, token: str, path: Sequence[str]) -> None:
+    def __init__(
+        self,
+        share: range,
+        num_threads: int | None,
+        token: str,
+        path: Sequence[str],
+        identity: interpreter.Identity,
+    ) -> None:
+        interpreter.take_identity(identity)
         sys.path += [folder for folder in path if folder not in sys.path and os.path.exists(folder)]
+        open_script_of_worker()
         self._share = share
         self._files = Files(*(anonymous_file(f"marl_parallel-{name}") for name in Files._fields))
         self._status = _mapped(self._files.status, WorkerStatus.NBYTES)

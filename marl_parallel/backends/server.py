@@ -68,6 +68,7 @@ class Setting(NamedTuple):
     argv: list[str]
     environ: dict[str, str]
     cwd: str
+    identity: interpreter.Identity
 
 
 # -- the server and the keepers ----------------------------------------------------------------------------------------
@@ -301,6 +302,7 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
         with open(file, "rb") as setting_file:
             setting: Setting = pickle.load(setting_file)
         interpreter.show_name(*interpreter.worker_name(setting.worker, setting.share))
+        interpreter.take_identity(setting.identity)
         os.chdir(setting.cwd)
         sys.path[:] = setting.path
         sys.argv[:] = setting.argv
@@ -313,7 +315,7 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
             _arm(guard)
         # The caller's script is not part of a worker. A simulator that starts processes by multiprocessing's spawn
         # would run the file that `__main__` came from again.
-        sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
         try:
             importlib.import_module(setting.entry).main(setting.worker, [*fds])
             exitcode = 0

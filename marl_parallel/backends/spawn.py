@@ -34,6 +34,7 @@ from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.pickling import open_script_of_worker
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -261,7 +262,7 @@ class _WorkerProcess:
             )
             self.log.mark_start(self._process.pid)
             on_error.pop_all()
-        self._requests.put((sys.path, (worker, name, files, list(getattr(sys, "argv", [])))))
+        self._requests.put((sys.path, (worker, name, interpreter.next_identity(), files, [*getattr(sys, "argv", [])])))
         for thread in self._threads:
             thread.start()
 
@@ -388,9 +389,17 @@ def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
 # -- in the worker process ---------------------------------------------------------------------------------------------
 
 
-def serve(link: Connection, worker: int, name: tuple[str, str], handles: Sequence[int], argv: list[str]) -> None:
+def serve(
+    link: Connection,
+    worker: int,
+    name: tuple[str, str],
+    identity: interpreter.Identity,
+    handles: Sequence[int],
+    argv: list[str],
+) -> None:
     """Serve until a request is to close, or the parent is gone; `handles` of the files of statuses, records, stacks."""
     interpreter.show_name(*name)
+    interpreter.take_identity(identity)
     fds = [*handles]
     if sys.platform == "win32":
         import msvcrt
@@ -419,6 +428,7 @@ def serve(link: Connection, worker: int, name: tuple[str, str], handles: Sequenc
 
     threading.Thread(target=receive, daemon=True).start()
     sys.argv[:] = argv
+    open_script_of_worker()
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     status = WorkerStatus(memoryview(mapped(status_fd))[worker * WorkerStatus.NBYTES :])

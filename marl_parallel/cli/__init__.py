@@ -6,7 +6,9 @@ The libraries that only the commands need (typer, rich, matplotlib, psutil) come
 from __future__ import annotations
 
 import io
+import os
 import sys
+from typing import Any
 
 from marl_parallel.types import how_to_install
 
@@ -22,6 +24,32 @@ def main() -> None:
         if missing not in EXTRA:
             raise
         sys.exit(f"error: the command line needs {missing}: {how_to_install('cli')}")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that knows only ASCII shows `?` for other characters
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            if name == "stdout":
+                stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows `?` for other characters
+            if not stream.isatty():
+                setattr(sys, name, _ignoring_closed_pipes(stream))
     app()
+
+
+class _Output(io.FileIO):
+    """An output that turns into `/dev/null` when nobody reads it any more, as in `marl-parallel check ... | head`."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), self.fileno(), inheritable=True)
+            return super().write(data)
+
+
+def _ignoring_closed_pipes(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The same output, in which no command fails because its reader has ended: it does the rest of its work."""
+    stream.flush()
+    output = io.BufferedWriter(_Output(stream.fileno(), "wb", closefd=False))
+    return io.TextIOWrapper(
+        output, stream.encoding, stream.errors, line_buffering=stream.line_buffering, write_through=stream.write_through
+    )

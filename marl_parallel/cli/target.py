@@ -117,7 +117,10 @@ def parsed_size(text: str) -> int:
 
 
 def constructor_of(target: str, env_kwargs: str = "{}") -> functools.partial[Any]:
-    """The constructor of an environment that is named as `ENV`, with keywords from a JSON object."""
+    """The constructor of an environment that is named as `ENV`, with keywords from a JSON object.
+
+    A file becomes the `__main__` of this process, so that workers get its definitions as they get those of a script.
+    """
     try:
         keywords = json.loads(env_kwargs)
     except json.JSONDecodeError as error:
@@ -127,7 +130,7 @@ def constructor_of(target: str, env_kwargs: str = "{}") -> functools.partial[Any
     if not re.match(r".+\.py(:|$)", target):
         sys.path.insert(0, str(Path.cwd()))  # the path of a console script begins with the script's directory instead
     try:
-        return functools.partial(find_constructor(target), **keywords)
+        return functools.partial(find_constructor(target, as_script=True), **keywords)
     except Exception as error:
         if hasattr(error, "wrong_name"):
             raise CommandError(str(error), FORMS) from error

@@ -78,6 +78,7 @@ class Backend(ABC):
         has_spares: Whether `add` can start workers after `start`; their numbers are less than `most_workers`.
         moves: Whether workers can move to other machines, as `leaving` and `rebalance` say.
         can_isolate_rng: Whether environments of different workers do not use the same process-wide generators at once.
+        pickles: Whether workers get pickled constructors, since they are in other processes.
         keeps_logs: Whether what workers write to stdout and stderr can go to files.
         log_dir: The folder of these files, set before `start`; None for the output of this program.
     """
@@ -89,6 +90,7 @@ class Backend(ABC):
     has_spares: ClassVar[bool] = False
     moves: ClassVar[bool] = False
     can_isolate_rng: ClassVar[bool] = True
+    pickles: ClassVar[bool] = True
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
     looking_s = 0.0

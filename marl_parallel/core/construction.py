@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -189,16 +190,20 @@ def construct(
     """Build all environments in their workers; returns their descriptions, the plan of all, and the results by env id.
 
     Modules that workers cannot import are added to `local_modules`, and the environments that need them built again.
+    Workers in this process get what cannot be pickled as it is; but not with `derived_seeds`, when replays are kept.
     """
-    pickled: dict[int, bytes] = {}
+    pickled: dict[int, Any] = {}
+    as_it_is: set[int] = set()
+    can_share = not pool.backend.pickles and not derived_seeds
     registrations = pickling.dump_registrations()
     schemas: dict[bytes, Schema] = {}  # equal descriptions are unpickled once: their spaces may be large
     built: dict[int, Built] = {}
     to_pickle: Collection[int] = range(len(constructors))
     what = "the constructor of" if adapter is None else "the constructor or adapter of"
     while to_pickle:
-        pickled.update(_pickle(constructors, to_pickle, local_modules))
-        how_adapted = pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
+        pickled.update(_pickle(constructors, {*to_pickle} - as_it_is, local_modules, can_share=can_share))
+        pickled.update({env_id: constructors[env_id] for env_id in as_it_is})
+        how_adapted = _adapter(adapter, local_modules, can_share=can_share, as_it_is=bool(as_it_is))
         plan = Plan(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
             derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
@@ -216,28 +221,58 @@ def construct(
                 built[env_id] = result
                 if result.description not in schemas:
                     schemas[result.description] = pool.read(env_id, result.description)
+            elif result.kind is UnpicklingError:
+                if not can_share or env_id in as_it_is:
+                    raise TypeError(f"environment {env_id}: {result.text}. {_WAY_OUT}: {constructors[env_id]!r}")
+                as_it_is.add(env_id)
             elif result.kind is not ModuleNotFoundError:
                 raise result.kind(f"environment {env_id}: {result.text}")
-        to_pickle = pickling.add_missing_modules(local_modules, results, what)
+        to_pickle = [*pickling.add_missing_modules(local_modules, results, what), *(as_it_is - built.keys())]
     described = [schemas[built[env_id].description] for env_id in range(len(constructors))]
     return described, plan._replace(described=built[0].description), dict(sorted(built.items()))
 
 
+_WAY_OUT = (
+    "Create what does not pickle inside the constructor, or move the class or function that uses it into a module, "
+    'which workers import; backend="serial" and "thread" need no pickle'
+)
+
+
 def _pickle(
-    constructors: Sequence[Constructor], env_ids: Collection[int], local_modules: Sequence[ModuleType]
-) -> dict[int, bytes]:
-    by_id: dict[int, bytes] = {}  # most often, all environments have the same constructor
+    constructors: Sequence[Constructor],
+    env_ids: Collection[int],
+    local_modules: Sequence[ModuleType],
+    *,
+    can_share: bool = False,
+) -> dict[int, Any]:
+    """The pickled constructors; with `can_share`, those that cannot be pickled as they are."""
+    by_id: dict[int, Any] = {}  # most often, all environments have the same constructor
     with pickling.by_value(local_modules):
         for env_id in env_ids:
             constructor = constructors[env_id]
             try:
                 by_id[id(constructor)] = by_id.get(id(constructor)) or pickling.dumps_by_value(constructor)
             except Exception as error:
+                if can_share:
+                    by_id[id(constructor)] = constructor
+                    continue
                 raise TypeError(
                     f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "
-                    f"worker: {error}. Create what does not pickle inside it: {constructor!r}"
+                    f"worker: {error}{pickling.where_unpicklable(constructor)}. {_WAY_OUT}: {constructor!r}"
                 ) from error
     return {env_id: by_id[id(constructors[env_id])] for env_id in env_ids}
+
+
+def _adapter(adapter: Any, local_modules: Sequence[ModuleType], *, can_share: bool, as_it_is: bool) -> Any:
+    """The pickled adapter; with `can_share`, itself if it cannot be pickled or `as_it_is`."""
+    if can_share and as_it_is:
+        return adapter
+    try:
+        return pickling.dumps_for_workers(adapter, f"adapter={adapter!r}", local_modules)
+    except TypeError:
+        if can_share:
+            return adapter
+        raise
 
 
 class SeedCheck:

@@ -94,10 +94,11 @@ STEPPED = Reply(Message.STEP, None, {}, {}, 0.0)
 class Plan(NamedTuple):
     """The payload of `ACCESS`: what a worker builds."""
 
-    constructors: Mapping[int, bytes]  # by environment, pickled by value
+    # By environment, pickled by value; those that cannot be pickled themselves, for workers in the caller's process.
+    constructors: Mapping[int, Any]
     seeds: Mapping[int, int]  # by environment
     mode: AutoresetMode
-    adapter: bytes  # pickled by value: None, a name, or a function that makes a `MultiAgentEnv` of a simulator
+    adapter: Any  # as the constructors: None, a name, or a function that makes a `MultiAgentEnv` of a simulator
     restarts: bool = False  # whether failed environments are rebuilt, so that their earlier results must not be lost
     traced: bool = False  # whether the worker begins to trace, if it does not do so yet
     rebuilds: int = 0  # how often these environments have been rebuilt

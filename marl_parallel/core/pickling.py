@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
+import itertools
 import pickle
 import sys
+import threading
 import uuid
 import warnings
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -27,6 +30,16 @@ from gymnasium.envs.registration import EnvSpec, parse_env_id
 
 from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.core.messages import Refusal
+from marl_parallel.core.reducers import (
+    REDUCERS,
+    SCRIPTS,
+    CachedFunction,
+    can_be_imported,
+    new_cached,
+    parts_of_cached,
+    reduce_cached_property,
+)
+from marl_parallel.core.unpicklable import path_to_unpicklable
 
 Extras: TypeAlias = dict[str, Any]
 """Values that do not fit into a record, by the name of their dict."""
@@ -35,15 +48,21 @@ Extras: TypeAlias = dict[str, Any]
 def dumps(value: Any) -> bytes:
     """Pickle any value that can be pickled, classes and functions of a script included."""
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
         # Plain pickle is several times faster, but knows nothing that was defined in a script or a function.
         return dumps_by_value(value)
+    # Plain pickle refers to the script by name: that of another process may be another one, or have changed.
+    if any(name.encode() in pickled for name in SCRIPTS):
+        return dumps_by_value(value)
+    return pickled
 
 
 def dumps_by_value(value: Any, pickler: type[pickle.Pickler] | None = None) -> bytes:
     """Pickle with cloudpickle: by value, where no other process can import a definition."""
-    with io.BytesIO() as file:
+    # Cloudpickle takes the script of a process that multiprocessing has spawned for a module that can be imported.
+    script = sys.modules.get("__mp_main__")
+    with io.BytesIO() as file, by_value([] if script is None else [script]):
         (pickler or ByValuePickler)(file, pickle.HIGHEST_PROTOCOL).dump(value)
         return file.getvalue()
 
@@ -60,67 +79,182 @@ def _code_with_its_file(code: CodeType) -> tuple[Any, ...]:
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, except that code keeps its file, and that known classes keep their attributes."""
+    """cloudpickle's pickler, except that code keeps its file, and that known classes keep their attributes.
 
-    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _code_with_its_file}, cloudpickle.Pickler.dispatch_table)
+    It also knows what `reducers.py` has, and says which definitions are attributes of the script's `__main__`.
+    """
+
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CodeType: _code_with_its_file}, REDUCERS, cloudpickle.Pickler.dispatch_table
+    )
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is CachedFunction:
+            return _reduce_cached(obj)
+        if isinstance(obj, functools.cached_property):  # derived types, too
+            return reduce_cached_property(obj)
+        if isinstance(obj, ModuleType) and obj.__name__ in SCRIPTS:
+            return importlib.import_module, (obj.__name__,)  # each process has its own
         reduced = super().reducer_override(obj)
-        if not isinstance(obj, type) or type(reduced) is not tuple or len(reduced) != 6:
+        if type(reduced) is not tuple or len(reduced) != 6:
             return reduced
-        # A class by value: how to create it, its attributes, and how to set these (see `object.__reduce__`).
         create, arguments, state, items, pairs, set_state = reduced
-        class_id = _ids.setdefault(obj, uuid.uuid4().hex)
-        _classes[class_id] = obj
-        return _known_or_new, (class_id, create, arguments), (set_state, state), items, pairs, _set_state_of_new
+        if isinstance(obj, FunctionType):
+            if obj.__module__ in SCRIPTS:
+                state, set_state = (set_state, state, _name_in_script(obj)), _set_state_of_function
+            return create, arguments, state, items, pairs, set_state
+        # A class by value: how to create it, its attributes, and how to set these (see `object.__reduce__`).
+        state = (set_state, state, _name_in_script(obj))
+        return _known_or_new, (_id_of(obj), create, arguments), state, items, pairs, _set_state_of_new
 
 
-# Classes that have travelled by value, from here or to here.
-_classes: WeakValueDictionary[str, type] = WeakValueDictionary()
-_ids: WeakKeyDictionary[type, str] = WeakKeyDictionary()
-_incomplete: WeakSet[type] = WeakSet()  # created, but without attributes so far
+# Classes and cached functions that have travelled by value, from here or to here.
+_known: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_ids: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_incomplete: WeakSet[Any] = WeakSet()  # created, but without attributes so far
 
 
-def _known_or_new(class_id: str, create: Callable[..., type], arguments: tuple[Any, ...]) -> type:
-    kind = _classes.get(class_id)
-    if kind is None:
-        kind = _classes[class_id] = create(*arguments)
-        _ids[kind] = class_id
-        _incomplete.add(kind)
-    return kind
+def _id_of(definition: Any) -> str:
+    known_as = _ids.setdefault(definition, uuid.uuid4().hex)
+    _known[known_as] = definition
+    return known_as
 
 
-def _set_state_of_new(kind: type, state: tuple[Callable[[type, Any], object], Any]) -> None:
-    if kind in _incomplete:
-        set_state, attributes = state
-        set_state(kind, attributes)
-        _incomplete.discard(kind)
+def _known_or_new(known_as: str, create: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    definition = _known.get(known_as)
+    if definition is None:
+        definition = _known[known_as] = create(*arguments)
+        _ids[definition] = known_as
+        _incomplete.add(definition)
+    return definition
+
+
+def _set_state_of_new(definition: Any, state: tuple[Callable[[Any, Any], object], Any, str | None]) -> None:
+    if definition in _incomplete:
+        set_state, attributes, name = state
+        set_state(definition, attributes)
+        _incomplete.discard(definition)
+        if name is not None and (script := _script_of_worker()) is not None:
+            setattr(script, name, definition)
+
+
+def _reduce_cached(cached: Any) -> Any:
+    """Reduce what `functools.lru_cache` returns to its function, which is pickled by name or by value."""
+    if can_be_imported(cached):
+        return cached.__qualname__
+    function, parameters, attributes = parts_of_cached(cached)
+    state = (_set_attributes, attributes, _name_in_script(cached))
+    return _known_or_new, (_id_of(cached), new_cached, (function, parameters)), state, None, None, _set_state_of_new
+
+
+def _set_attributes(definition: Any, attributes: Mapping[str, Any]) -> None:
+    vars(definition).update(attributes)
+
+
+# -- the script's `__main__` in workers --------------------------------------------------------------------------------
+
+
+class _ScriptOfWorker(ModuleType):
+    """The `__main__` of a worker process: its attributes are the definitions of the caller's script that have come.
+
+    So simulators can pickle the classes of the script, and look for them there. It has no file: a process that a
+    simulator spawns must not run the caller's script.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if (function := _namesakes.get(name)) is not None:
+            return function
+        raise AttributeError(f"module '__main__' of this worker has no attribute {name!r}")
+
+
+# Functions of the script whose name another one has in `__main__`: each environment may have a function of its own.
+_namesakes: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_numbers = itertools.count(2)
+
+
+def open_script_of_worker() -> None:
+    """Give this worker process a `__main__` for the definitions of the caller's script."""
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = _ScriptOfWorker("__main__")
+
+
+def _script_of_worker() -> _ScriptOfWorker | None:
+    script = sys.modules.get("__main__")
+    return script if isinstance(script, _ScriptOfWorker) else None
+
+
+def _name_in_script(definition: Any) -> str | None:
+    """The name by which plain pickle finds a definition in this process's script; None if it does not."""
+    name, script = getattr(definition, "__qualname__", None), sys.modules.get("__main__")
+    if not isinstance(name, str) or getattr(definition, "__module__", None) not in SCRIPTS or script is None:
+        return None
+    return name if vars(script).get(name) is definition else None
+
+
+def _set_state_of_function(
+    function: FunctionType, state: tuple[Callable[[Any, Any], object], tuple[Any, Any], str | None]
+) -> None:
+    set_state, (attributes, slots), name = state
+    used = dict(slots["__globals__"])
+    set_state(function, (attributes, slots))
+    script = _script_of_worker()
+    if script is None:
+        return
+    for key, value in used.items():  # constants and modules, for simulators that look for them in `__main__`
+        if not key.startswith("__"):  # `__file__`, for instance
+            vars(script).setdefault(key, value)
+    if name is not None and vars(script).setdefault(name, function) is not function:
+        function.__qualname__ = f"{name}#{next(_numbers)}"  # else plain pickle would refuse it
+        _namesakes[function.__qualname__] = function
+
+
+def where_unpicklable(value: Any) -> str:
+    """A sentence that names the part of a value that cannot be pickled; empty if there is no more to say."""
+
+    def pickles(part: Any) -> bool:
+        try:
+            dumps_by_value(part)
+        except Exception:
+            return False
+        return True
+
+    path = path_to_unpicklable(value, pickles)
+    return f". The part that cannot be pickled is {path}" if path else ""
 
 
 def dumps_for_workers(value: Any, what: str, local_modules: Sequence[ModuleType]) -> bytes:
     """Pickle a value of the caller's for workers that cannot import the modules `local_modules`; errors name `what`."""
     try:
         pickled = dumps(value)
-        # Plain pickle refers to the caller's script, of which workers know only what came with the constructors.
-        if any(name.encode() in pickled for name in ("__main__", *(module.__name__ for module in local_modules))):
+        if any(module.__name__.encode() in pickled for module in local_modules):
             with by_value(local_modules):
                 return dumps_by_value(value)
         return pickled
     except Exception as error:
-        raise TypeError(f"{what} cannot be pickled, so it cannot be sent to the workers: {error}") from error
+        text = f"{what} cannot be pickled, so it cannot be sent to the workers: {error}{where_unpicklable(value)}"
+        raise TypeError(text) from error
 
 
 @contextlib.contextmanager
 def by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
-    """Let cloudpickle send the definitions of these modules by value."""
-    registered = [m for m in modules if m.__name__ not in cloudpickle.list_registry_pickle_by_value()]
-    for module in registered:
-        cloudpickle.register_pickle_by_value(module)
+    """Let cloudpickle send the definitions of these modules by value; several threads may do so at a time."""
+    with _registering:
+        registered = cloudpickle.list_registry_pickle_by_value()
+        ours = [module for module in modules if _uses[module.__name__] or module.__name__ not in registered]
+        for module in ours:
+            cloudpickle.register_pickle_by_value(module)
+            _uses[module.__name__] += 1
     try:
         yield
     finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
+        with _registering:
+            for module in ours:
+                _uses[module.__name__] -= 1
+                if not _uses[module.__name__]:
+                    cloudpickle.unregister_pickle_by_value(module)
+
+
+_registering = threading.Lock()
+_uses: Counter[str] = Counter()  # of modules that are registered at present
 
 
 def add_missing_modules(local_modules: list[ModuleType], results: Mapping[int, Any], what: str) -> list[int]:
@@ -205,7 +339,7 @@ def _pickled(registry: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
             pickled = b"" if here_only else pickle.dumps(spec, pickle.HIGHEST_PROTOCOL)
         except Exception:  # plain pickle knows no lambdas
             pickled = b""
-        if pickled and b"__main__" not in pickled:
+        if pickled and not any(name.encode() in pickled for name in SCRIPTS):
             yield env_id, pickled
             continue
         modules = [sys.modules[module]] if here_only and module in sys.modules else []
@@ -215,8 +349,8 @@ def _pickled(registry: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 def _is_importable(module: str) -> bool:
     """Whether another process with the same `sys.path` finds a module; not so a test that was loaded by file."""
-    if module == "__main__":
-        return True  # cloudpickle sends what a script defines by value
+    if module in SCRIPTS:
+        return True  # `dumps_by_value` sends what a script defines by value
     top = module.partition(".")[0]
     for finder in sys.meta_path:
         with contextlib.suppress(Exception):  # a finder of another project may fail on names that are not its own

@@ -24,6 +24,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -199,10 +200,8 @@ class Worker:
             if self._own_process and plan.registrations != self._registrations:
                 self._registrations = plan.registrations
                 install_registrations(plan.registrations)
-            try:
-                constructor, how_adapted = loads(plan.constructors[env_id]), loads(plan.adapter)
-            except ModuleNotFoundError as error:
-                raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
+            constructor = _received(plan.constructors[env_id], "constructor")
+            how_adapted = _received(plan.adapter, "adapter")
             keywords = {"seed": seed, "env_id": env_id, "restarts": plan.rebuilds}
             simulator, seeded, is_open = call_constructor(constructor, keywords, seeds_generators=seeds_generators)
             try:
@@ -406,15 +405,23 @@ class Worker:
                 episode.env.close()
 
 
-def _unpickled(payload: bytes) -> Any:
+def _received(payload: Any, what: str) -> Any:
+    """A constructor or an adapter, pickled or itself."""
+    return _unpickled(payload, what, UnpicklingError) if isinstance(payload, bytes) else payload
+
+
+def _unpickled(payload: bytes, what: str = "arguments", kind: type[Exception] = TypeError) -> Any:
     """The arguments of a call; `Refusal` if they cannot be unpickled here."""
     try:
         return loads(payload)
     except ModuleNotFoundError as error:
         raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
     except Exception as error:
+        frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if kind is UnpicklingError and any("importlib._bootstrap" in file for file in frames):
+            raise  # a module that it needs cannot be loaded: the traceback says where
         text = "".join(traceback.format_exception_only(error)).strip()
-        raise Refusal(TypeError, f"the arguments can be pickled, but cannot be made again from that: {text}") from None
+        raise Refusal(kind, f"the {what} can be pickled, but cannot be made again from that: {text}") from None
 
 
 def _failure(error: BaseException, doing: Activity | Message, partially_written: bool) -> Failure:
