@@ -37,7 +37,7 @@ def main() -> None:
 class _Output(io.FileIO):
     """An output that turns into `/dev/null` when nobody reads it any more, as in `marl-parallel check ... | head`."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:

@@ -59,7 +59,7 @@ from marl_parallel.core.construction import construct_one
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
 from marl_parallel.core.messages import Lost
-from marl_parallel.core.pickling import dumps
+from marl_parallel.core.pickling import dumps, where_unpicklable
 from marl_parallel.core.reports import first_line, manner_of_death, place
 from marl_parallel.core.spaces import ARRAY_SPACES, Mismatch, as_array, is_vector
 from marl_parallel.core.transition import ALL, Transition, is_empty_info
@@ -136,7 +136,8 @@ _ONE_PER_PROCESS = (
 _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "unpicklable constructor": (Question.PICKLING, PROBLEM,
         "the constructor cannot be pickled ({reason}), so it cannot be sent to a worker process",
-        "create what does not pickle (locks, connections, windows, open files) when the constructor is called"),
+        "create what does not pickle (locks, connections, windows, open files) when the constructor is called, or move "
+        "the class or function that uses it into a module"),
     "unpicklable info": (Question.PICKLING, PROBLEM, "the info of {key} cannot be pickled ({reason})",
         "put plain numbers, texts and arrays into infos, not the simulator's own objects"),
     "unpicklable exception": (Question.PICKLING, REMARK,
@@ -1066,8 +1067,12 @@ def is_flag(flag: Any) -> bool:
 def pickling_error(value: Any) -> str | None:
     """Why a value cannot be pickled and unpickled; None if it can."""
     try:
-        pickle.loads(dumps(value))
+        pickled = dumps(value)
     except Exception as error:  # a simulator's class may raise anything
+        return in_brief(error) + where_unpicklable(value)
+    try:
+        pickle.loads(pickled)
+    except Exception as error:
         return in_brief(error)
     return None
 

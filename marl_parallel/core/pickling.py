@@ -101,10 +101,11 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         create, arguments, state, items, pairs, set_state = reduced
         if isinstance(obj, FunctionType):
             if obj.__module__ in SCRIPTS:
-                state, set_state = (set_state, state, _name_in_script(obj)), _set_state_of_function
+                name = obj.__qualname__ if _found_through(obj) is obj else None
+                state, set_state = (set_state, state, name), _set_state_of_function
             return create, arguments, state, items, pairs, set_state
         # A class by value: how to create it, its attributes, and how to set these (see `object.__reduce__`).
-        state = (set_state, state, _name_in_script(obj))
+        state = (set_state, state, obj.__qualname__, _found_through(obj))
         return _known_or_new, (_id_of(obj), create, arguments), state, items, pairs, _set_state_of_new
 
 
@@ -129,12 +130,14 @@ def _known_or_new(known_as: str, create: Callable[..., Any], arguments: tuple[An
     return definition
 
 
-def _set_state_of_new(definition: Any, state: tuple[Callable[[Any, Any], object], Any, str | None]) -> None:
+def _set_state_of_new(definition: Any, state: tuple[Callable[[Any, Any], object], Any, str, Any]) -> None:
     if definition in _incomplete:
-        set_state, attributes, name = state
+        set_state, attributes, name, found_through = state
         set_state(definition, attributes)
         _incomplete.discard(definition)
-        if name is not None and (script := _script_of_worker()) is not None:
+        if isinstance(definition, type):
+            type.__setattr__(definition, "__qualname__", name)  # which cloudpickle drops
+        if found_through is definition and (script := _script_of_worker()) is not None:
             setattr(script, name, definition)
 
 
@@ -143,7 +146,7 @@ def _reduce_cached(cached: Any) -> Any:
     if can_be_imported(cached):
         return cached.__qualname__
     function, parameters, attributes = parts_of_cached(cached)
-    state = (_set_attributes, attributes, _name_in_script(cached))
+    state = (_set_attributes, attributes, getattr(cached, "__qualname__", ""), _found_through(cached))
     return _known_or_new, (_id_of(cached), new_cached, (function, parameters)), state, None, None, _set_state_of_new
 
 
@@ -182,12 +185,19 @@ def _script_of_worker() -> _ScriptOfWorker | None:
     return script if isinstance(script, _ScriptOfWorker) else None
 
 
-def _name_in_script(definition: Any) -> str | None:
-    """The name by which plain pickle finds a definition in this process's script; None if it does not."""
-    name, script = getattr(definition, "__qualname__", None), sys.modules.get("__main__")
-    if not isinstance(name, str) or getattr(definition, "__module__", None) not in SCRIPTS or script is None:
+def _found_through(definition: Any) -> Any:
+    """The attribute of this process's script through which plain pickle finds a definition; None if it does not.
+
+    It is the definition itself, or the class around it.
+    """
+    path, script = getattr(definition, "__qualname__", None), sys.modules.get("__main__")
+    if not isinstance(path, str) or getattr(definition, "__module__", None) not in SCRIPTS or script is None:
         return None
-    return name if vars(script).get(name) is definition else None
+    name, *more = path.split(".")
+    first = found = vars(script).get(name)
+    for part in more:
+        found = getattr(found, part, None)
+    return first if found is definition else None
 
 
 def _set_state_of_function(

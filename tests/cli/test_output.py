@@ -100,3 +100,37 @@ def test_names_with_markup_and_ascii_terminals(command, arguments, folder):
     done = run(command, "wordy.py:Talkative", *arguments, folder=folder, PYTHONIOENCODING="ascii", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert "v[/2]/wordy.py:Talkative" in done.stdout
+
+
+@pytest.mark.parametrize("streams", [["stdout"], ["stdout", "stderr"]], ids=["stdout", "both"])
+@pytest.mark.parametrize(
+    ("command", "arguments"), [("check", [*CHECK, "--output", "out.json"]), ("bench", [*BENCH, "--output", "out.json"])]
+)
+def test_reader_that_has_ended(command, arguments, streams, folder):
+    """As in `marl-parallel check ENV | head`: no error, and the command does the rest of its work."""
+    read, write = os.pipe()
+    os.close(read)
+    (folder / "game.py").write_text("import gymnasium\n\ndef make():\n    return gymnasium.make('CartPole-v1')\n")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "marl_parallel", command, "game.py:make", *arguments],
+            **{"stderr": subprocess.PIPE, **dict.fromkeys(streams, write)},
+            timeout=60,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    finally:
+        os.close(write)
+    said = (done.stderr or b"").decode()
+    assert "Broken" not in said
+    assert "error:" not in said
+    assert json.loads((folder / "out.json").read_text())
+    assert done.returncode == 0
+
+
+def test_help_for_a_reader_that_has_ended():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "marl_parallel", "--help"], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")

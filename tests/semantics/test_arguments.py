@@ -16,6 +16,7 @@ from mpe2 import simple_spread_v3
 from simulators.deterministic import Skirmish
 
 from marl_parallel import EnvError, ParallelEnv, make
+from marl_parallel.adapters import adapt
 from marl_parallel.backends.local import SerialBackend, ThreadBackend
 
 
@@ -108,8 +109,11 @@ def test_serial_timeout_warns_once(recwarn):
 
 def test_unpicklable_adapter():
     lock = threading.Lock()
-    with pytest.raises(TypeError, match=r"adapter=.* cannot be pickled"):
+    with pytest.raises(TypeError, match=r"adapter=.* cannot be pickled.*variable 'lock' of <lambda> \(lock\)"):
         ParallelEnv([Skirmish], adapter=lambda env: (lock, env))
+    for backend in ("serial", "thread"):  # which need no pickle
+        with ParallelEnv([Skirmish] * 2, backend=backend, adapter=lambda env: lock and adapt(env)) as env:
+            assert len(env.reset()[0]) == 2
 
 
 @pytest.mark.parametrize("constructors", [None, 5, Skirmish, "Skirmish", {0: Skirmish}])

@@ -1,0 +1,93 @@
+"""`check FILE.py:NAME` sees what the script FILE.py sees: its definitions travel to workers by value."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from marl_parallel.cli.check import Job, Question, Severity, run_probes
+
+pytestmark = pytest.mark.release_independent
+
+SCRIPT = """
+    import functools, pickle, sys, threading
+    import numpy as np
+    from gymnasium import spaces
+    from pettingzoo import ParallelEnv
+
+    assert sys.modules["__main__"].__file__ == __file__, "a simulator that imports __main__ finds this file"
+    lock = threading.Lock()
+
+    class State:
+        value = 1
+
+    class Game(ParallelEnv):
+        metadata = {"name": "game"}
+        possible_agents = ["a", "b"]
+
+        @functools.lru_cache(maxsize=None)
+        def observation_space(self, agent):
+            return spaces.Box(-9, 9, (1,), np.float32)
+
+        @functools.lru_cache(maxsize=None)
+        def action_space(self, agent):
+            return spaces.Discrete(2)
+
+        def reset(self, seed=None, options=None):
+            import __main__
+
+            assert __main__.State is State
+            self.state_ = pickle.loads(pickle.dumps(State()))
+            assert type(self.state_) is State
+            self.agents = ["a", "b"]
+            return self.of_all(np.zeros(1, np.float32)), self.of_all({})
+
+        def of_all(self, value):
+            return dict.fromkeys(self.agents, value)
+
+        def step(self, actions):
+            seen = self.of_all(np.ones(1, np.float32))
+            return seen, self.of_all(0.0), self.of_all(False), self.of_all(False), self.of_all({})
+
+    class Locked(Game):
+        def step(self, actions):
+            with lock:
+                return super().step(actions)
+
+    if __name__ == "__main__":
+        raise SystemExit("the part for the main process must not run")
+"""
+
+
+def test_script_with_a_lock_among_its_globals(tmp_path):
+    """Imported as a module, it would seem to be right."""
+    (tmp_path / "game.py").write_text(textwrap.dedent(SCRIPT))
+    brief = {"timeout": 20.0, "seconds": 0.05, "steps": 5}
+    jobs = [
+        Job("alone", f"{tmp_path}/game.py:Game", "{}", **brief),
+        Job("alone", f"{tmp_path}/game.py:Locked", "{}", **brief),
+    ]
+    outcomes = {job.environment.rpartition(":")[2]: outcome for job, outcome in run_probes(jobs, 2, lambda job: None)}
+    assert not [one for one in outcomes["Game"].findings if one.severity is Severity.PROBLEM]
+    (problem,) = [one for one in outcomes["Locked"].findings if one.severity is Severity.PROBLEM]
+    assert problem.question is Question.PICKLING
+    assert "attribute 'step' of class Locked, global 'lock' of step (lock)" in problem.what
+    assert "into a module" in problem.advice
+
+
+def test_script_in_all_backends(tmp_path):
+    (tmp_path / "game.py").write_text(textwrap.dedent(SCRIPT))
+    command = ["check", "game.py:Game", "--seconds", "0.02", "--steps", "5"]
+    done = subprocess.run(
+        [sys.executable, "-m", "marl_parallel", *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
