@@ -113,18 +113,21 @@ def next_identity() -> Identity:
     return Identity((*current._identity, next(process._process_counter)), current.name, os.getpid())
 
 
-def take_identity(identity: Identity) -> None:
-    """Have `multiprocessing` see this process as a child of the caller: name, number and `parent_process()`."""
+def take_identity(identity: Identity, sentinel: int | None = None) -> None:
+    """Have `multiprocessing` see this process as a child of the caller: name, number and `parent_process()`.
+
+    `sentinel` is a descriptor that is ready when the caller has ended. Without one, it is never ready: this process is
+    killed then.
+    """
     process: Any = multiprocessing.process
     current = process.current_process()
     current._identity = identity.numbers
     current.name = f"ParallelEnvWorker-{':'.join(map(str, identity.numbers))}"
-    if sys.platform == "win32":
+    if sentinel is None and sys.platform == "win32":
         import _winapi
 
         sentinel = _winapi.OpenProcess(0x00100000, False, identity.parent_pid)  # SYNCHRONIZE
-    else:
-        # It would be ready when the parent has ended. Nobody sees that, since this process is killed with it.
+    elif sentinel is None:
         sentinel, _ = os.pipe()
     process._parent_process = process._ParentProcess(identity.parent_name, identity.parent_pid, sentinel)
 

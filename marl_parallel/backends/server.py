@@ -302,7 +302,6 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
         with open(file, "rb") as setting_file:
             setting: Setting = pickle.load(setting_file)
         interpreter.show_name(*interpreter.worker_name(setting.worker, setting.share))
-        interpreter.take_identity(setting.identity)
         os.chdir(setting.cwd)
         sys.path[:] = setting.path
         sys.argv[:] = setting.argv
@@ -311,8 +310,8 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
         os.environ.update(setting.environ)
         if setting.loaded_threads is not None:
             interpreter.limit_loaded_libraries(setting.loaded_threads)
-        for guard in guards:
-            _arm(guard)
+        parent_gone, *_ = [_arm(guard) for guard in guards]
+        interpreter.take_identity(setting.identity, parent_gone)
         # The caller's script is not part of a worker. A simulator that starts processes by multiprocessing's spawn
         # would run the file that `__main__` came from again.
         sys.modules["__main__"] = sys.modules["__mp_main__"] = types.ModuleType("__main__")
@@ -357,8 +356,8 @@ def reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _arm(guard: int) -> None:
-    """Have the kernel kill this process's group when the last write end of the pipe is closed.
+def _arm(guard: int) -> int:
+    """Have the kernel kill this process's group when the last write end of the pipe is closed; returns its read end.
 
     A thread that watches would not run while the GIL is held or the process is stopped.
     """
@@ -372,3 +371,4 @@ def _arm(guard: int) -> None:
     poll.register(reopened, select.POLLIN)
     if poll.poll(0):  # the other end was closed before
         os.killpg(0, signal.SIGKILL)
+    return reopened

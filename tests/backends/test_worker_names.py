@@ -1,7 +1,8 @@
-"""The names of worker processes, keepers and the fork server in lists of processes."""
+"""The names of worker processes, also in `multiprocessing`, keepers and the fork server in lists of processes."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -43,6 +44,30 @@ def test_names_of_workers(start_method):
         second = env.call("pid")
         assert not {*first} & {*second}
         assert [*map(name_of, second)] == expected
+
+
+def identity(_: object) -> tuple[str, tuple[int, ...], int, bool]:
+    process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+    assert parent is not None
+    return process.name, process._identity, parent.pid, parent.is_alive()
+
+
+def test_identity_in_multiprocessing(start_method):
+    """No two workers have the same, nor has a worker in the place of another, or a child of the caller's own."""
+    known = set()
+    with ParallelEnv([Talking] * 3, num_workers=2, on_error="restart", **arguments(start_method)) as env:
+        env.reset()
+        for _ in range(2):
+            first, same, other = env.call(identity)
+            assert first == same
+            for name, numbers, parent, alive in (first, other):
+                assert numbers not in known
+                known.add(numbers)
+                assert name == f"ParallelEnvWorker-{':'.join(map(str, numbers))}"
+                assert (parent, alive) == (os.getpid(), True)
+            env.set_attr("fault", [killed_by(signal.SIGKILL)] * 2, env_ids=[1, 2])
+            env.step([ACTIONS] * 3)
+        assert multiprocessing.get_context("spawn").Process()._identity not in known
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
