@@ -6,6 +6,7 @@ Equality with the other backends is tested with `pytest --setups=ray`.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
 import socket
@@ -113,6 +114,21 @@ def test_workers_that_take_no_cpus(nodes, three_nodes):
     assert all_free()
     with ParallelEnv([Skirmish] * 9, backend=RayBackend(num_cpus=0)) as env:
         assert env.num_workers == 6
+
+
+def identity(_: object) -> tuple[str, tuple[int, ...], bool]:
+    process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+    return process.name, process._identity, parent is not None and parent.is_alive()
+
+
+@pytest.mark.parametrize("nodes", [{}, {"num_nodes": 3}], ids=str)
+def test_identity_of_workers(nodes, three_nodes):
+    """In `multiprocessing`; also on different nodes, no two have the same."""
+    with ParallelEnv([Skirmish] * 3, backend=RayBackend(**nodes), num_workers=3) as env:
+        names, numbers, alive = zip(*env.call(identity), strict=True)
+        assert len({*names}) == len({*numbers}) == 3
+        assert all(alive)
+        assert names[0] == f"ParallelEnvWorker-{':'.join(map(str, numbers[0]))}"
 
 
 def test_default_number_of_workers_is_the_clusters_cpus(three_nodes):
