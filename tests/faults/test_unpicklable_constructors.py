@@ -168,16 +168,16 @@ class Recursive:
         assert self.unknown, "no such attribute"
 
 
-def test_constructor_that_cannot_be_unpickled(backend_setup, build):
+@pytest.mark.parametrize("backend", [*LOCAL, "process"])
+def test_constructor_that_cannot_be_unpickled(backend, build):
     """It has not been called, so the error does not say that it raised."""
     wrapped = Recursive(Hunt())
-    if backend_setup.backend in LOCAL:
-        build([lambda: wrapped] * 2, backend_setup).reset()
+    if backend in LOCAL:
+        build([lambda: wrapped] * 2, Setup(backend, True, 2)).reset()
         return
-    with pytest.raises(
-        TypeError, match=r"environment 0: the constructor can be pickled, but .*RecursionError"
-    ) as caught:
-        build([lambda: wrapped] * 2, backend_setup)
+    words = r"environment 0: the constructor can be pickled, but .*RecursionError"
+    with pytest.raises(TypeError, match=words) as caught:
+        ParallelEnv([lambda: wrapped] * 2, num_workers=2)
     assert "raised in" not in str(caught.value)
     assert "inside the constructor" in str(caught.value)
 
