@@ -182,6 +182,8 @@ def _moved(space: Any, values: Any, sign: int) -> Any:
         return type(values)(_moved(child, part, sign) for child, part in zip(space, values))
     if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete) or values is None:
         return values
+    if type(values) is int and isinstance(space, spaces.Discrete):
+        return values + sign * int(space.start)
     array = np.asarray(values)
     shape = space.shape or ()
     if array.dtype.kind not in "biu" or array.shape[array.ndim - len(shape) :] != shape:

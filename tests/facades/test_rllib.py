@@ -29,6 +29,7 @@ from simulators.rllib_envs import DyingRLlibAgents, WithFrames
 from simulators.vector_rewards import Couriers
 
 from marl_parallel import ParallelEnv
+from marl_parallel.core.spaces import to_zero
 from marl_parallel.vector import PettingZooVecEnv, RLlibVectorMultiAgentEnv
 
 pytestmark = pytest.mark.needs("ray", "tree", "torch")
@@ -91,13 +92,23 @@ def actions_for(env: ParallelEnv, rng: np.random.Generator) -> list[dict]:
 
 
 def compare(env: RLlibVectorMultiAgentEnv, core: ParallelEnv, steps: int, seed: int | None = 3) -> ExpectedForRLlib:
-    """Step facade and core with the same seeds and actions."""
+    """Step facade and core with the same seeds and actions; choices of the facade count from 0."""
     rng, reference = np.random.default_rng(8), ExpectedForRLlib(len(core))
-    assert_equal(env.reset(seed=seed), reference.reset(core.reset(seed=seed)))
+    assert_equal(env.reset(seed=seed), reference.reset(seen_from_zero(core, core.reset(seed=seed))))
     for _ in range(steps):
         actions = actions_for(core, rng)
-        assert_equal(env.step(copy.deepcopy(actions)), reference.step(core.step(copy.deepcopy(actions))))
+        results = env.step(from_zero(core.action_space, copy.deepcopy(actions)))
+        assert_equal(results, reference.step(seen_from_zero(core, core.step(copy.deepcopy(actions)))))
     return reference
+
+
+def seen_from_zero(core: ParallelEnv, results: Any) -> Any:
+    return from_zero(core.observation_space, results[0]), *results[1:]
+
+
+def from_zero(declared: Any, values: Any) -> list[dict[Any, Any]]:
+    """Values of agents, of whom some declare no space, with choices that count from 0."""
+    return [{a: to_zero(declared[a], v) if a in declared.spaces else v for a, v in one.items()} for one in values]
 
 
 def assert_equal(results: Any, expected: Any) -> None:

@@ -62,18 +62,21 @@ def test_rows_are_those_of_agents_that_act():
     loop = [Turnstile("infos", env_id) for env_id in range(3)]
     for simulator in loop:
         simulator.reset()
+    reported = [simulator.agents for simulator in loop]  # also in the step in which an agent dies
     for _ in range(9):
         due = np.array([
-            simulator.mask(agent) if agent in simulator.agents else np.ones(5)
-            for simulator in loop for agent in simulator.possible_agents
+            simulator.mask(agent) if agent in agents else np.ones(5)
+            for simulator, agents in zip(loop, reported) for agent in simulator.possible_agents
         ], np.bool_)  # fmt: skip
         np.testing.assert_array_equal(env.action_masks(), due)
         np.testing.assert_array_equal(env.env_method("action_masks", indices=[4, 0]), due[[4, 0]])
         env.step(due.argmax(axis=1))
-        for simulator in loop:
+        for place, simulator in enumerate(loop):
+            reported[place] = simulator.agents
             simulator.step({agent: simulator.right(agent) for agent in simulator.agents})
             if not simulator.agents:
                 simulator.reset()
+                reported[place] = simulator.agents
     env.close()
 
 

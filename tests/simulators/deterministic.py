@@ -23,7 +23,7 @@ def weight(action: Any) -> float:
         return sum((index + 1) * weight(action[key]) for index, key in enumerate(sorted(action)))
     if isinstance(action, tuple | list):
         return sum((index + 2) * weight(item) for index, item in enumerate(action))
-    if isinstance(action, np.ndarray):
+    if isinstance(action, np.ndarray | np.floating):  # an array without axes, and what arrays of these consist of
         numbers = np.asarray(action, dtype=np.float64).ravel()
         return float(numbers @ np.arange(1, numbers.size + 1)) + action.dtype.num
     return float(len(str(action))) if action is None or isinstance(action, str) else float(action)
