@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from helpers.batches import grouped_actions, same
+from helpers.comparison import assert_same
 from helpers.setups import rest
 from mpe2 import simple_spread_v3, simple_tag_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
@@ -549,6 +550,34 @@ def test_infos_of_another_shape():
         assert rollout.arrays.informed["won"].any()
         with pytest.raises(TypeError, match=r"infos\['won'\] must be a shape or an Extra, got 3"):
             Rollout(env, 5, infos={"won": 3})
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_infos_as_a_list(halves):
+    """`StackedVecEnv(infos="list")` has the same values, in halves too."""
+    kept = []
+    for form in ("dict", "list"):
+        with StackedVecEnv(ParallelEnv([Scored] * 4, seed=5, num_workers=2), infos=form) as env:
+            rollout = Rollout(env, 20, infos=INFOS, halves=halves)
+            data = rollout.collect(lambda current: np.zeros(current.acting.shape, np.int64))
+            kept.append({**data.infos, **{f"has {name}": rows for name, rows in data.informed.items()}})
+    assert kept[0]["has won"].any()
+    assert_same(kept[1], kept[0])
+
+
+@pytest.mark.parametrize("value", [0.5, np.nan, -1, 300])
+def test_numbers_that_the_dtype_does_not_hold(value):
+    """They are refused, not rounded or wrapped around; whole floats are taken."""
+    with StackedVecEnv(ParallelEnv([Scored] * ENVS, seed=5, backend="serial")) as env:
+        rollout = Rollout(env, 10, extras={"x": Extra((), np.uint8)})
+        rollout.reset()
+        actions, x = np.zeros((ENVS, 2), np.int64), np.full((ENVS, 2), 7.0)
+        rollout.step(actions, x=x)
+        x[1, 0] = value
+        with pytest.raises(ValueError, match=r"^the extra 'x' is .*, which its dtype uint8 cannot hold"):
+            rollout.step(actions, x=x if isinstance(value, float) else x.astype(np.int64))
+        assert rollout.filled == 1
+        assert (rollout.arrays.extras["x"][0] == 7).all()
 
 
 def test_infos_of_one_group():
