@@ -465,8 +465,7 @@ class Rollout:
         observations, rewards, terminations, truncations, infos = results
         _put(arrays.rewards, place, rewards)
         if self._infos and infos:
-            by_env = infos if isinstance(infos, Mapping) else dict(zip(env.stepper.env_ids, infos))
-            self._store_infos(part, by_env)
+            self._store_infos(part, dict(zip(part.env_ids, infos)) if isinstance(infos, list) else infos)
         if not env.plain:
             _put(arrays.present, place, env.present)
             _put(arrays.terminations, place, terminations)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from helpers.batches import grouped_actions, same
-from helpers.comparison import assert_same
 from helpers.setups import rest
 from mpe2 import simple_spread_v3, simple_tag_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
@@ -550,19 +549,6 @@ def test_infos_of_another_shape():
         assert rollout.arrays.informed["won"].any()
         with pytest.raises(TypeError, match=r"infos\['won'\] must be a shape or an Extra, got 3"):
             Rollout(env, 5, infos={"won": 3})
-
-
-@pytest.mark.parametrize("halves", [1, 2])
-def test_infos_as_a_list(halves):
-    """`StackedVecEnv(infos="list")` has the same values, in halves too."""
-    kept = []
-    for form in ("dict", "list"):
-        with StackedVecEnv(ParallelEnv([Scored] * 4, seed=5, num_workers=2), infos=form) as env:
-            rollout = Rollout(env, 20, infos=INFOS, halves=halves)
-            data = rollout.collect(lambda current: np.zeros(current.acting.shape, np.int64))
-            kept.append({**data.infos, **{f"has {name}": rows for name, rows in data.informed.items()}})
-    assert kept[0]["has won"].any()
-    assert_same(kept[1], kept[0])
 
 
 @pytest.mark.parametrize("value", [0.5, np.nan, -1, 300])
