@@ -1054,8 +1054,9 @@ class ParallelEnv:
 
         Args:
             terminate: True skips the environments' own `close`.
-            timeout: Seconds that these may take; then workers are killed, if the backend can. None for no limit. It
-            limits also the wait for another thread that is inside a call, such as `on_restart`; half a second at least.
+            timeout: Seconds that these may take; then workers are killed, if the backend can. None for no limit. The
+                wait for another thread that is inside a call, such as `on_restart`, has this limit too, but at least
+                half a second.
 
         Raises:
             EnvError: An environment raised in its own `close`; everything has been freed nevertheless.

@@ -367,8 +367,9 @@ class Rollout:
 
         Raises:
             TypeError: Extras are missing, or were not declared; nothing has been stepped.
-            ValueError: As in `StackedVecEnv.step`, or an extra has another shape than declared; nothing has been
-                stepped. Or a value of infos has; the step has been stored without it.
+            ValueError: As in `StackedVecEnv.step`, or an extra has another shape than declared, or a number that its
+                dtype cannot hold; nothing has been stepped. Or a value of infos has; the step has been stored without
+                that value.
         """
         arrays = self.arrays
         if extras.keys() != arrays.extras.keys():
@@ -464,7 +465,7 @@ class Rollout:
         observations, rewards, terminations, truncations, infos = results
         _put(arrays.rewards, place, rewards)
         if self._infos and infos:
-            self._store_infos(part, infos)
+            self._store_infos(part, dict(zip(part.env_ids, infos)) if isinstance(infos, list) else infos)
         if not env.plain:
             _put(arrays.present, place, env.present)
             _put(arrays.terminations, place, terminations)
@@ -645,7 +646,7 @@ def _declared(what: str, declared: Mapping[str, Extra | tuple[int, ...]] | None)
 
 
 def _shaped(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """A value as an array of this shape; `ValueError` if it has another one, or no numbers where the dtype has."""
+    """A value as an array of this shape; `ValueError` if it has another one, or values that the dtype cannot hold."""
     try:
         array = np.asarray(value)
     except Exception as error:  # whatever its `__array__` raises
@@ -654,6 +655,11 @@ def _shaped(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> NDArra
     if array.shape != shape or not are_numbers:
         got = f"shape {array.shape}" if are_numbers else f"{value!r:.200}"
         raise ValueError(f"{what} must be numbers of shape {shape}, got {got}")
+    if np.dtype(dtype).kind in "biu" and not np.can_cast(array.dtype, dtype):
+        with np.errstate(invalid="ignore"):  # NaN and infinity
+            lost = array.astype(dtype) != array
+        if lost.any():
+            raise ValueError(f"{what} is {array[lost].flat[0]}, which its dtype {np.dtype(dtype)} cannot hold")
     return array
 
 

@@ -247,7 +247,7 @@ def _seed(text: str) -> Seed:
     try:
         return int(text)
     except ValueError:
-        raise CommandError(f"--seed {text!r} is no seed", "pass an integer, or own") from None
+        raise CommandError(f"--seed must be an integer or own, got {text!r}", "pass one, such as --seed 1") from None
 
 
 @app.command()

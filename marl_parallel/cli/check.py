@@ -840,8 +840,8 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
     try:
         env: ParallelEnv = yield from calling("", make)
         try:
-            actors = [Actor(getattr(env, "action_space", {}), SEED + env_id) for env_id in range(_NUM_ENVS)]
-            space_of: Spaces = getattr(env, "observation_space", {})
+            actors = [Actor(env.action_space or {}, SEED + env_id) for env_id in range(_NUM_ENVS)]
+            space_of: Spaces = env.observation_space or {}
             traces = yield from _run(calling, begin, act, actors, space_of, job.steps, job.seconds)
             probe.result.traces |= dict(enumerate(traces))
         finally:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import functools
 import io
 import mmap
 import os
@@ -60,10 +61,8 @@ class ArrayWriter:
         """Pickle a value as `pickling.dumps_by_value` does."""
         if self._fd < 0:
             return Pickled(dumps_by_value(value))
-        with io.BytesIO() as file:
-            parts = _Parts(self)
-            _Pickler(file, parts).dump(value)
-            return Pickled(file.getvalue(), parts.spans)
+        parts = _Parts(self)
+        return Pickled(dumps_by_value(value, functools.partial(_Pickler, parts)), parts.spans)
 
     def place_of(self, array: NDArray[Any]) -> int:
         """Where an array is in the file: in the order of addresses, or in C order if it has gaps."""
@@ -170,8 +169,8 @@ class _Parts:
 class _Pickler(ByValuePickler):
     """Leaves large arrays out of the pickle."""
 
-    def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL, parts.take_out)
+    def __init__(self, parts: _Parts, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol, parts.take_out)
         self._parts = parts
 
     def reducer_override(self, obj: Any) -> Any:

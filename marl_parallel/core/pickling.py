@@ -59,8 +59,11 @@ def dumps(value: Any) -> bytes:
     return pickled
 
 
-def dumps_by_value(value: Any, pickler: type[pickle.Pickler] | None = None) -> bytes:
-    """Pickle with cloudpickle: by value, where no other process can import a definition."""
+def dumps_by_value(value: Any, pickler: Callable[[io.BytesIO, int], pickle.Pickler] | None = None) -> bytes:
+    """Pickle with cloudpickle: by value, where no other process can import a definition.
+
+    `pickler` makes a `ByValuePickler` of another class, from a file and the protocol.
+    """
     # Cloudpickle takes the script of a process that multiprocessing has spawned for a module that can be imported.
     script = sys.modules.get("__mp_main__")
     with io.BytesIO() as file, by_value([] if script is None else [script]):

@@ -46,7 +46,8 @@ class AgentRows:
 
     Attributes:
         dead: bool `(num_envs, agents)`: which agents have died and have not come back.
-        were_dead: Likewise, which of them took no part in the latest step. An agent that has come back in it did.
+        were_dead: bool `(num_envs, agents)`: which agents took no part in the latest step, as they were dead. One that
+            has come back in that step took part.
         any_dead: Whether there are any in `dead`.
     """
 

@@ -231,6 +231,13 @@ def test_bug_that_only_a_comparison_shows(name, question, what, advice):
     assert all("parallel_seed_test fails" in one.what for one in remarks)
 
 
+def test_agents_without_observation_spaces_are_a_remark():
+    found = examine(job("NoObservationSpaces"), ["serial"])
+    assert found.healthy, found.findings
+    assert found.answers()[Question.SERIAL] == "yes"
+    assert "declares no observation space" in " ".join(one.what for one in found.findings)
+
+
 def test_generators_of_the_process_are_named():
     """Alone, the simulator is deterministic; together with others it is not."""
     found = examine(job("SeedsGlobalGenerator"), ["serial"])

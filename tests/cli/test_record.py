@@ -110,7 +110,7 @@ def test_own_seeds(record, tmp_path):
     assert record(*common).exit_code == 1
     result = record(*common, "--seed", "mine")
     assert result.exit_code == 1
-    assert "--seed 'mine' is no seed" in result.output
+    assert "--seed must be an integer or own, got 'mine'" in result.output
 
 
 def test_constructors_that_take_no_render_mode(record):

@@ -114,5 +114,28 @@ def test_seeds_that_reach_the_constructor_or_reset():
         assert done.stdout == "['another ParallelEnv that is open has no seed= eith']\n", (maker, done.stderr)
 
 
+def test_a_refused_reset_does_not_count():
+    """Its seed has not reached the environments."""
+    script = """
+import threading, warnings
+exec({setup!r})
+class Optional(Reseeded):
+    def reset(self, seed=None, options=None):
+        return super().reset(seed)
+with opened(Optional) as first, opened(Optional) as second, warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    first.reset()
+    try:
+        second.reset(seed=5, options={{"lock": threading.Lock()}})
+    except TypeError as error:
+        print("cannot be pickled" in str(error))
+    second.reset()
+print([str(one.message)[:50] for one in caught])
+"""
+    script = script.format(setup=SCRIPT.partition('warnings.simplefilter("error")')[0])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "True\n['another ParallelEnv that is open has no seed= eith']\n", done.stderr
+
+
 def test_the_default_is_42():
     assert inspect.signature(ParallelEnv).parameters["seed"].default == 42

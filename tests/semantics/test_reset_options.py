@@ -166,7 +166,7 @@ def test_seed_of_a_registered_environment_that_is_an_array():
             made.append(seed)
 
     spec = EnvSpec("Made-v0", entry_point=Made, kwargs={"seed": np.array([1, 2])})
-    call_constructor(spec.make, {"seed": 5, "env_id": 0, "restarts": 0}, seeds_generators=False)
+    call_constructor(spec.make, {"seed": 5, "env_id": 0, "restarts": 0})
     assert_same(made, [np.array([1, 2])])
 
 

@@ -551,6 +551,21 @@ def test_infos_of_another_shape():
             Rollout(env, 5, infos={"won": 3})
 
 
+@pytest.mark.parametrize("value", [0.5, np.nan, -1, 300])
+def test_numbers_that_the_dtype_does_not_hold(value):
+    """They are refused, not rounded or wrapped around; whole floats are taken."""
+    with StackedVecEnv(ParallelEnv([Scored] * ENVS, seed=5, backend="serial")) as env:
+        rollout = Rollout(env, 10, extras={"x": Extra((), np.uint8)})
+        rollout.reset()
+        actions, x = np.zeros((ENVS, 2), np.int64), np.full((ENVS, 2), 7.0)
+        rollout.step(actions, x=x)
+        x[1, 0] = value
+        with pytest.raises(ValueError, match=r"^the extra 'x' is .*, which its dtype uint8 cannot hold"):
+            rollout.step(actions, x=x if isinstance(value, float) else x.astype(np.int64))
+        assert rollout.filled == 1
+        assert (rollout.arrays.extras["x"][0] == 7).all()
+
+
 def test_infos_of_one_group():
     with StackedVecEnv(
         ParallelEnv([Scored] * ENVS, seed=5, backend="serial"), group_map={"x": ["b"], "y": ["a"]}

@@ -269,6 +269,12 @@ class NoActionSpace(Healthy):
         del self.action_spaces["agent_1"]
 
 
+class NoObservationSpaces(Healthy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_spaces = {}
+
+
 class Slow(gymnasium.Env):
     """Dict rules, with `__all__` only at the end of an episode; waits a known time."""
 
