@@ -725,9 +725,9 @@ class Pool:
             slot.rebuilds += 1
             slot.restarts["request"] += 1
             payload[slot.env_id] = rebuilder.request(slot, slot.rebuilds)
-            slot.fault = slot.latest = slot.saved = slot.masks = None
-            slot.acting, slot.alive, slot.over, slot.has_reset = [], [], False, False
+            slot.fault = slot.latest = slot.saved = None
             self._note_built(slot, ends=0)
+        rebuilder.batch.note_constructed(env_ids)
         self._all_idle, self.seeds_stale = False, True
         try:
             self.execute(self._requests(Message.REBUILD, env_ids, payload, each=True))
