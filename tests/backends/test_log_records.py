@@ -186,6 +186,17 @@ def test_unusual_values(logs, records, capfd):
     assert array.args[0].tolist() == [0, 1, 2]
 
 
+def test_what_only_a_worker_can_read(logs, records):
+    """No record closes the environments, whatever is in it."""
+    env = logs()
+    records()
+    env.call("log_what_only_a_worker_can_read", env_ids=[2])
+    found = {record.getMessage(): record for record in records()}
+    assert {*found} == {"1", "two", "3", "four", "five"}
+    assert found["four"].size == 4
+    assert len(env.reset()[0]) == 3
+
+
 def test_exceptions_are_text(logs, records):
     env = logs()
     records()
