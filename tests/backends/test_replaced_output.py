@@ -22,7 +22,7 @@ from simulators.counting import ACTIONS
 from simulators.talking import Talking
 
 from marl_parallel import ParallelEnv, WorkerCrashed
-from marl_parallel.backends.relay import is_file
+from marl_parallel.backends.relay import Relay, is_file
 
 pytestmark = pytest.mark.release_independent
 
@@ -109,6 +109,43 @@ def test_the_stream_of_the_moment(talk):
             env.call("say", "two", env_ids=[2])
         env.call("say", "three", env_ids=[2])
     assert (first.getvalue(), second.getvalue()) == ("one\nthree\n", "two\n")
+
+
+def test_streams_that_are_slower_than_workers():
+    """A call of the caller ends all the same: children of simulators may print without end."""
+    stop, writes = threading.Event(), 0
+    of_caller = threading.current_thread()
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            nonlocal writes
+            stop.wait(0.002)
+            writes += threading.current_thread() is of_caller
+            if writes > 1000:
+                stop.set()
+            return len(text)
+
+    def print_without_end(descriptor: int) -> None:
+        while not stop.is_set():
+            os.write(descriptor, b"x" * 65536)
+
+    relay = Relay()
+    try:
+        with replaced(Slow(), Slow()):
+            descriptor, _ = relay.descriptors()
+            assert descriptor is not None
+            writer = threading.Thread(target=print_without_end, args=(descriptor,))
+            writer.start()
+            for _ in range(3):
+                relay.bring()
+            ended_by_itself = not stop.is_set()
+            stop.set()
+            wait_for(lambda: relay.bring() or not writer.is_alive())
+            relay.close()
+    finally:
+        stop.set()
+    assert ended_by_itself
+    assert writes > 3
 
 
 def test_closed_streams_do_not_lose_output(talk, capfd):
