@@ -464,7 +464,7 @@ class Rollout:
         observations, rewards, terminations, truncations, infos = results
         _put(arrays.rewards, place, rewards)
         if self._infos and infos:
-            self._store_infos(part, infos)
+            self._store_infos(part, dict(zip(part.env_ids, infos)) if isinstance(infos, list) else infos)
         if not env.plain:
             _put(arrays.present, place, env.present)
             _put(arrays.terminations, place, terminations)
