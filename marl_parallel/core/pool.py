@@ -820,8 +820,12 @@ class Pool:
             if worker not in self._queues or not self._queues[worker].share:
                 continue
             megabytes, limit = recycler.memory_mb(worker), recycler.policy.kill_above_mb
+            share = self._queues[worker].share
             self._apply([(worker, reply) for reply in self.backend.end(worker)])
-            share, status = self._queues[worker].share, self.backend.statuses[worker]
+            if worker not in self._queues:
+                continue
+            # With these replies, all environments may have moved to their spares.
+            share, status = self._queues[worker].share or share, self.backend.statuses[worker]
             running, tail = status.running, self.backend.log_tail(worker)
             # Which environment has filled the memory is not known: the fault counts once, against the one that was
             # running, or that was running last.
