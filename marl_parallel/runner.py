@@ -479,9 +479,6 @@ class BatchRunner:
             slot = pool.slots[env_id]
             if env_seed is not None:
                 passed[SEEDS_GENERATORS] = True
-                if env_id == 0 and self.default_seed is not None:
-                    self.default_seed.forget()
-                    self.default_seed = None
             elif base is not None and not slot.has_reset and not slot.rebuilds:
                 env_seed = base + env_id
             if env_seed is not None:
@@ -489,6 +486,9 @@ class BatchRunner:
             if env_options is not None:
                 passed["options"] = merged[env_id] = rebuilder.merged_options(env_id, env_options)
             keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
+        if self.default_seed is not None and (0, None) not in zip(env_ids, seeds) and 0 in env_ids:
+            self.default_seed.forget()
+            self.default_seed = None
         remembered = [env_id for env_id, of_env in merged.items() if rebuilder.remember_options(env_id, of_env)]
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
         self._base_seed, self.seeds, pool.seeds_stale = base, tuple(new_seeds), True

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from gymnasium.error import ClosedEnvironmentError
 from helpers import ROOT, TESTS
 from helpers.launching import linux_only
 from helpers.leaks import HeldResources
@@ -146,6 +149,39 @@ def test_streams_that_are_slower_than_workers():
         stop.set()
     assert ended_by_itself
     assert writes > 3
+
+
+@linux_only
+def test_signal_handlers_that_close_while_output_is_written(talk):
+    """The handler does not wait for its own call, which raises the error of closed environments."""
+    seconds: list[float] = []
+
+    class Signals(io.StringIO):
+        armed = False
+
+        def write(self, text: str) -> int:
+            if self.armed and threading.current_thread() is threading.main_thread():
+                self.armed = False
+                time.sleep(0.2)  # the thread that passes on output waits for this one
+                signal.raise_signal(signal.SIGUSR2)
+            return super().write(text)
+
+    def close(*_: object) -> None:
+        began = time.monotonic()
+        env.close()
+        seconds.append(time.monotonic() - began)
+
+    before = signal.signal(signal.SIGUSR2, close)
+    try:
+        with replaced(Signals()):
+            env = talk()
+            sys.stdout.armed = True  # type: ignore[attr-defined]
+            with pytest.raises(ClosedEnvironmentError):
+                env.call("say", "hello", "hello again")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert len(seconds) == 1
+    assert seconds[0] < 4
 
 
 def test_closed_streams_do_not_lose_output(talk, capfd):
