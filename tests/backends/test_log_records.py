@@ -158,6 +158,20 @@ def test_new_workers_get_the_present_levels(build, records):
     assert all(env.call("enabled", "sim.loud", logging.DEBUG))
 
 
+def test_standby_workers_get_the_levels_of_the_reset_that_begins_their_episode(build):
+    """They were constructed before it."""
+    env = build([functools.partial(Logging, 2)] * 2, Setup("process", True, 2), recycle=RecyclePolicy(max_episodes=1))
+    env.reset()
+    logger = logging.getLogger("sim.loud")
+    for level in (logging.DEBUG, logging.ERROR, logging.INFO, logging.WARNING):
+        for _ in range(2):
+            env.step([ACTIONS] * 2)
+        logger.setLevel(level)
+        env.reset()
+        assert [of_env for (of_env,) in env.call("levels", "sim.loud")] == [(level, level)] * 2
+    assert env.stats().recycled >= 8
+
+
 def test_what_a_simulator_sets_stays_until_the_caller_changes_it(logs, records):
     env = logs()
     env.call("configure", functools.partial(logging.getLogger("sim.loud").setLevel, logging.DEBUG))
