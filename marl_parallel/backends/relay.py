@@ -31,7 +31,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _NBYTES = 1 << 16
-_PIPE_NBYTES = 1 << 20  # on Linux: workers wait when a pipe is full
+_PIPE_NBYTES = 1 << 20  # at most; workers wait when a pipe is full
 _CALLER_FIRST_S = 0.02  # the thread lets the caller's thread read first: notebooks show its output in the right cell
 _LOOK_EVERY_S = 0.02  # on Windows
 _JOINED_WITHIN_S = 5.0
@@ -67,6 +67,8 @@ class _Pipe:
 
     def has_output(self, wait: bool = False) -> bool:
         """Whether workers have written something."""
+        if self.read_end < 0:
+            return False
         if sys.platform == "win32":
             import _winapi
             import msvcrt
@@ -81,11 +83,16 @@ class _Pipe:
         return bool(poll.poll(None if wait else 0))
 
     def pass_on(self) -> None:
-        """Write all that is here to the caller's stream; to the file of its number if that is impossible."""
-        while self.has_output():
+        """Write all that is here to the caller's stream; to the file of its number if that is impossible.
+
+        What comes meanwhile may be left: workers may write faster than the stream takes it.
+        """
+        passed_on = 0
+        while passed_on < _PIPE_NBYTES and self.has_output():
             data = os.read(self.read_end, _NBYTES)
             if not data:
                 return
+            passed_on += len(data)
             try:
                 getattr(sys, self.name).write(self._decoder.decode(data))
             except Exception:  # the stream is closed, None, or of somebody's own class: the output is not lost
@@ -93,8 +100,10 @@ class _Pipe:
                     os.write(1 if self.name == "stdout" else 2, data)
 
     def close(self) -> None:
-        os.close(self.read_end)
-        os.close(self.write_end)
+        ends = self.read_end, self.write_end
+        self.read_end = self.write_end = -1
+        for end in ends:
+            os.close(end)
 
 
 class Relay:
@@ -144,7 +153,7 @@ class Relay:
         """
         if self._pipes:
             with self._lock:
-                for pipe in self._pipes.values():
+                for pipe in [*self._pipes.values()]:  # a signal handler may close in the middle of it
                     pipe.pass_on()
         rings = self.rings
         if rings is not None and rings.counts.tobytes() != rings.seen:

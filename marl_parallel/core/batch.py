@@ -246,6 +246,12 @@ class Batch:
             slot.over, slot.masks = False, None
         self.all_act = len(env_ids) == len(self._slots)
 
+    def note_constructed(self, env_ids: Iterable[int]) -> None:
+        """Note that these environments have been constructed again, and count as never reset."""
+        self.all_act = False
+        for slot in [self._slots[env_id] for env_id in env_ids]:
+            slot.acting, slot.alive, slot.over, slot.has_reset, slot.masks = [], [], False, False, None
+
     def snapshot(self, env_id: int, extras: Any) -> Snapshot:
         """The transition of one environment in memory of its own; does not update the slot."""
         extras = extras or {}  # `read` adds to it

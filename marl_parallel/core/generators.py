@@ -58,7 +58,8 @@ class _TorchFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "torch":
             return None
-        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((one for one in found if one is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _TorchLoader(spec.loader, self._seed)

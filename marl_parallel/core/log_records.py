@@ -143,13 +143,13 @@ class RecordRings:
         self.seen = self.counts.tobytes()
         for worker in range(self.most):
             self._take(worker)
-        self._records = deque(sorted(self._records, key=lambda taken: taken[0].created))
+        self._records = deque(sorted(self._records, key=lambda taken: _time_of(taken[0])))
         while self._records:
             record, is_printed = self._records.popleft()
-            logger = logging.getLogger(record.name)
-            if is_printed and not has_handlers(logger):
-                continue  # without handlers, `logging` would print it once more
             try:
+                logger = logging.getLogger(record.name)
+                if is_printed and not has_handlers(logger):
+                    continue  # without handlers, `logging` would print it once more
                 logger.handle(record)
             except Exception:
                 _reporter.handleError(record)
@@ -179,6 +179,11 @@ class RecordRings:
 
 _MESSAGE = "message"  # in place of an attribute: a message with its arguments
 _reporter = logging.Handler()  # its `handleError` prints an exception as all handlers do
+
+
+def _time_of(record: logging.LogRecord) -> float:
+    """When a record was made; 0 for one that a simulator has made by hand without a time."""
+    return record.created if isinstance(record.created, int | float) else 0.0
 
 
 def _unpickled(data: bytes) -> tuple[logging.LogRecord, bool]:
@@ -277,11 +282,13 @@ def _is_standard(handler: logging.Handler) -> bool:
 
 def _pickled(record: logging.LogRecord, *, is_printed: bool) -> bytes:
     """A record for `_unpickled`: an exception as text; each value that is not plain as text, and pickled by itself."""
-    attributes, values = {**vars(record), "exc_info": None}, dict[str, bytes]()
+    attributes = {str(name): value for name, value in vars(record).items()}
+    attributes["exc_info"], values = None, dict[str, bytes]()
     if record.exc_info and not record.exc_text:
         attributes["exc_text"] = _formatter.formatException(record.exc_info)
-    args = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
-    if any(type(value) not in _PLAIN for value in (record.msg, *args)):
+    args = [part for pair in record.args.items() for part in pair] if type(record.args) is dict else record.args or ()
+    # A mapping of another class may be one that only this process has.
+    if isinstance(args, Mapping) or any(type(value) not in _PLAIN for value in (record.msg, *args)):
         attributes.update(msg=record.getMessage(), args=())
         with contextlib.suppress(Exception):  # what does not pickle stays text
             values[_MESSAGE] = dumps((record.msg, record.args))

@@ -286,20 +286,25 @@ class Pool:
         if self.recycler is not None:
             self._look_to_recycle(self.recycler, time.monotonic())
         self._note_sent(message, env_ids)
+        if message is Message.RESET and self.settings is not None and self.rebuilder is not None:
+            settings = self.settings.pickled()
+            if self.rebuilder.plan.settings is not settings:
+                self.rebuilder.plan = self.rebuilder.plan._replace(settings=settings)
         if self.recovery is not None:
             env_ids = [env_id for env_id in env_ids if self._goes_out(self.slots[env_id], message, payloads)]
         if self.recycler is not None:
             env_ids = self._without_recycled(self.recycler, message, env_ids, payloads)
         alone = together and not any(queue.requests for queue in self._queues.values())
         requests = self._requests(message, env_ids, payloads, each=not together)
-        if message is Message.RESET and self.settings is not None:
-            requests = self._with_settings(requests, self.settings.pickled())
+        if message is Message.RESET:
+            requests = self._with_settings(requests)
         self._post(requests, together=alone)
 
-    def _with_settings(self, requests: dict[int, Request], settings: bytes) -> dict[int, Request]:
-        """Requests that take along the caller's settings, if they have changed since the worker's last reset."""
-        if self.rebuilder is not None and self.rebuilder.plan.settings is not settings:
-            self.rebuilder.plan = self.rebuilder.plan._replace(settings=settings)
+    def _with_settings(self, requests: dict[int, Request]) -> dict[int, Request]:
+        """Requests that take along the caller's settings of the last reset, unless the worker got them."""
+        if self.settings is None or self.rebuilder is None:
+            return requests
+        settings = self.rebuilder.plan.settings
         for worker, request in requests.items():
             queue = self._queues[worker]
             if queue.settings is not settings:
@@ -709,7 +714,7 @@ class Pool:
                 keywords = slot.reset_keywords = slot.waiting_reset
                 slot.waiting_reset = None
                 request = Request(Message.RESET, (env_id,), {env_id: keywords}, each=True)
-                self._post({slot.worker: request}, together=False)
+                self._post(self._with_settings({slot.worker: request}), together=False)
             elif snapshot is None and not slot.done and slot.request is Message.STEP:  # sent to meanwhile
                 assert slot.fault is not None
                 snapshot, slot.fault = slot.fault.next_result, None
@@ -725,9 +730,9 @@ class Pool:
             slot.rebuilds += 1
             slot.restarts["request"] += 1
             payload[slot.env_id] = rebuilder.request(slot, slot.rebuilds)
-            slot.fault = slot.latest = slot.saved = slot.masks = None
-            slot.acting, slot.alive, slot.over, slot.has_reset = [], [], False, False
+            slot.fault = slot.latest = slot.saved = None
             self._note_built(slot, ends=0)
+        rebuilder.batch.note_constructed(env_ids)
         self._all_idle, self.seeds_stale = False, True
         try:
             self.execute(self._requests(Message.REBUILD, env_ids, payload, each=True))
@@ -820,8 +825,12 @@ class Pool:
             if worker not in self._queues or not self._queues[worker].share:
                 continue
             megabytes, limit = recycler.memory_mb(worker), recycler.policy.kill_above_mb
+            share = self._queues[worker].share
             self._apply([(worker, reply) for reply in self.backend.end(worker)])
-            share, status = self._queues[worker].share, self.backend.statuses[worker]
+            if worker not in self._queues:
+                continue
+            # With these replies, all environments may have moved to their spares.
+            share, status = self._queues[worker].share or share, self.backend.statuses[worker]
             running, tail = status.running, self.backend.log_tail(worker)
             # Which environment has filled the memory is not known: the fault counts once, against the one that was
             # running, or that was running last.
@@ -991,7 +1000,8 @@ class Pool:
         else:
             slot.reset_keywords, slot.waiting_reset = keywords, None
             request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
-        self._post({worker: request}, together=False)
+        # The spare may have been constructed before the last reset.
+        self._post(self._with_settings({worker: request}), together=False)
         if old is new:
             self._prepare_again([slot.env_id])  # it was constructed in place, so that its spare has the same seed
 
@@ -1010,7 +1020,7 @@ class Pool:
         slot.retiring = slot.due = False
         keywords, slot.waiting_reset = slot.waiting_reset or dumps({}), None
         request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
-        self._post({slot.worker: request}, together=False)
+        self._post(self._with_settings({slot.worker: request}), together=False)
 
     def _note_built(self, slot: Slot, *, ends: int) -> None:
         """Note that an environment has been constructed, and how many ends of the old one's episodes are to come."""

@@ -158,6 +158,20 @@ def test_new_workers_get_the_present_levels(build, records):
     assert all(env.call("enabled", "sim.loud", logging.DEBUG))
 
 
+def test_standby_workers_get_the_levels_of_the_reset_that_begins_their_episode(build):
+    """They were constructed before it."""
+    env = build([functools.partial(Logging, 2)] * 2, Setup("process", True, 2), recycle=RecyclePolicy(max_episodes=1))
+    env.reset()
+    logger = logging.getLogger("sim.loud")
+    for level in (logging.DEBUG, logging.ERROR, logging.INFO, logging.WARNING):
+        for _ in range(2):
+            env.step([ACTIONS] * 2)
+        logger.setLevel(level)
+        env.reset()
+        assert [of_env for (of_env,) in env.call("levels", "sim.loud")] == [(level, level)] * 2
+    assert env.stats().recycled >= 8
+
+
 def test_what_a_simulator_sets_stays_until_the_caller_changes_it(logs, records):
     env = logs()
     env.call("configure", functools.partial(logging.getLogger("sim.loud").setLevel, logging.DEBUG))
@@ -184,6 +198,17 @@ def test_unusual_values(logs, records, capfd):
     (array,) = records()
     assert array.getMessage() == "[0 1 2]"
     assert array.args[0].tolist() == [0, 1, 2]
+
+
+def test_what_only_a_worker_can_read(logs, records):
+    """No record closes the environments, whatever is in it."""
+    env = logs()
+    records()
+    env.call("log_what_only_a_worker_can_read", env_ids=[2])
+    found = {record.getMessage(): record for record in records()}
+    assert {*found} == {"1", "two", "3", "four", "five"}
+    assert found["four"].size == 4
+    assert len(env.reset()[0]) == 3
 
 
 def test_exceptions_are_text(logs, records):

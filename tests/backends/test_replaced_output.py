@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from gymnasium.error import ClosedEnvironmentError
 from helpers import ROOT, TESTS
 from helpers.launching import linux_only
 from helpers.leaks import HeldResources
@@ -22,7 +25,7 @@ from simulators.counting import ACTIONS
 from simulators.talking import Talking
 
 from marl_parallel import ParallelEnv, WorkerCrashed
-from marl_parallel.backends.relay import is_file
+from marl_parallel.backends.relay import Relay, is_file
 
 pytestmark = pytest.mark.release_independent
 
@@ -109,6 +112,76 @@ def test_the_stream_of_the_moment(talk):
             env.call("say", "two", env_ids=[2])
         env.call("say", "three", env_ids=[2])
     assert (first.getvalue(), second.getvalue()) == ("one\nthree\n", "two\n")
+
+
+def test_streams_that_are_slower_than_workers():
+    """A call of the caller ends all the same: children of simulators may print without end."""
+    stop, writes = threading.Event(), 0
+    of_caller = threading.current_thread()
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            nonlocal writes
+            stop.wait(0.002)
+            writes += threading.current_thread() is of_caller
+            if writes > 1000:
+                stop.set()
+            return len(text)
+
+    def print_without_end(descriptor: int) -> None:
+        while not stop.is_set():
+            os.write(descriptor, b"x" * 65536)
+
+    relay = Relay()
+    try:
+        with replaced(Slow(), Slow()):
+            descriptor, _ = relay.descriptors()
+            assert descriptor is not None
+            writer = threading.Thread(target=print_without_end, args=(descriptor,))
+            writer.start()
+            for _ in range(3):
+                relay.bring()
+            ended_by_itself = not stop.is_set()
+            stop.set()
+            wait_for(lambda: relay.bring() or not writer.is_alive())
+            relay.close()
+    finally:
+        stop.set()
+    assert ended_by_itself
+    assert writes > 3
+
+
+@linux_only
+def test_signal_handlers_that_close_while_output_is_written(talk):
+    """The handler does not wait for its own call, which raises the error of closed environments."""
+    seconds: list[float] = []
+
+    class Signals(io.StringIO):
+        armed = False
+
+        def write(self, text: str) -> int:
+            if self.armed and threading.current_thread() is threading.main_thread():
+                self.armed = False
+                time.sleep(0.2)  # the thread that passes on output waits for this one
+                signal.raise_signal(signal.SIGUSR2)
+            return super().write(text)
+
+    def close(*_: object) -> None:
+        began = time.monotonic()
+        env.close()
+        seconds.append(time.monotonic() - began)
+
+    before = signal.signal(signal.SIGUSR2, close)
+    try:
+        with replaced(Signals()):
+            env = talk()
+            sys.stdout.armed = True  # type: ignore[attr-defined]
+            with pytest.raises(ClosedEnvironmentError):
+                env.call("say", "hello", "hello again")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert len(seconds) == 1
+    assert seconds[0] < 4
 
 
 def test_closed_streams_do_not_lose_output(talk, capfd):

@@ -367,6 +367,42 @@ def test_kill_above_in_the_middle_of_a_step(build):
     assert env.stats().faults == 2
 
 
+class LargeAtTheEnd(Counting):
+    """Takes much memory in the third step, which takes a while, and ends its episode there."""
+
+    def step(self, actions):
+        result = super().step(actions)
+        if self.steps == 3:
+            self.taken = np.ones(1 << 26)
+            time.sleep(1.5)
+        return result
+
+
+def test_kill_above_when_the_environment_has_just_left_its_worker(build, monkeypatch, caplog):
+    """The spare goes on: the worker that is killed has no environment any more."""
+    env = build(
+        [functools.partial(LargeAtTheEnd, 3)], Setup("process", True, 1), on_error="restart",
+        recycle=RecyclePolicy(max_episodes=1, kill_above_mb=400), warn_after=None,
+    )  # fmt: skip
+    backend = env.runner.pool.backend
+    end, ended = backend.end, []
+
+    def end_when_the_step_is_done(worker: int):
+        wait_for(lambda: backend.statuses[worker].running is None)
+        ended.append(worker)
+        return end(worker)
+
+    monkeypatch.setattr(backend, "end", end_when_the_step_is_done)
+    env.reset()
+    with caplog.at_level(logging.WARNING, "marl_parallel"):
+        infos = [env.step([ACTIONS])[4][0] for _ in range(5)]
+    assert ended == [0]
+    assert [info.get("__common__") for info in infos] == [None, None, MARK, None, None]
+    assert "kill_above_mb=400" in caplog.text
+    stats = env.stats()
+    assert (stats.recycled, stats.restarts, stats.faults) == (1, 0, 0)
+
+
 @pytest.mark.rest
 def test_send_raises_no_faults(build):
     """A limit that is too low for any process ends the run in `recv`, as all faults do."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import random
 import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -364,3 +366,33 @@ def test_off_by_default(build):
 def test_wrong_arguments(wrong: dict[str, Any], error, text):
     with pytest.raises(error, match=text):
         ParallelEnv([Drawing], **wrong)
+
+
+class OldFinder:
+    """A finder of modules as until Python 3.3, which old releases of `six` still install."""
+
+    def find_module(self, name: str, path: Any = None) -> None:
+        return None
+
+
+class LooksForTorch(Drawing):
+    """Does without torch if it is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        finder = OldFinder()
+        sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module("torch")
+        except ImportError:
+            pass
+        finally:
+            sys.meta_path.remove(finder)  # type: ignore[arg-type]
+
+
+def test_old_finders_of_modules(build):
+    """They are left out where a worker waits for the import of torch."""
+    env = build([LooksForTorch] * 2, Setup("process", True, 2))
+    assert len(env.reset()[0]) == 2

@@ -49,6 +49,21 @@ def test_chosen_environments(on_error, mode, setup, build):
 
 
 @each_setup
+@pytest.mark.parametrize("env_ids", [None, [1]], ids=["reset-of-all", "reset-of-one"])
+def test_actions_after_the_next_reset(env_ids, setup, build):
+    """Agents act again, also where every environment had all of its agents acting before and after."""
+    env = build([Counting] * 3, setup)
+    env.reset()
+    env.step(env.sample_actions())
+    env.restart([1])
+    assert env.acting == (["long", "short"], [], ["long", "short"])
+    env.reset(env_ids=env_ids)
+    assert env.acting == (["long", "short"],) * 3
+    rewards = env.step(env.sample_actions())[1]
+    assert [[*of_env] for of_env in rewards] == [["long", "short"]] * 3
+
+
+@each_setup
 def test_all_environments(setup, build):
     """None restarts all; before the first reset, too, and several times; an explicit seed is the caller's."""
     env = build([Counting] * 3, setup)

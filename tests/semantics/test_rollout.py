@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from helpers.batches import grouped_actions, same
+from helpers.comparison import assert_same
 from helpers.setups import rest
 from mpe2 import simple_spread_v3, simple_tag_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
@@ -528,6 +529,21 @@ def test_infos_that_are_named_are_kept(how, mode):
             assert found > 50
             assert data.infos["place"].dtype == np.int64
             assert data.infos["won"].dtype == np.float32
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_infos_of_environments_that_return_lists(halves):
+    """The form of infos makes no difference."""
+    kept = []
+    for form in ("dict", "list"):
+        env = ParallelEnv([Scored] * ENVS, seed=5, num_workers=2, backend="thread")
+        with StackedVecEnv(env, infos=form) as stacked:
+            data = Rollout(stacked, STEPS, infos=INFOS, halves=halves).collect(
+                lambda current: np.zeros(current.acting.shape, np.int64)
+            )
+            kept.append([data.infos, data.informed])
+    assert_same(kept[1], kept[0])
+    assert kept[0][1]["won"].any()
 
 
 def test_infos_of_another_shape():

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +68,17 @@ class Logging(Counting):
         logger.warning("%(four)s", {"four": [4]})
         logger.warning("%d", "not a number")
         logger.warning("six")
+
+    def log_what_only_a_worker_can_read(self) -> None:
+        """Values, mappings and names of classes whose module the caller does not have; and a record without a time."""
+        module = sys.modules["only_in_worker"] = types.ModuleType("only_in_worker")
+        exec("class Fields(dict): pass\nclass Text(str): pass", vars(module))
+        logger = logging.getLogger("sim")
+        logger.warning("%(one)s", module.Fields(one=1))
+        logger.warning(module.Text("two"))
+        logger.warning("%(three)s", {module.Text("three"): 3})
+        logger.warning("four", extra={module.Text("size"): 4})
+        logger.handle(logging.makeLogRecord({"name": "sim", "msg": "five", "levelno": 30, "created": None}))
 
     def log_exception(self) -> None:
         try:
