@@ -176,12 +176,6 @@ def test_missing_function_of_a_file(bench, file):
     assert_refused(bench(file), "'parallel_env' or 'env' or 'raw_env'", "crowd")
 
 
-def test_file_with_the_name_of_another_module(bench, tmp_path):
-    path = tmp_path / "json.py"
-    path.write_text("def env(): ...\n")
-    assert_refused(bench(f"{path}:env"), "another module is called 'json'", "rename")
-
-
 def test_failing_import_inside_the_file(bench, tmp_path):
     path = tmp_path / "needs_more.py"
     path.write_text("import a_package_that_is_not_there\n")

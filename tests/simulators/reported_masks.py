@@ -83,7 +83,7 @@ class PettingZooSquad(Squad, PettingZooEnv):
 
 
 class DictSquad(Squad):
-    """Under the rules of dicts: the simulator says itself when the episode is over."""
+    """Under the rules of dicts: the simulator says itself when the episode is over, and the dead keep their flags."""
 
     def __init__(self, where: str = "infos", env_id: int = 0) -> None:
         super().__init__(where, env_id)
@@ -93,6 +93,7 @@ class DictSquad(Squad):
     def step(self, actions: dict) -> tuple[dict, ...]:
         *dicts, terminated, truncated, infos = super().step(actions)
         over = self.time == LENGTH
+        terminated |= {agent: True for agent in AGENTS if self.is_dead(agent)}  # else they would have come back
         return *dicts, {**terminated, "__all__": over}, {**truncated, "__all__": False}, infos
 
 
