@@ -33,7 +33,7 @@ except ImportError:  # Windows
 _NBYTES = 1 << 16
 _PIPE_NBYTES = 1 << 20  # at most; workers wait when a pipe is full
 _CALLER_FIRST_S = 0.02  # the thread lets the caller's thread read first: notebooks show its output in the right cell
-_LOOK_EVERY_S = 0.02  # on Windows
+_LOOK_EVERY_S = 0.02  # on Windows, and for a signal handler that closes
 _JOINED_WITHIN_S = 5.0
 
 
@@ -141,10 +141,16 @@ class Relay:
             pipe.has_output(wait=True)
             if self._is_open:
                 time.sleep(_CALLER_FIRST_S)
-            with self._lock:
+            # A signal handler may close in the middle of a `bring`, which has the lock until the handler returns.
+            while not self._lock.acquire(timeout=_LOOK_EVERY_S):
+                if not self._is_open:
+                    return
+            try:
                 if not self._is_open:
                     return
                 pipe.pass_on()
+            finally:
+                self._lock.release()
 
     def bring(self, *, all_is_here: bool = True) -> None:
         """Pass on what has come since the last time; more may follow in the same call unless `all_is_here`.
