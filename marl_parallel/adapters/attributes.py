@@ -63,6 +63,15 @@ def declared(source: Any, name: str, default: Any = None) -> Any:
         return default
 
 
+def stored(source: Any, name: str) -> Any:
+    """The value of an attribute of the outermost layer that has it, but not of a property; None if there is none."""
+    for layer in layers(source):
+        value = inspect.getattr_static(layer, name, None)
+        if value is not None and not hasattr(type(value), "__get__"):
+            return value
+    return None
+
+
 def find(source: Any, name: str) -> Any:
     """The value of an attribute of the outermost layer that has it; `AttributeError` names all layers if none has."""
     failure: AttributeError | None = None

@@ -17,7 +17,7 @@ from gymnasium import Space, spaces
 from marl_parallel.adapters import attributes
 from marl_parallel.adapters.attributes import AgentID as AgentID
 from marl_parallel.adapters.attributes import NotAnEnvironment as NotAnEnvironment
-from marl_parallel.adapters.attributes import declared, type_name
+from marl_parallel.adapters.attributes import declared, stored, type_name
 
 Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
 """Observations, rewards, terminateds, truncateds, infos."""
@@ -62,8 +62,10 @@ def choices(source: Any, in_use: Container[str] = ()) -> str:
 def check_spaces(source: Any) -> None:
     """Raise `NotAnEnvironment` for spaces of OpenAI's gym, which are no spaces of Gymnasium."""
     for what in ("observation", "action", "state", "reward"):
-        for name in (f"{what}_space", f"{what}_spaces"):
-            space = attributes.old_space(declared(source, name))
+        # Not what a property returns: PettingZoo's own `observation_spaces` warns that it is deprecated.
+        found = {f"{what}_space": declared(source, f"{what}_space"), f"{what}_spaces": stored(source, f"{what}_spaces")}
+        for name, value in found.items():
+            space = attributes.old_space(value)
             if space is not None:
                 raise NotAnEnvironment(f"the {name} of {type_name(source)} has {attributes.old_space_advice(space)}")
 

@@ -15,6 +15,7 @@ import pettingzoo
 import pytest
 from gymnasium import spaces
 from helpers.setups import Setup
+from mpe2 import simple_spread_v3
 from pettingzoo.utils import BaseParallelWrapper, conversions
 from pettingzoo.utils.wrappers import OrderEnforcingWrapper
 
@@ -387,3 +388,10 @@ class _Wrong:
 
     def step(self, action: Any) -> Any:
         raise AssertionError("never stepped")
+
+
+def test_conversions_of_pettingzoo_warn_of_nothing(recwarn):
+    """Their `observation_spaces` warns that it is deprecated; nobody has used it."""
+    adapt(conversions.aec_to_parallel(conversions.parallel_to_aec(simple_spread_v3.parallel_env())))
+    adapt(simple_spread_v3.parallel_env())
+    assert [str(warning.message) for warning in recwarn] == []
