@@ -218,11 +218,13 @@ def came_back(
     """
     back = np.zeros(dead.shape, np.bool_)
     over = arrays.terminated | arrays.truncated
-    observed = arrays.observed[:, [stepper.view.agents.index(agent) for agent in agents]]
+    columns = {agent: column for column, agent in enumerate(stepper.view.agents)}
+    observed = arrays.observed[:, [columns[agent] for agent in agents]]
     places = np.argwhere(dead & (observed | over[:, None])).tolist()
     if not places:
         return back
-    alive = stepper.runner.batch.alive
+    all_alive = stepper.runner.batch.alive
+    alive = {env_id: {*all_alive[env_id]} for env_id in {env_id for env_id, _ in places}}
     # Observations and `alive` are those of the next episode; under PettingZoo's rules, nobody was left in the old one.
     begins = over if stepper.mode is AutoresetMode.SAME_STEP else np.zeros_like(over)
     may_be_back = stepper.runner.schema.rules is Rules.DICT

@@ -72,7 +72,7 @@ ALONE = {
     "NoSeed": (Question.DETERMINISM, PROBLEM, "takes no seed", "let `reset` take a `seed`"),
     "LeavesAProcess": (Question.PROCESSES, PROBLEM, "leaves 1 process behind: ", "end them in `close`"),
     "CrashesInReset": (Question.RUNS, PROBLEM, "reset ends the process, at line", 'on_error="restart"'),
-    "ExitsInStep": (Question.RUNS, PROBLEM, "step ends the process: exit code 0", "os._exit"),
+    "ExitsInStep": (Question.RUNS, PROBLEM, "step ends the process, at line", "os._exit"),
     "AbortsAtNonsense": (Question.API, REMARK, "first reset ends the process, at line", "native code"),
     "RaisesInStep": (Question.RUNS, PROBLEM, "CollisionError: agent_0 at 7.0", "fix that line"),
     "HangsInStep": (Question.RUNS, PROBLEM, "step has not come to its end within 8 s; it is at line", "--timeout"),
