@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
+from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from gymnasium import spaces
@@ -34,13 +35,12 @@ class Licensed(Healthy):
         folder: Where processes register.
     """
 
-    _copies = itertools.count(1)
-    _here = 0
+    _copies: ClassVar[Counter[int]] = Counter()  # by process: the class of a script travels with its attributes
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
-        Licensed._here = next(Licensed._copies)
+        Licensed._copies[os.getpid()] += 1
         (self.folder / str(os.getpid())).touch()
 
     def close(self):
@@ -48,7 +48,7 @@ class Licensed(Healthy):
 
     def reset(self, seed=None, options=None):
         alive = sum(Path(f"/proc/{entry.name}").exists() for entry in self.folder.iterdir())
-        self.wait_s = step_s(alive, Licensed._here)
+        self.wait_s = step_s(alive, Licensed._copies[os.getpid()])
         return super().reset(seed)
 
     def step(self, actions):
