@@ -245,6 +245,15 @@ class Pickling(Rps):
 
     def fill(self, value):
         self.late = value
+
+lock = threading.Lock()
+
+class Locked(Rps):
+    """It needs what cannot be pickled."""
+
+    def use(self):
+        with lock:
+            return True
 '''
 
 CHECKS = """
@@ -286,6 +295,16 @@ def check():
         env.reset()
         env.restart([0])
         assert env.call("works") == (True,) * 4
+    for backend in ("serial", "thread"):
+        with ParallelEnv([Locked, lambda: Locked()], num_workers=2, backend=backend) as env:
+            assert env.call("use") == (True,) * 2
+    try:
+        ParallelEnv([lambda: Locked()], num_workers=1)
+    except TypeError as error:
+        text = str(error)
+        assert "global 'lock' of use (lock)" in text and "inside the constructor" in text, text
+    else:
+        raise AssertionError("a lock was pickled")
     print("checked in", __name__, flush=True)
 """
 
