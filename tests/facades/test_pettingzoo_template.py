@@ -196,17 +196,24 @@ for data in Collector(envs, actor, frames_per_batch=64, total_frames=256):
     "rllib": '''
 import ray
 from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.connectors.env_to_module import FlattenObservations
 from ray.tune import register_env
 
 from marl_parallel.vector import ParallelMultiAgentEnvRunner
 
-ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2)
+ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=2)
 register_env("template", lambda context: parallel_env())
 config = (
     PPOConfig()
     .environment("template")
     .multi_agent(policies={"shared"}, policy_mapping_fn=lambda agent, episode, **_: "shared")
-    .env_runners(env_runner_cls=ParallelMultiAgentEnvRunner, num_envs_per_env_runner=4, num_env_runners=0)
+    .env_runners(
+        env_runner_cls=ParallelMultiAgentEnvRunner,
+        num_envs_per_env_runner=4,
+        num_env_runners=0,
+        # RLlib's networks take no numbers: one-hot vectors.
+        env_to_module_connector=lambda *_, **__: FlattenObservations(multi_agent=True),
+    )
     .training(train_batch_size_per_learner=200, minibatch_size=100, num_epochs=1)
     .debugging(log_level="ERROR")
 )
