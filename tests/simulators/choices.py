@@ -12,6 +12,7 @@ from gymnasium import spaces
 from pettingzoo import ParallelEnv as PettingZooEnv
 
 from marl_parallel import ParallelEnv
+from marl_parallel.core.spaces import tree_map
 
 
 def discrete(n: int, start: int = 0, dtype: Any = np.int64) -> spaces.Discrete:
@@ -48,6 +49,15 @@ ELSEWHERE: dict[str, Any] = {
 """For facades of libraries that count choices from 0, and know only int64."""
 
 
+def sample(space: spaces.Space) -> Any:
+    """A sample whose choices have the dtypes of their spaces, with all releases of Gymnasium."""
+
+    def of_leaf(leaf: Any, value: Any) -> Any:
+        return leaf.dtype.type(value) if isinstance(leaf, spaces.Discrete) else value
+
+    return tree_map(of_leaf, space, space.sample())
+
+
 class Chooser(gymnasium.Env):
     """One agent, who observes its last action."""
 
@@ -59,7 +69,7 @@ class Chooser(gymnasium.Env):
         super().reset(seed=seed)
         self.observation_space.seed(3)
         self.got.clear()
-        return self.observation_space.sample(), {}
+        return sample(self.observation_space), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.got.append(action)
@@ -88,7 +98,7 @@ class Choosers(PettingZooEnv):
         self.time, self.agents = 0, ["chief_0", "chief_2"]
         self.got.clear()
         self.observed.seed(3)
-        return {agent: self.observed.sample() for agent in self.agents}, {agent: {} for agent in self.agents}
+        return {agent: sample(self.observed) for agent in self.agents}, {agent: {} for agent in self.agents}
 
     def step(self, actions: dict) -> tuple[dict, ...]:
         self.got.append(actions)
