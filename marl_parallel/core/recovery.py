@@ -10,8 +10,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +45,7 @@ class Recovery:
     plan: Plan  # the constructors of all environments, and what else workers need
     block: tuple[int, bool, bool]  # the payload of ATTACH
     batch: Batch
+    clock: Callable[[], float]  # of the backend, for the rates of faults
     base_seed: int | None  # seeds are derived from it; changes with `reset(seed=)`. None: there are none
     options_last: bool  # whether environments remember the options of a reset
     on_restart: OnRestart | None = None  # called for each environment that is rebuilt
@@ -84,7 +84,7 @@ class Recovery:
 
     def count_fault(self, slots: Iterable[Slot], error: ParallelEnvError) -> None:
         """Count a fault against environments; `RestartLimitExceeded` if the policy does not allow it for one."""
-        now, policy = time.monotonic(), self.policy
+        now, policy = self.clock(), self.policy
         for slot in slots:
             recent = slot.recent_faults
             while recent and now - recent[0] > policy.rate_period_s:
