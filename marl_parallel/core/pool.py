@@ -704,6 +704,11 @@ class Pool:
                 failures[env_id] = Failure("constructor", result.text, result.text, None)
             if env_id in failures or slot.fault is None:  # which is that of `rebuild`
                 continue
+            try:
+                self.read(env_id, result)
+            except EnvError as error:
+                self._handle_unreadable(slot, error)
+                continue
             snapshot = self.rebuilder.finish(slot, result)
             if slot.waiting_reset is not None:
                 keywords = slot.reset_keywords = slot.waiting_reset
@@ -725,7 +730,7 @@ class Pool:
             slot.rebuilds += 1
             slot.restarts["request"] += 1
             payload[slot.env_id] = rebuilder.request(slot, slot.rebuilds)
-            slot.fault = slot.latest = slot.saved = slot.masks = None
+            slot.fault = slot.latest = slot.saved = slot.masks = slot.reported = None
             slot.acting, slot.alive, slot.over, slot.has_reset = [], [], False, False
             self._note_built(slot, ends=0)
         self._all_idle, self.seeds_stale = False, True
