@@ -733,7 +733,7 @@ class Pool:
             slot.fault = slot.latest = slot.saved = slot.masks = slot.reported = None
             slot.acting, slot.alive, slot.over, slot.has_reset = [], [], False, False
             self._note_built(slot, ends=0)
-        self._all_idle, self.seeds_stale = False, True
+        self._all_idle, self.seeds_stale, rebuilder.batch.all_act = False, True, False
         try:
             self.execute(self._requests(Message.REBUILD, env_ids, payload, each=True))
         finally:

@@ -49,6 +49,19 @@ def test_chosen_environments(on_error, mode, setup, build):
 
 
 @each_setup
+@pytest.mark.parametrize("steps", [0, 1])
+def test_who_acts_after_the_reset(steps, setup, build):
+    env = build([Counting] * 3, setup)
+    env.reset()
+    for _ in range(steps):
+        env.step([ACTIONS] * 3)
+    env.restart([1])
+    assert env.acting[1] == []
+    env.reset(env_ids=[1])
+    assert env.acting == (["long", "short"],) * 3
+
+
+@each_setup
 def test_all_environments(setup, build):
     """None restarts all; before the first reset, too, and several times; an explicit seed is the caller's."""
     env = build([Counting] * 3, setup)
