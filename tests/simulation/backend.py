@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import greenlet
@@ -199,7 +200,9 @@ class SimulatedBackend(Backend):
         self._order = itertools.count()
         self._lives: Counter[int] = Counter()
         self._interrupted = False
-        self._leaks: Counter[int] = Counter()
+        self._owner, self._has_thread = threading.get_ident(), False
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # of another thread, for the owner's
+        self._job_done, self._is_interrupted = SimpleQueue[None](), threading.Event()
 
     # -- the scheduler -------------------------------------------------------------------------------------------------
 
@@ -233,6 +236,9 @@ class SimulatedBackend(Backend):
         self.log.append(f"{self.now - _BEGINS_AT:9.4f} s  {text}")
 
     def writes_late(self, life: Life) -> bool:
+        request = life.worker.request
+        if request is not None and request.message is Message.CALL:
+            return False  # such an observation is written by a later request
         return self.draw(life, 3) < self.rates.late_values
 
     def infos_of(self, life: Life) -> str:
@@ -274,7 +280,31 @@ class SimulatedBackend(Backend):
         self.advance(moment)
         if self.workers.get(worker.number) is worker and worker.state == "ready":
             worker.state = "running"
-            worker.resume()
+            if threading.get_ident() == self._owner:
+                worker.resume()
+            else:  # greenlets belong to one thread
+                self._jobs.put(worker.resume)
+                self._job_done.get()
+
+    def call_in_thread(self, call: Callable[[], None]) -> None:
+        """Start a thread that calls a function, which interrupts `wait`; `serve` must follow when that has returned."""
+
+        def called() -> None:
+            try:
+                call()
+            finally:
+                self._is_interrupted.set()
+                self._jobs.put(None)
+
+        self._has_thread = True
+        threading.Thread(target=called, daemon=True).start()
+        self._is_interrupted.wait()
+
+    def serve(self) -> None:
+        """Let workers go on for the thread of `call_in_thread`, if there is one, until this has ended."""
+        while self._has_thread and (job := self._jobs.get()) is not None:
+            job()
+            self._job_done.put(None)
 
     # -- the interface -------------------------------------------------------------------------------------------------
 
@@ -293,6 +323,7 @@ class SimulatedBackend(Backend):
     def remove(self, worker: int, *, kill: bool) -> bool:
         if not kill and self.workers[worker].state not in ("ended", "dead"):
             return False
+        self.model.spares_fail |= kill
         self.workers.pop(worker).state = "dead"
         return True
 
@@ -360,6 +391,7 @@ class SimulatedBackend(Backend):
 
     def interrupt(self) -> None:
         self._interrupted = True
+        self._is_interrupted.set()
 
     def end(self, worker: int) -> Sequence[Reply]:
         ended = self.workers[worker]
@@ -398,10 +430,3 @@ class SimulatedBackend(Backend):
 
     def abandon(self) -> None:
         raise NotImplementedError("a simulation is not forked")
-
-
-def in_thread(call: Callable[[], Any]) -> threading.Thread:
-    """Start a thread that calls a function."""
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    return thread

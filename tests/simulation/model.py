@@ -65,6 +65,9 @@ class EnvModel:
     renewing: bool = False  # whether the next episode begins in another environment
     ending: Did | None = None  # likewise, with SAME_STEP: the last step of the old one
     moved: bool = False
+    option: int = 0  # of the reset that is requested
+    seed: int | None = None  # likewise
+    ended: int = 0  # how many episodes of the present environment its caller has seen end
     restarts: int = 0
     recycled: int = 0
 
@@ -76,21 +79,34 @@ class Model:
         shares: The environments of each worker.
         mode: The name of the auto-reset mode.
         restarts: Whether environments that fail are rebuilt.
+        most_episodes: After so many episodes, an environment is replaced; None for no limit.
+
+    Attributes:
+        faults: How many rebuilds faults have led to.
+        errors: How many of these since the present `call` or `restart` began.
+        errors_before: How many of these had occurred when its requests were posted.
     """
 
-    def __init__(self, shares: list[range], mode: str, *, restarts: bool) -> None:
+    def __init__(self, shares: list[range], mode: str, *, restarts: bool, most_episodes: int | None) -> None:
         self.envs = [EnvModel(env_id, number) for number, share in enumerate(shares) for env_id in share]
         self.mode, self.restarts = mode, restarts
         self.fatal: list[str] = []  # faults after which everything must be closed
-        self.errors = 0  # faults in the present `call` or `restart`
+        self.errors = self.errors_before = self.faults = 0
+        self.most_episodes, self.spares_fail = most_episodes, False
+        self._called: set[int] = set()
         self.kinds: Counter[str] = Counter()
         self.checked = 0
 
     # -- the caller ----------------------------------------------------------------------------------------------------
 
-    def sends(self, kind: str, env_ids: Iterable[int], action: int | None = None) -> None:
+    def sends(
+        self, kind: str, env_ids: Iterable[int], action: int | None = None, option: int = 0, seed: int | None = None
+    ) -> None:
         """The caller begins a step or reset."""
         for env in [self.envs[env_id] for env_id in env_ids]:
+            env.option, env.seed = option, None if seed is None else seed + env.env_id
+            if kind == "reset" and env.has_reset and env.state.over is None:
+                env.ended += 1
             env.request, env.action, env.done = kind, action, None
             if not env.cuts:
                 env.renewing = True  # unless it is posted to the same environment
@@ -99,10 +115,24 @@ class Model:
 
     def rebuilds(self, env_ids: Iterable[int]) -> None:
         """The caller has environments constructed again."""
+        self.calls(env_ids)
         for env in [self.envs[env_id] for env_id in env_ids]:
             env.cuts, env.rebuilt, env.ready, env.state = [], None, False, After({}, [], None)
-            env.has_reset = False
+            env.has_reset, env.ended = False, 0
             env.restarts += 1
+
+    def calls(self, env_ids: Iterable[int]) -> None:
+        """The caller calls something else than a step or reset."""
+        self.errors = self.errors_before = 0
+        self._called = {*env_ids}
+
+    def check_errors(self, *, raised: bool) -> None:
+        """Check whether a call or restart must have raised the error of a fault."""
+        if raised and not self.errors:
+            raise Wrong("an error without a fault")
+        if not raised and self.errors > self.errors_before:
+            raise Wrong("no error after a fault")
+        self._called = set()
 
     def received(self, env_ids: Iterable[int], batch: Any) -> None:
         """Check results, in the order of env ids: five sequences of dicts, of which some may be None."""
@@ -134,8 +164,8 @@ class Model:
     def posted(self, worker: SimulatedWorker, request: Request) -> None:
         """The pool has sent a request."""
         message = request.message
-        if message in (Message.CALL, Message.SEED):
-            self.errors = 0
+        if self._called and (message is Message.CALL or (message is Message.REBUILD and self._is_called(request))):
+            self.errors_before, self._called = self.errors, set()
         if message not in _RESULTS:
             return
         for env_id in worker.share if request.env_ids is None else request.env_ids:
@@ -147,11 +177,14 @@ class Model:
                 if life is not env.life and env.renewing:
                     env.life, env.host, env.moved = life, worker.number, True
                     env.recycled += 1
+                    env.ended = 0
                 elif env.request == "reset":
                     env.renewing = False
-            elif not env.cuts:
-                self.errors = 0
             env.awaiting = request
+
+    def _is_called(self, request: Request) -> bool:
+        """Whether a rebuild is the caller's: those after faults come for environments with one that is not reported."""
+        return request.env_ids is not None and not any(self.envs[env_id].cuts for env_id in request.env_ids)
 
     def delivered(self, worker: SimulatedWorker, request: Request, reply: Reply) -> None:
         """The pool has received a reply."""
@@ -159,6 +192,7 @@ class Model:
             for env_id in reply.results:
                 self.envs[env_id].life = worker.lives[env_id]
         if reply.message is Message.PREPARE:
+            self.spares_fail |= bool(reply.failures)
             for env_id in reply.failures:
                 if self.envs[env_id].host == worker.number and self.envs[env_id].renewing:
                     self._fails(self.envs[env_id], self._cut(self.envs[env_id], "inside", "constructor"), "exception")
@@ -237,6 +271,9 @@ class Model:
             return
         if env.request == "reset" or env.renewing:
             first = resets[-1]
+            self._check_reset(env, first, seeded=not env.cuts)
+            if not env.moved:
+                self._check_recycling(env)
             dicts = first[1:6] if env.ending is None else _renewed(env.ending[1:6], first)
             if env.moved:
                 dicts = _marked(dicts, {"recycled": True})
@@ -247,7 +284,9 @@ class Model:
             if len(steps) > 1:
                 raise Wrong(f"environment {env.env_id}: one request has stepped it twice")
             self._check_action(env, steps[0])
+            env.ended += 1
             if resets:
+                self._check_recycling(env)
                 self._finish(
                     env, [_renewed(steps[0][1:6], resets[0])], After(resets[0].observations, resets[0].alive, None)
                 )
@@ -257,17 +296,33 @@ class Model:
             if len(steps) + len(resets) > 1:
                 raise Wrong(f"environment {env.env_id}: one request has led to {did}")
             self._check_action(env, steps[0])
+            env.ended += steps[0].over
             flags = (steps[0].terminateds[ALL], steps[0].truncateds[ALL]) if steps[0].over else None
             self._finish(env, [steps[0][1:6]], After(steps[0].observations, steps[0].alive, flags))
         elif resets:
             if env.state.over is None or self.mode == "DISABLED":
                 raise Wrong(f"environment {env.env_id}: a step has reset it")
+            self._check_recycling(env)
             self._finish(env, [resets[-1][1:6]], After(resets[-1].observations, resets[-1].alive, None))
         else:
             if env.state.over is None or self.mode != "DISABLED":
                 raise Wrong(f"environment {env.env_id}: its simulator has not been stepped")
             terminated, truncated = env.state.over
             self._finish(env, [({}, {}, {ALL: terminated}, {ALL: truncated}, {})], After({}, [], env.state.over))
+
+    def _check_reset(self, env: EnvModel, first: Did, *, seeded: bool) -> None:
+        """Check the options and the seed that a reset has received."""
+        option = env.option if env.request == "reset" else 0
+        if first.option != option:
+            raise Wrong(f"environment {env.env_id}: reset with option {first.option} in place of {option}")
+        if env.request == "reset" and seeded and env.seed is not None and first.seed != env.seed:
+            raise Wrong(f"environment {env.env_id}: reset with seed {first.seed} in place of {env.seed}")
+
+    def _check_recycling(self, env: EnvModel) -> None:
+        """An episode begins in the same environment."""
+        limit = self.most_episodes
+        if limit is not None and env.ended >= limit and env.has_reset and not env.cuts and not self.spares_fail:
+            raise Wrong(f"environment {env.env_id}: not replaced after {env.ended} episodes, with max_episodes={limit}")
 
     def _check_action(self, env: EnvModel, step: Did) -> None:
         if step.action != env.action:
@@ -295,6 +350,7 @@ class Model:
                 state = After(dicts[0], [], (False, True), unused=True)
             allowed.append(_marked(dicts, {"restarted": True, "error": ANY_TEXT}))
         if first is not None:
+            self._check_reset(env, first, seeded=False)
             state = After(first.observations, first.alive, None)
         self._finish(env, allowed, state)
 
@@ -308,8 +364,10 @@ class Model:
         env.ready, env.rebuilt, env.awaiting = False, None, None
         env.renewing, env.ending, env.moved = False, None, False
         env.restarts += 1
+        env.ended = 0
         self.kinds[kind] += 1
         self.errors += 1
+        self.faults += 1
 
     def _cut(self, env: EnvModel, stage: str, activity: str) -> list[Cut]:
         """What a fault interrupts: the simulator was "inside" a call, had "returned", or the worker was "replying"."""

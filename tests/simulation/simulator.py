@@ -39,6 +39,8 @@ class Did(NamedTuple):
     infos: dict[str, Any]
     action: int | None = None
     unreadable: bool = False  # whether its infos cannot be unpickled
+    option: int = 0  # of a reset
+    seed: int | None = None  # likewise
 
     @property
     def over(self) -> bool:
@@ -128,7 +130,7 @@ class SimulatedEnv(MultiAgentEnv):
         self.source = self
         worker: SimulatedWorker = greenlet.getcurrent().worker  # type: ignore[attr-defined]
         self.life = worker.new_life(env_id)
-        self.option, self.length, self.agents = 0, 0, list(AGENTS)
+        self.number, self.option, self.length, self.agents = self.life.number, 0, 0, list(AGENTS)
         worker.point("constructor", self.life)
 
     def _observe(self, agents: list[str], actions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -175,7 +177,8 @@ class SimulatedEnv(MultiAgentEnv):
         returned, known = self._observe(AGENTS, {})
         infos = self._infos()
         no = {**dict.fromkeys(AGENTS, False), ALL: False}
-        life.did.append(Did("reset", known, dict.fromkeys(AGENTS, 0.0), no, no, infos, None, _is_unreadable(infos)))
+        did = Did("reset", known, dict.fromkeys(AGENTS, 0.0), no, no, infos, None, _is_unreadable(infos))
+        life.did.append(did._replace(option=self.option, seed=seed))
         life.worker.phase = "returned"
         return returned, infos
 
