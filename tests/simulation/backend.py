@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _PLACES = {name: place for place, name in enumerate(POINTS)}
 _BEGINS_AT = 1000.0
-_LONGEST_WAIT_S = 1000.0
+_LONGEST_WAIT_S = 100.0
 _MOST_EVENTS = 20_000  # in one wait
 _STOPPED = "stopped"
 
@@ -200,6 +200,7 @@ class SimulatedBackend(Backend):
         self._order = itertools.count()
         self._lives: Counter[int] = Counter()
         self._interrupted = False
+        self._last_reply, self._waits = self.now, 0  # when it was, and how often `wait` has been called since
         self._owner, self._has_thread = threading.get_ident(), False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # of another thread, for the owner's
         self._job_done, self._is_interrupted = SimpleQueue[None](), threading.Event()
@@ -354,12 +355,17 @@ class SimulatedBackend(Backend):
                 worker.reported = True
                 losses.append((number, Lost(-9, "")))
                 self.model.reported(worker)
+        if arrived or losses:
+            self._last_reply, self._waits = self.now, 0
         return [*arrived, *losses]
 
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         began = self.now
         deadline = None if timeout is None else began + timeout
         arrived, events = self._arrived(), 0
+        self._waits += 1
+        if self._waits > _MOST_EVENTS or self.now > self._last_reply + _LONGEST_WAIT_S:
+            raise Stuck(f"it goes on for ever: {self._states()}")
         while len(arrived) < at_least and not any(isinstance(reply, Lost) for _, reply in arrived):
             if self._interrupted:
                 break

@@ -105,7 +105,7 @@ class Model:
         """The caller begins a step or reset."""
         for env in [self.envs[env_id] for env_id in env_ids]:
             env.option, env.seed = option, None if seed is None else seed + env.env_id
-            if kind == "reset" and env.has_reset and env.state.over is None:
+            if kind == "reset" and env.has_reset and env.state.over is None and not env.cuts:
                 env.ended += 1
             env.request, env.action, env.done = kind, action, None
             if not env.cuts:
