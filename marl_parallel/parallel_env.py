@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy as copying
 import math
 import os
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -307,7 +306,7 @@ class ParallelEnv:
         try:
             opened.start(shares, 3 * len(shares[0]) + _MORE_REQUESTS)
             started = True
-            began = time.monotonic()
+            began = opened.clock()
             local_modules: list[ModuleType] = []
             pool.settings = CallerSettings(forward_logs, local_modules)
             described, plan, built = construct(
@@ -324,13 +323,21 @@ class ParallelEnv:
                 local_modules=local_modules, episode_stats=episode_stats,
             )  # fmt: skip
             pool.rebuilder = Recovery(
-                pool.slots, restart_policy, plan, attach.payload, batch, seeds[0], schema.options_last, on_restart
+                pool.slots,
+                restart_policy,
+                plan,
+                attach.payload,
+                batch,
+                opened.clock,
+                seeds[0],
+                schema.options_last,
+                on_restart,
             )
             if restarts:
                 pool.restart_on_faults()
             if recycle is not None or opened.moves:
                 policy = recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
-                build_s = time.monotonic() - began
+                build_s = opened.clock() - began
                 pool.recycle(Recycler(policy, opened, batch.statistics.ended, build_s))
                 if recycle is not None and opened.memory(0) is None:
                     self._warn_of_recycling(recycle, backend)
@@ -978,7 +985,7 @@ class ParallelEnv:
             raise NotImplementedError(f"{pool.name} keeps no timeline: it has no workers")
         if pool.tracer is not None:
             raise RuntimeError(f"a trace is being recorded already, for {pool.tracer.path}: call stop_trace first")
-        tracer = Tracer(arguments.checked_trace(path), pool.shares)
+        tracer = Tracer(arguments.checked_trace(path), pool.shares, pool.backend.clock)
         fault = self._trace_workers(pool, True)
         if fault is not None:
             self._trace_workers(pool, False)

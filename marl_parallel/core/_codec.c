@@ -81,6 +81,8 @@ typedef struct {
     double inside;             /* seconds in simulators since the last `sums` */
     long long steps;
     Py_ssize_t place;          /* of `run`: the environment that it is at */
+    PyObject *moment_array;    /* None, or the array of: */
+    const volatile double *moment; /* the time in seconds; NULL for the system's monotonic clock */
 } Codec;
 
 /* As in `records.py`. */
@@ -982,14 +984,14 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
     PyObject *actions = read_actions(codec, record);
     if (actions == NULL) return PyErr_Occurred() ? FAILED : LEFT;
     volatile int64_t *running = status;
-    double began = monotonic();
+    double began = codec->moment == NULL ? monotonic() : *codec->moment;
     running[0] = number + 1;
     running[1] = codec->step_activity;
     memcpy(status + 2, &began, sizeof began);
     *result = PyObject_CallFunctionObjArgs(PyTuple_GetItem(fast, 0), actions, NULL);
     Py_DECREF(actions);
     if (*PyByteArray_AsString(is_forked)) return *result == NULL ? FAILED : LEFT; /* Python ends this process */
-    double seconds = monotonic() - began;
+    double seconds = (codec->moment == NULL ? monotonic() : *codec->moment) - began;
     codec->inside += seconds;
     count_step(times, seconds);
     codec->steps += 1;
@@ -1155,22 +1157,23 @@ static int build_node(Node *node, PyObject *form) {
 }
 
 PyDoc_STRVAR(codec_doc,
-    "Codec(block, stride, agents, all_key, headers, actions, observations, types, dicts, activity, infos, totals)\n--\n\n"
+    "Codec(block, stride, agents, all_key, headers, actions, observations, types, dicts, activity, infos, totals,\n      moment)\n--\n\n"
     "See `codec.py`, which makes the arguments of a layout.");
 
 static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     Codec *codec = (Codec *)self;
-    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *dicts[4], *totals;
+    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *dicts[4], *totals,
+        *moment;
     long long activity;
     if (codec->block != NULL || (keywords != NULL && PyDict_Size(keywords) > 0)) {
         PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(O!O!O!O!)L(nn)O", &PyArray_Type, &block, &codec->stride,
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(O!O!O!O!)L(nn)OO", &PyArray_Type, &block, &codec->stride,
                           &PyTuple_Type, &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
                           &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false,
                           &PyDict_Type, &dicts[0], &PyDict_Type, &dicts[1], &PyDict_Type, &dicts[2], &PyDict_Type,
-                          &dicts[3], &activity, &codec->infos, &codec->infos_nbytes, &totals))
+                          &dicts[3], &activity, &codec->infos, &codec->infos_nbytes, &totals, &moment))
         return -1;
     codec->step_activity = activity;
     codec->n = PyTuple_Size(agents);
@@ -1178,9 +1181,9 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     codec->records = codec->stride > 0 ? PyArray_SIZE((PyArrayObject *)block) / codec->stride : 0;
     PyObject **owned[] = {&codec->block, &codec->agents, &codec->all, &codec->number_types, &codec->reward_types,
                           &codec->np_false, &codec->no_values, &codec->no_flags, &codec->no_np_flags,
-                          &codec->only_all, &codec->totals_array};
+                          &codec->only_all, &codec->totals_array, &codec->moment_array};
     PyObject *objects[] = {block, agents, all, numbers, rewards, np_false, dicts[0], dicts[1], dicts[2], dicts[3],
-                           totals};
+                           totals, moment};
     for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) {
         Py_INCREF(objects[i]);
         *owned[i] = objects[i];
@@ -1193,6 +1196,15 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
             return -1;
         }
         codec->totals = PyArray_DATA(array);
+    }
+    if (moment != Py_None) {
+        PyArrayObject *array = (PyArrayObject *)moment;
+        if (!PyArray_Check(moment) || PyArray_TYPE(array) != NPY_DOUBLE || !PyArray_ISCARRAY_RO(array) ||
+            PyArray_SIZE(array) != 1) {
+            PyErr_SetString(PyExc_ValueError, "moment must be None or a float64 array of one number");
+            return -1;
+        }
+        codec->moment = PyArray_DATA(array);
     }
     codec->values = PyMem_Calloc((size_t)codec->n + 1, sizeof(PyObject *));
     codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
@@ -1220,7 +1232,7 @@ static void codec_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     PyObject *owned[] = {codec->block, codec->agents, codec->all, codec->number_types, codec->reward_types,
                          codec->np_false, codec->no_values, codec->no_flags, codec->no_np_flags, codec->only_all,
-                         codec->totals_array};
+                         codec->totals_array, codec->moment_array};
     free_nodes(codec->actions, codec->n);
     free_nodes(codec->observations, codec->n);
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import math
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,6 +74,8 @@ class Backend(ABC):
         enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be enforced.
         can_kill: Whether `stop` ends workers, and the processes they have started, whatever they are doing.
         side_by_side: Whether each worker needs a CPU of its own.
+        clock: Returns the time in seconds, and never goes back. The pool reads no other clock; `statuses`, and
+            `Reply.completed` are in its seconds, and `wait` measures its timeout with it. A test may have its own.
         looking_s: Seconds that `look` has spent waiting for other machines so far.
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
         has_spares: Whether `add` can start workers after `start`; their numbers are less than `most_workers`.
@@ -96,6 +99,7 @@ class Backend(ABC):
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
     forward_logs: bool = False
+    clock: Callable[[], float] = time.monotonic
     looking_s = 0.0
     statuses: list[WorkerStatus]
     _claimed = False
@@ -205,7 +209,7 @@ class Backend(ABC):
         """Bring `statuses` up to date; there is nothing to do if they are in shared memory."""
 
     def ready_since(self, worker: int) -> float:
-        """When a worker was up, in seconds of `time.monotonic`; infinity before. Its timeouts begin then."""
+        """When a worker was up, in seconds of `clock`; infinity before. Its timeouts begin then."""
         return 0.0
 
     def ahead(self, worker: int) -> float:

@@ -32,10 +32,11 @@ codec = "python" if Codec is None else "c"
 """Which one runs."""
 
 
-def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool, totals: Any = None) -> Any:
+def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool, totals: Any = None, moment: Any = None) -> Any:
     """The `Codec` of a layout that is bound to the buffer; None if there is none.
 
-    It adds the transitions that it reads to `totals`, those of `EpisodeStatistics`.
+    It adds the transitions that it reads to `totals`, those of `EpisodeStatistics`. It reads the time from `moment`, a
+    float64 array of one number; for None, from the system's monotonic clock.
     """
     if Codec is None or not layout.agents:
         return None
@@ -51,4 +52,4 @@ def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool, totals: Any
     agents, step = tuple(layout.agents), int(Activity.STEP)
     no_flags, no_np_flags = ({**dict.fromkeys(agents, false), ALL: False} for false in (False, np.False_))
     dicts = dict.fromkeys(agents), no_flags, no_np_flags, {ALL: False}  # copied for each environment
-    return Codec(block, layout.stride, agents, ALL, headers, *columns, types, dicts, step, infos, totals)
+    return Codec(block, layout.stride, agents, ALL, headers, *columns, types, dicts, step, infos, totals, moment)

@@ -71,7 +71,7 @@ class Reply(NamedTuple):
     env_ids: Sequence[int] | None  # the environments it was about; None for all of the worker's
     results: Mapping[int, Any]  # by environment, for those with a result beyond what is in the block
     failures: Mapping[int, Failure]  # by environment, for those that failed
-    completed: float  # when, in seconds of `time.monotonic`
+    completed: float  # when, in seconds of the worker's clock
     last: bool = True  # whether no other reply to the same request follows
 
 

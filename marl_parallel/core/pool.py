@@ -23,7 +23,6 @@ late, `reports.py` writes the texts of errors, and `recycling.py` says which env
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -96,8 +95,9 @@ class Pool:
         warn_after: float | None = None,
         restarts: bool = False,
     ) -> None:
-        self.backend, self.shares = backend, shares
-        self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
+        self.backend, self.shares, self._clock = backend, shares, backend.clock
+        now = self._clock()
+        self.slots = [Slot(env_id, worker, built=now) for worker, share in enumerate(shares) for env_id in share]
         self.batch_size = len(self.slots)  # results come in any number
         self.rebuilder: Recovery | None = None  # set when all environments have been constructed
         self.recovery: Recovery | None = None  # the same, if environments that fail are rebuilt
@@ -174,7 +174,7 @@ class Pool:
         with self._lock:
             if self.closed:
                 self.check_open()
-            self._deadlines.looked = now = time.monotonic()  # the time of the caller counts
+            self._deadlines.looked = now = self._clock()  # the time of the caller counts
             try:
                 if self.recycler is not None:
                     self._look_to_recycle(self.recycler, now)
@@ -272,7 +272,7 @@ class Pool:
         """Call a method of this object alone; close everything if it raises."""
         with self._lock:
             self.check_open()
-            self._deadlines.looked = time.monotonic()  # the time of the caller counts
+            self._deadlines.looked = self._clock()  # the time of the caller counts
             try:
                 return function(*arguments)
             except BaseException as error:
@@ -284,7 +284,7 @@ class Pool:
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
         self._all_idle = False
         if self.recycler is not None:
-            self._look_to_recycle(self.recycler, time.monotonic())
+            self._look_to_recycle(self.recycler, self._clock())
         self._note_sent(message, env_ids)
         if message is Message.RESET and self.settings is not None and self.rebuilder is not None:
             settings = self.settings.pickled()
@@ -329,7 +329,7 @@ class Pool:
             return not rebuilding
         if fault is not None and not rebuilding:
             slot.fault = None
-            self._finish(slot, time.monotonic(), fault.next_result)
+            self._finish(slot, self._clock(), fault.next_result)
         return fault is None
 
     def _requests(
@@ -350,7 +350,7 @@ class Pool:
     def _post(self, requests: Mapping[int, Request], *, together: bool) -> None:
         if not requests:
             return
-        now = time.monotonic()
+        now = self._clock()
         for worker, request in requests.items():
             queue = self._queues[worker]
             if not queue.requests:
@@ -365,9 +365,9 @@ class Pool:
     def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot], window: float = 0.0) -> Results | None:
         """The results of all slots, or of some that are all waited for; None after the timeout."""
         if window:
-            began = time.monotonic()
+            began = self._clock()
             self._wait_for(self.in_flight, window if timeout is None else min(window, timeout), self.slots)
-            timeout = None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
+            timeout = None if timeout is None else max(timeout - (self._clock() - began), 0.0)
         if not self._wait_for(at_least, timeout, slots):
             return None
         done = [slot for slot in slots if slot.done]
@@ -385,14 +385,14 @@ class Pool:
 
     def _wait_for(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> bool:
         """Wait for so many results of all slots, or of some that are all waited for; False after the timeout."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else self._clock() + timeout
         ids = None if slots is self.slots else {slot.env_id for slot in slots}
         while True:
             queues = [*self._queues.values()]
             if ids is not None:
                 queues = [self._queues[worker] for worker in dict.fromkeys([slot.worker for slot in slots])]
             missing = at_least - (self._done if ids is None else sum([slot.done for slot in slots]))
-            patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            patience = None if deadline is None else max(deadline - self._clock(), 0.0)
             batches = sum([queue.one_reply if ids is None else queue.owes_one_reply(ids) for queue in queues])
             if ids is not None and missing <= 0 and not batches:
                 return True
@@ -417,11 +417,11 @@ class Pool:
 
     def _finish_all(self, timeout: float | None) -> tuple[dict[int, Any], list[ParallelEnvError]] | None:
         """Wait for the requests of `_begin`; None after the timeout."""
-        deadline, patience = None if timeout is None else time.monotonic() + timeout, None
+        deadline, patience = None if timeout is None else self._clock() + timeout, None
         while (busy := self._owed()) or self._rebuilding():
             if patience == 0.0:
                 return None
-            patience = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            patience = None if deadline is None else max(deadline - self._clock(), 0.0)
             self._wait_once(patience, 1 if self._for_spares else busy or 1)
         errors = self._errors
         assert errors is not None
@@ -445,12 +445,12 @@ class Pool:
             patience,
             self._deadlines.patience(),
             self._long_calls.patience(),
-            None if self.recycler is None else max(self.recycler.next_look - time.monotonic(), 0.0),
+            None if self.recycler is None else max(self.recycler.next_look - self._clock(), 0.0),
         ]
         self._apply(self.backend.wait(min([one for one in limits if one is not None], default=None), at_least))
         self._look_for_late()
         if self.recycler is not None:
-            self._look_to_recycle(self.recycler, time.monotonic())
+            self._look_to_recycle(self.recycler, self._clock())
             self._kill_too_large(self.recycler)
         self._warn_of_long_calls()
 
@@ -460,7 +460,7 @@ class Pool:
         for long in self._long_calls.look() if patience is not None and patience <= 0.0 else ():
             limit = self._deadlines.limits.get(long.activity)
             to_do = f". Pass a {long.activity.timeout}_timeout= to end what hangs"
-            if self.backend.ready_since(long.worker) > time.monotonic():
+            if self.backend.ready_since(long.worker) > self._clock():
                 to_do = ". It waits for room in the cluster, or for its process to start"
             elif self.closed:
                 to_do = ". To limit this, pass close(timeout=...)"
@@ -472,7 +472,7 @@ class Pool:
         for worker in self._deadlines.late():
             if worker in self._queues:
                 self._handle_late(worker)
-            self._deadlines.looked = time.monotonic()
+            self._deadlines.looked = self._clock()
 
     def _log_long_call(self, long: LongCall, to_do: str = "") -> None:
         """Log where a worker is that has been in one call for long."""
@@ -490,7 +490,7 @@ class Pool:
                 if reply.last and queue.requests:
                     self._for_spares -= 1
                     queue.requests.popleft()
-                    queue.since, queue.suspect = time.monotonic(), None
+                    queue.since, queue.suspect = self._clock(), None
                 self._apply_for_spares(worker, reply, failures)
                 continue
             failures.update(reply.failures)
@@ -501,7 +501,7 @@ class Pool:
             else:
                 self._results.update(reply.results)
             if reply.last and queue.requests and queue.requests.popleft()[2] is not None:
-                queue.since, queue.suspect = time.monotonic(), None
+                queue.since, queue.suspect = self._clock(), None
         if self.closed:
             raise ClosedEnvironmentError("the environments were closed by another thread")
         for env_id in sorted(failures):
@@ -638,7 +638,7 @@ class Pool:
         logger.warning("%s; %s%s", first, where, "\n".join(["", *more]))
         for finished in self._finished_before(worker, running) if replaces else ():
             if self.slots[finished].busy:
-                self._apply_result(self.slots[finished], time.monotonic(), None)
+                self._apply_result(self.slots[finished], self._clock(), None)
         slots = self._slots_of(worker) if env_id is None else [self.slots[env_id]]
         for slot in slots:
             if slot.done:
@@ -709,6 +709,11 @@ class Pool:
                 failures[env_id] = Failure("constructor", result.text, result.text, None)
             if env_id in failures or slot.fault is None:  # which is that of `rebuild`
                 continue
+            try:
+                self.read(env_id, result)
+            except EnvError as error:
+                self._handle_unreadable(slot, error)
+                continue
             snapshot = self.rebuilder.finish(slot, result)
             if slot.waiting_reset is not None:
                 keywords = slot.reset_keywords = slot.waiting_reset
@@ -730,7 +735,7 @@ class Pool:
             slot.rebuilds += 1
             slot.restarts["request"] += 1
             payload[slot.env_id] = rebuilder.request(slot, slot.rebuilds)
-            slot.fault = slot.latest = slot.saved = None
+            slot.fault = slot.latest = slot.saved = slot.reported = None
             self._note_built(slot, ends=0)
         rebuilder.batch.note_constructed(env_ids)
         self._all_idle, self.seeds_stale = False, True
@@ -895,7 +900,7 @@ class Pool:
             if slot.worker != worker:
                 slot.spare = worker
         if payload:
-            queue.prepared_since = time.monotonic()
+            queue.prepared_since = self._clock()
             self._post({worker: Request(Message.PREPARE, tuple(payload), payload, each=True)}, together=False)
 
     def prepare_again(self, env_ids: Iterable[int] | None = None) -> None:
@@ -968,7 +973,7 @@ class Pool:
             return
         slot.awaits_spare = True
         if slot.spare is None:
-            self._add_spares(recycler, slot.worker, time.monotonic())
+            self._add_spares(recycler, slot.worker, self._clock())
         if slot.spare is None:
             self._go_on(slot)
         elif self._is_prepared(slot):
@@ -1009,7 +1014,7 @@ class Pool:
         """Let a worker end in which there are neither environments nor spares."""
         queue = self._queues[worker]
         if not queue.share and not queue.preparing and queue.ends_by is None:
-            queue.ends_by = time.monotonic() + _LEAVES_WITHIN_S
+            queue.ends_by = self._clock() + _LEAVES_WITHIN_S
             self._post({worker: Request(Message.CLOSE)}, together=False)
 
     def _go_on(self, slot: Slot) -> None:
@@ -1024,7 +1029,7 @@ class Pool:
 
     def _note_built(self, slot: Slot, *, ends: int) -> None:
         """Note that an environment has been constructed, and how many ends of the old one's episodes are to come."""
-        slot.built, slot.due, slot.retiring = time.monotonic(), False, False
+        slot.built, slot.due, slot.retiring = self._clock(), False, False
         if self.recycler is not None:
             slot.first_episode += self.recycler.episodes(slot) + ends
             self.recycler.look_again()
@@ -1087,7 +1092,7 @@ class Pool:
         if queue.is_preparing:
             return
         if slots := self._with_spares_in(worker):
-            recycler.note_made(slots, worker, time.monotonic() - queue.prepared_since)
+            recycler.note_made(slots, worker, self._clock() - queue.prepared_since)
         recycler.next_look = 0.0
         self._move_waiting(worker)
         self._end_if_left(worker)
@@ -1147,7 +1152,7 @@ class Pool:
                 self._renew(recycler, slot)
 
     def _warn_of_spares(self, recycler: Recycler, slots: Sequence[Slot], error: str) -> None:
-        seconds = recycler.note_failed(slots, time.monotonic())
+        seconds = recycler.note_failed(slots, self._clock())
         logger.warning(
             "environments %s could not be constructed in another worker; the present ones go on, and it is tried "
             "again in %.0f s. %s", [slot.env_id for slot in slots], seconds, error,
@@ -1214,7 +1219,7 @@ class Pool:
         """
         if self.freed or self._closing:
             return None  # `_closing`: by another thread, or by this one, which a signal handler has interrupted
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         ask = ask and not self.closed  # a close that Ctrl-C has interrupted: the rest is freed now
         locked, error, patience = False, None, 0.0  # a worker without a request to close does not end by itself
         try:
@@ -1228,7 +1233,7 @@ class Pool:
                 logger.warning("%s", reports.in_use(max(timeout, _INTERRUPTED_WITHIN_S), self.backend.can_kill))
             elif ask:
                 error = self._close_environments(deadline)
-                patience = max(deadline - time.monotonic(), 0.0)
+                patience = max(deadline - self._clock(), 0.0)
         except KeyboardInterrupt:
             if locked:
                 self._log_at_ctrl_c()
@@ -1270,7 +1275,7 @@ class Pool:
         for worker in pending:
             self._queues[worker].requests.clear()  # the workers leave them out
         self._post({worker: Request(Message.CLOSE) for worker in pending}, together=False)
-        while pending and (left := deadline - time.monotonic()) > 0:
+        while pending and (left := deadline - self._clock()) > 0:
             self._warn_of_long_calls()
             patience = self._long_calls.patience()
             for worker, reply in self.backend.wait(left if patience is None else min(left, max(patience, 0.0))):

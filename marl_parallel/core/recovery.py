@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class Recovery:
     plan: Plan  # the constructors of all environments, and what else workers need
     block: tuple[int, bool, bool]  # the payload of ATTACH
     batch: Batch
+    clock: Callable[[], float]  # of the backend, for the rates of faults
     base_seed: int | None  # seeds are derived from it; changes with `reset(seed=)`. None: there are none
     options_last: bool  # whether environments remember the options of a reset
     on_restart: OnRestart | None = None  # called for each environment that is rebuilt
@@ -84,7 +85,7 @@ class Recovery:
 
     def count_fault(self, slots: Iterable[Slot], error: ParallelEnvError) -> None:
         """Count a fault against environments; `RestartLimitExceeded` if the policy does not allow it for one."""
-        now, policy = time.monotonic(), self.policy
+        now, policy = self.clock(), self.policy
         for slot in slots:
             recent = slot.recent_faults
             while recent and now - recent[0] > policy.rate_period_s:
@@ -124,13 +125,19 @@ class Recovery:
         same_step = self.plan.mode is AutoresetMode.SAME_STEP
         if not idle and (slot.request is Message.RESET or (auto_reset and not same_step)):
             return Fault(Message.RESET, ({}, {}, {}, {}, {}))
-        if auto_reset:
+        if auto_reset and _can_be_read(slot.saved):
             slot.latest = slot.saved
+        elif auto_reset and self.batch.layout.agents:
+            slot.latest = None  # all but what cannot be unpickled is in the record
+        else:
+            auto_reset = False
         extras = None if slot.latest is None else loads(slot.latest)
         observations, alive = self.batch.last_known(slot, extras, partially_written=partially_written)
         if auto_reset:  # the step had ended
             dicts = self.batch.snapshot(slot.env_id, extras).dicts
             return Fault(Message.STEP, (observations, *dicts[1:]) if partially_written else dicts)
+        if slot.reported is not None and not partially_written:
+            observations = copy.deepcopy(slot.reported)
         spaces = self.batch.layout.schema.reward_spaces
         dicts = interrupted(observations, [] if slot.needs_reset else alive, spaces)
         return Fault(None if idle else Message.STEP, dicts)
@@ -198,7 +205,7 @@ class Recovery:
                 result = fresh._replace(dicts=renewed(fault.dicts, fresh.dicts), over=False)
         else:
             result = Snapshot(fault.dicts, [], [], over=True)
-            slot.needs_reset = True
+            slot.needs_reset, slot.reported = True, copy.deepcopy(fault.dicts[0])  # these are the caller's
         if fault.interrupted is None:
             slot.fault = fault._replace(next_result=result)
             return None
@@ -208,7 +215,7 @@ class Recovery:
     def note_result(self, slot: Slot, extras: bytes | None) -> None:
         """Store the pickled extras of an environment's result: a fault may need the result again."""
         slot.latest, slot.saved = extras, None
-        slot.reset_keywords, slot.needs_reset = None, False
+        slot.reset_keywords, slot.needs_reset, slot.reported = None, False, None
 
     def result_of_reset(self, slot: Slot, extras: Any) -> Any:
         """The result of a reset; it reports the restart of an environment that was idle."""
@@ -231,6 +238,17 @@ class Recovery:
         if slot.fault.interrupted is None and not slot.has_reset:
             return False
         return slot.fault.interrupted is Message.RESET or self.plan.mode is AutoresetMode.SAME_STEP
+
+
+def _can_be_read(pickled: bytes | None) -> bool:
+    """Whether extras that nobody has read yet can be unpickled here."""
+    if pickled is None:
+        return True
+    try:
+        loads(pickled)
+    except Exception:
+        return False
+    return True
 
 
 def _kind_of(error: ParallelEnvError) -> str:

@@ -18,7 +18,6 @@ A backend without further workers (`Backend.has_spares`) constructs the new envi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from marl_parallel.core.backend import Backend
@@ -80,10 +79,10 @@ class Recycler:
         self.next_look = now + _LOOK_EVERY_S
         self._leaving = frozenset(self._backend.leaving())
         if self._measures and now >= self._next_measurement:
-            began = time.monotonic()
+            began = self._backend.clock()
             found = {worker: self._backend.memory(worker) for worker in workers}
             self._memory = {worker: nbytes for worker, nbytes in found.items() if nbytes is not None}
-            rests_s = (time.monotonic() - began) / _MEASURING_COSTS_AT_MOST
+            rests_s = (self._backend.clock() - began) / _MEASURING_COSTS_AT_MOST
             self._next_measurement = now + min(rests_s, _MEASURE_AT_LEAST_EVERY_S)
 
     def memory_mb(self, worker: int) -> float:

@@ -7,7 +7,6 @@ has not begun a request, the request's own timeout runs from when the worker was
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +48,7 @@ class Slot:
 
     done: bool = False  # whether the result is here
     result: Any = None  # the unpickled extras, or a `Snapshot`; None if everything is in the record
-    completed: float = 0.0  # when the worker had the result, in seconds of `time.monotonic`
+    completed: float = 0.0  # when the worker had the result, in seconds of `Backend.clock`
 
     acting: list[AgentID] = field(default_factory=list)  # who acts next; read-only
     alive: list[AgentID] = field(default_factory=list)  # seen in this episode and not ended yet; read-only
@@ -64,6 +63,7 @@ class Slot:
     counted_faults: int = 0  # those that count against it
     recent_faults: deque[float] = field(default_factory=deque)  # when the latest of these were
     needs_reset: bool = False  # whether it has been rebuilt and has returned nothing since, so that no agent is alive
+    reported: dict[AgentID, Any] | None = None  # likewise, its last known observations: the record may be half written
 
     latest: bytes | None = None  # the pickled extras of the latest result: the unpickled ones belong to the caller
     saved: bytes | None = None  # likewise of the last step of an episode whose automatic reset has not ended yet
@@ -71,7 +71,7 @@ class Slot:
     waiting_reset: bytes | None = None  # likewise of a reset that begins when the environment has been rebuilt
     options: dict[Any, Any] = field(default_factory=dict)  # of earlier resets, if the environment remembers them
 
-    built: float = field(default_factory=time.monotonic)  # when the present environment was constructed
+    built: float = 0.0  # when the present environment was constructed
     first_episode: int = 0  # its number of ended episodes was this when the present one was constructed
     spare: int | None = None  # the worker that has its spare, or constructs it
     due: bool = False  # whether its worker is past a limit, and the spares are ready
@@ -112,7 +112,7 @@ class WorkerQueue:
     # and the shortest timeout that may apply to it, in seconds.
     requests: deque[tuple[Request, int, float | None]] = field(default_factory=deque)
     posted: int = 0  # how many parts of requests have been posted to this process
-    since: float = 0.0  # when the worker was last expected to begin something, in seconds of `time.monotonic`
+    since: float = 0.0  # when the worker was last expected to begin something, in seconds of `Backend.clock`
     suspect: tuple[tuple[int, float], float] | None = None  # a status past its timeout, and when it was first seen
     past: WorkerStats = WorkerStats()  # noqa: RUF009  # of the processes that this one has replaced
     settings: bytes = b""  # of the caller's process, as its last reset has sent them
@@ -198,7 +198,7 @@ class Deadlines:
     """
 
     def __init__(self, backend: Backend, limits: Limits, queues: Mapping[int, WorkerQueue]) -> None:
-        self._backend, self._queues = backend, queues
+        self._backend, self._queues, self._clock = backend, queues, backend.clock
         enforced = limits if backend.enforces_timeouts else Limits()
         self.limits: dict[Activity, float | None] = {one: getattr(enforced, one.timeout) for one in Activity}
         self.shortest = {  # by kind of request, the shortest timeout that may apply while it is carried out
@@ -216,7 +216,7 @@ class Deadlines:
         if not limits:
             self._wait_ends = None
             return None
-        now = time.monotonic()
+        now = self._clock()
         if now - self.looked > _FROZEN_S:
             self._note_frozen(self.looked, now)
         suspected = any(queue.suspect is not None for queue in self._queues.values())
@@ -227,7 +227,7 @@ class Deadlines:
     def late(self) -> list[int]:
         """Workers past their timeout whose status did not change between two polls: none that was just finishing."""
         wait_ends, self._wait_ends = self._wait_ends, None
-        self.looked = now = time.monotonic()  # it may be frozen below, too
+        self.looked = now = self._clock()  # it may be frozen below, too
         if wait_ends is None:
             return []
         wait_ends += self._backend.looking_s - self._looking_s  # the workers did run meanwhile
@@ -287,18 +287,19 @@ class LongCalls:
     """
 
     def __init__(self, backend: Backend, queues: Mapping[int, WorkerQueue], warn_after: float | None) -> None:
-        self._backend, self._queues, self.warn_after = backend, queues, warn_after
+        self._backend, self._queues, self._clock = backend, queues, backend.clock
+        self.warn_after = warn_after
         self._after = math.inf if warn_after is None else warn_after
-        self._next_look = time.monotonic() + self._after
+        self._next_look = self._clock() + self._after
         self._next: dict[int, tuple[tuple[int, float], float]] = {}  # by worker: its state, and seconds until a warning
 
     def patience(self) -> float | None:
         """Seconds until the next `look`; None if there is none."""
-        return None if self.warn_after is None else self._next_look - time.monotonic()
+        return None if self.warn_after is None else self._next_look - self._clock()
 
     def look(self, seconds: float | None = None) -> list[LongCall]:
         """The calls to warn of now; with `seconds`, all that have lasted longer."""
-        now = time.monotonic()
+        now = self._clock()
         self._next_look = now + min(self._after, _LOOK_EVERY_S)
         self._backend.look()
         found = []

@@ -21,13 +21,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from marl_parallel.adapters import AdapterMismatch, InvalidAgents, LookupFailed, NotAnEnvironment, Schema, adapt
 from marl_parallel.adapters import attributes as lookup
@@ -76,6 +76,8 @@ class Worker:
         own_process: Whether it seeds the process-wide generators for each constructor, since nobody else uses them.
         in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
         arrays: Returns the descriptor of `Backend.array_file`, if there is one.
+        moment: Where compiled code reads the time, a float64 array of one number; None for `time.monotonic`. Another
+            clock of the status needs it.
     """
 
     def __init__(
@@ -86,9 +88,10 @@ class Worker:
         own_process: bool = False,
         in_line: bool = False,
         arrays: Callable[[], int] = lambda: -1,
+        moment: NDArray[np.float64] | None = None,
     ) -> None:
         self._status, self._open_block, self._arrays = status, attach, arrays
-        self._own_process, self._in_line = own_process, in_line
+        self._own_process, self._in_line, self._moment = own_process, in_line, moment
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
         self._seeds: dict[int, int | None] = {}
@@ -174,7 +177,7 @@ class Worker:
                     results[env_id] = self._saved.pop(env_id)
             if prompt and (results or failures):
                 self._check_not_forked()
-                self._send(Reply(message, (ids[place],), results, failures, time.monotonic(), last=False))
+                self._send(Reply(message, (ids[place],), results, failures, self._status.clock(), last=False))
                 results, failures = {}, {}
             place += 1
         if codec is not None:
@@ -272,7 +275,7 @@ class Worker:
         buffer = self._open_block(layout)
         layout.bind(buffer)
         self._actions = ActionRecords(layout, buffer)
-        self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block)
+        self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block, moment=self._moment)
         self._transitions = TransitionRecords(layout, buffer, codec=self._codec)
         self._layout = layout
 
@@ -382,7 +385,7 @@ class Worker:
         if (extras := self._write(env_id, transition)) is not None:
             self._saved[env_id] = extras
             if self._own_process:  # which may die in the reset; the reply names no environment, since none is done yet
-                self._send(Reply(Message.STEP, (), {env_id: extras}, {}, time.monotonic(), last=False))
+                self._send(Reply(Message.STEP, (), {env_id: extras}, {}, self._status.clock(), last=False))
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
         self._episodes[env_id].reset_early()

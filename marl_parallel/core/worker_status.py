@@ -50,7 +50,7 @@ class Running(NamedTuple):
 
     env_id: int
     activity: Activity
-    since: float  # in seconds of `time.monotonic`
+    since: float  # in seconds of the status's clock
     inside: bool  # whether the simulator has not returned yet; else its result is being written
 
 
@@ -73,14 +73,19 @@ def duration_place(seconds: float) -> int:
 
 
 class WorkerStatus:
-    """A worker's status, over a buffer of `NBYTES` zeroed bytes, aligned to 8, that worker and parent share."""
+    """A worker's status, over a buffer of `NBYTES` zeroed bytes, aligned to 8, that worker and parent share.
+
+    Attributes:
+        clock: Returns the time in seconds; of the worker's side, that of `Backend.clock` in its process.
+    """
 
     NBYTES = 8 * (_TIMES + StepTimes.SIZE)
 
-    def __init__(self, buffer: Any) -> None:
+    def __init__(self, buffer: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         view = memoryview(buffer).cast("B")[: self.NBYTES]
         self._view, self._ints, self._floats = view, view.cast("q"), view.cast("d")
-        self._changed = time.monotonic()  # when the worker last began or finished a request
+        self._changed = self.clock()  # when the worker last began or finished a request
         self._entered = self._inside = self._busy = self._transport = self._waited = 0.0
         self._parts = self._steps = self._resets = 0
         # For compiled code: numbers, step times, and a flag that is set in a forked child, which must not write them.
@@ -91,7 +96,7 @@ class WorkerStatus:
     # -- written by the worker ---------------------------------------------------------------------------------------
 
     def enter(self, env_id: int, activity: int) -> None:
-        now = self._entered = time.monotonic()
+        now = self._entered = self.clock()
         ints = self._ints
         self._floats[_SINCE] = now
         ints[_ACTIVITY] = activity
@@ -99,7 +104,7 @@ class WorkerStatus:
 
     def leave(self) -> float:
         """Note that the simulator has returned, or raised; `end_request` writes sums and counts. Returns the time."""
-        now = time.monotonic()
+        now = self.clock()
         seconds = now - self._entered
         self._inside += seconds
         ints = self._ints
@@ -127,7 +132,7 @@ class WorkerStatus:
             self.leave()
 
     def begin_request(self) -> None:
-        now = time.monotonic()
+        now = self.clock()
         ints = self._ints
         ints[_ENV] = ints[_ACTIVITY] = 0
         self._parts += 1
@@ -138,7 +143,7 @@ class WorkerStatus:
 
     def end_request(self) -> float:
         """Note that the worker has carried out the request, or the part of it; returns the time."""
-        now = time.monotonic()
+        now = self.clock()
         ints, floats = self._ints, self._floats
         if (env := ints[_ENV]) < 0:
             ints[_ENV] = _SETTLED - env
@@ -244,7 +249,7 @@ MOST_SLICES = 1_000_000
 SLICES = -1
 """In place of an environment's number in the results of a CLOSE: the slices that the worker has stored."""
 
-_FIELDS = 4  # of a slice: environment, activity, begin, end; both in seconds of `time.monotonic`
+_FIELDS = 4  # of a slice: environment, activity, begin, end; both in seconds of the status's clock
 _REQUEST = -1.0  # in place of an activity: the worker carried out a request, whose other slices come before this one
 
 
@@ -290,9 +295,9 @@ class Tracer:
     Lane 0 of the file is the caller's, lane `worker + 1` a worker's.
     """
 
-    def __init__(self, path: Path, shares: Sequence[range]) -> None:
-        self.path = path
-        self._started = time.monotonic()
+    def __init__(self, path: Path, shares: Sequence[range], clock: Callable[[], float]) -> None:
+        self.path, self._clock = path, clock
+        self._started = self._clock()
         self._events: list[dict[str, Any]] = []
         names = ["your program", *(f"worker {worker} (environments {[*share]})" for worker, share in enumerate(shares))]
         for lane, name in enumerate(names):
@@ -336,13 +341,13 @@ class Tracer:
             if slice_ in self._open:
                 return inner(*args, **kwargs)
             self._open.add(slice_)
-            began = time.monotonic()
+            began = self._clock()
             try:
                 return inner(*args, **kwargs)
             finally:
                 self._open.discard(slice_)
                 if len(self._parent_slices) < MOST_SLICES:
-                    self._parent_slices.append((slice_, began, time.monotonic()))
+                    self._parent_slices.append((slice_, began, self._clock()))
 
         setattr(owner, method, watched)
         self._replaced.append((owner, method))
@@ -369,7 +374,7 @@ class Tracer:
 
     def note_replaced(self, worker: int) -> None:
         """Mark this moment in a worker's lane."""
-        self._add(worker + 1, "replaced", ph="i", s="t", ts=self._microseconds(time.monotonic()))
+        self._add(worker + 1, "replaced", ph="i", s="t", ts=self._microseconds(self._clock()))
 
     def finish(self) -> None:
         """End the watching, and write the file, whole or not at all; `OSError` if it cannot be written."""

@@ -391,3 +391,106 @@ def test_worker_that_continues_at_its_timeout(setup, build):
         assert (rewards["a"], final) == (1.0, 13.0)
         assert step(env)[4]["__common__"]["restarted"] is True
     assert float(step(env)[0]["a"][0]) // 100 == 1
+
+
+def refuse_to_be_unpickled() -> None:
+    raise ValueError("not here")
+
+
+class Refusing:
+    """It can be pickled, and not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return refuse_to_be_unpickled, ()
+
+
+class RefusedTwice(Clock):
+    """The first infos of the environment that replaces one that has failed cannot be unpickled."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        observations, infos = super().reset()
+        return observations, {**infos, "a": {"value": Refusing()}} if self.restarts == 1 else infos
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        if (self.restarts, self.time) == (0, 1):
+            raise ValueError("broken")
+        return super().step(actions)
+
+
+@each_setup
+def test_first_infos_after_a_restart_that_cannot_be_unpickled(setup, build):
+    """The environment is constructed once more, and the first fault is reported."""
+    env = build([RefusedTwice], setup, on_error="restart")
+    env.reset()
+    step(env)
+    observations, _, _, truncateds, infos = step(env)
+    assert (float(observations["a"][0]), truncateds["__all__"]) == (210.0, True)
+    assert "broken" in infos["__common__"]["error"]
+    assert env.stats().restarts == 2
+
+
+class RefusedAtTheEnd(Clock):
+    """The infos of an episode's last step cannot be unpickled, and the reset that follows fails."""
+
+    def infos(self) -> dict[str, Any]:
+        return {"a": {"value": Refusing()}} if (self.restarts, self.time) == (0, self.length) else super().infos()
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        if (self.restarts, self.episode) == (0, 1):
+            raise ValueError("broken")
+        return super().reset()
+
+
+@each_setup
+def test_last_infos_before_a_failing_reset_that_cannot_be_unpickled(setup, build):
+    """The step keeps its rewards and flags where these are in shared memory; what cannot be unpickled is lost."""
+    env = build([RefusedAtTheEnd], setup, on_error="restart")
+    env.reset()
+    for _ in range(Clock.length):
+        observations, rewards, terminateds, truncateds, infos = step(env)
+    assert float(observations["a"][0]) == 110.0
+    outcome = rewards["a"], terminateds["__all__"], truncateds["__all__"], float(infos["a"]["final_obs"][0])
+    assert outcome == ((1.0, True, False, 13.0) if setup.shared_memory else (0.0, False, True, 12.0))
+    assert "broken" in infos["__common__"]["error"]
+
+
+class Unconvertible(ComputedObservation):
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self.fatal:
+            raise ValueError("broken")
+        return self.value
+
+
+class HalfWritten(Clock):
+    """Environment 1 fails while its second observation is written; then environment 0 ends their worker."""
+
+    def __init__(self, env_id: int, restarts: int = 0) -> None:
+        super().__init__(restarts)
+        self.env_id = env_id
+
+    def seen(self) -> dict[str, Any]:
+        fatal = (self.env_id, self.restarts, self.time) == (1, 0, 2)
+        return {"a": self.now(), "b": Unconvertible(self.now(), fatal=fatal)}
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        if (self.env_id, self.restarts, self.time) == (0, 0, 2):
+            os._exit(1)
+        return super().step(actions)
+
+
+@each_killable
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])
+def test_second_fault_after_a_half_written_record(mode, setup, build):
+    """The last known observations are those that the caller has received, not what the record holds."""
+    env = build([HalfWritten] * 2, setup, mode, on_error="restart")
+    env.reset()
+    for _ in range(2):
+        observations, _, _, truncateds, _ = env.step([ACTIONS] * 2)
+    assert (truncateds[0]["__all__"], truncateds[1]["__all__"]) == (False, True)
+    assert {agent: float(value[0]) for agent, value in observations[1].items()} == {"a": 0.0, "b": 0.0}
+    observations[1]["a"][:] = 7.0  # they are the caller's
+    env.step([ACTIONS], env_ids=[0])
+    observations, rewards, _, truncateds, infos = env.step([ACTIONS], env_ids=[1])
+    assert {agent: float(value[0]) for agent, value in observations[0].items()} == {"a": 0.0, "b": 0.0}
+    assert (rewards, truncateds) == (({},), ({"__all__": True},))
+    assert infos[0]["__common__"]["restarted"] is True

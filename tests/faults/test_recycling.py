@@ -423,6 +423,7 @@ class SlowMemory:
     """A backend whose memory takes long to measure."""
 
     asked = 0
+    clock = time.monotonic
 
     def leaving(self) -> tuple[int, ...]:
         self.asked += 1

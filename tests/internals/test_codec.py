@@ -8,6 +8,7 @@ import gc
 import struct
 import sys
 from collections import OrderedDict, defaultdict
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -532,6 +533,32 @@ def test_plain_records_that_are_read_are_added_to_totals():
     for wrong in (np.zeros((2, 2)), np.zeros((3, len(AGENTS) + 1), np.float32), totals[:, ::-1], "totals"):
         with pytest.raises(ValueError, match="totals must be None or float64"):
             codec.open_codec(layout, block, infos_in_block=False, totals=wrong)
+
+
+def test_the_clock_of_compiled_steps():
+    space = spaces.Discrete(2)
+    schema = Schema(AGENTS, dict.fromkeys(AGENTS, BOX), dict.fromkeys(AGENTS, space), None)
+    layout = Layout(schema, 2)
+    block, moment, is_forked = bytearray(layout.nbytes), np.array([100.0]), bytearray(1)
+    layout.bind(block)
+    compiled = codec.open_codec(layout, block, infos_in_block=True, moment=moment)
+    no = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    result = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), no, no, {a: {} for a in AGENTS}
+    numbers, times, began = np.zeros(10, np.int64), np.zeros(112, np.int64), []
+
+    def step(actions: Any) -> Any:
+        began.append(numbers[2:3].view(np.float64).item())
+        moment[0] += 0.25
+        return result
+
+    episodes = dict.fromkeys(range(2), SimpleNamespace(fast=(step, None, False)))
+    compiled.write((0, 1), [dict.fromkeys(AGENTS, 1)] * 2, 0, None, False)
+    assert compiled.run((0, 1), 0, episodes, numbers, times, is_forked) is None
+    assert began == [100.0, 100.25]
+    assert compiled.sums() == (0.5, 2)
+    for wrong in (np.zeros(2), np.zeros(1, np.float32), "now"):
+        with pytest.raises(ValueError, match="moment must be None or a float64 array of one number"):
+            codec.open_codec(layout, block, infos_in_block=True, moment=wrong)
 
 
 @thorough

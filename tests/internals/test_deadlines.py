@@ -28,12 +28,11 @@ class Clock:
 
 
 @pytest.mark.parametrize("stop", range(1, 12))
-def test_a_stop_at_any_moment_does_not_count(stop, monkeypatch):
+def test_a_stop_at_any_moment_does_not_count(stop):
     clock = Clock(stop)
-    monkeypatch.setattr("marl_parallel.core.slots.time", clock)
     status = SimpleNamespace(state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True))
     backend: Any = SimpleNamespace(
-        enforces_timeouts=True, statuses=[status], looking_s=0.0, ready_since=lambda worker: 0.0
+        enforces_timeouts=True, statuses=[status], looking_s=0.0, ready_since=lambda worker: 0.0, clock=clock.monotonic
     )
     queue = WorkerQueue(range(1), 0, since=clock.now)
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})

@@ -1,0 +1,438 @@
+"""The scheduler: workers are greenlets of which one runs at a time, and the clock is virtual.
+
+A worker runs until an environment comes to a point. There the draw of the point decides: it goes on after some time,
+raises, dies, or hangs. All that is to happen is in one queue, by time; `wait` carries it out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import greenlet
+import numpy as np
+
+from marl_parallel import Backend
+from marl_parallel.core.backend import most_workers
+from marl_parallel.core.caller_settings import WorkerSettings
+from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.worker import Worker
+from marl_parallel.core.worker_status import WorkerStatus
+from simulation.draws import draw
+from simulation.simulator import POINTS, Life, SimulatedError
+
+if TYPE_CHECKING:
+    from simulation.model import Model
+
+_PLACES = {name: place for place, name in enumerate(POINTS)}
+_BEGINS_AT = 1000.0
+_LONGEST_WAIT_S = 100.0
+_MOST_EVENTS = 20_000  # in one wait
+_STOPPED = "stopped"
+
+
+class Fault(NamedTuple):
+    """A fault, by the point at which it occurs: of an environment's life, the number of points before it."""
+
+    env_id: int
+    life: int
+    point: int
+
+
+class Rates(NamedTuple):
+    """How often something happens at a point."""
+
+    fails: float = 0.0
+    dies: float = 0.0
+    hangs: float = 0.0
+    late_values: float = 0.0
+    infos: float = 0.0
+    unreadable: float = 0.0
+
+
+class Stuck(AssertionError):
+    """The caller waits, and nothing will ever happen."""
+
+
+class NoSettings(WorkerSettings):
+    """The settings of the caller, which workers in its process have already."""
+
+    def apply(self, pickled: bytes) -> None: ...
+    def look_again(self) -> None: ...
+
+
+class Watched(greenlet.greenlet):
+    """A greenlet that knows its worker."""
+
+    worker: SimulatedWorker
+
+
+class SimulatedWorker:
+    """A worker with its requests and replies.
+
+    Attributes:
+        state: "idle", "ready" (it goes on at a time that is in the queue), "hung", "dead", "ended".
+        lives: By environment, the one that was constructed here last.
+        request: What it carries out, with the environment that is running and its phase: "inside" the simulator,
+            "returned" from it, or "replying".
+    """
+
+    def __init__(self, backend: SimulatedBackend, number: int, share: Sequence[int]) -> None:
+        self.backend, self.number, self.share = backend, number, tuple(share)
+        self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES), backend.clock)
+        self.worker = Worker(self.status, lambda _: backend.block, own_process=True, moment=backend.moment)
+        self.worker.settings = NoSettings()
+        self.requests: deque[Request] = deque()
+        self.replies: list[tuple[Request, Reply]] = []
+        self.expected = 0
+        self.state, self.lost_at, self.reported, self.why = "idle", 0.0, False, "dies"
+        self.lives: dict[int, Life] = {}
+        self.request: Request | None = None
+        self.running: int | None = None
+        self.phase, self.activity = "", ""
+        self._fails = False
+        self._greenlet = Watched(self._main)
+        self._greenlet.worker = self
+
+    def _main(self) -> None:
+        while True:
+            while not self.requests:
+                self.state, self.request = "idle", None
+                self.backend.leave()
+            request = self.request = self.requests.popleft()
+            self.running = None
+            self.worker.execute(request, self._send)
+            if request.message is Message.CLOSE or self.state == _STOPPED:
+                self.state = "ended" if self.state != _STOPPED else _STOPPED
+                return
+
+    def _send(self, reply: Reply) -> None:
+        request, life = self.request, self.lives.get(self.running) if self.running is not None else None
+        assert request is not None
+        is_step = request.message in (Message.STEP, Message.RESET) and reply.env_ids != ()
+        if life is not None and is_step and (request.each or reply.last) and not reply.failures:
+            self.phase = "replying"
+            self.point("reply", life, may_fail=False)
+        self.replies.append((request, reply))
+        self.expected -= reply.last
+        if request.each:
+            self.running = None
+
+    def new_life(self, env_id: int) -> Life:
+        assert self.request is not None
+        life = self.backend.new_life(env_id, self, self.request.message.name)
+        self.lives[env_id] = life
+        return life
+
+    def point(self, what: str, life: Life, *, may_fail: bool = True) -> None:
+        """Called by environments, in the worker's greenlet."""
+        backend = self.backend
+        if self.state == _STOPPED:
+            raise greenlet.GreenletExit
+        if what not in ("writing", "reply"):
+            self.running, self.activity, self.phase = life.env_id, what.removesuffix("-end"), "inside"
+        life.points += 1
+        outcome = backend.decide(self, what, life, may_fail)
+        if outcome == "goes on":
+            return
+        if outcome == "fails":
+            life.raised = what
+            raise SimulatedError(f"environment {life.env_id} fails in {what}")
+        if outcome == "dies":
+            self.state, self.lost_at = "dead", backend.now + 0.003 * backend.draw(life, 7)
+            backend.at(self.lost_at, self)
+        elif outcome == "hangs":
+            self.state = "hung"
+        else:
+            self.state = "ready"
+            backend.at(backend.now + float(outcome), self)
+        backend.leave()
+        if self.state == _STOPPED:
+            raise greenlet.GreenletExit
+
+    def resume(self) -> None:
+        self._greenlet.parent = greenlet.getcurrent()
+        self._greenlet.switch()
+
+    def drop(self) -> None:
+        """End the greenlet, which may be in the middle of a simulator."""
+        self.state = _STOPPED
+        if self._greenlet and not self._greenlet.dead:
+            self._greenlet.parent = greenlet.getcurrent()
+            self._greenlet.throw(greenlet.GreenletExit)
+
+
+class SimulatedBackend(Backend):
+    """Workers of which one runs at a time.
+
+    Args:
+        number: The history.
+        rates: How often what happens.
+        left_out: Faults that do not occur, to find those that matter.
+    """
+
+    shares_memory = True
+    pickles = False
+    side_by_side = False
+
+    def __init__(self, number: int, rates: Rates, *, spares: bool, left_out: frozenset[Fault] = frozenset()) -> None:
+        self.number, self.rates, self._left_out = number, rates, left_out
+        self.has_spares = spares  # type: ignore[misc]
+        self.moment = np.array([_BEGINS_AT])
+        self.now = _BEGINS_AT
+        self.clock: Callable[[], float] = lambda: self.now
+        self.model: Model
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.all_workers: list[SimulatedWorker] = []
+        self.faults: list[Fault] = []
+        self.log: list[str] = []
+        self.kinds: Counter[str] = Counter()
+        self.troubled = False  # whether faults occur at present
+        self.interrupt_after: tuple[int, Callable[[], None]] | None = None  # so many events, then a call in `wait`
+        self.stopped = False
+        self.block: Any = None
+        self._events: list[tuple[float, int, SimulatedWorker]] = []
+        self._order = itertools.count()
+        self._lives: Counter[int] = Counter()
+        self._interrupted = False
+        self._last_reply, self._waits = self.now, 0  # when it was, and how often `wait` has been called since
+        self._owner, self._has_thread = threading.get_ident(), False
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # of another thread, for the owner's
+        self._job_done, self._is_interrupted = SimpleQueue[None](), threading.Event()
+
+    # -- the scheduler -------------------------------------------------------------------------------------------------
+
+    def new_life(self, env_id: int, worker: SimulatedWorker, origin: str) -> Life:
+        self._lives[env_id] += 1
+        return Life(env_id, self._lives[env_id], worker, origin)
+
+    def draw(self, life: Life, purpose: int) -> float:
+        return draw(self.number, life.env_id, life.number, life.points, purpose)
+
+    def decide(self, worker: SimulatedWorker, what: str, life: Life, may_fail: bool) -> str | float:
+        """What happens at a point: "goes on", "fails", "dies", "hangs", or after how many seconds it goes on."""
+        if self.troubled:
+            fault = Fault(life.env_id, life.number, life.points)
+            chance = self.draw(life, 1)
+            for outcome, rate in (("fails", self.rates.fails), ("dies", self.rates.dies), ("hangs", self.rates.hangs)):
+                if chance < rate:
+                    if (outcome == "fails" and not may_fail) or fault in self._left_out:
+                        break
+                    self.faults.append(fault)
+                    self.kinds[f"{outcome} in {what}"] += 1
+                    self.note(f"environment {life.env_id} (life {life.number}) {outcome} in {what}")
+                    return outcome
+                chance -= rate
+        chance = self.draw(life, 2)
+        if chance < 0.5:
+            return "goes on"
+        return (chance - 0.5) * 0.01 if chance < 0.97 else (chance - 0.97) * 2.0
+
+    def note(self, text: str) -> None:
+        self.log.append(f"{self.now - _BEGINS_AT:9.4f} s  {text}")
+
+    def writes_late(self, life: Life) -> bool:
+        request = life.worker.request
+        if request is not None and request.message is Message.CALL:
+            return False  # such an observation is written by a later request
+        return self.draw(life, 3) < self.rates.late_values
+
+    def infos_of(self, life: Life) -> str:
+        chance = self.draw(life, 4)
+        if self.troubled and chance < self.rates.unreadable:
+            fault = Fault(life.env_id, life.number, -life.points)
+            if fault not in self._left_out:
+                self.faults.append(fault)
+                self.kinds["unreadable infos"] += 1
+                self.note(f"environment {life.env_id} (life {life.number}) returns infos that cannot be unpickled")
+                return "unreadable"
+        chance = self.draw(life, 5)
+        if chance >= self.rates.infos:
+            return ""
+        return "number" if chance < self.rates.infos / 2 else "text"
+
+    def at(self, moment: float, worker: SimulatedWorker) -> None:
+        heapq.heappush(self._events, (moment, next(self._order), worker))
+
+    def leave(self) -> None:
+        """Leave a worker's greenlet."""
+        parent = greenlet.getcurrent().parent
+        assert parent is not None
+        parent.switch()
+
+    def advance(self, moment: float) -> None:
+        self.now = max(self.now, moment)
+        self.moment[0] = self.now
+
+    def pass_time(self, seconds: float) -> None:
+        """Let workers go on while the caller does something else."""
+        until = self.now + seconds
+        while self._events and self._events[0][0] <= until:
+            self._next_event()
+        self.advance(until)
+
+    def _next_event(self) -> None:
+        moment, _, worker = heapq.heappop(self._events)
+        self.advance(moment)
+        if self.workers.get(worker.number) is worker and worker.state == "ready":
+            worker.state = "running"
+            if threading.get_ident() == self._owner:
+                worker.resume()
+            else:  # greenlets belong to one thread
+                self._jobs.put(worker.resume)
+                self._job_done.get()
+
+    def call_in_thread(self, call: Callable[[], None]) -> None:
+        """Start a thread that calls a function, which interrupts `wait`; `serve` must follow when that has returned."""
+
+        def called() -> None:
+            try:
+                call()
+            finally:
+                self._is_interrupted.set()
+                self._jobs.put(None)
+
+        self._has_thread = True
+        threading.Thread(target=called, daemon=True).start()
+        self._is_interrupted.wait()
+
+    def serve(self) -> None:
+        """Let workers go on for the thread of `call_in_thread`, if there is one, until this has ended."""
+        while self._has_thread and (job := self._jobs.get()) is not None:
+            job()
+            self._job_done.put(None)
+
+    # -- the interface -------------------------------------------------------------------------------------------------
+
+    def start(self, shares: Sequence[range], most_requests: int) -> None:
+        self.most_requests = most_requests
+        self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES), self.clock) for _ in range(most_workers(shares))]
+        for number, share in enumerate(shares):
+            self.add(number, share)
+
+    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
+        assert worker not in self.workers
+        self.workers[worker] = SimulatedWorker(self, worker, share)
+        self.all_workers.append(self.workers[worker])
+        self.statuses[worker] = self.workers[worker].status
+
+    def remove(self, worker: int, *, kill: bool) -> bool:
+        if not kill and self.workers[worker].state not in ("ended", "dead"):
+            return False
+        self.model.spares_fail |= kill
+        self.workers.pop(worker).state = "dead"
+        return True
+
+    def extend(self, nbytes: int) -> Any:
+        self.block = bytearray(nbytes)
+        return self.block
+
+    def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+        for number, request in requests.items():
+            worker = self.workers[number]
+            worker.expected += 1
+            assert worker.expected <= self.most_requests, "more requests and replies in flight than was promised"
+            worker.requests.append(request)
+            self.model.posted(worker, request)
+            if worker.state == "idle":
+                worker.state = "ready"
+                self.at(self.now + 0.0005 * draw(self.number, number, next(self._order)), worker)
+
+    def _arrived(self) -> list[tuple[int, Reply | Lost]]:
+        arrived: list[tuple[int, Reply | Lost]] = []
+        losses: list[tuple[int, Reply | Lost]] = []
+        for number, worker in [*self.workers.items()]:
+            for request, reply in worker.replies:
+                arrived.append((number, reply))
+                self.model.delivered(worker, request, reply)
+            worker.replies.clear()
+            if worker.state == "dead" and worker.expected and not worker.reported and self.now >= worker.lost_at:
+                worker.reported = True
+                losses.append((number, Lost(-9, "")))
+                self.model.reported(worker)
+        if arrived or losses:
+            self._last_reply, self._waits = self.now, 0
+        return [*arrived, *losses]
+
+    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+        began = self.now
+        deadline = None if timeout is None else began + timeout
+        arrived, events = self._arrived(), 0
+        self._waits += 1
+        if self._waits > _MOST_EVENTS or self.now > self._last_reply + _LONGEST_WAIT_S:
+            raise Stuck(f"it goes on for ever: {self._states()}")
+        while len(arrived) < at_least and not any(isinstance(reply, Lost) for _, reply in arrived):
+            if self._interrupted:
+                break
+            if not self._events or (deadline is not None and self._events[0][0] > deadline):
+                if deadline is None:
+                    raise Stuck(f"nothing will ever happen: {self._states()}")
+                self.advance(deadline)
+                arrived += self._arrived()
+                break
+            if self.interrupt_after is not None:
+                left, call = self.interrupt_after
+                self.interrupt_after = (left - 1, call) if left > 0 else None
+                if left <= 0:
+                    call()
+                    continue
+            self._next_event()
+            events += 1
+            if events > _MOST_EVENTS or self.now > began + _LONGEST_WAIT_S:
+                raise Stuck(f"it goes on for ever: {self._states()}")
+            arrived += self._arrived()
+        self._interrupted = False
+        return arrived
+
+    def _states(self) -> dict[int, tuple[str, list[str], int]]:
+        return {
+            number: (worker.state, [request.message.name for request in worker.requests], worker.expected)
+            for number, worker in self.workers.items()
+        }
+
+    def interrupt(self) -> None:
+        self._interrupted = True
+        self._is_interrupted.set()
+
+    def end(self, worker: int) -> Sequence[Reply]:
+        ended = self.workers[worker]
+        ended.why = "hangs" if ended.state == "hung" else "is killed"
+        ended.state = "dead"
+        replies = [reply for _, reply in ended.replies]
+        for request, reply in ended.replies:
+            self.model.delivered(ended, request, reply)
+        ended.replies.clear()
+        return replies
+
+    def replace(self, worker: int) -> None:
+        old = self.workers.pop(worker)
+        old.state = "dead"
+        self.model.lost(old, old.why)
+        self.add(worker, old.share)
+
+    def memory(self, worker: int) -> int | None:
+        grown = sum(life.episodes for life in self.workers[worker].lives.values())
+        return (100 + 10 * grown) * 10**6 if worker in self.workers else None
+
+    def stack(self, worker: int, *, harmless: bool = False) -> str:
+        return ""
+
+    def stop(self, timeout: float) -> list[int]:
+        self.stopped = True
+        return []
+
+    def drop(self) -> None:
+        """Free all greenlets, once the environment has been closed."""
+        self.troubled = False
+        for worker in self.all_workers:
+            worker.drop()
+        self.workers.clear()
+        self._events.clear()
+
+    def abandon(self) -> None:
+        raise NotImplementedError("a simulation is not forked")

@@ -1,0 +1,451 @@
+"""What each result must be, computed from what the environments have done. It shares no code with the package.
+
+`Model` sees the interface between pool and workers, in the order in which the pool sees it: the requests that it posts,
+the replies and losses that it gets. From these, from the caller's calls, and from the resets and steps that simulators
+have noted in their `Life`, it computes the one result, or the few, that the design allows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from marl_parallel.core.messages import Message, Reply, Request
+from simulation.simulator import ALL, BOX, Did, Life
+
+if TYPE_CHECKING:
+    from simulation.backend import SimulatedWorker
+
+COMMON = "__common__"
+ANY_TEXT = object()
+Dicts = tuple[dict[Any, Any], ...]
+_RESULTS = (Message.STEP, Message.RESET, Message.ADOPT, Message.REBUILD)
+
+
+class Wrong(AssertionError):
+    """A result is not what it must be."""
+
+
+class After(NamedTuple):
+    """The state in which a result leaves an environment."""
+
+    last: dict[str, Any]  # the observations in the record
+    alive: list[str]
+    over: tuple[bool, bool] | None  # the flags of `__all__`; None if the episode goes on
+    unused: bool = False  # whether it has been rebuilt and waits for a reset
+
+
+class Cut(NamedTuple):
+    """What a fault has interrupted: "step", "reset", or "" for an idle environment, with the dicts of a step."""
+
+    kind: str
+    dicts: Dicts = ({}, {}, {}, {}, {})
+
+
+@dataclass(eq=False)
+class EnvModel:
+    """One environment as its caller must see it."""
+
+    env_id: int
+    host: int  # the number of the worker that has it
+    life: Life | None = None
+    request: str = ""  # "step" or "reset", from when it is sent until its result has been received
+    action: int | None = None
+    awaiting: Request | None = None  # that the worker carries out for it
+    done: list[Dicts] | None = None  # the results that are allowed, once the pool must have one
+    state: After = field(default_factory=lambda: After({}, [], None))
+    has_reset: bool = False
+    cuts: list[Cut] = field(default_factory=list)  # of a fault that is not reported yet: what it may have interrupted
+    rebuilt: Did | None = None  # likewise, the reset of the environment that has been rebuilt
+    ready: bool = False  # likewise, whether it has been rebuilt
+    renewing: bool = False  # whether the next episode begins in another environment
+    ending: Did | None = None  # likewise, with SAME_STEP: the last step of the old one
+    moved: bool = False
+    option: int = 0  # of the reset that is requested
+    seed: int | None = None  # likewise
+    ended: int = 0  # how many episodes of the present environment its caller has seen end
+    restarts: int = 0
+    recycled: int = 0
+
+
+class Model:
+    """All environments.
+
+    Args:
+        shares: The environments of each worker.
+        mode: The name of the auto-reset mode.
+        restarts: Whether environments that fail are rebuilt.
+        most_episodes: After so many episodes, an environment is replaced; None for no limit.
+
+    Attributes:
+        faults: How many rebuilds faults have led to.
+        errors: How many of these since the present `call` or `restart` began.
+        errors_before: How many of these had occurred when its requests were posted.
+    """
+
+    def __init__(self, shares: list[range], mode: str, *, restarts: bool, most_episodes: int | None) -> None:
+        self.envs = [EnvModel(env_id, number) for number, share in enumerate(shares) for env_id in share]
+        self.mode, self.restarts = mode, restarts
+        self.fatal: list[str] = []  # faults after which everything must be closed
+        self.errors = self.errors_before = self.faults = 0
+        self.most_episodes, self.spares_fail = most_episodes, False
+        self._called: set[int] = set()
+        self.kinds: Counter[str] = Counter()
+        self.checked = 0
+
+    # -- the caller ----------------------------------------------------------------------------------------------------
+
+    def sends(
+        self, kind: str, env_ids: Iterable[int], action: int | None = None, option: int = 0, seed: int | None = None
+    ) -> None:
+        """The caller begins a step or reset."""
+        for env in [self.envs[env_id] for env_id in env_ids]:
+            env.option, env.seed = option, None if seed is None else seed + env.env_id
+            if kind == "reset" and env.has_reset and env.state.over is None and not env.cuts:
+                env.ended += 1
+            env.request, env.action, env.done = kind, action, None
+            if not env.cuts:
+                env.renewing = True  # unless it is posted to the same environment
+            elif kind == "step" and env.ready:
+                self._report(env)
+
+    def rebuilds(self, env_ids: Iterable[int]) -> None:
+        """The caller has environments constructed again."""
+        self.calls(env_ids)
+        for env in [self.envs[env_id] for env_id in env_ids]:
+            env.cuts, env.rebuilt, env.ready, env.state = [], None, False, After({}, [], None)
+            env.has_reset, env.ended = False, 0
+            env.restarts += 1
+
+    def calls(self, env_ids: Iterable[int]) -> None:
+        """The caller calls something else than a step or reset."""
+        self.errors = self.errors_before = 0
+        self._called = {*env_ids}
+
+    def check_errors(self, *, raised: bool) -> None:
+        """Check whether a call or restart must have raised the error of a fault."""
+        if raised and not self.errors:
+            raise Wrong("an error without a fault")
+        if not raised and self.errors > self.errors_before:
+            raise Wrong("no error after a fault")
+        self._called = set()
+
+    def received(self, env_ids: Iterable[int], batch: Any) -> None:
+        """Check results, in the order of env ids: five sequences of dicts, of which some may be None."""
+        for place, env_id in enumerate(env_ids):
+            env = self.envs[env_id]
+            got = tuple(None if part is None else part[place] for part in batch)
+            if not env.request:
+                raise Wrong(f"environment {env_id}: a result without a request: {got}")
+            if env.done is None:
+                raise Wrong(f"environment {env_id}: a result that no worker has sent: {got}")
+            if not any(_fits(got, dicts) for dicts in env.done):
+                allowed = "\n  or ".join(map(_shown, env.done))
+                returned = f"environment {env_id}: its {env.request} returned\n     {_shown(got)}"
+                raise Wrong(f"{returned}\n  in place of\n     {allowed}")
+            env.request, env.done, env.action = "", None, None
+            self.checked += 1
+
+    @property
+    def in_flight(self) -> list[int]:
+        return [env.env_id for env in self.envs if env.request]
+
+    @property
+    def ready(self) -> list[int]:
+        """The environments whose results must be here."""
+        return [env.env_id for env in self.envs if env.done is not None]
+
+    # -- the interface between pool and workers ------------------------------------------------------------------------
+
+    def posted(self, worker: SimulatedWorker, request: Request) -> None:
+        """The pool has sent a request."""
+        message = request.message
+        if self._called and (message is Message.CALL or (message is Message.REBUILD and self._is_called(request))):
+            self.errors_before, self._called = self.errors, set()
+        if message not in _RESULTS:
+            return
+        for env_id in worker.share if request.env_ids is None else request.env_ids:
+            env = self.envs[env_id]
+            if message is Message.STEP:
+                env.renewing = False
+            elif message is not Message.REBUILD:
+                life = worker.lives[env_id]
+                if life is not env.life and env.renewing:
+                    env.life, env.host, env.moved = life, worker.number, True
+                    env.recycled += 1
+                    env.ended = 0
+                elif env.request == "reset":
+                    env.renewing = False
+            env.awaiting = request
+
+    def _is_called(self, request: Request) -> bool:
+        """Whether a rebuild is the caller's: those after faults come for environments with one that is not reported."""
+        return request.env_ids is not None and not any(self.envs[env_id].cuts for env_id in request.env_ids)
+
+    def delivered(self, worker: SimulatedWorker, request: Request, reply: Reply) -> None:
+        """The pool has received a reply."""
+        if reply.message is Message.ACCESS:
+            for env_id in reply.results:
+                self.envs[env_id].life = worker.lives[env_id]
+        if reply.message is Message.PREPARE:
+            self.spares_fail |= bool(reply.failures)
+            for env_id in reply.failures:
+                if self.envs[env_id].host == worker.number and self.envs[env_id].renewing:
+                    self._fails(self.envs[env_id], self._cut(self.envs[env_id], "inside", "constructor"), "exception")
+            return
+        if reply.message is Message.CALL:
+            for env_id in reply.failures:
+                self._fails(self.envs[env_id], self._cut(self.envs[env_id], "", ""), "exception")
+            return
+        if reply.message not in _RESULTS or reply.env_ids == ():
+            return
+        ids = request.env_ids if reply.env_ids is None else reply.env_ids
+        for env_id in worker.share if ids is None else ids:
+            env = self.envs[env_id]
+            if env.awaiting is not request:
+                continue
+            env.awaiting = None
+            if env_id in reply.failures:
+                raised = worker.lives[env_id].raised
+                stage = "returned" if raised == "writing" else "inside"
+                self._fails(env, self._cut(env, stage, raised.removesuffix("-end")), "exception")
+            else:
+                self._completed(env, worker, request.message)
+
+    def reported(self, worker: SimulatedWorker) -> None:
+        """The pool has been told that a worker is gone."""
+        if not self.restarts:
+            self.fatal.append(f"worker {worker.number} is gone")
+
+    def lost(self, worker: SimulatedWorker, why: str) -> None:
+        """The pool replaces a worker that is gone."""
+        current, running = worker.request, worker.running
+        ids: list[int] = []
+        if current is not None and not current.each and current.message in (Message.STEP, Message.RESET):
+            ids = [*(worker.share if current.env_ids is None else current.env_ids)]
+        if running in ids:
+            finished = ids[: ids.index(running) + (worker.phase == "replying")]
+            if worker.phase == "replying":  # the records of the others, which are over and stay it, are empty now
+                for env in [self.envs[env_id] for env_id in ids[len(finished) :]]:
+                    env.state = env.state if env.state.unused else env.state._replace(last={})
+            for env in [self.envs[env_id] for env_id in finished]:
+                if env.awaiting is current:
+                    env.awaiting = None
+                    self._completed(env, worker, current.message)  # type: ignore[union-attr]
+        for env in self.envs:
+            if env.host != worker.number:
+                continue
+            stage, activity = "", ""
+            if env.env_id == running and env.awaiting is current:
+                stage, activity = worker.phase, worker.activity
+            self._fails(env, self._cut(env, stage, activity), "timeout" if why == "hangs" else "death")
+
+    # -- what the design says ------------------------------------------------------------------------------------------
+
+    def _completed(self, env: EnvModel, worker: SimulatedWorker, message: Message) -> None:
+        """A worker has carried out what was requested of an environment."""
+        if message is Message.REBUILD:
+            env.life = worker.lives[env.env_id]
+            resets = [did for did in env.life.did if did.what == "reset"]
+            env.life.did = []
+            if not env.cuts:
+                return
+            env.rebuilt, env.ready = (resets[-1] if resets else None), True
+            if env.rebuilt is not None and env.rebuilt.unreadable:
+                self._fails(env, env.cuts, "exception")
+            elif env.request and env.done is None and (env.request == "step" or env.cuts[0].kind == "reset"):
+                self._report(env)
+            return
+        assert env.life is not None
+        did, env.life.did = env.life.did, []
+        steps, resets = [one for one in did if one.what == "step"], [one for one in did if one.what == "reset"]
+        if any(one.unreadable for one in (resets[-1:] if env.request == "reset" or env.renewing else did)):
+            env.life.did = did
+            cuts = self._cut(env, "replying", "")
+            env.life.did = []
+            self._fails(env, cuts, "exception")
+            return
+        if env.request == "reset" or env.renewing:
+            first = resets[-1]
+            self._check_reset(env, first, seeded=not env.cuts)
+            if not env.moved:
+                self._check_recycling(env)
+            dicts = first[1:6] if env.ending is None else _renewed(env.ending[1:6], first)
+            if env.moved:
+                dicts = _marked(dicts, {"recycled": True})
+            if env.cuts:
+                dicts = _marked(dicts, {"restarted": True, "error": ANY_TEXT})
+            self._finish(env, [dicts], After(first.observations, first.alive, None))
+        elif steps and steps[0].over and self.mode == "SAME_STEP":
+            if len(steps) > 1:
+                raise Wrong(f"environment {env.env_id}: one request has stepped it twice")
+            self._check_action(env, steps[0])
+            env.ended += 1
+            if resets:
+                self._check_recycling(env)
+                self._finish(
+                    env, [_renewed(steps[0][1:6], resets[0])], After(resets[0].observations, resets[0].alive, None)
+                )
+            else:
+                env.ending, env.renewing = steps[0], True
+        elif steps:
+            if len(steps) + len(resets) > 1:
+                raise Wrong(f"environment {env.env_id}: one request has led to {did}")
+            self._check_action(env, steps[0])
+            env.ended += steps[0].over
+            flags = (steps[0].terminateds[ALL], steps[0].truncateds[ALL]) if steps[0].over else None
+            self._finish(env, [steps[0][1:6]], After(steps[0].observations, steps[0].alive, flags))
+        elif resets:
+            if env.state.over is None or self.mode == "DISABLED":
+                raise Wrong(f"environment {env.env_id}: a step has reset it")
+            self._check_recycling(env)
+            self._finish(env, [resets[-1][1:6]], After(resets[-1].observations, resets[-1].alive, None))
+        else:
+            if env.state.over is None or self.mode != "DISABLED":
+                raise Wrong(f"environment {env.env_id}: its simulator has not been stepped")
+            terminated, truncated = env.state.over
+            self._finish(env, [({}, {}, {ALL: terminated}, {ALL: truncated}, {})], After({}, [], env.state.over))
+
+    def _check_reset(self, env: EnvModel, first: Did, *, seeded: bool) -> None:
+        """Check the options and the seed that a reset has received."""
+        option = env.option if env.request == "reset" else 0
+        if first.option != option:
+            raise Wrong(f"environment {env.env_id}: reset with option {first.option} in place of {option}")
+        if env.request == "reset" and seeded and env.seed is not None and first.seed != env.seed:
+            raise Wrong(f"environment {env.env_id}: reset with seed {first.seed} in place of {env.seed}")
+
+    def _check_recycling(self, env: EnvModel) -> None:
+        """An episode begins in the same environment."""
+        limit = self.most_episodes
+        if limit is not None and env.ended >= limit and env.has_reset and not env.cuts and not self.spares_fail:
+            raise Wrong(f"environment {env.env_id}: not replaced after {env.ended} episodes, with max_episodes={limit}")
+
+    def _check_action(self, env: EnvModel, step: Did) -> None:
+        if step.action != env.action:
+            raise Wrong(f"environment {env.env_id}: stepped with action {step.action} in place of {env.action}")
+
+    def _finish(self, env: EnvModel, allowed: list[Dicts], state: After) -> None:
+        if env.done is not None:
+            raise Wrong(f"environment {env.env_id}: a second result of one request")
+        env.done, env.state, env.cuts, env.rebuilt, env.ready = allowed, state, [], None, False
+        env.renewing, env.ending, env.moved = False, None, False
+        env.has_reset = True
+
+    def _report(self, env: EnvModel) -> None:
+        """The result of a step or reset that a fault has interrupted, or prevented."""
+        allowed: list[Dicts] = []
+        first, state = env.rebuilt, env.state
+        for kind, dicts in env.cuts:
+            if kind == "reset" and first is not None:
+                dicts = first[1:6]
+            elif kind != "reset" and first is not None and self.mode == "SAME_STEP":
+                dicts = _renewed(dicts, first)
+            elif kind == "reset" or first is not None:
+                continue
+            else:
+                state = After(dicts[0], [], (False, True), unused=True)
+            allowed.append(_marked(dicts, {"restarted": True, "error": ANY_TEXT}))
+        if first is not None:
+            self._check_reset(env, first, seeded=False)
+            state = After(first.observations, first.alive, None)
+        self._finish(env, allowed, state)
+
+    def _fails(self, env: EnvModel, cuts: list[Cut], kind: str) -> None:
+        """An environment has failed, or its worker is gone."""
+        if not self.restarts:
+            self.fatal.append(f"environment {env.env_id}: {kind}")
+            return
+        if not (env.cuts and (not env.ready or not env.request or env.done is not None)):
+            env.cuts = cuts
+        env.ready, env.rebuilt, env.awaiting = False, None, None
+        env.renewing, env.ending, env.moved = False, None, False
+        env.restarts += 1
+        env.ended = 0
+        self.kinds[kind] += 1
+        self.errors += 1
+        self.faults += 1
+
+    def _cut(self, env: EnvModel, stage: str, activity: str) -> list[Cut]:
+        """What a fault interrupts: the simulator was "inside" a call, had "returned", or the worker was "replying"."""
+        last, alive = env.state.last, env.state.alive
+        if env.renewing and env.done is None:
+            return [Cut("reset")] if env.ending is None else [Cut("step", env.ending[1:6])]
+        if not env.request or env.done is not None:
+            return [Cut("", _interrupted(last, alive) if env.has_reset else _interrupted({}, []))]
+        if env.request == "reset":
+            return [Cut("reset")]
+        did = [] if env.life is None else env.life.did
+        steps, resets = [one for one in did if one.what == "step"], [one for one in did if one.what == "reset"]
+        zeros = {agent: np.zeros(BOX.shape) for agent in alive}
+        if stage == "replying" and not env.state.unused:  # the record has been written, its result is lost
+            written = [*steps, *resets][-1]
+            return [Cut("step", _interrupted(written.observations, [] if written.over else written.alive))]
+        if stage == "replying":  # the caller has seen nothing of the new environment
+            return [Cut("step", _interrupted(last, alive))]
+        if steps and steps[0].over and self.mode == "SAME_STEP":
+            if resets and stage == "returned":
+                step = _ended(steps[0])
+                torn = {agent: np.zeros(BOX.shape) for agent in steps[0].observations}
+                return [Cut("step", step), Cut("step", (torn, *step[1:]))]
+            if activity == "reset":
+                return [Cut("step", _ended(steps[0]))]
+        if steps:
+            return [Cut("step", _interrupted(zeros, alive))]
+        if resets or activity == "reset":
+            return [Cut("reset")]
+        return [Cut("step", _interrupted(last, alive))]
+
+
+# -- dicts -------------------------------------------------------------------------------------------------------------
+
+
+def _ended(step: Did) -> Dicts:
+    """The last step of an episode, if the reset that follows it fails: what cannot be unpickled is lost."""
+    return (*step[1:5], {} if step.unreadable else step.infos)
+
+
+def _interrupted(observations: dict[str, Any], alive: list[str]) -> Dicts:
+    no, yes = {**dict.fromkeys(alive, False), ALL: False}, {**dict.fromkeys(alive, True), ALL: True}
+    return observations, dict.fromkeys(alive, 0.0), no, yes, {}
+
+
+def _renewed(ended: Dicts, first: Did) -> Dicts:
+    """The last step of an episode with the first observations of the next one."""
+    infos = {key: dict(info) if isinstance(info, dict) else info for key, info in ended[4].items()}
+    for agent, observation in ended[0].items():
+        infos.setdefault(agent, {}).setdefault("final_obs", observation)
+    for key, info in first.infos.items():
+        if info is not None and info != {} and isinstance(infos.get(key, {}), dict):
+            infos.setdefault(key, {}).setdefault("reset_info", info)
+    return (first.observations, *ended[1:4], infos)
+
+
+def _marked(dicts: Dicts, mark: dict[str, Any]) -> Dicts:
+    return (*dicts[:4], {**dicts[4], COMMON: {**mark, **dicts[4].get(COMMON, {})}})
+
+
+def _fits(got: Any, expected: Any) -> bool:
+    if expected is ANY_TEXT:
+        return isinstance(got, str) and bool(got)
+    if isinstance(expected, np.ndarray):
+        return isinstance(got, np.ndarray) and got.dtype == expected.dtype and np.array_equal(got, expected)
+    if isinstance(expected, dict):
+        return isinstance(got, dict) and got.keys() == expected.keys() and all(_fits(got[k], expected[k]) for k in got)
+    if isinstance(expected, tuple) and isinstance(got, tuple):
+        return all(one is None or _fits(one, other) for one, other in zip(got, expected, strict=True))
+    return bool(got == expected)
+
+
+def _shown(dicts: Any) -> str:
+    """Dicts in one line; arrays as lists, texts cut off."""
+    if isinstance(dicts, np.ndarray):
+        return str(dicts.tolist())
+    if isinstance(dicts, dict):
+        return "{" + ", ".join(f"{key}: {_shown(value)}" for key, value in dicts.items()) + "}"
+    if isinstance(dicts, tuple):
+        return "(" + ", ".join(map(_shown, dicts)) + ")"
+    return "a text" if dicts is ANY_TEXT else repr(dicts)[:60]

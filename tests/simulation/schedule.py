@@ -1,0 +1,446 @@
+"""One history: the caller's calls, drawn from its number, and the checks of what they return.
+
+Each call has draws of its own, so that the others stay what they are when it is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
+
+from marl_parallel import EnvError, ParallelEnv, ParallelEnvError, RecyclePolicy, RestartPolicy, WorkerTimeout
+from marl_parallel.core.backend import share_out
+from marl_parallel.types import RestartEvent
+from marl_parallel.vector import Arrays, ArrayStepper
+from simulation.backend import Fault, Rates, SimulatedBackend
+from simulation.draws import draw
+from simulation.model import Model, Wrong
+from simulation.simulator import AGENTS, SimulatedEnv
+
+MOST_CALLS = 30
+_MODES = ("SAME_STEP", "NEXT_STEP", "DISABLED")
+
+
+class Setup(NamedTuple):
+    """What a history is made of, besides its calls."""
+
+    num_envs: int
+    num_workers: int
+    mode: str
+    on_error: str
+    rates: Rates
+    recycle: RecyclePolicy | None
+    spares: bool
+    warn_after: float | None
+    arrays: bool  # whether it is stepped by a facade
+    callback: bool  # whether `on_restart` is passed
+    replay: bool  # whether failures can be replayed
+
+
+class Call(NamedTuple):
+    """One call of the caller, with the seed of its own draws."""
+
+    name: str
+    seed: int
+
+
+@dataclass(eq=False)
+class Result:
+    """What has become of a history."""
+
+    number: int
+    setup: Setup
+    calls: list[Call]
+    error: str = ""  # why it fails; empty if it does not
+    log: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    checked: int = 0
+    cause: Exception | None = None
+
+
+def setup_of(number: int) -> Setup:
+    rng = random.Random(number)
+    num_envs = rng.choice([1, 2, 3, 4, 6])
+    recycle = None
+    on_error = "restart" if rng.random() < 0.9 else "raise"
+    if on_error == "restart" and rng.random() < 0.4:
+        limits = {
+            "max_episodes": rng.choice([1, 2, 3, None]),
+            "max_age_s": rng.choice([None, 0.5]),
+            "max_memory_mb": rng.choice([None, 150]),
+            "kill_above_mb": rng.choice([None, None, 400]),
+        }
+        recycle = RecyclePolicy(**limits) if any(limits.values()) else None
+    return Setup(
+        num_envs,
+        rng.randint(1, num_envs),
+        rng.choice(_MODES),
+        on_error,
+        Rates(
+            fails=rng.choice([0.0, 0.01, 0.03]),
+            dies=rng.choice([0.0, 0.01, 0.03]),
+            hangs=rng.choice([0.0, 0.0, 0.02]),
+            late_values=rng.choice([0.0, 0.5]),
+            infos=rng.choice([0.0, 0.5]),
+            unreadable=rng.choice([0.0, 0.0, 0.01, 0.1]),
+        ),
+        recycle,
+        rng.random() < 0.8,
+        rng.choice([None, 2.0]),
+        rng.random() < 0.1,
+        on_error == "restart" and rng.random() < 0.3,
+        on_error == "restart" and rng.random() < 0.03,
+    )
+
+
+def calls_of(number: int) -> list[Call]:
+    rng = random.Random(-number - 1)
+    names, weights = zip(*_CALLS.items(), strict=True)
+    chosen = rng.choices(names, [weight for weight, _ in weights], k=MOST_CALLS)
+    return [Call(name, rng.randrange(1 << 30)) for name in chosen]
+
+
+class History:
+    """A `ParallelEnv` on the simulated backend, and its model."""
+
+    def __init__(self, number: int, left_out: frozenset[Fault], replay_dir: Path) -> None:
+        self.setup = setup = setup_of(number)
+        self.backend = SimulatedBackend(number, setup.rates, spares=setup.spares, left_out=left_out)
+        most = None if setup.recycle is None else setup.recycle.max_episodes
+        shares = share_out(setup.num_envs, setup.num_workers)
+        self.model = self.backend.model = Model(
+            shares, setup.mode, restarts=setup.on_error == "restart", most_episodes=most
+        )
+        self.actions = 0
+        self.ids = range(setup.num_envs)
+        self.number, self.events = number, 0
+        self.closes = False  # whether `close` has been called in the middle of a call
+        self.wrong: list[str] = []  # what callbacks have noticed
+        self.env = ParallelEnv(
+            [SimulatedEnv] * setup.num_envs,
+            setup.mode,
+            num_workers=setup.num_workers,
+            backend=self.backend,
+            on_error=setup.on_error,
+            restart_policy=RestartPolicy(max_restarts=None, rate_limit=None),
+            step_timeout=1.0,
+            reset_timeout=1.0,
+            start_timeout=5.0,
+            warn_after=setup.warn_after,
+            recycle=setup.recycle,
+            forward_logs=False,
+            on_restart=self._on_restart if setup.callback else None,
+            replay=5 if setup.replay else None,
+            replay_dir=replay_dir if setup.replay else None,
+        )
+        self.stepper = ArrayStepper(self.env, self) if setup.arrays else None
+
+    def run(self, calls: Sequence[Call]) -> None:
+        """Carry out calls and check what they return; raises `AssertionError` if something is wrong."""
+        self.backend.troubled = True
+        self._reset(self.ids)
+        for call in calls:
+            _CALLS[call.name][1](self, random.Random(call.seed))
+            if self.env.pending != tuple(self.model.in_flight):
+                raise Wrong(f"pending is {self.env.pending} in place of {self.model.in_flight}")
+            self._check_acting()
+        while self.model.in_flight:
+            self._recv(1, None)
+        self._check_stats()
+
+    def note(self, text: str) -> None:
+        self.backend.note(f"caller: {text}")
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _reset(self, env_ids: Sequence[int], options: Any = None, seed: int | None = None) -> None:
+        self.note(f"reset(env_ids={[*env_ids]}, options={options}, seed={seed})")
+        self.model.sends("reset", env_ids, None, (options or {}).get("option", 0), seed)
+        if self.stepper is not None:
+            some = None if len(env_ids) == len(self.ids) else env_ids
+            arrays = self.stepper.reset(seed, options, some)
+            self.model.received(env_ids, _as_dicts(arrays, env_ids))
+            return
+        observations, infos = self.env.reset(seed=seed, env_ids=env_ids, options=options)
+        self.model.received(env_ids, (observations, None, None, None, infos))
+
+    def _actions(self, env_ids: Sequence[int]) -> tuple[int, list[dict[str, int]]]:
+        self.actions += 1
+        return self.actions, [dict.fromkeys(AGENTS, self.actions) for _ in env_ids]
+
+    def _reset_ended(self) -> None:
+        """Reset the environments that the caller has to reset."""
+        waiting = [env.env_id for env in self.model.envs if not env.request and self._must_reset(env)]
+        if waiting and not self.model.in_flight:
+            self._reset(waiting)
+
+    def _must_reset(self, env: Any) -> bool:
+        return not env.has_reset or (self.setup.mode == "DISABLED" and env.state.over is not None)
+
+    def step(self, rng: random.Random) -> None:
+        if self.model.in_flight:
+            return
+        if rng.random() < 0.9:
+            self._reset_ended()
+        if not all(env.has_reset for env in self.model.envs):
+            return
+        action, actions = self._actions(self.ids)
+        self.note(f"step(action {action})")
+        self.model.sends("step", self.ids, action)
+        self._step(self.ids, action, actions, None)
+
+    def _step(self, env_ids: Sequence[int], action: int, actions: Any, some: Sequence[int] | None) -> None:
+        if self.stepper is not None:
+            arrays = self.stepper.step({agent: np.full(len(self.ids), action) for agent in AGENTS}, some)
+            self.model.received(env_ids, _as_dicts(arrays, env_ids))
+        else:
+            self.model.received(env_ids, self.env.step(actions, some))
+
+    def step_some(self, rng: random.Random) -> None:
+        if self.model.in_flight or not all(env.has_reset for env in self.model.envs):
+            return
+        ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
+        action, actions = self._actions(ids)
+        self.note(f"step(action {action}, env_ids={ids})")
+        self.model.sends("step", ids, action)
+        self._step(ids, action, actions, ids)
+
+    def reset(self, rng: random.Random) -> None:
+        if not self.model.in_flight:
+            ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
+            self._reset(ids, rng.choice([None, {"option": rng.randint(1, 9)}]), rng.choice([None, rng.randint(1, 999)]))
+
+    def send(self, rng: random.Random) -> None:
+        free = [env.env_id for env in self.model.envs if not env.request and not self._must_reset(env)]
+        if not free or self.stepper is not None:
+            return
+        ids = rng.sample(free, rng.randint(1, len(free)))
+        action, actions = self._actions(ids)
+        self.note(f"send(action {action}, env_ids={ids})")
+        self.model.sends("step", ids, action)
+        self.env.send(actions, ids)
+
+    def send_reset(self, rng: random.Random) -> None:
+        free = [env.env_id for env in self.model.envs if not env.request]
+        ids = [env_id for env_id in free if self._must_reset(self.model.envs[env_id]) or rng.random() < 0.1]
+        if ids and self.stepper is None:
+            self.note(f"reset_async(env_ids={ids})")
+            self.model.sends("reset", ids)
+            self.env.reset_async(env_ids=ids)
+
+    def recv(self, rng: random.Random) -> None:
+        if in_flight := len(self.model.in_flight):
+            self._recv(rng.randint(0, in_flight), rng.choice([None, None, 0.0, 0.001, 0.1]), rng.choice([None, 0.01]))
+
+    def _recv(self, least: int, timeout: float | None, window: float | None = None) -> None:
+        self.note(f"recv(min_envs={least}, timeout={timeout}, window={window})")
+        began = self.backend.now
+        try:
+            batch = self.env.recv(least, timeout, window=window)
+        except ParallelEnvError:
+            raise
+        except TimeoutError:
+            if timeout is None or self.backend.now - began < timeout - 1e-6 or len(self.model.ready) >= least:
+                raise Wrong("recv has timed out too early") from None
+            return
+        if len(batch.env_ids) < least or sorted(batch.env_ids) != self.model.ready:
+            raise Wrong(f"recv returned environments {batch.env_ids} in place of {self.model.ready}")
+        self.model.received(batch.env_ids, batch[1:])
+
+    def wait(self, rng: random.Random) -> None:
+        """The caller does something else; workers go on."""
+        seconds = rng.choice([0.001, 0.1, 2.0])
+        self.note(f"{seconds} s pass")
+        self.backend.pass_time(seconds)
+
+    def call(self, rng: random.Random) -> None:
+        if self.model.in_flight:
+            return
+        ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
+        name = rng.choice(["where", "where", "number"])
+        self.note(f"call({name!r}, env_ids={ids})")
+        self.model.calls(ids)
+        try:
+            answers = self.env.call(name, env_ids=ids)
+        except ParallelEnvError:
+            if self.model.restarts:
+                self.model.check_errors(raised=True)
+                return
+            raise
+        self.model.check_errors(raised=False)
+        lives = [self.model.envs[env_id].life for env_id in ids]
+        numbers = [(life.env_id, life.number, life.episodes, life.steps) for life in lives if life is not None]
+        expected = numbers if name == "where" else [number for _, number, *_ in numbers]
+        if [*answers] != expected:
+            raise Wrong(f"call() returned {answers} in place of {expected}")
+
+    def restart(self, rng: random.Random) -> None:
+        if self.model.in_flight:
+            return
+        ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
+        self.note(f"restart(env_ids={ids})")
+        self.model.rebuilds(ids)
+        try:
+            self.env.restart(ids)
+        except ParallelEnvError:
+            if self.model.restarts:
+                self.model.check_errors(raised=True)
+                return
+            raise
+        self.model.check_errors(raised=False)
+
+    def close_inside(self, rng: random.Random) -> None:
+        """From now on, `close` is called in the middle of a call: by a signal handler, or another thread."""
+        how = rng.choice([self._close, self._close_in_thread])
+        self.backend.interrupt_after = rng.randint(0, 8), how
+
+    def _close(self) -> None:
+        self.closes = True
+        self.note("close() by a signal handler")
+        with contextlib.suppress(EnvError):  # of an environment's own close
+            self.env.close(timeout=1.0)
+
+    def _close_in_thread(self) -> None:
+        self.closes = True
+        self.note("close() in another thread")
+
+        def close() -> None:
+            with contextlib.suppress(EnvError):
+                self.env.close(timeout=1.0)
+
+        self.backend.call_in_thread(close)
+
+    def _on_restart(self, event: RestartEvent) -> None:
+        self.events += 1
+        chance = draw(self.number, self.events, 11)
+        if chance < 0.2:
+            raise ValueError("on_restart raises")
+        if chance < 0.4:
+            try:
+                self.env.step([dict.fromkeys(AGENTS, 0) for _ in self.ids])
+            except AlreadyPendingCallError:
+                return
+            self.wrong.append("step() in on_restart has not raised AlreadyPendingCallError")
+        elif chance < 0.5:
+            self.env.stats()
+        elif chance < 0.505:
+            self._close()
+
+    # -- at the end ----------------------------------------------------------------------------------------------------
+
+    def _check_acting(self) -> None:
+        for env, acting in zip(self.model.envs, self.env.acting, strict=True):
+            if not env.request and acting != env.state.alive:
+                raise Wrong(f"environment {env.env_id}: {acting} act next in place of {env.state.alive}")
+
+    def _check_stats(self) -> None:
+        stats = self.env.stats()
+        restarts, recycled = (sum(getattr(env, name) for env in self.model.envs) for name in ("restarts", "recycled"))
+        if (stats.restarts, stats.recycled) != (restarts, recycled):
+            got = f"{stats.restarts} restarts, {stats.recycled} recycled"
+            raise Wrong(f"stats() has {got} in place of {restarts}, {recycled}")
+        kinds = Counter({kind: count for kind, count in stats.restart_kinds.items() if kind == "exception"})
+        if kinds["exception"] != self.model.kinds["exception"]:
+            raise Wrong(f"stats() has {kinds} in place of {self.model.kinds}")
+        if self.setup.callback and self.events != self.model.faults:
+            raise Wrong(f"on_restart was called {self.events} times in place of {self.model.faults}")
+        if self.wrong:
+            raise Wrong(self.wrong[0])
+
+
+_CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
+    "step": (40, History.step),
+    "step_some": (8, History.step_some),
+    "reset": (4, History.reset),
+    "send": (25, History.send),
+    "send_reset": (8, History.send_reset),
+    "recv": (30, History.recv),
+    "wait": (4, History.wait),
+    "call": (4, History.call),
+    "restart": (2, History.restart),
+    "close_inside": (0.5, History.close_inside),
+}
+
+
+def _as_dicts(arrays: Arrays, env_ids: Sequence[int]) -> list[list[dict[Any, Any]]]:
+    """The dicts of some environments, from arrays over all."""
+    (observations,) = arrays.observations  # all agents have the same space
+    columns: list[list[dict[Any, Any]]] = [[], [], [], [], []]
+    for row in env_ids:
+        agents = [*enumerate(AGENTS)]
+        columns[0].append({agent: observations[row, at].copy() for at, agent in agents if arrays.observed[row, at]})
+        columns[1].append({agent: float(arrays.rewards[row, at]) for at, agent in agents if arrays.rewarded[row, at]})
+        for place, flags, over in (
+            (2, arrays.terminations, arrays.terminated),
+            (3, arrays.truncations, arrays.truncated),
+        ):
+            own = {agent: bool(flags[row, at]) for at, agent in agents if arrays.flagged[row, at]}
+            columns[place].append({**own, "__all__": bool(over[row])})
+        columns[4].append(arrays.infos.get(row, {}))
+    return columns
+
+
+def run(number: int, calls: Sequence[Call] | None = None, left_out: frozenset[Fault] = frozenset()) -> Result:
+    """Carry out one history; with other calls than its own, or without some of its faults."""
+    chosen = [*(calls_of(number) if calls is None else calls)]
+    result = Result(number, setup_of(number), chosen)
+    generators = random.getstate(), np.random.get_state()  # workers seed those of their process
+    folder = tempfile.TemporaryDirectory() if result.setup.replay else contextlib.nullcontext("")
+    with folder as replay_dir:
+        _run(History(number, left_out, Path(replay_dir)), result)
+    random.setstate(generators[0])
+    np.random.set_state(generators[1])
+    return result
+
+
+def _run(history: History, result: Result) -> None:
+    try:
+        try:
+            history.run(result.calls)
+        except ClosedEnvironmentError:
+            if not history.closes:
+                raise
+            history.backend.serve()
+            _check_closed(history)
+        except ParallelEnvError as error:
+            is_hung = any(worker.state == "hung" for worker in history.backend.workers.values())
+            if not history.model.fatal and not (isinstance(error, WorkerTimeout) and is_hung):
+                raise Wrong(f"an error without a fault: {error!r}") from error
+            _check_closed(history)
+        else:
+            if history.closes:
+                raise Wrong("a call goes on after close()")
+            if history.model.fatal:
+                raise Wrong(f"no error after {history.model.fatal}")
+    except Exception as error:
+        result.error = f"{type(error).__name__}: {error}"
+        result.cause = error
+    finally:
+        history.backend.troubled = False
+        try:
+            history.env.close(terminate=True)
+        except Exception as error:
+            result.error = result.error or f"close() raised {error!r}"
+        history.backend.drop()
+    result.log, result.faults, result.kinds = history.backend.log, history.backend.faults, history.backend.kinds
+    result.checked = history.model.checked
+
+
+def _check_closed(history: History) -> None:
+    if not history.backend.stopped:
+        raise Wrong("an error has not closed everything")
+    try:
+        history.env.reset()
+    except ClosedEnvironmentError:
+        return
+    raise Wrong("reset() after an error has not raised ClosedEnvironmentError")

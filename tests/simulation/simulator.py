@@ -1,0 +1,221 @@
+"""The environment that simulated workers step: its observations say who they are of, and it stops at points.
+
+At a point, `SimulatedWorker.point` decides whether it goes on, raises, dies or hangs. What it has done is noted in its
+`Life`, from which the model computes what the caller must receive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import greenlet
+import numpy as np
+from gymnasium import spaces
+
+from marl_parallel import MultiAgentEnv, Rules
+
+if TYPE_CHECKING:
+    from simulation.backend import SimulatedWorker
+
+AGENTS = ["a", "b"]
+ALL = "__all__"
+POINTS = ("constructor", "reset", "step", "reset-end", "step-end", "writing", "close", "call", "reply")
+"""Where an environment stops; the `-end` points are where its state has changed and it has not returned yet."""
+
+
+class SimulatedError(Exception):
+    """What an environment raises."""
+
+
+class Did(NamedTuple):
+    """A reset or step from which an environment has returned."""
+
+    what: str  # "reset" or "step"
+    observations: dict[str, Any]
+    rewards: dict[str, float]
+    terminateds: dict[str, bool]
+    truncateds: dict[str, bool]
+    infos: dict[str, Any]
+    action: int | None = None
+    unreadable: bool = False  # whether its infos cannot be unpickled
+    option: int = 0  # of a reset
+    seed: int | None = None  # likewise
+
+    @property
+    def over(self) -> bool:
+        return self.terminateds[ALL] or self.truncateds[ALL]
+
+    @property
+    def alive(self) -> list[str]:
+        ended = {agent for flags in self[3:5] for agent, flag in flags.items() if flag}
+        return [agent for agent in self.observations if agent not in ended]
+
+
+@dataclass(eq=False)
+class Life:
+    """One environment from its constructor on, also if this has raised."""
+
+    env_id: int
+    number: int  # of those with this env id, from 1
+    worker: SimulatedWorker
+    origin: str  # the name of the request that has constructed it
+    episodes: int = 0
+    steps: int = 0  # in the present episode
+    did: list[Did] = field(default_factory=list)  # what no delivered result has reported
+    points: int = 0
+    raised: str = ""  # the point at which it has raised last
+
+
+class LateValue:
+    """An observation that is not an array yet: the conversion stops at a point, in the middle of writing a record."""
+
+    def __init__(self, life: Life, values: Any) -> None:
+        self._life, self._values = life, values
+        self._error: Exception | None = None
+        self._passed = False
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if self._error is not None:  # compiled code has tried before
+            raise self._error
+        if not self._passed:
+            try:
+                self._life.worker.point("writing", self._life)
+            except SimulatedError as error:
+                self._error = error
+                raise
+            self._passed = True
+        return self._values
+
+    def __deepcopy__(self, memo: Any) -> LateValue:
+        return self
+
+
+class Unreadable:
+    """It can be pickled, and not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _fail_to_unpickle, ()
+
+
+def _is_unreadable(infos: dict[str, Any]) -> bool:
+    return "value" in infos.get("a", {})
+
+
+def _fail_to_unpickle() -> None:
+    raise SimulatedError("a value that cannot be unpickled")
+
+
+BOX = spaces.Box(-1e9, 1e9, (7,), np.float64)
+DISCRETE = spaces.Discrete(10_000)
+
+
+class SimulatedEnv(MultiAgentEnv):
+    """Two agents; `b` ends before `a` in some episodes.
+
+    An observation has the env id, the number of the life, of the episode and of the step, the agent's last action, the
+    option of the reset, and the agent's place.
+    """
+
+    rules = Rules.PETTINGZOO
+    possible_agents: ClassVar[list[Any]] = AGENTS
+    observation_spaces: ClassVar[Any] = dict.fromkeys(AGENTS, BOX)
+    action_spaces: ClassVar[Any] = dict.fromkeys(AGENTS, DISCRETE)
+    state_space = None
+    metadata: ClassVar[Any] = {}
+    render_mode = None
+    reset_keywords = frozenset({"seed", "options"})
+
+    def __init__(self, env_id: int) -> None:
+        self.source = self
+        worker: SimulatedWorker = greenlet.getcurrent().worker  # type: ignore[attr-defined]
+        self.life = worker.new_life(env_id)
+        self.number, self.option, self.length, self.agents = self.life.number, 0, 0, list(AGENTS)
+        worker.point("constructor", self.life)
+
+    def _observe(self, agents: list[str], actions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Observations for the caller and for the model."""
+        life = self.life
+        known = {
+            agent: np.array(
+                [
+                    life.env_id,
+                    life.number,
+                    life.episodes,
+                    life.steps,
+                    actions.get(agent, -1),
+                    self.option,
+                    AGENTS.index(agent),
+                ],
+                np.float64,
+            )
+            for agent in agents
+        }
+        returned: dict[str, Any] = dict(known)
+        if agents and life.worker.backend.writes_late(life):
+            returned[agents[-1]] = LateValue(life, known[agents[-1]])
+        return returned, known
+
+    def _infos(self) -> dict[str, Any]:
+        life = self.life
+        kind = life.worker.backend.infos_of(life)
+        if kind == "number":
+            return {"a": {"steps": life.steps}}
+        if kind == "text":
+            return {"a": {"text": f"episode {life.episodes}", "list": [life.steps]}, "more": 1}
+        if kind == "unreadable":
+            return {"a": {"value": Unreadable()}}
+        return {}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        life = self.life
+        life.worker.point("reset", life)
+        self.option = (options or {}).get("option", 0)
+        life.episodes, life.steps, self.agents = life.episodes + 1, 0, list(AGENTS)
+        self.length = 2 + (life.env_id * 7 + life.episodes * 3 + life.number) % 4
+        life.worker.point("reset-end", life)
+        returned, known = self._observe(AGENTS, {})
+        infos = self._infos()
+        no = {**dict.fromkeys(AGENTS, False), ALL: False}
+        did = Did("reset", known, dict.fromkeys(AGENTS, 0.0), no, no, infos, None, _is_unreadable(infos))
+        life.did.append(did._replace(option=self.option, seed=seed))
+        life.worker.phase = "returned"
+        return returned, infos
+
+    def step(self, actions: Any) -> Any:
+        life = self.life
+        life.worker.point("step", life)
+        life.steps += 1
+        ends, leaves = life.steps >= self.length, life.episodes % 2 == 0 and life.steps == 2
+        life.worker.point("step-end", life)
+        agents = self.agents
+        returned, known = self._observe(agents, actions)
+        is_cut = life.episodes % 3 == 0  # truncated, else terminated
+        flags = {agent: ends or (leaves and agent == "b") for agent in agents} | {ALL: ends}
+        no = dict.fromkeys(flags, False)
+        terminateds, truncateds = (no, flags) if is_cut else (flags, no)
+        rewards = {agent: life.steps + 10.0 * life.episodes + 0.5 * (agent == "b") for agent in agents}
+        self.agents = [agent for agent in agents if not flags[agent]]
+        infos = self._infos()
+        action = next((int(action) for action in actions.values()), None)
+        life.did.append(Did("step", known, rewards, terminateds, truncateds, infos, action, _is_unreadable(infos)))
+        life.worker.phase = "returned"
+        return returned, rewards, terminateds, truncateds, infos
+
+    def where(self) -> tuple[int, int, int, int]:
+        """The env id, the life, the episode and the step, for `call`."""
+        life = self.life
+        life.worker.point("call", life)
+        return life.env_id, life.number, life.episodes, life.steps
+
+    def agents_left(self) -> list[Any]:
+        return self.agents
+
+    def render(self) -> Any:
+        return None
+
+    def state(self) -> Any:
+        return None
+
+    def close(self) -> None:
+        self.life.worker.point("close", self.life)

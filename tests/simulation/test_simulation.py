@@ -1,0 +1,49 @@
+"""Histories of the worker pool on simulated workers; see "Simulate the worker pool" in `docs/contributing.md`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from marl_parallel.core import codec
+from simulation.schedule import run
+from simulation.shrinking import report
+
+HISTORIES, AT_ONCE = 2000, 100
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.CRITICAL, "marl_parallel"):
+        yield
+
+
+@pytest.mark.parametrize("first", range(0, HISTORIES, AT_ONCE))
+def test_histories(first, monkeypatch):
+    """Every second group runs without compiled code."""
+    if first // AT_ONCE % 2:
+        monkeypatch.setattr(codec, "Codec", None)
+    for number in range(first, first + AT_ONCE):
+        result = run(number)
+        assert not result.error, report(result)
+
+
+def test_one_number_is_one_history():
+    for number in (3, 14, 15):
+        first, second = run(number), run(number)
+        assert first.log == second.log
+        assert first.checked == second.checked > 0
+
+
+def test_that_faults_of_all_kinds_occur():
+    kinds: Counter[str] = Counter()
+    for number in range(250):
+        kinds += run(number).kinds
+    for outcome in ("fails", "dies", "hangs"):
+        for place in ("constructor", "reset", "step", "writing", "close"):
+            assert kinds[f"{outcome} in {place}"], f"no environment {outcome} in {place}"
+    assert kinds["dies in reply"]
+    assert kinds["unreadable infos"]
