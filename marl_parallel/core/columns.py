@@ -150,7 +150,7 @@ class NumberColumn:
         tag = tag_of(_NUMBER_TAGS, value)
         if tag is None:
             raise DoesNotFit
-        number = int(value)  # NumPy 1 compares its numbers of 64 bits as floats
+        number = value.item() if tag > TYPE_OF_TAG else int(value)  # NumPy 1 compares its own of 64 bits as floats
         if not self._limits[0] <= number <= self._limits[1]:
             raise DoesNotFit
         self.array[record, row] = number

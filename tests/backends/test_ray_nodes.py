@@ -206,7 +206,7 @@ def test_error_names_the_running_environment(fault, word, single_node, tmp_path)
         with pytest.raises(WorkerCrashed, match=rf"died in step of environment 2.*{word}") as caught:
             env.step([{"a": 0, "b": 0}] * 4)
         assert (caught.value.env_ids, caught.value.worker) == ((2,), 1)
-        assert bool(caught.value.stack) == (word == "SIGSEGV")
+        assert caught.value.stack
 
 
 def test_killed_worker(single_node):
