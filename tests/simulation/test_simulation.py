@@ -21,6 +21,9 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         yield
 
 
+pytestmark = pytest.mark.release_independent
+
+
 @pytest.mark.parametrize("first", range(0, HISTORIES, AT_ONCE))
 def test_histories(first, monkeypatch):
     """Every second group runs without compiled code."""
