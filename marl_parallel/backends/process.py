@@ -378,7 +378,7 @@ class ProcessBackend(Backend):
         except BaseException as error:
             channel.close()
             if self._launcher is None and isinstance(error, RuntimeError | OSError | Gone):
-                return  # likewise, while it was launched
+                return  # closed while it was launched
             raise
         self._handles[worker] = _Handle(process, channel, queues, share, log, started_at(process.pid))
         self.statuses[worker] = queues.status

@@ -116,7 +116,7 @@ class PortableProcessBackend(Backend):
         process = self._workers[worker] = _WorkerProcess(
             worker, share, fds, self._threads, self._events, self.log_dir, self._relay
         )
-        if not self._open:  # likewise, while it was started
+        if not self._open:  # closed while it was started
             process.lost = _UNKNOWN
             _end([process])
             process.hang_up()

@@ -119,7 +119,7 @@ class Plan(NamedTuple):
     isolate_rng: bool = False  # whether each environment has process-wide generators of its own
     derived_seeds: bool = False  # whether resets without a seed get a derived one, see `episode.derived_seed`
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
-    settings: bytes = b""  # likewise, of `CallerSettings`
+    settings: bytes = b""  # of `CallerSettings`; workers in the caller's process ignore them
 
 
 class Watch(NamedTuple):

@@ -161,7 +161,7 @@ class History:
     restarts: int = 0
     seed: int = 0  # as of `Crash`
     number: int = 0  # likewise
-    seeds_generators: bool = False  # likewise
+    seeds_generators: bool = False  # as of `Crash`
     options: Any = None
     count: int = 0  # the steps of the episode
     begun: bool = False  # whether there is an episode

@@ -63,7 +63,7 @@ class Slot:
     counted_faults: int = 0  # those that count against it
     recent_faults: deque[float] = field(default_factory=deque)  # when the latest of these were
     needs_reset: bool = False  # whether it has been rebuilt and has returned nothing since, so that no agent is alive
-    reported: dict[AgentID, Any] | None = None  # likewise, its last known observations: the record may be half written
+    reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be torn
 
     latest: bytes | None = None  # the pickled extras of the latest result: the unpickled ones belong to the caller
     saved: bytes | None = None  # likewise of the last step of an episode whose automatic reset has not ended yet

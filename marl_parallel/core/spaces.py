@@ -164,7 +164,7 @@ def starts_elsewhere(space: Space[Any]) -> bool:
 def to_start(space: Space[Any], values: Any) -> Any:
     """Values of `from_zero(space)`, one or stacked, as those of the space: integers of its dtype.
 
-    What is not of the form of the space stays as it is: whoever gets it says so.
+    Values that do not match the space stay as they are: the simulator, or its checks, refuse them.
     """
     return _moved(space, values, 1)
 

@@ -60,13 +60,13 @@ class EnvModel:
     state: After = field(default_factory=lambda: After({}, [], None))
     has_reset: bool = False
     cuts: list[Cut] = field(default_factory=list)  # of a fault that is not reported yet: what it may have interrupted
-    rebuilt: Did | None = None  # likewise, the reset of the environment that has been rebuilt
-    ready: bool = False  # likewise, whether it has been rebuilt
+    rebuilt: Did | None = None  # the reset of the environment that has been rebuilt
+    ready: bool = False  # whether it has been rebuilt
     renewing: bool = False  # whether the next episode begins in another environment
-    ending: Did | None = None  # likewise, with SAME_STEP: the last step of the old one
+    ending: Did | None = None  # with SAME_STEP, the last step of the old environment
     moved: bool = False
     option: int = 0  # of the reset that is requested
-    seed: int | None = None  # likewise
+    seed: int | None = None  # of that reset
     ended: int = 0  # how many episodes of the present environment its caller has seen end
     restarts: int = 0
     recycled: int = 0
@@ -217,7 +217,7 @@ class Model:
                 self._completed(env, worker, request.message)
 
     def reported(self, worker: SimulatedWorker) -> None:
-        """The pool has been told that a worker is gone."""
+        """The pool knows that a worker is gone."""
         if not self.restarts:
             self.fatal.append(f"worker {worker.number} is gone")
 

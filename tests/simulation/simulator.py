@@ -40,7 +40,7 @@ class Did(NamedTuple):
     action: int | None = None
     unreadable: bool = False  # whether its infos cannot be unpickled
     option: int = 0  # of a reset
-    seed: int | None = None  # likewise
+    seed: int | None = None  # as passed
 
     @property
     def over(self) -> bool:
