@@ -12,6 +12,8 @@ from marl_parallel.core import codec
 from simulation.schedule import run
 from simulation.shrinking import report
 
+pytestmark = pytest.mark.release_independent
+
 HISTORIES, AT_ONCE = 2000, 100
 
 
@@ -19,9 +21,6 @@ HISTORIES, AT_ONCE = 2000, 100
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     with caplog.at_level(logging.CRITICAL, "marl_parallel"):
         yield
-
-
-pytestmark = pytest.mark.release_independent
 
 
 @pytest.mark.parametrize("first", range(0, HISTORIES, AT_ONCE))
