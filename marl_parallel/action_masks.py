@@ -42,10 +42,10 @@ def own_mask(mask: Any) -> Any:
 
 def for_sample(space: Space[Any], mask: Any) -> Any:
     """A mask in the form for `space.sample(mask)`; None if it has another form, or allows no action."""
-    if isinstance(space, spaces.Discrete):
-        return _of_choices(space.n, mask)
-    if isinstance(space, spaces.MultiDiscrete):
-        return _of_choices(space.nvec, mask)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        parts = _of_space(space, mask)
+        # If a mask allows no action, Gymnasium would return the first one, which looks like a valid choice.
+        return parts if _has_choices(parts) else None
     if isinstance(space, spaces.MultiBinary):
         return _numbers(mask, space.shape, (0, 1, 2))
     if isinstance(space, spaces.Dict) and isinstance(mask, Mapping):
@@ -88,11 +88,23 @@ def declares_mask(observation_space: Space[Any], action_space: Space[Any]) -> bo
     return declared and choices_of(action_space) is not None
 
 
-def usable_rows(counts: Sequence[int], masks: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which rows of masks `(rows, sum(counts))` are zeros and ones, and allow a choice in each part of an action."""
-    allowed = np.logical_or.reduceat(masks != 0, np.cumsum([0, *counts[:-1]]), axis=1)
-    usable: NDArray[np.bool_] = ((masks == 0) | (masks == 1)).all(axis=1) & allowed.all(axis=1)
-    return usable
+def flat_mask(space: spaces.Discrete | spaces.MultiDiscrete, mask: Any) -> NDArray[np.int8] | None:
+    """A mask of the choices of all parts of an action, one after the other; None if it has another form."""
+    parts = _of_space(space, mask)
+    return np.concatenate(parts) if isinstance(parts, tuple) else parts
+
+
+def binary_rows(masks: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows of an array `(rows, choices)` are zeros and ones."""
+    rows: NDArray[np.bool_] = ((masks == 0) | (masks == 1)).all(axis=1)
+    return rows
+
+
+def with_choices(counts: Sequence[int], masks: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Masks `(..., sum(counts))` for libraries that cannot draw from nothing: a part of an action has all for no choice."""
+    nothing = ~np.logical_or.reduceat(masks, np.cumsum([0, *counts[:-1]]), axis=-1)
+    drawable: NDArray[np.bool_] = masks | np.repeat(nothing, counts, axis=-1)
+    return drawable
 
 
 def allows_nothing(mask: Any) -> bool:
@@ -113,15 +125,22 @@ def _numbers(mask: Any, shape: tuple[int, ...], values: tuple[int, ...]) -> NDAr
     return array.astype(np.int8)
 
 
+def _of_space(space: spaces.Discrete | spaces.MultiDiscrete, mask: Any) -> Any:
+    return _of_choices(space.n if isinstance(space, spaces.Discrete) else space.nvec, mask)
+
+
 def _of_choices(counts: Any, mask: Any) -> Any:
     """Tuples of arrays, nested as `counts` is; one flat array of all choices, as MaskablePPO has them, is split."""
     if np.ndim(counts) == 0:
-        array = _numbers(mask, (int(counts),), (0, 1))
-        # If a mask allows no action, Gymnasium would return the first one, which looks like a valid choice.
-        return array if array is not None and array.any() else None
+        return _numbers(mask, (int(counts),), (0, 1))
     if isinstance(mask, np.ndarray) and mask.ndim == counts.ndim == 1 and len(mask) == counts.sum():
         mask = np.split(mask, np.cumsum(counts)[:-1])
     if not _is_sequence(mask, len(counts)):
         return None
     parts = tuple(map(_of_choices, counts, mask))
     return None if any(part is None for part in parts) else parts
+
+
+def _has_choices(parts: Any) -> bool:
+    """Whether each part of an action has a choice."""
+    return all(map(_has_choices, parts)) if isinstance(parts, tuple) else parts is not None and bool(parts.any())

@@ -494,7 +494,10 @@ class ProcessBackend(Backend):
                 self._look_for_deaths()
                 self._relay.bring(all_is_here=False)
         self._interrupted = False
-        self._relay.bring()
+        relay = self._relay
+        # Whether there is something, without a call: this is in every step.
+        if relay.pipes or ((rings := relay.rings) is not None and rings.counts.tobytes() != rings.seen):
+            relay.bring()
         return replies
 
     def _complete(self, replies: list[tuple[int, Reply | Lost]], at_least: int) -> bool:

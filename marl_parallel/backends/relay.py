@@ -111,11 +111,12 @@ class Relay:
 
     Attributes:
         rings: The log records of workers; None if they are not forwarded.
+        pipes: What workers print, by stream, where the caller's is not a file.
     """
 
     def __init__(self) -> None:
         self.rings: RecordRings | None = None
-        self._pipes: dict[str, _Pipe] = {}
+        self.pipes: dict[str, _Pipe] = {}
         self._threads: list[threading.Thread] = []
         # Re-entrant: a signal handler may close in the middle of a call.
         self._lock = threading.RLock()
@@ -128,13 +129,13 @@ class Relay:
     def _descriptor(self, name: str) -> int | None:
         if is_file(getattr(sys, name)):
             return None
-        if name not in self._pipes:
-            pipe = self._pipes[name] = _Pipe(name)
+        if name not in self.pipes:
+            pipe = self.pipes[name] = _Pipe(name)
             run = functools.partial(self._run, pipe)
             thread = threading.Thread(target=run, name=f"marl_parallel-{name}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        return self._pipes[name].write_end
+        return self.pipes[name].write_end
 
     def _run(self, pipe: _Pipe) -> None:
         while True:
@@ -157,9 +158,9 @@ class Relay:
 
         Only the caller's thread calls this, inside a call.
         """
-        if self._pipes:
+        if self.pipes:
             with self._lock:
-                for pipe in [*self._pipes.values()]:  # a signal handler may close in the middle of it
+                for pipe in [*self.pipes.values()]:  # a signal handler may close in the middle of it
                     pipe.pass_on()
         rings = self.rings
         if rings is not None and rings.counts.tobytes() != rings.seen:
@@ -174,7 +175,7 @@ class Relay:
                 rings.finish()
         with self._lock:
             self._is_open = False
-            for pipe in self._pipes.values():
+            for pipe in self.pipes.values():
                 if not pipe.has_output():
                     os.write(pipe.write_end, b"\n")  # wakes the thread, which does not read it
         for thread in self._threads:
@@ -189,5 +190,5 @@ class Relay:
 
     def _free(self) -> None:
         self._threads = []
-        while self._pipes:
-            self._pipes.popitem()[1].close()
+        while self.pipes:
+            self.pipes.popitem()[1].close()

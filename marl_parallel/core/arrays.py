@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
-from gymnasium import Space
+from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from marl_parallel.action_masks import choices_of, for_sample, usable_rows
+from marl_parallel.action_masks import binary_rows, choices_of, flat_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
@@ -132,6 +132,7 @@ def action_masks(batch: Batch | NativePool, schema: Schema, agents: Sequence[Age
                 f"spaces: agent {agents[0]!r} has {space}, agent {agent!r} has {schema.action_spaces[agent]}"
             )
     assert counts is not None
+    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
     masks = np.ones((len(batch.env_ids), len(agents), sum(counts)), np.bool_)
     stacked, apart = batch.stacked_masks()
     for place, agent in enumerate(agents):
@@ -141,15 +142,15 @@ def action_masks(batch: Batch | NativePool, schema: Schema, agents: Sequence[Age
         if values is None or values.shape[1:] != masks.shape[2:]:
             apart = [*batch.env_ids]
             continue
-        used = usable_rows(counts, values) & reported
+        used = binary_rows(values) & reported
         used[apart] = False
         masks[used, place] = values[used]
     for env_id in apart:
         of_env = batch.masks(env_id)
         for place, agent in enumerate(agents):
-            mask = for_sample(space, of_env.get(agent))
+            mask = flat_mask(space, of_env.get(agent))
             if mask is not None:
-                masks[env_id, place] = np.concatenate(mask) if isinstance(mask, tuple) else mask
+                masks[env_id, place] = mask
     return masks
 
 

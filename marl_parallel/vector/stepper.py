@@ -301,9 +301,9 @@ class ArrayStepper(OfParallelEnv):
     def action_masks(self, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
         """The action masks of some agents as one array; True = allowed.
 
-        They are those that the simulator reported last, also for agents that do not act. All entries are True where it
-        reported none, where an environment is in flight, and where a mask allows nothing or is not made for the action
-        space.
+        They are those that the simulator reported last, also for agents that do not act: PettingZoo's turn-based games
+        report that nothing is allowed for them. All entries are True where it reported none, where an environment is in
+        flight, and where a mask is not made for the action space.
 
         Args:
             agents: Agents with equal action spaces, which are `Discrete` or `MultiDiscrete` with one axis.

@@ -23,7 +23,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import MarlGroupMapType, check_marl_grouping
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
-from marl_parallel.action_masks import choices_of, declares_mask
+from marl_parallel.action_masks import choices_of, declares_mask, with_choices
 from marl_parallel.adapters import AgentID, Schema, attributes
 from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
@@ -62,7 +62,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     `infos`. Tensors are the caller's own.
 
     Groups with action masks also have `"action_mask"`: `[n, k, num_choices]`, bool, True = allowed, as in
-    `ArrayStepper.action_masks`. It is no part of `"observation"`, and limits the action spec: random actions are legal.
+    `ArrayStepper.action_masks`, but where nothing is allowed, all is: TorchRL cannot draw from nothing. It is no part
+    of `"observation"`, and limits the action spec: random actions are legal.
     With `return_state`, the root has the global `"state"`, `[n, ...]`.
 
     `Dict` spaces are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"`, ...; `Discrete` observations are
@@ -133,13 +134,13 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._groups = {
             name: AgentRows(stepper, agents, vectors_for="TorchRLEnv") for name, agents in self.group_map.items()
         }
-        self._num_choices = {
-            name: sum(counts)
+        self._choices = {  # of each part of an action
+            name: counts
             for name, group in self._groups.items()
             if (counts := choices_of(group.action_space))
             and (info_masks or declares_mask(group.space, group.action_space))
         }
-        if info_masks and not self._num_choices:
+        if info_masks and not self._choices:
             raise ValueError(
                 "info_masks=True, but no group has a Discrete or one-dimensional MultiDiscrete action space"
             )
@@ -162,9 +163,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             acted = _specs("action", group.action_space, shape, one_hot=self._one_hot)
             seen = _specs("observation", group.space, shape)
             masks = {key: _flag_spec(shape) for key in ("mask", "present")}
-            if name in self._num_choices:
+            if name in self._choices:
                 seen.pop(_MASK_IN_OBSERVATION, None)
-                masks[ACTION_MASK] = _flag_spec((*shape, self._num_choices[name]))
+                masks[ACTION_MASK] = _flag_spec((*shape, sum(self._choices[name])))
             reward = {"reward": Unbounded(shape=(*shape, *objectives), dtype=torch.float32)}
             flags = {flag: _flag_spec((*shape, 1)) for flag in _FLAGS}
             parts = (actions, acted), (observations, {**seen, **masks}), (rewards, reward), (dones, flags)
@@ -509,9 +510,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             observations = group.observations(arrays.observations)
             seen = {_key("observation", path): reduce(getitem, path, observations) for path, _ in leaves(group.space)}
             masks = {"mask": group.of(arrays.acting), "present": group.of(arrays.present)}
-            if name in self._num_choices:
+            if name in self._choices:
                 seen.pop(_MASK_IN_OBSERVATION, None)
-                masks[ACTION_MASK] = self._stepper.action_masks(group.agents)
+                masks[ACTION_MASK] = with_choices(self._choices[name], self._stepper.action_masks(group.agents))
             flags = {flag: group.of(values)[..., None] for flag, values in of_agents.items()}
             of_group = {key: torch.from_numpy(array) for key, array in {**seen, **masks, **flags}.items()}
             if self._flat:
@@ -519,7 +520,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             else:
                 result[name] = TensorDict(of_group, batch_size=(n, len(group.agents)), device=self.device)
         tensors = TensorDict(result, batch_size=(n,), device=self.device)
-        for name in self._num_choices:
+        for name in self._choices:
             self.full_action_spec[self._at(name, "action")].update_mask(tensors[self._at(name, ACTION_MASK)].clone())
         return tensors
 
