@@ -101,7 +101,7 @@ def binary_rows(masks: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def with_choices(counts: Sequence[int], masks: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Masks `(..., sum(counts))` for libraries that cannot draw from nothing: a part of an action has all for no choice."""
+    """Masks `(..., sum(counts))` for libraries that cannot draw from nothing: a part without choices has all."""
     nothing = ~np.logical_or.reduceat(masks, np.cumsum([0, *counts[:-1]]), axis=-1)
     drawable: NDArray[np.bool_] = masks | np.repeat(nothing, counts, axis=-1)
     return drawable
