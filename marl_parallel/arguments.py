@@ -15,8 +15,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.construction import KEYWORDS, missing_arguments
-from marl_parallel.core.replay import FOLDER
+from marl_parallel.core.constructors import KEYWORDS, missing_arguments
+from marl_parallel.core.replay_file import FOLDER
 from marl_parallel.types import RecyclePolicy, RestartPolicy
 
 _POOL_SEEDS = 2**31  # seeds of native simulators: EnvPool's are 32-bit integers with a sign

@@ -27,7 +27,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel import arguments, vector
 from marl_parallel.adapters import MultiAgentEnv
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.construction import Wrapped
+from marl_parallel.core.constructors import Wrapped
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import (
     AdapterName,

@@ -5,7 +5,7 @@ A step::
     ParallelEnv.step(actions)
       |  Batch.write_actions      checks actions, writes them into shared memory                core/batch.py
       |  BatchRunner.step         one call at a time, env ids, seeds and options of resets      runner.py
-      |    Pool.run               one slot per environment, one wait loop                       core/pool.py
+      |    Pool.run               one slot per environment, one wait loop                       core/pool/pool.py
       |      Backend.post         wakes the workers                                             backends/
       |        Worker.execute     in each process or thread                                     core/worker.py
       |          Codec.run        steps simulators, plain transitions into shared memory        core/codec.py
@@ -17,8 +17,8 @@ A step::
     observations, rewards, terminateds, truncateds, infos
 
 `send` and `recv` are its two halves. After a crash, `Backend.wait` returns `Lost` in place of a reply; then `Pool`
-raises an error and closes everything, or rebuilds the environments in a new worker (`core/recovery.py`). For simulators
-that step many environments by themselves (`from_native`), `core/native.py` replaces `Pool` and `Batch`.
+raises an error and closes everything, or rebuilds the environments in a new worker (`core/pool/restarts.py`). For
+simulators that step many environments by themselves (`from_native`), `core/native.py` replaces `Pool` and `Batch`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from marl_parallel import arguments, planning
 from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import open_backend
+from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.caller_settings import CallerSettings
@@ -54,13 +55,17 @@ from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
 from marl_parallel.core.messages import Answer, Message, Refusal, Request
 from marl_parallel.core.native import NativePool, NativeSimulator
 from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, loads
-from marl_parallel.core.pool import Pool
-from marl_parallel.core.recovery import Recovery
-from marl_parallel.core.recycling import Recycler
-from marl_parallel.core.replay import Histories
+from marl_parallel.core.pool.long_calls import LongCalls
+from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.rebuilds import Rebuilds
+from marl_parallel.core.pool.recycling import Recycling
+from marl_parallel.core.pool.replay import Histories
+from marl_parallel.core.pool.restarts import Restarts
+from marl_parallel.core.pool.settings import SettingsAtResets
+from marl_parallel.core.pool.timeouts import Limits, Timeouts
+from marl_parallel.core.pool.tracing import Tracing
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
-from marl_parallel.core.slots import Limits
 from marl_parallel.core.worker_status import Tracer
 from marl_parallel.runner import BatchRunner
 from marl_parallel.types import (
@@ -204,6 +209,9 @@ class ParallelEnv:
             instead.
     """
 
+    _recycling: Recycling | None = None
+    _tracing: Tracing | None = None  # of the present trace
+
     def __init__(
         self,
         env_constructors: Sequence[Callable[..., Any]],
@@ -300,7 +308,11 @@ class ParallelEnv:
         else:
             workers = self.plan["arguments"]["num_workers"]
         shares = share_out(len(seeds), workers)
-        pool = Pool(opened, shares, limits, warn_after=warn_after, restarts=restarts)
+        pool = Pool(opened, shares)
+        watch = Timeouts(pool, limits)
+        pool.extend(watch, LongCalls(pool, warn_after, watch.limits))
+        if restarts:
+            pool.advice = reports.FIRST_CONSTRUCTION
         self._close_at_exit(pool)
         started = False
         try:
@@ -308,10 +320,11 @@ class ParallelEnv:
             started = True
             began = opened.clock()
             local_modules: list[ModuleType] = []
-            pool.settings = CallerSettings(forward_logs, local_modules)
+            caller_settings = CallerSettings(forward_logs, local_modules)
             described, plan, built = construct(
-                pool, constructors, seeds, mode, adapter, restarts, kept is not None, isolate_rng, local_modules
-            )
+                pool, constructors, seeds, mode, adapter, restarts, kept is not None, isolate_rng, local_modules,
+                caller_settings,
+            )  # fmt: skip
             schema = common_schema(described)
             layout = Layout(schema, len(seeds), arrays=shared_memory)
             block = opened.allocate(layout)
@@ -322,29 +335,23 @@ class ParallelEnv:
                 copy=copy, check_actions=check_actions, needs_all_actions=schema.needs_all_actions,
                 local_modules=local_modules, episode_stats=episode_stats,
             )  # fmt: skip
-            pool.rebuilder = Recovery(
-                pool.slots,
-                restart_policy,
-                plan,
-                attach.payload,
-                batch,
-                opened.clock,
-                seeds[0],
-                schema.options_last,
-                on_restart,
+            settings = SettingsAtResets(caller_settings)
+            rebuilds = Rebuilds(
+                pool, batch, plan, attach.payload, seeds[0], options_last=schema.options_last, settings=settings
             )
-            if restarts:
-                pool.restart_on_faults()
+            pool.extend(settings, rebuilds)
+            if kept is not None:
+                pool.extend(Histories(pool, *kept, layout, block, plan, local_modules))
             if recycle is not None or opened.moves:
                 policy = recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
-                build_s = opened.clock() - began
-                pool.recycle(Recycler(policy, opened, batch.statistics.ended, build_s))
+                self._recycling = Recycling(pool, rebuilds, batch, policy, opened.clock() - began)
+                pool.extend(self._recycling)
                 if recycle is not None and opened.memory(0) is None:
                     self._warn_of_recycling(recycle, backend)
-            if kept is not None:
-                pool.histories = Histories(*kept, pool.slots, layout, block, plan, local_modules, opened)
+            if restarts:
+                pool.extend(Restarts(pool, rebuilds, batch, restart_policy, on_restart))
             seed_check = None if seeds[0] is None else SeedCheck(built, "seed" in schema.reset_keywords)
-            self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check)
+            self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check, rebuilds)
             if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):
                 self.runner.default_seed = DefaultSeed(pool)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):
@@ -638,7 +645,7 @@ class ParallelEnv:
             raise NotImplementedError(f"{runner.pool.name} cannot construct some of its environments again")
         ids = runner.checked_ids(env_ids)
         try:
-            runner.pool.rebuild(ids)
+            runner.rebuild(ids)
         finally:
             runner.note_rebuilt()
 
@@ -660,7 +667,16 @@ class ParallelEnv:
         runner = self.runner
         runner.check_open()
         runner.check_not_calling("rebalance")
-        return 0 if isinstance(runner.pool, NativePool) else runner.pool.rebalance()
+        if isinstance(runner.pool, NativePool):
+            return 0
+        pool = runner.pool
+        return int(pool.call("", self._rebalance, pool))
+
+    def _rebalance(self, pool: Pool) -> int:
+        moved = pool.backend.rebalance([*pool.present_shares()])
+        if moved and self._recycling is not None:
+            self._recycling.look_soon()
+        return moved
 
     @exclusive("send")
     def send(
@@ -983,15 +999,25 @@ class ParallelEnv:
         pool = self.runner.pool
         if isinstance(pool, NativePool):
             raise NotImplementedError(f"{pool.name} keeps no timeline: it has no workers")
-        if pool.tracer is not None:
-            raise RuntimeError(f"a trace is being recorded already, for {pool.tracer.path}: call stop_trace first")
-        tracer = Tracer(arguments.checked_trace(path), pool.shares, pool.backend.clock)
+        if self._tracing is not None:
+            path = self._tracing.tracer.path
+            raise RuntimeError(f"a trace is being recorded already, for {path}: call stop_trace first")
+        tracing = Tracing(pool, Tracer(arguments.checked_trace(path), pool.shares, pool.clock))
         fault = self._trace_workers(pool, True)
         if fault is not None:
             self._trace_workers(pool, False)
             raise fault
-        pool.tracer = tracer
-        tracer.watch(pool, self.runner.batch)
+        self._set_tracing(pool, tracing)
+
+    def _set_tracing(self, pool: Pool, tracing: Tracing | None) -> None:
+        batch = self.runner.batch
+        assert isinstance(batch, Batch)
+        if self._tracing is not None:
+            pool.drop(self._tracing)
+        if tracing is not None:
+            pool.extend(tracing)
+        self._tracing = tracing
+        pool.around = batch.around = None if tracing is None else tracing.tracer.during
 
     @exclusive("stop_trace")
     def stop_trace(self) -> Path:
@@ -1004,14 +1030,15 @@ class ParallelEnv:
         """
         self.runner.check_idle("stop_trace")
         pool = self.runner.pool
-        if isinstance(pool, NativePool) or pool.tracer is None:
+        tracing = self._tracing
+        if isinstance(pool, NativePool) or tracing is None:
             raise RuntimeError("no trace is being recorded: call start_trace first, or pass trace=")
         fault = self._trace_workers(pool, False)
         if fault is not None:
             raise fault
-        tracer, pool.tracer = pool.tracer, None
-        tracer.finish()
-        return tracer.path
+        self._set_tracing(pool, None)
+        tracing.tracer.finish()
+        return tracing.tracer.path
 
     @staticmethod
     def _warn_of_recycling(recycle: RecyclePolicy, backend: Any) -> None:
@@ -1024,11 +1051,10 @@ class ParallelEnv:
                 stacklevel=3,
             )
 
-    @staticmethod
-    def _trace_workers(pool: Pool, on: bool) -> ParallelEnvError | None:
+    def _trace_workers(self, pool: Pool, on: bool) -> ParallelEnvError | None:
         """Begin or end traces in all workers, and add their slices; returns the first error of a replaced worker."""
-        if pool.rebuilder is not None:
-            pool.rebuilder.traced = on
+        if self.runner.rebuilds is not None:
+            self.runner.rebuilds.traced = on
         fault = None
         for worker, share in pool.present_shares().items():  # one by one: an error must not lose the others' slices
             try:
@@ -1039,9 +1065,9 @@ class ParallelEnv:
                 fault = fault or error
                 continue
             for slices in results.values():
-                if pool.tracer is not None:
-                    pool.tracer.add(pool.position(worker), slices, pool.backend.ahead(worker))
-        pool.prepare_again()  # spares trace from their construction on, or no more
+                if self._tracing is not None:
+                    self._tracing.add(worker, slices)
+        pool.call("", pool.note_outdated, range(self.num_envs))  # standbys trace from their construction on, or no more
         return fault
 
     def stats(self) -> Stats:

@@ -43,8 +43,9 @@ from marl_parallel.core.exclusive import CallGuard
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Watch
 from marl_parallel.core.native import NativePool
 from marl_parallel.core.pickling import dumps_for_workers
-from marl_parallel.core.pool import Pool, Results
-from marl_parallel.core.slots import Snapshot
+from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.rebuilds import Rebuilds
+from marl_parallel.core.pool.slots import Results, Snapshot
 from marl_parallel.planning import WaitingRemark
 from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
 
@@ -85,13 +86,15 @@ class BatchRunner:
         seeds: Sequence[int | None],
         local_modules: list[ModuleType] | None = None,
         seed_check: SeedCheck | None = None,
+        rebuilds: Rebuilds | None = None,
     ) -> None:
         self.pool, self.batch, self.schema = pool, batch, schema
+        self.rebuilds = rebuilds  # None for native simulators
         self.mode, self.env_ids, self.num_envs = batch.mode, batch.env_ids, len(batch.env_ids)
         self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": batch.mode}, schema.render_mode
         self.seeds: tuple[int | None, ...] = tuple(seeds)  # the seed that each environment got, or declared last
         self.takes_options = "options" in schema.reset_keywords
-        self.restarts = isinstance(pool, Pool) and pool.recovery is not None  # whether failed environments are rebuilt
+        self.restarts = isinstance(pool, Pool) and pool.survives_faults  # whether failed environments are rebuilt
         self.guard = CallGuard(pool.check_open)  # one call at a time
         self.local_modules = [] if local_modules is None else local_modules  # modules that workers cannot import
         self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
@@ -146,12 +149,19 @@ class BatchRunner:
 
     def note_options(self, env_ids: Sequence[int], options: Mapping[str, Any]) -> None:
         """Note options that environments which keep them have now: they may be constructed again."""
-        pool = self.pool
-        assert isinstance(pool, Pool)
-        assert pool.rebuilder is not None
+        assert self.rebuilds is not None
         for env_id in env_ids:
-            pool.rebuilder.remember_options(env_id, pool.rebuilder.merged_options(env_id, options))
-        pool.prepare_again(env_ids)
+            self.rebuilds.remember_options(env_id, self.rebuilds.merged_options(env_id, options))
+        self._note_outdated(env_ids)
+
+    def rebuild(self, env_ids: Sequence[int]) -> None:
+        """Construct environments again, which count as never reset then; as `ParallelEnv.restart`."""
+        assert self.rebuilds is not None
+        self.rebuilds.rebuild(env_ids)
+
+    def _note_outdated(self, env_ids: Sequence[int]) -> None:
+        assert isinstance(self.pool, Pool)
+        self.pool.call("", self.pool.note_outdated, env_ids)
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
         """Begin new episodes and return; `recv` has the results. Arguments and errors are those of `reset`."""
@@ -235,7 +245,7 @@ class BatchRunner:
         if isinstance(self.pool, NativePool):
             return self._called
         try:
-            return self.pool.finish(seconds)
+            return self.pool.finish_in(seconds)
         except TimeoutError as error:
             self.calling = not isinstance(error, ParallelEnvError)
             raise
@@ -283,10 +293,10 @@ class BatchRunner:
 
     def _have_written(self, pool: Pool, watch: Watch) -> None:
         self._watch = watch
-        if pool.rebuilder is not None:
-            pool.rebuilder.watch = watch
+        if self.rebuilds is not None:
+            self.rebuilds.watch = watch
         pool.execute_in_each_worker(Message.WATCH, watch)
-        pool.prepare_again()
+        self._note_outdated(self.env_ids)
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """After `watch_states`: the states that the last reset or step of each environment has written, and the last
@@ -465,8 +475,8 @@ class BatchRunner:
             first = base_seed(seed)
             base = None if base is None else first
             seeds = [first + env_id for env_id in env_ids]
-        rebuilder = pool.rebuilder
-        assert rebuilder is not None
+        rebuilds = self.rebuilds
+        assert rebuilds is not None
         options_of = checked_options(options, env_ids)
         for env_options in options_of:
             if env_options is not None:
@@ -479,27 +489,27 @@ class BatchRunner:
             slot = pool.slots[env_id]
             if env_seed is not None:
                 passed[SEEDS_GENERATORS] = True
-            elif base is not None and not slot.has_reset and not slot.rebuilds:
+            elif base is not None and not slot.has_reset and not rebuilds.count(env_id):
                 env_seed = base + env_id
             if env_seed is not None:
                 passed["seed"] = new_seeds[env_id] = sampler_seeds[env_id] = env_seed
             if env_options is not None:
-                passed["options"] = merged[env_id] = rebuilder.merged_options(env_id, env_options)
+                passed["options"] = merged[env_id] = rebuilds.merged_options(env_id, env_options)
             keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
         if self.default_seed is not None and (0, None) not in zip(env_ids, seeds) and 0 in env_ids:
             self.default_seed.forget()
             self.default_seed = None
-        remembered = [env_id for env_id, of_env in merged.items() if rebuilder.remember_options(env_id, of_env)]
+        remembered = [env_id for env_id, of_env in merged.items() if rebuilds.remember_options(env_id, of_env)]
         # Before the reset: an environment that fails in it is rebuilt with a seed of the new base.
         self._base_seed, self.seeds, pool.seeds_stale = base, tuple(new_seeds), True
         for env_id, env_seed in sampler_seeds.items():
             self._sampler_seeds[env_id] = env_seed
             self._samplers.pop(env_id, None)
-        if rebuilder.base_seed != base:
-            rebuilder.base_seed = base
-            pool.prepare_again()
+        if rebuilds.base_seed != base:
+            rebuilds.base_seed = base
+            self._note_outdated(self.env_ids)
         elif remembered:
-            pool.prepare_again(remembered)
+            self._note_outdated(remembered)
         return keywords
 
     def _seeds_of_all(self, env_ids: Sequence[int], seed: Seeds, name: str) -> list[int]:

@@ -42,7 +42,7 @@ from marl_parallel.core import codec, reports
 from marl_parallel.core.backend import Backend, most_workers, usable_cpus
 from marl_parallel.core.columns import span_of
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
-from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request
+from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request, answer
 from marl_parallel.core.pickling import open_script_of_worker
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
@@ -554,7 +554,8 @@ class ProcessBackend(Backend):
                 replies.append((worker, STEPPED))
             elif code & _KIND == _DONE:
                 moment = queue.times[(queue.read - 1) % queue.capacity]  # of the code taken last
-                replies.append((worker, Reply(Message.STEP, _env_ids_of(code), {}, {}, moment, bool(code & _LAST))))
+                stepped = answer(Message.STEP, _env_ids_of(code), {}, {}, moment, last=bool(code & _LAST))
+                replies.append((worker, stepped))
             else:
                 try:
                     reply = handle.channel.receive_now()
@@ -660,9 +661,9 @@ def main(index: int, fds: Sequence[int]) -> None:
         RecordSender(ring, index, queues.status, worker.settings, to_file).install(forked=forked)
 
     def send(reply: Reply) -> None:
-        message, env_ids, results, failures, completed, last = reply
+        message, request, env_ids, results, _, completed, last = reply
         code = _LAST if last else 0
-        on_channel = message is not Message.STEP or results or failures
+        on_channel = request is not Message.STEP or message is not Message.RESULT or results
         if on_channel:
             # The code comes after the message, so that the parent is not woken for an incomplete one. The exception is
             # a message larger than the room in the socket: the parent must read so that the rest can be sent.

@@ -55,7 +55,7 @@ from marl_parallel.backends import descendants
 from marl_parallel.cli.target import DEBUG_HINT, CommandError, constructor_of, in_brief
 from marl_parallel.core import generators
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.construction import construct_one
+from marl_parallel.core.constructors import construct_one
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
 from marl_parallel.core.messages import Lost

@@ -37,7 +37,7 @@ from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, TurnBase
 from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.target import CommandError, in_brief
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.construction import construct_one
+from marl_parallel.core.constructors import construct_one
 from marl_parallel.core.spaces import tree_map, zeros
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv

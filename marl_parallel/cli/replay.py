@@ -27,13 +27,13 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import MultiAgentEnv, Schema, adapt
 from marl_parallel.cli.target import CommandError, in_brief, short_errors
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.construction import call_constructor
+from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.episode import Episode, derived_seed
 from marl_parallel.core.generators import seed_generators, seeding_new_torch
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dump_extras, install_registrations, loads
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.replay import BadReplay, Crash, read_crash
+from marl_parallel.core.replay_file import BadReplay, Crash, read_crash
 from marl_parallel.core.reports import manner_of_death
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import WorkerStatus

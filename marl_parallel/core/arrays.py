@@ -233,6 +233,9 @@ class ArrayBatch(ArrayView):
         Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
         """
         batch = self._batch
+        if batch.around is not None and (context := batch.around("write actions")):
+            with context:
+                return self.write(actions, env_ids)
         everyone = batch.all_act or self._acting() == [self.agents] * self._num_envs
         acting = None if everyone else self.acting()
         ids = self._env_ids if env_ids is None else env_ids
@@ -293,6 +296,9 @@ class ArrayBatch(ArrayView):
         agent. All environments have been stepped, and their state is known.
         """
         batch = self._batch
+        if batch.around is not None and (context := batch.around("read results")):
+            with context:
+                return self.read(extras)
         if self._in_block and not extras and self._transitions.all_plain():
             batch.note_plain(self._span)
             batch.count_plain(self._span)
@@ -383,6 +389,10 @@ class ArrayBatch(ArrayView):
 
     def read_some(self, env_ids: Sequence[int], extras: Mapping[int, Any], last: Arrays) -> Arrays:
         """As `read`, of some environments, written into `last`; the others have no rewards, flags and infos."""
+        around = self._batch.around
+        if around is not None and (context := around("read results")):
+            with context:
+                return self.read_some(env_ids, extras, last)
         errors: list[ValueError] = []
         for env_id in env_ids:  # all of them, before something that has no place in an array is an error
             try:

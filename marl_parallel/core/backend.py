@@ -62,8 +62,8 @@ def share_out(num_envs: int, num_workers: int) -> list[range]:
 
 
 def most_workers(shares: Sequence[Sequence[int]]) -> int:
-    """How many workers there may be at a time: one for each environment and one for its spare, and some that end."""
-    return 2 * sum(map(len, shares)) + len(shares)
+    """How many workers there may be at a time: each may have a standby."""
+    return 2 * len(shares)
 
 
 class Backend(ABC):

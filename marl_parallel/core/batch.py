@@ -6,7 +6,8 @@ over all environments (`arrays.py`) are another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 from weakref import WeakSet
@@ -23,8 +24,8 @@ from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import add_to_infos, needs_actions
 from marl_parallel.core.pickling import dumps_for_workers, in_order
+from marl_parallel.core.pool.slots import Slot, Snapshot
 from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionRecords
-from marl_parallel.core.slots import Slot, Snapshot
 from marl_parallel.core.spaces import Mismatch, conform, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.core.transition import ALL, COMMON, EPISODE, FINAL_OBS, are_empty
@@ -79,6 +80,7 @@ class Batch:
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
         self.views: WeakSet[ArrayBatch] = WeakSet()
+        self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
         self.all_act = False  # whether `note_plain` has been called for all slots and nothing has changed since
 
     # -- actions -------------------------------------------------------------------------------------------------------
@@ -95,6 +97,9 @@ class Batch:
             ValueError: An action is missing, or is not what its space declares; nothing has been stepped.
             TypeError: Something is not a dict, or cannot be pickled; likewise.
         """
+        if self.around is not None and (context := self.around("write actions")):
+            with context:
+                return self.write_actions(env_ids, actions, stacked=stacked)
         pickled: dict[int, bytes] = {}
         codec, turns, place = None if self.checks else self._codec, None, 0
         if codec is not None and not self.all_act:  # elsewhere, actions may have to be left out
@@ -156,6 +161,9 @@ class Batch:
 
     def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
         """The transitions of some environments, with their pickled extras or a `Snapshot`, by environment."""
+        if self.around is not None and (context := self.around("read results")):
+            with context:
+                return self.read(env_ids, extras)
         if self._codec is None:
             rows = [self._read_one(env_id, extras.get(env_id)) for env_id in env_ids]
             return cast(Columns, (*zip(*rows),) or ((),) * 5)
@@ -259,6 +267,14 @@ class Batch:
         masks = self._pickled_masks(acting, dicts[0], extras, dicts[4], ended)
         return Snapshot(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
 
+    def has_next_episode(self, env_id: int) -> bool:
+        """Whether the latest step of an environment has ended an episode and begun the next one."""
+        return self.transitions.is_final(env_id)
+
+    def ended(self, env_id: int, extras: Any) -> Snapshot:
+        """As `snapshot`, where an environment `has_next_episode`: the last step of the old one."""
+        return Snapshot(self._own.read_ended(env_id, extras or {}), [], [], over=True)
+
     def last_known(
         self, slot: Slot, extras: Any, *, partially_written: bool
     ) -> tuple[dict[AgentID, Any], list[AgentID]]:
@@ -281,7 +297,7 @@ class Batch:
         {} if the next action does not count.
         """
         slot = self._slots[env_id]
-        if slot.request is not None or slot.fault is not None or not slot.has_reset:  # in flight, or rebuilt
+        if slot.request is not None or slot.skips or not slot.has_reset:  # in flight, or rebuilt
             return {}
         observed = self.transitions.observed(env_id)
         masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
@@ -302,7 +318,7 @@ class Batch:
         apart = [
             slot.env_id
             for slot in self._slots
-            if slot.masks or slot.request is not None or slot.fault or not slot.has_reset
+            if slot.masks or slot.request is not None or slot.skips or not slot.has_reset
         ]
         return found, apart
 

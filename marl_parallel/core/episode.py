@@ -45,7 +45,6 @@ class Episode:
 
     Attributes:
         ended_for_now: Whether the last step ended an episode and `begin_next` is due.
-        retiring: Whether another environment begins the next episode, so that `begin_next` is not called.
         fast: For compiled code, while all agents are alive, and all or one act: the simulator's `step`; a function
             whose result is false if it has to be interpreted here, or None; and whether this result tells whose turn
             is next. If it need not be and the transition is plain, nothing else changes here. None in other states.
@@ -81,7 +80,6 @@ class Episode:
         self._early: Transition | None = None
         self._before_early: States | None = None  # of the process-wide generators
         self.ended_for_now = False
-        self.retiring = False
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
         """Begin a new episode, with keywords for the simulator's `reset`; rewards are zero, and flags False."""

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 
 class Message(Enum):
-    """The kinds of requests."""
+    """The kinds of messages: requests, and the two kinds of answers."""
 
     ACCESS = 1  # construct the environments, and describe them
     ATTACH = 2  # lay out the block: the number of environments, whether it has arrays, and whether it has infos
@@ -29,9 +29,10 @@ class Message(Enum):
     REBUILD = 11  # close the environment, if it is still there, and construct it again
     TRACE = 12  # store slices of time from now on, or return them
     WATCH = 13  # from now on, write more than the records with each reset and step
-    PREPARE = 14  # construct a spare, and begin its first episode; the block has the records of the one it will replace
-    ADOPT = 15  # write the first transition of a spare: it takes the place of the environment from now on
-    RETIRE = 16  # True: do not begin the next episode, since a spare will; False: begin it again
+    PREPARE = 14  # construct an environment that is to take the place of another, and begin its first episode
+    ADOPT = 15  # write the first transition of that episode into the record of the other one
+    RESULT = 16  # the answer to a request that has been carried out
+    EXCEPTION = 17  # likewise, but some of its environments have raised
 
 
 class Request(NamedTuple):
@@ -65,14 +66,29 @@ def name_of(kind: type) -> str:
 
 
 class Reply(NamedTuple):
-    """The outcome of a request."""
+    """The answer to a request."""
 
-    message: Message  # of the request
+    message: Message  # RESULT, or EXCEPTION if there are `failures`
+    request: Message  # what was requested
     env_ids: Sequence[int] | None  # the environments it was about; None for all of the worker's
     results: Mapping[int, Any]  # by environment, for those with a result beyond what is in the block
     failures: Mapping[int, Failure]  # by environment, for those that failed
     completed: float  # when, in seconds of the worker's clock
     last: bool = True  # whether no other reply to the same request follows
+
+
+def answer(
+    request: Message,
+    env_ids: Sequence[int] | None,
+    results: Mapping[int, Any],
+    failures: Mapping[int, Failure],
+    completed: float,
+    *,
+    last: bool = True,
+) -> Reply:
+    """A `RESULT`, or an `EXCEPTION` if environments have failed."""
+    message = Message.EXCEPTION if failures else Message.RESULT
+    return Reply(message, request, env_ids, results, failures, completed, last)
 
 
 class Lost(NamedTuple):
@@ -85,7 +101,7 @@ class Lost(NamedTuple):
 
 STEP_ALL = Request(Message.STEP)
 """Step all environments of a worker with the actions in the block."""
-STEPPED = Reply(Message.STEP, None, {}, {}, 0.0)
+STEPPED = Reply(Message.RESULT, Message.STEP, None, {}, {}, 0.0)
 """The reply when everything is in the block."""
 
 
@@ -140,12 +156,6 @@ class Rebuild(NamedTuple):
     reset: bool  # whether its first episode begins at once; else with whatever resets it next
     keywords: bytes | None = None  # pickled, of the caller's reset that failed, if one did; its seed is not used again
     watch: Watch = Watch()  # the last payload of `WATCH`
-
-
-class Ended(NamedTuple):
-    """The result of a step that ends the last episode of an environment after `RETIRE`."""
-
-    extras: bytes | None  # of the step, pickled
 
 
 class Seeding(NamedTuple):

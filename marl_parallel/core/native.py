@@ -30,7 +30,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Actions, Arrays, ArrayView, StackedMasks, of_acting
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import in_order, loads
-from marl_parallel.core.pool import Results
+from marl_parallel.core.pool.slots import Results
 from marl_parallel.core.records import Columns
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros

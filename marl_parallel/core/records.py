@@ -324,6 +324,19 @@ class TransitionRecords:
             acting, alive = acting + extras.get("acting", []), alive + extras.get("alive", [])
         return dicts, acting, alive, bool(flags[0][ALL] or flags[1][ALL])
 
+    def is_final(self, record: int) -> bool:
+        """Whether a record has the end of an episode and the beginning of the next one."""
+        return bool(int(self._codes[record]) & FINAL)
+
+    def read_ended(self, record: int, extras: Extras) -> Dicts:
+        """As `read`, of a record that `is_final`: the dicts of the step as they were before the automatic reset."""
+        code, *_, presence = self._struct.unpack_from(self._buffer, self._headers[record])
+        agents_in = self._agents_in(presence)
+        final = self._layout.final_observations.read(record, agents_in["final_observations"], self._copy)
+        infos = {**self._infos_of_step(record, code, agents_in, extras)}  # `read` adds to them
+        _, rewards, terminateds, truncateds, _ = self.read(record, {**extras})[0]
+        return self._merged("final_observations", final, extras), rewards, terminateds, truncateds, infos
+
     def read_infos(self, record: int, extras: Extras) -> tuple[dict[Any, Any], list[AgentID], list[AgentID], bool]:
         """As `read`, with the infos in place of all dicts, if `extras` have nothing but infos."""
         code, *_, terminated, truncated, presence = self._struct.unpack_from(self._buffer, self._headers[record])
@@ -360,7 +373,10 @@ class TransitionRecords:
         *_, presence = self._struct.unpack_from(self._buffer, self._headers[record])
         return self._layout.observations.read(record, self._agents_in(presence)["observations"], False)
 
-    def _infos(self, record: int, code: int, agents_in: Mapping[str, list[AgentID]], extras: Extras) -> dict[Any, Any]:
+    def _infos_of_step(
+        self, record: int, code: int, agents_in: Mapping[str, list[AgentID]], extras: Extras
+    ) -> dict[Any, Any]:
+        """The infos as the simulator returned them; those of an automatic reset are added to `extras`."""
         infos: dict[Any, Any]
         if code & INFOS_IN_BLOCK:
             infos = self._codec.infos(record)
@@ -368,6 +384,10 @@ class TransitionRecords:
                 infos, extras["reset_infos"] = cast(tuple[Any, Any], infos)
         else:
             infos = extras["infos"] if "infos" in extras else {agent: {} for agent in agents_in["infos"]}
+        return infos
+
+    def _infos(self, record: int, code: int, agents_in: Mapping[str, list[AgentID]], extras: Extras) -> dict[Any, Any]:
+        infos = self._infos_of_step(record, code, agents_in, extras)
         if code & FINAL:
             final = self._layout.final_observations.read(record, agents_in["final_observations"], self._copy)
             with_final(infos, self._merged("final_observations", final, extras), extras.get("reset_infos", {}))

@@ -17,17 +17,26 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from types import GetSetDescriptorType, MemberDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 
 from marl_parallel.core.messages import Failure, Lost
 from marl_parallel.core.pickling import loads
-from marl_parallel.core.slots import LongCall
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout, picklable_attributes
 
 logger = logging.getLogger("marl_parallel")
+
+
+class LongCall(NamedTuple):
+    """An environment, or a worker, that has been in the same call for long."""
+
+    worker: int
+    running: Running | None  # None if the worker has not begun what was requested
+    activity: Activity
+    seconds: float
+
 
 WARNS_AFTER_S = 1.0
 """A process that ends within this time after its environments were closed causes no warning."""

@@ -35,7 +35,7 @@ from marl_parallel.core import array_file
 from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, RolloutBuffer
-from marl_parallel.core.construction import call_constructor
+from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
 from marl_parallel.core.generators import GeneratorStates, seed_generators, seeding_new_torch, unpredictable_seed
@@ -44,7 +44,6 @@ from marl_parallel.core.messages import (
     STEPPED,
     Answer,
     Built,
-    Ended,
     Failure,
     Message,
     Pickled,
@@ -54,6 +53,7 @@ from marl_parallel.core.messages import (
     Reply,
     Request,
     Watch,
+    answer,
     name_of,
 )
 from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
@@ -177,7 +177,7 @@ class Worker:
                     results[env_id] = self._saved.pop(env_id)
             if prompt and (results or failures):
                 self._check_not_forked()
-                self._send(Reply(message, (ids[place],), results, failures, self._status.clock(), last=False))
+                self._send(answer(message, (ids[place],), results, failures, self._status.clock(), last=False))
                 results, failures = {}, {}
             place += 1
         if codec is not None:
@@ -203,7 +203,7 @@ class Worker:
         if env_ids is None and message is Message.STEP and not results and not failures:
             self._send(STEPPED)
         else:
-            self._send(Reply(message, env_ids, results, failures, moment, last))
+            self._send(answer(message, env_ids, results, failures, moment, last=last))
 
     def _check_not_forked(self, error: BaseException | None = None) -> None:
         """End this process if it was forked from the worker while values were pickled, or by native code."""
@@ -312,9 +312,6 @@ class Worker:
     def _adopt(self, env_id: int, _: Any) -> bytes | None:
         return self._write(env_id, self._episodes[env_id].begin_early())
 
-    def _retire(self, env_id: int, retiring: bool) -> None:
-        self._episodes[env_id].retiring = retiring
-
     def _seed(self, env_id: int, _: Any) -> int | None:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
         return self._seeds[env_id] if declared is None else declared
@@ -341,11 +338,11 @@ class Worker:
         accepted = episode.env.reset_keywords | ({"seed"} if episode.seeds_generators else frozenset())
         return {name: value for name, value in keywords.items() if name in accepted}
 
-    def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | Ended | None:
+    def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
         extras = loads(payload[env_id]) if payload and env_id in payload else None
         return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, extras)))
 
-    def _go_on(self, env_id: int, where: str, value: Any) -> bytes | Ended | None:
+    def _go_on(self, env_id: int, where: str, value: Any) -> bytes | None:
         """Complete a step where compiled code has stopped, as `run` in `_codec.c` says."""
         if where == "c":
             return self._step(env_id, None)
@@ -357,15 +354,13 @@ class Worker:
             self._partially_written = env_id
             raise
 
-    def _advance(self, env_id: int, transition: Transition) -> bytes | Ended | None:
+    def _advance(self, env_id: int, transition: Transition) -> bytes | None:
         """Write the transition of a step, or begin the next episode before that; returns what does not fit, pickled."""
         episode, last = self._episodes[env_id], None
         try:
             if episode.ended_for_now:
                 if self.watch.states:
                     self._write_state(env_id, final=True)
-                if episode.retiring:
-                    return Ended(self._write(env_id, transition))
                 if self._restarts:
                     self._save(env_id, transition)
                     last = transition
@@ -385,7 +380,7 @@ class Worker:
         if (extras := self._write(env_id, transition)) is not None:
             self._saved[env_id] = extras
             if self._own_process:  # which may die in the reset; the reply names no environment, since none is done yet
-                self._send(Reply(Message.STEP, (), {env_id: extras}, {}, self._status.clock(), last=False))
+                self._send(answer(Message.STEP, (), {env_id: extras}, {}, self._status.clock(), last=False))
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
         self._episodes[env_id].reset_early()

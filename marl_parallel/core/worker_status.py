@@ -8,13 +8,13 @@ which the parent's `Tracer` collects.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import struct
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -304,53 +304,22 @@ class Tracer:
             self._add(lane, "thread_name", ph="M", args={"name": name})
             self._add(lane, "thread_sort_index", ph="M", args={"sort_index": lane})
         self._parent_slices: list[tuple[str, float, float]] = []
-        self._replaced: list[tuple[Any, str]] = []  # methods: their objects and names
         self._open: set[str] = set()
 
-    def watch(self, pool: Any, batch: Any) -> None:
-        """Store a slice for each call that sends, waits, or crosses the block, also by array views of the batch."""
-        self._replace(pool, "run", lambda message, *_: f"waiting for {message.name.lower()}")
-        self._replace(pool, "execute", lambda sent: f"waiting for {next(iter(sent.values())).message.name.lower()}")
-        self._replace(pool, "send", lambda message, *_: f"send {message.name.lower()}")
-        self._replace(pool, "recv", lambda *_: "waiting")
-        create_view = batch.arrays
+    def during(self, name: str) -> AbstractContextManager[None] | None:
+        """A context whose time is a slice of the caller's, for a call; None if it is in one of this name."""
+        return None if name in self._open else self._slice(name)
 
-        def arrays(**keywords: Any) -> Any:
-            view = create_view(**keywords)
-            self._watch_transport(view)
-            return view
-
-        batch.arrays = arrays
-        self._replaced.append((batch, "arrays"))
-        for owner in (batch, *batch.views):
-            self._watch_transport(owner)
-
-    def _watch_transport(self, owner: Any) -> None:
-        for method in ("write_actions", "write", "read", "read_some"):
-            if hasattr(owner, method):
-                name = "read results" if method.startswith("read") else "write actions"
-                self._replace(owner, method, lambda *_, name=name: name)
-
-    def _replace(self, owner: Any, method: str, name: Callable[..., str]) -> None:
-        """Store a slice for each call of a method that is in no call of the same name; `name` takes its arguments."""
-        inner = getattr(owner, method)
-
-        @functools.wraps(inner)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            slice_ = name(*args)
-            if slice_ in self._open:
-                return inner(*args, **kwargs)
-            self._open.add(slice_)
-            began = self._clock()
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self._open.discard(slice_)
-                if len(self._parent_slices) < MOST_SLICES:
-                    self._parent_slices.append((slice_, began, self._clock()))
-
-        setattr(owner, method, watched)
-        self._replaced.append((owner, method))
+    @contextlib.contextmanager
+    def _slice(self, name: str) -> Iterator[None]:
+        self._open.add(name)
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._open.discard(name)
+            if len(self._parent_slices) < MOST_SLICES:
+                self._parent_slices.append((name, began, self._clock()))
 
     def add(self, worker: int, slices: array[float], ahead: float) -> None:
         """Add the slices of a worker, whose clock this one is `ahead` of by so many seconds."""
@@ -377,10 +346,7 @@ class Tracer:
         self._add(worker + 1, "replaced", ph="i", s="t", ts=self._microseconds(self._clock()))
 
     def finish(self) -> None:
-        """End the watching, and write the file, whole or not at all; `OSError` if it cannot be written."""
-        for owner, method in self._replaced:
-            delattr(owner, method)  # the class's own method is found again
-        self._replaced.clear()
+        """Write the file, whole or not at all; `OSError` if it cannot be written."""
         for name, began, ended in self._parent_slices:
             self._add_slice(0, name, "your program", began, ended)
         target = self.path.resolve()

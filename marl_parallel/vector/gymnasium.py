@@ -20,7 +20,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.arrays import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.native import InfoColumns, NativePool
-from marl_parallel.core.pool import Pool
+from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.spaces import fits_block, tree_map, zeros
 from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from marl_parallel import ParallelEnv, ParallelEnvError
 from marl_parallel.cli.app import app
-from marl_parallel.core.replay import read_crash, write_crash
+from marl_parallel.core.replay_file import read_crash, write_crash
 
 pytestmark = pytest.mark.release_independent
 

@@ -23,10 +23,10 @@ from marl_parallel.backends import spawn
 from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.process import ProcessBackend
 from marl_parallel.backends.spawn import PortableProcessBackend
-from marl_parallel.core import pool as pool_module
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.messages import Message, Reply, Request
-from marl_parallel.core.pool import Pool
+from marl_parallel.core.messages import Message, Reply, Request, answer
+from marl_parallel.core.pool import pool as pool_module
+from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.worker_status import WorkerStatus
 
 pytestmark = pytest.mark.release_independent
@@ -43,7 +43,7 @@ class IdleWorkers(Backend):
     def start(self, shares: Sequence[range], most_requests: int) -> None: ...
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
-        self.replies = [(worker, Reply(request.message, None, {}, {}, 0.0)) for worker, request in requests.items()]
+        self.replies = [(worker, answer(request.message, None, {}, {}, 0.0)) for worker, request in requests.items()]
 
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[Any]:
         replies, self.replies = self.replies, []

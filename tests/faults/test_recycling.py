@@ -18,6 +18,8 @@ from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.processes import all_gone, gone, wait_for
 from helpers.setups import BACKEND_SETUPS, Setup, rest
+from marl_parallel.core.recycling import Recycler
+from marl_parallel.core.slots import WorkerQueue
 from mpe2 import simple_spread_v3
 from simulators.counting import ACTIONS, Counting, CountingDicts
 from simulators.crashing import Fate, crashing, seed_of
@@ -35,8 +37,6 @@ from marl_parallel import (
 from marl_parallel.adapters import adapt
 from marl_parallel.adapters.protocol import MultiAgentEnv
 from marl_parallel.core.messages import Message, Request
-from marl_parallel.core.recycling import Recycler
-from marl_parallel.core.slots import WorkerQueue
 from marl_parallel.vector import StackedVecEnv
 
 pytestmark = pytest.mark.release_independent

@@ -26,7 +26,7 @@ from simulators.seeded_faults import Tank, TankDicts
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartPolicy, WorkerCrashed, WorkerTimeout, make
 from marl_parallel.cli.replay import Outcome, replay
 from marl_parallel.core.messages import Message
-from marl_parallel.core.replay import Crash, read_crash
+from marl_parallel.core.replay_file import Crash, read_crash
 from marl_parallel.vector import StackedVecEnv
 
 pytestmark = pytest.mark.release_independent

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from marl_parallel.core.messages import STEP_ALL, Message
-from marl_parallel.core.slots import Deadlines, Limits, WorkerQueue
+from marl_parallel.core.messages import STEP_ALL
+from marl_parallel.core.pool.slots import WorkerQueue
+from marl_parallel.core.pool.timeouts import Deadlines, Limits
 from marl_parallel.core.worker_status import Activity, Running
 
 LIMIT_S, STOPPED_S = 4.0, 6.0
@@ -36,7 +37,7 @@ def test_a_stop_at_any_moment_does_not_count(stop):
     )
     queue = WorkerQueue(range(1), 0, since=clock.now)
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
-    queue.requests.append((STEP_ALL, 1, deadlines.shortest[Message.STEP]))
+    queue.requests.append((STEP_ALL, 1, None, True))
     deadlines.looked = clock.monotonic()
     for _ in range(60):
         patience = deadlines.patience()

@@ -16,7 +16,7 @@ from simulators.native_arena import Arena
 
 from marl_parallel import ParallelEnv
 from marl_parallel.adapters import DictEnv
-from marl_parallel.core.construction import call_constructor
+from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.pickling import same
 from marl_parallel.vector import GymnasiumVectorEnv, StackedVecEnv
 

@@ -188,20 +188,20 @@ class Model:
 
     def delivered(self, worker: SimulatedWorker, request: Request, reply: Reply) -> None:
         """The pool has received a reply."""
-        if reply.message is Message.ACCESS:
+        if reply.request is Message.ACCESS:
             for env_id in reply.results:
                 self.envs[env_id].life = worker.lives[env_id]
-        if reply.message is Message.PREPARE:
+        if reply.request is Message.PREPARE:
             self.spares_fail |= bool(reply.failures)
             for env_id in reply.failures:
                 if self.envs[env_id].host == worker.number and self.envs[env_id].renewing:
                     self._fails(self.envs[env_id], self._cut(self.envs[env_id], "inside", "constructor"), "exception")
             return
-        if reply.message is Message.CALL:
+        if reply.request is Message.CALL:
             for env_id in reply.failures:
                 self._fails(self.envs[env_id], self._cut(self.envs[env_id], "", ""), "exception")
             return
-        if reply.message not in _RESULTS or reply.env_ids == ():
+        if reply.request not in _RESULTS or reply.env_ids == ():
             return
         ids = request.env_ids if reply.env_ids is None else reply.env_ids
         for env_id in worker.share if ids is None else ids:

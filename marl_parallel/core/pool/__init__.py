@@ -1,0 +1,1 @@
+"""The worker pool of one `ParallelEnv`, and its extensions."""

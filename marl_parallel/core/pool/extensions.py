@@ -1,0 +1,174 @@
+"""What a feature may do at each point of the pool: the base of restarts, recycling, timeouts, replays and others.
+
+The pool calls the hooks that an extension overrides, in the order in which the extensions were added; it knows no
+extension by name. A hook that nobody overrides costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from marl_parallel.adapters.protocol import Dicts
+from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request
+from marl_parallel.core.pool.slots import Slot
+from marl_parallel.core.worker_status import Running
+from marl_parallel.types import EnvError, ParallelEnvError, WorkerStats
+
+HELD: Any = object()
+"""In place of a result: the caller gets it later."""
+
+
+class Fault(NamedTuple):
+    """What has gone wrong in a worker."""
+
+    worker: int
+    env_id: int | None  # that failed; None if the whole worker is gone, or has to go
+    error: ParallelEnvError
+    running: Running | None  # what the worker was doing
+    kinds: Sequence[str] = ()  # of an exception, by `name_of`: its type and that type's bases
+    failure: Failure | None = None  # the exception, if a worker has sent it
+
+
+class Interrupted(NamedTuple):
+    """What a fault has interrupted."""
+
+    message: Message | None  # STEP, RESET (also one that was due); None for an idle environment
+    dicts: Dicts  # that the caller receives, without what the fresh environment adds
+    keywords: bytes | None = None  # of the caller's reset, pickled
+
+
+class Extension:
+    """A feature of the pool. Every hook has a default that does nothing.
+
+    Attributes:
+        lean_patience: How many seconds a step of all may take before `look` is called; None if `patience` says that.
+    """
+
+    lean_patience: float | None = math.inf
+
+    def begin(self, now: float) -> None:
+        """The caller begins a call."""
+
+    def before_step_all(self) -> None:
+        """All environments are about to be stepped with the actions in the block."""
+
+    def is_quiet(self) -> bool:
+        """Whether the results of the next step of all need not be seen one by one, if nothing goes wrong."""
+        return True
+
+    def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
+        """The caller begins a step or reset of environments, whose slots are busy now; returns those that go out.
+
+        The results of the others come from here.
+        """
+        return env_ids
+
+    def before_post(self, worker: int, request: Request) -> Request:
+        """A request is about to be posted; returns what is posted."""
+        return request
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether the result of a slot that is busy comes from this extension: those of its worker do not count."""
+        return False
+
+    def on_result(self, slot: Slot, extras: bytes | None, result: Any, completed: float) -> Any:
+        """A worker has carried out a step or reset, with pickled extras; returns the caller's `result`, or `HELD`."""
+        return result
+
+    def on_last_step(self, slot: Slot, extras: bytes | None) -> None:
+        """A worker has sent the extras of the last step of an episode, whose automatic reset has failed or goes on."""
+
+    def on_fault(self, fault: Fault) -> bool:
+        """Something has gone wrong; returns whether it has been dealt with. Else the error is raised."""
+        return False
+
+    def interrupted(self, slot: Slot) -> Interrupted | None:
+        """What a fault interrupts of an environment whose result this extension holds."""
+        return None
+
+    def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
+        """A worker may be ended in the middle of these environments: note what their records hold now."""
+
+    def goes_on(self, slots: Sequence[Slot]) -> None:
+        """The worker of `before_end` is not ended after all."""
+
+    def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
+        """Environments are constructed again, and so many ends of their episodes are still to be received."""
+
+    def on_outdated(self, env_ids: Sequence[int]) -> None:
+        """What environments are constructed with has changed, such as their seeds."""
+
+    def on_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
+        """An environment that this request has constructed before takes the place of another one."""
+
+    def on_replaced(self, worker: int) -> None:
+        """A worker that was gone has been replaced by a new one with the same number."""
+
+    def patience(self, now: float) -> float | None:
+        """How many seconds may pass before `look` is called; asked before each wait."""
+        return None
+
+    def look(self, now: float) -> None:
+        """Do what the time demands; called after each wait."""
+
+    def on_raise(self, error: EnvError) -> None:
+        """This error is about to be raised, and everything closed."""
+
+    def on_interrupt(self) -> None:
+        """The caller has pressed Ctrl-C, and everything is about to be closed."""
+
+    def before_close(self) -> None:
+        """All environments are about to be closed."""
+
+    def on_close(self, worker: int, reply: Reply) -> None:
+        """A worker has closed its environments, and is about to end."""
+
+    def after_close(self) -> None:
+        """All workers have ended."""
+
+    def stats(self, env_ids: Sequence[int]) -> WorkerStats:
+        """What is to be added to the statistics of some environments."""
+        return WorkerStats()
+
+
+@dataclass(slots=True)
+class Hooks:
+    """The hooks of all extensions that override them, in their order."""
+
+    begin: list[Callable[[float], None]] = field(default_factory=list)
+    before_step_all: list[Callable[[], None]] = field(default_factory=list)
+    is_quiet: list[Callable[[], bool]] = field(default_factory=list)
+    before_send: list[Callable[[Message, Sequence[int], Any], Sequence[int]]] = field(default_factory=list)
+    before_post: list[Callable[[int, Request], Request]] = field(default_factory=list)
+    holds: list[Callable[[Slot], bool]] = field(default_factory=list)
+    on_result: list[Callable[[Slot, bytes | None, Any, float], Any]] = field(default_factory=list)
+    on_last_step: list[Callable[[Slot, bytes | None], None]] = field(default_factory=list)
+    on_fault: list[Callable[[Fault], bool]] = field(default_factory=list)
+    interrupted: list[Callable[[Slot], Interrupted | None]] = field(default_factory=list)
+    before_end: list[Callable[[Sequence[Slot], Running | None], None]] = field(default_factory=list)
+    goes_on: list[Callable[[Sequence[Slot]], None]] = field(default_factory=list)
+    on_rebuild: list[Callable[[Sequence[Slot], Sequence[int]], None]] = field(default_factory=list)
+    on_outdated: list[Callable[[Sequence[int]], None]] = field(default_factory=list)
+    on_taken_over: list[Callable[[Slot, Rebuild], None]] = field(default_factory=list)
+    on_replaced: list[Callable[[int], None]] = field(default_factory=list)
+    patience: list[Callable[[float], float | None]] = field(default_factory=list)
+    look: list[Callable[[float], None]] = field(default_factory=list)
+    on_raise: list[Callable[[EnvError], None]] = field(default_factory=list)
+    on_interrupt: list[Callable[[], None]] = field(default_factory=list)
+    before_close: list[Callable[[], None]] = field(default_factory=list)
+    on_close: list[Callable[[int, Reply], None]] = field(default_factory=list)
+    after_close: list[Callable[[], None]] = field(default_factory=list)
+    stats: list[Callable[[Sequence[int]], WorkerStats]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, extensions: Iterable[Extension]) -> Hooks:
+        """Collect the hooks of extensions."""
+        hooks = cls()
+        for extension in extensions:
+            for one in fields(cls):
+                if getattr(type(extension), one.name) is not getattr(Extension, one.name):
+                    getattr(hooks, one.name).append(getattr(extension, one.name))
+        return hooks

@@ -1,0 +1,773 @@
+"""The worker pool of one `ParallelEnv`: requests go out, results come back, and faults are raised or dealt with.
+
+`send` and `recv` change the state of a slot; `run` is both in one call, and `execute` carries out everything that is
+neither a step nor a reset::
+
+             send                     reply                     recv
+      IDLE --------> BUSY -------------------------> DONE --------------> IDLE
+                      |  an extension holds it back   ^
+                      +-------------------------------+
+
+There is one loop, `wait_once`: it waits for replies, applies them to slots, and lets extensions look at the time. What
+is more than that is an extension (`extensions.py`): rebuilding and restarts, recycling, timeouts, warnings of long
+calls, replays, traces. Without one that deals with it, a fault is raised, and everything is closed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+from gymnasium.error import ClosedEnvironmentError
+
+from marl_parallel.core import reports
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.messages import STEP_ALL, STEPPED, Failure, Lost, Message, Rebuild, Reply, Request, name_of
+from marl_parallel.core.pickling import loads
+from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Hooks, Interrupted
+from marl_parallel.core.pool.slots import OnReply, Results, Slot, State, WorkerQueue
+from marl_parallel.core.reports import logger
+from marl_parallel.core.worker_status import Activity, Running
+from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
+
+ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
+_INTERRUPTED_WITHIN_S = 0.5  # how long `close` waits at least for a thread that it has interrupted in a call
+
+
+class Pool:
+    """The workers of one `ParallelEnv`, with a slot for each environment.
+
+    Args:
+        backend: Started by the caller before the first request; closed here.
+        shares: The environments of each worker.
+
+    Attributes:
+        queues: The requests before each worker.
+        called: When the present call, or the latest one, has begun.
+        survives_faults: Whether an extension replaces workers that are gone.
+        advice: What errors say about restarts.
+        seeds_stale: Whether environments may use other seeds than those they declared last.
+        around: Called with the name of what a call does; a context of the call, or None if it is in one already.
+    """
+
+    partial = True
+
+    def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
+        self.backend, self.shares, self.clock = backend, shares, backend.clock
+        self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
+        self.queues = {worker: WorkerQueue(share, worker, share) for worker, share in enumerate(shares)}
+        self.batch_size = len(self.slots)  # results come in any number
+        self.called = 0.0
+        self.in_flight = 0  # how many environments have been sent to and not received
+        self.survives_faults = False
+        self.advice = ADVICE
+        self.seeds_stale = True
+        self.around: Callable[[str], AbstractContextManager[None] | None] | None = None
+        self.closed = False
+        self._closing = False  # whether a thread is closing everything at present
+        self.freed = False  # whether that has been done
+        self._extensions: list[Extension] = []
+        self._hooks = Hooks()
+        self._lean_patience: float | None = None
+        self._lean_asked: list[Callable[[float], float | None]] = []
+        self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
+        self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
+        self._is_lean = False  # whether every slot is idle, and the results of a step of all need not be seen
+        self._done = 0  # how many slots are done
+        self._owned = 0  # how many requests of extensions have no last reply
+        self._results: dict[int, Any] = {}  # of `execute`, by environment
+        self._errors: list[ParallelEnvError] | None = None  # of faults in the present `execute` that were dealt with
+        # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
+        self._lock = threading.RLock()
+        self._counting = threading.RLock()  # held where statistics move from a worker that ends: others may read them
+
+    def extend(self, *extensions: Extension) -> None:
+        """Add extensions."""
+        self._set_extensions([*self._extensions, *extensions])
+
+    def drop(self, extension: Extension) -> None:
+        """Take an extension away."""
+        self._set_extensions([one for one in self._extensions if one is not extension])
+
+    def _set_extensions(self, extensions: list[Extension]) -> None:
+        self._extensions, self._hooks = extensions, Hooks.of(extensions)
+        known = [one.lean_patience for one in extensions if one.lean_patience is not None]
+        shortest = min(known, default=float("inf"))
+        self._lean_patience = None if shortest == float("inf") else shortest
+        self._lean_asked = [one.patience for one in extensions if one.lean_patience is None]
+
+    # -- requests of the caller ------------------------------------------------------------------------------------
+
+    def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
+        """Send `STEP` or `RESET` to environments that are not in flight, and return.
+
+        `payloads` are pickled, by environment. With `together`, all of them are received at once, which is faster.
+        """
+        self.call(f"send {message.name.lower()}", self._send, message, env_ids, payloads, together)
+
+    def recv(
+        self,
+        at_least: int,
+        timeout: float | None = None,
+        env_ids: Sequence[int] | None = None,
+        *,
+        window: float = 0.0,
+    ) -> Results:
+        """Wait for the results of so many environments, and take all that are here; or wait for all of `env_ids`.
+
+        For `window` seconds, wait for all in flight.
+
+        Raises:
+            TimeoutError: There were fewer within `timeout` seconds. Nothing is lost.
+            ParallelEnvError: A fault; everything has been closed.
+            ClosedEnvironmentError: Another thread has closed everything.
+        """
+        slots = self.slots if env_ids is None else [self.slots[env_id] for env_id in env_ids]
+        results: Results | None = self.call("waiting", self._recv, at_least, timeout, slots, window)
+        if results is None:
+            raise NotReadyInTime(
+                f"{sum(slot.state is State.DONE for slot in slots)} of at least {at_least} environments were ready "
+                f"within {timeout:g} s; nothing is lost, call recv again"
+            )
+        return results
+
+    def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Mapping[int, Any]:
+        """`send` and `recv` in one call, while nothing is in flight; returns the extras of the results."""
+        if self.around is not None and (context := self.around(f"waiting for {message.name.lower()}")):
+            with context:
+                return self.run(message, env_ids, payloads)
+        with self._lock:
+            if self.closed:
+                self.check_open()
+            self.called = now = self.clock()  # the time of the caller counts
+            try:
+                for begin in self._hooks.begin:
+                    begin(now)
+                if self._is_lean and message is Message.STEP and payloads is None and len(env_ids) == len(self.slots):
+                    extras = self._step_all_at_once(now)
+                    if extras is not None:
+                        return extras
+                else:
+                    self._send(message, env_ids, payloads, together=True)
+                results = self._recv(len(env_ids), None, self.slots)
+                assert results is not None  # there is no timeout
+                more: Mapping[int, Any] = results.extras
+                return more
+            except BaseException as error:
+                self._close_after(error)
+                raise
+
+    def execute(self, requests: Mapping[int, Request], owner: OnReply | None = None) -> dict[int, Any]:
+        """Carry out requests, by worker, other than steps and resets, while nothing is in flight.
+
+        Returns the results by environment, unless an `owner` gets the replies. After a `ParallelEnvError` everything
+        has been closed, or the environments that failed have been rebuilt.
+        """
+        what = next(iter(requests.values())).message.name.lower() if requests else "nothing"
+        results: dict[int, Any]
+        results, errors = self.call(f"waiting for {what}", self._execute, requests, owner)
+        if errors:
+            raise errors[0]  # its environments have been rebuilt
+        return results
+
+    def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
+        """As `execute`: one request to environments; `payload` is the same for all, or a dict by environment."""
+        return self.execute(self.requests(message, env_ids, payload))
+
+    def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
+        """Begin what `execute_in` does, and return; `finish_in` comes next, and nothing else before it."""
+        self.call("", self._begin, self.requests(message, env_ids, payload), None)
+
+    def finish_in(self, timeout: float | None) -> dict[int, Any]:
+        """The results of `begin_in`, as of `execute`; `TimeoutError` after so many seconds, which loses nothing."""
+        results = self.call("waiting", self._finish_all, timeout)
+        if results is None:
+            raise NotReadyInTime(f"the calls were not finished within {timeout:g} s; nothing is lost, wait again")
+        if results[1]:
+            raise results[1][0]
+        return cast("dict[int, Any]", results[0])
+
+    def execute_in_each_worker(self, message: Message, payload: Any = None) -> dict[int, Any]:
+        """As `execute`: one request to one environment of each worker."""
+        return self.execute(
+            {worker: Request(message, share[:1], payload) for worker, share in self.present_shares().items()}
+        )
+
+    def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function that changes the state of the pool, alone; close everything if it raises."""
+        if self.around is not None and name and (context := self.around(name)):
+            with context:
+                return self.call(name, function, *arguments)
+        with self._lock:
+            self.check_open()
+            self.called = self.clock()  # the time of the caller counts
+            try:
+                for begin in self._hooks.begin:
+                    begin(self.called)
+                return function(*arguments)
+            except BaseException as error:
+                self._close_after(error)
+                raise
+
+    # -- sending and receiving -------------------------------------------------------------------------------------
+
+    def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
+        self._is_lean = False
+        self._note_sent(message, env_ids)
+        for before_send in self._hooks.before_send:
+            env_ids = before_send(message, env_ids, payloads)
+        alone = together and not any(queue.requests for queue in self.queues.values())
+        self.post(self.requests(message, env_ids, payloads, each=not together), together=alone)
+
+    def pass_on(self, extension: Extension, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
+        """Send what an extension has kept from being sent: the env ids that go out, for all that the later ones do."""
+        for later in self._extensions[self._extensions.index(extension) + 1 :]:
+            env_ids = later.before_send(message, env_ids, payloads)
+        return env_ids
+
+    def _note_sent(self, message: Message, env_ids: Sequence[int]) -> None:
+        for env_id in env_ids:
+            slot = self.slots[env_id]
+            slot.request, slot.state = message, State.BUSY
+        self.in_flight += len(env_ids)
+
+    def _step_all_at_once(self, now: float) -> Mapping[int, Any] | None:
+        """Step all environments with the actions in the block, without a look at any slot.
+
+        Returns the extras of the results; None if something else has happened, which has been applied to the slots.
+        """
+        self._is_lean = False
+        requests, queues = self._step_all, self.queues
+        for worker, request in requests.items():
+            queue = queues[worker]
+            queue.posted += 1
+            queue.requests.append((request, queue.posted, None, True))
+            queue.since = now
+        for before_step_all in self._hooks.before_step_all:
+            before_step_all()
+        patience = self._lean_patience
+        for ask in self._lean_asked:
+            seconds = ask(now)
+            if seconds is not None and (patience is None or seconds < patience):
+                patience = seconds
+        self.backend.post(requests, together=True)
+        replies = self.backend.wait(patience, len(requests))
+        extras: dict[int, Any] = {}
+        complete, reads = 0, not self._hooks.on_result
+        for _, reply in replies:
+            if reply is STEPPED:
+                complete += 1
+            elif reads and not isinstance(reply, Lost) and not reply.failures:
+                complete += 1
+                extras.update(reply.results)
+        if complete == len(replies) == len(requests) and not self.closed:
+            if extras:
+                extras = {env_id: self.read(env_id, result) for env_id, result in extras.items()}
+            for worker in requests:
+                queues[worker].requests.clear()
+            self._is_lean = True
+            return extras
+        self._note_sent(Message.STEP, range(self.batch_size))
+        self.apply(replies)
+        self._look()
+        return None
+
+    def requests(
+        self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False
+    ) -> dict[int, Request]:
+        """One request for each worker that has some of the environments."""
+        shares: dict[int, list[int]] = {}
+        for env_id in env_ids:
+            shares.setdefault(self.slots[env_id].worker, []).append(env_id)
+        requests = {}
+        for worker, ids in shares.items():
+            part = payload
+            if isinstance(payload, dict):
+                part = {env_id: payload[env_id] for env_id in ids if env_id in payload} or None
+            requests[worker] = Request(message, tuple(ids), part, each)
+        return requests
+
+    def post(
+        self,
+        requests: Mapping[int, Request],
+        owner: OnReply | None = None,
+        *,
+        is_awaited: bool = True,
+        together: bool = False,
+    ) -> None:
+        """Post requests, by worker; `owner` gets the replies in place of the slots or of `execute`.
+
+        Calls other than steps and resets wait for them if `is_awaited`.
+        """
+        if not requests:
+            return
+        now, posted = self.clock(), {}
+        for worker, request in requests.items():
+            for before_post in self._hooks.before_post:
+                request = before_post(worker, request)
+            posted[worker], queue = request, self.queues[worker]
+            if not queue.requests:
+                queue.since = now
+            queue.requests.append((request, queue.posted + 1, owner, is_awaited))
+            queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
+            self._owned += owner is not None
+        self.backend.post(posted, together=together)
+
+    def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot], window: float = 0.0) -> Results | None:
+        """The results of all slots, or of some that are all waited for; None after the timeout."""
+        if window:
+            began = self.clock()
+            self._wait_for(self.in_flight, window if timeout is None else min(window, timeout), self.slots)
+            timeout = None if timeout is None else max(timeout - (self.clock() - began), 0.0)
+        if not self._wait_for(at_least, timeout, slots):
+            return None
+        done = [slot for slot in slots if slot.state is State.DONE]
+        done.sort(key=lambda slot: slot.completed)  # ties by number
+        resets = [slot.env_id for slot in done if slot.request is Message.RESET]
+        extras = {slot.env_id: slot.result for slot in done if slot.result is not None}
+        for slot in done:
+            slot.request, slot.state, slot.result = None, State.IDLE, None
+        self.in_flight -= len(done)
+        self._done -= len(done)
+        self._is_lean = len(done) == len(self.slots) and all(is_quiet() for is_quiet in self._hooks.is_quiet)
+        return Results(tuple([slot.env_id for slot in done]), resets, extras)
+
+    def _wait_for(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> bool:
+        """Wait for so many results of all slots, or of some that are all waited for; False after the timeout."""
+        deadline = None if timeout is None else self.clock() + timeout
+        ids = None if slots is self.slots else {slot.env_id for slot in slots}
+        while True:
+            queues = [*self.queues.values()]
+            if ids is not None:
+                queues = [self.queues[worker] for worker in dict.fromkeys([slot.worker for slot in slots])]
+            missing = at_least - (self._done if ids is None else sum([slot.state is State.DONE for slot in slots]))
+            patience = None if deadline is None else max(deadline - self.clock(), 0.0)
+            batches = sum([queue.one_reply if ids is None else queue.owes_one_reply(ids) for queue in queues])
+            if ids is not None and missing <= 0 and not batches:
+                return True
+            replies = 1 if self._owned else max(min(missing, batches or missing), 1)
+            self.wait_once(patience if missing > 0 or batches else 0.0, replies)
+            if ids is None and self._done >= at_least and not sum([queue.one_reply for queue in self.queues.values()]):
+                return True
+            if patience == 0.0:
+                return False
+
+    def _execute(
+        self, requests: Mapping[int, Request], owner: OnReply | None
+    ) -> tuple[dict[int, Any], list[ParallelEnvError]]:
+        self._begin(requests, owner)
+        done = self._finish_all(None)
+        assert done is not None  # there is no timeout
+        return done
+
+    def _begin(self, requests: Mapping[int, Request], owner: OnReply | None) -> None:
+        while self._awaited():
+            self.wait_once(None, 1)
+        self._results, self._errors = {}, []
+        self.post(requests, owner, together=True)
+
+    def _finish_all(self, timeout: float | None) -> tuple[dict[int, Any], list[ParallelEnvError]] | None:
+        """Wait for the requests of `_begin`; None after the timeout."""
+        deadline, patience = None if timeout is None else self.clock() + timeout, None
+        while busy := self._awaited():
+            if patience == 0.0:
+                return None
+            patience = None if deadline is None else max(deadline - self.clock(), 0.0)
+            self.wait_once(patience, 1 if self._owned else busy)
+        errors = self._errors
+        assert errors is not None
+        results, self._results, self._errors = self._results, {}, None
+        return {} if errors else {env_id: self.read(env_id, results[env_id]) for env_id in sorted(results)}, errors
+
+    def _awaited(self) -> int:
+        """How many workers have requests that calls wait for."""
+        return sum(any(is_awaited for *_, is_awaited in queue.requests) for queue in self.queues.values())
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def wait_once(self, patience: float | None, at_least: int) -> None:
+        """Wait for so many replies, at most so many seconds or until an extension wants to look, and apply them."""
+        now = self.clock()
+        limits = [patience, *[ask(now) for ask in self._hooks.patience]]
+        shortest = min([one for one in limits if one is not None], default=None)
+        self.apply(self.backend.wait(None if shortest is None else max(shortest, 0.0), at_least))
+        self._look()
+
+    def _look(self) -> None:
+        for look in self._hooks.look:
+            look(self.clock())
+
+    def apply(self, replies: Sequence[tuple[int, Reply | Lost]]) -> None:
+        """Apply replies to slots. Failures come after results, in the order of environments, deaths come last."""
+        failures: dict[int, Failure] = {}
+        for worker, reply in replies:
+            queue = self.queues.get(worker)
+            if isinstance(reply, Lost) or queue is None or not queue.requests:
+                continue
+            request, _, owner, _ = queue.requests[0]
+            if reply.last:
+                queue.requests.popleft()
+                self._owned -= owner is not None
+                if queue.requests:
+                    queue.since = self.clock()
+            if owner is not None:
+                owner(worker, reply, failures)
+                continue
+            failures.update(reply.failures)
+            if reply.request is Message.STEP or reply.request is Message.RESET:
+                self._apply_results(worker, request, reply, failures)
+            else:
+                self._results.update(reply.results)
+        if self.closed:
+            raise ClosedEnvironmentError("the environments were closed by another thread")
+        for env_id in sorted(failures):
+            failure, worker = failures[env_id], self.slots[env_id].worker
+            activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
+            running = Running(env_id, activity, 0.0, inside=not failure.partially_written)
+            error = reports.env_error(env_id, worker, failure, self.advice)
+            try:
+                self.fault(Fault(worker, env_id, error, running, failure.kinds, failure))
+            finally:
+                del error  # as `fault` says
+        for worker, reply in replies:
+            if isinstance(reply, Lost) and worker in self.queues:
+                share, last = self.queues[worker].environments, self.backend.statuses[worker].running
+                tail = self.backend.log_tail(worker)
+                crash = reports.crashed(worker, share, reply, last, self.advice, tail)
+                try:
+                    self.fault(Fault(worker, None, crash, last))
+                finally:
+                    del crash
+
+    def _apply_results(self, worker: int, request: Request, reply: Reply, failures: Mapping[int, Failure]) -> None:
+        results = reply.results
+        for on_last_step in self._hooks.on_last_step:
+            for env_id, extras in results.items():
+                if env_id in reply.failures or reply.env_ids == ():  # the automatic reset failed, or has not ended yet
+                    on_last_step(self.slots[env_id], extras)
+        env_ids = request.env_ids if reply.env_ids is None else reply.env_ids
+        for env_id in self.queues[worker].share if env_ids is None else env_ids:
+            slot = self.slots[env_id]
+            if env_id not in failures and self.expects_result(slot):
+                self.take_result(slot, results.get(env_id), reply.completed)
+
+    def expects_result(self, slot: Slot) -> bool:
+        """Whether the result of a slot is to come from its worker."""
+        return slot.state is State.BUSY and not any(holds(slot) for holds in self._hooks.holds)
+
+    def take_result(self, slot: Slot, extras: bytes | None, completed: float) -> None:
+        """Take the result of a step or reset, with its pickled extras, unless an extension holds it back."""
+        result = extras
+        if extras is not None:
+            try:
+                result = self.read(slot.env_id, extras)
+            except EnvError as error:
+                self.unreadable(slot, error)
+                return
+        for on_result in self._hooks.on_result:
+            result = on_result(slot, extras, result, completed)
+            if result is HELD:
+                return
+        self.finish(slot, completed, result)
+
+    def finish(self, slot: Slot, completed: float, result: Any) -> None:
+        """Note that the result of a slot is here: its unpickled extras, or a `Snapshot`."""
+        self._done += slot.state is not State.DONE
+        slot.state, slot.completed, slot.result = State.DONE, completed, result
+
+    def read(self, env_id: int, result: Any) -> Any:
+        """The result of a worker; bytes are a pickled value of the simulator."""
+        if type(result) is not bytes:
+            return result
+        try:
+            return loads(result)
+        except Exception as error:
+            raise reports.unreadable(env_id, self.slots[env_id].worker, error) from error
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    def fault(self, fault: Fault) -> None:
+        """Let an extension deal with a fault, or raise its error.
+
+        No caller may hold the error in a variable when this raises: its traceback would refer to the caller's frame,
+        and the cycle would keep everything from being freed.
+        """
+        for on_fault in self._hooks.on_fault:
+            if on_fault(fault):
+                return
+        try:
+            raise fault.error
+        finally:
+            del fault
+
+    def unreadable(self, slot: Slot, error: EnvError) -> None:
+        """The result of an environment cannot be unpickled."""
+        kinds = [name_of(kind) for kind in type(error.__cause__).__mro__]
+        self.fault(Fault(slot.worker, slot.env_id, error, None, kinds))
+
+    def note_dealt_with(self, error: ParallelEnvError) -> None:
+        """Note that environments are rebuilt after a fault; a call or restart that is waited for raises the error."""
+        self._is_lean, self.seeds_stale = False, True
+        if self._errors is not None:
+            self._errors.append(error)
+
+    def see_results(self) -> None:
+        """Let the results of the next step be seen one by one."""
+        self._is_lean = False
+
+    def slots_of(self, worker: int) -> list[Slot]:
+        return [self.slots[env_id] for env_id in self.queues[worker].share]
+
+    def finished_before(self, worker: int, running: Running | None) -> Sequence[int]:
+        """The environments of a batch that a worker had finished when it failed."""
+        queue, status = self.queues[worker], self.backend.statuses[worker]
+        if not queue.one_reply or status.parts < queue.requests[0][1]:  # it had not begun
+            return ()
+        env_ids = queue.requests[0][0].env_ids
+        env_ids = queue.share if env_ids is None else env_ids
+        last = status.settled if running is None else running.env_id
+        if last not in env_ids:
+            return ()
+        return env_ids[: env_ids.index(last) + (running is None)]
+
+    def interrupted(self, slot: Slot) -> Interrupted | None:
+        """What a fault interrupts of an environment whose result an extension holds; None if none does."""
+        held = [one for ask in self._hooks.interrupted if (one := ask(slot)) is not None]
+        return held[0] if held else None
+
+    def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
+        """Have what the records of environments hold now noted: their worker may be ended."""
+        for before_end in self._hooks.before_end:
+            before_end(slots, running)
+
+    def goes_on(self, slots: Sequence[Slot]) -> None:
+        """The worker of `before_end` is not ended after all."""
+        for goes_on in self._hooks.goes_on:
+            goes_on(slots)
+
+    def note_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
+        """Note that environments are about to be constructed again; so many ends of episodes are to be received."""
+        for on_rebuild in self._hooks.on_rebuild:
+            on_rebuild(slots, ends)
+        self._is_lean, self.seeds_stale = False, True
+
+    def note_outdated(self, env_ids: Sequence[int]) -> None:
+        """Note that what environments are constructed with has changed, such as their seeds."""
+        for on_outdated in self._hooks.on_outdated:
+            on_outdated(env_ids)
+
+    def note_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
+        """Note that the environment of a rebuild takes the place of another one."""
+        for on_taken_over in self._hooks.on_taken_over:
+            on_taken_over(slot, rebuild)
+        self.seeds_stale = True
+
+    # -- workers that come and go ----------------------------------------------------------------------------------
+
+    def present_shares(self) -> dict[int, Sequence[int]]:
+        """The environments of each worker; while some move to other workers, there are more."""
+        return {worker: queue.share for worker, queue in self.queues.items() if queue.share}
+
+    def position(self, worker: int) -> int:
+        """The place of a worker in statistics and traces: its number, or that of the one it has replaced."""
+        return self.queues[worker].position
+
+    def set_share(self, worker: int, share: Sequence[int]) -> None:
+        """Set the environments of a worker."""
+        queue = self.queues[worker]
+        queue.share = share
+        if not share:
+            self._step_all.pop(worker, None)
+        elif tuple(share) == tuple(queue.built):
+            self._step_all[worker] = STEP_ALL
+        else:
+            self._step_all[worker] = Request(Message.STEP, share)
+
+    def replace(self, worker: int) -> None:
+        """Start a new worker in the place of one that is gone."""
+        queue = self.queues[worker]
+        self._owned -= sum(owner is not None for _, _, owner, _ in queue.requests)
+        queue.requests.clear()
+        queue.posted = 0
+        with self._counting:
+            queue.past = self._done_by(worker)
+            self.backend.replace(worker)
+        self.set_share(worker, queue.share)
+        for on_replaced in self._hooks.on_replaced:
+            on_replaced(worker)
+
+    def add(self, worker: int, env_ids: Sequence[int], beside: int) -> None:
+        """Start one more worker, to which environments may move from the worker `beside`; errors are the backend's."""
+        self.backend.add(worker, env_ids, beside)
+        if self.closed:  # by another thread
+            self.backend.remove(worker, kill=True)
+            self.check_open()
+        self.queues[worker] = WorkerQueue((), self.queues[beside].position, env_ids)
+
+    def remove(self, worker: int, *, kill: bool) -> bool:
+        """Free a worker without environments; False if it has not ended yet, unless it is to be killed."""
+        if not self.backend.remove(worker, kill=kill):
+            return False
+        with self._counting:
+            done, queue = self._done_by(worker), self.queues.pop(worker)
+            self._past[queue.position] += done
+        self._owned -= sum(owner is not None for _, _, owner, _ in queue.requests)
+        return True
+
+    # -- statistics ------------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The environments in flight."""
+        return tuple([slot.env_id for slot in self.slots if slot.request is not None])
+
+    def stats(self) -> Stats:
+        """Counts and times so far, with those of workers that have been replaced."""
+        if not self.closed:
+            self.backend.look()
+        with self._counting:
+            return Stats.of(map(self._stats_of, range(len(self.shares))))
+
+    def _stats_of(self, position: int) -> WorkerStats:
+        workers = [worker for worker, queue in [*self.queues.items()] if queue.position == position]
+        done = sum(map(self._done_by, workers), self._past[position])
+        return sum([stats(self.shares[position]) for stats in self._hooks.stats], done)
+
+    def _done_by(self, worker: int) -> WorkerStats:
+        """The steps, resets and seconds of a worker and those that it has replaced after faults."""
+        return self.queues[worker].past + self.backend.statuses[worker].stats
+
+    def memory(self) -> list[int | None]:
+        """Bytes of memory of each worker and what its simulators have started; None if that is not known."""
+        found: list[int | None] = [None] * len(self.shares)
+        for worker, queue in [*self.queues.items()]:
+            nbytes = None if self.closed else self.backend.memory(worker)
+            if nbytes is not None:
+                found[queue.position] = nbytes + (found[queue.position] or 0)
+        return found
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise `ClosedEnvironmentError` if everything has been closed."""
+        if self.closed:
+            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
+
+    def close(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
+        """Close all environments, end all workers and free everything. Idempotent.
+
+        With `ask`, workers close their environments first, within `timeout` seconds. Returns the error of one that
+        failed to close; everything has been freed all the same. If Ctrl-C interrupts it before that, the next call
+        frees the rest. If another thread does not leave its call in time, all is freed beside it.
+        """
+        if self.freed or self._closing:
+            return None  # `_closing`: by another thread, or by this one, which a signal handler has interrupted
+        deadline = self.clock() + timeout
+        ask = ask and not self.closed  # a close that Ctrl-C has interrupted: the rest is freed now
+        locked, error, patience = False, None, 0.0  # a worker without a request to close does not end by itself
+        try:
+            self.closed = self._closing = True
+            for status in getattr(self.backend, "statuses", ()):  # there are none if it did not start
+                status.discard()
+            self.backend.interrupt()
+            # A thread that waits for results leaves soon; one in `on_restart` or a handler of logs may not.
+            locked = self._lock.acquire(timeout=min(max(timeout, _INTERRUPTED_WITHIN_S), threading.TIMEOUT_MAX))
+            if not locked:
+                logger.warning("%s", reports.in_use(max(timeout, _INTERRUPTED_WITHIN_S), self.backend.can_kill))
+            elif ask:
+                error = self._close_environments(deadline)
+                patience = max(deadline - self.clock(), 0.0)
+        except KeyboardInterrupt:
+            if locked:
+                self._on_interrupt()
+            raise
+        finally:
+            try:
+                self._free(patience)
+            finally:  # also after a second Ctrl-C
+                self._closing = False
+                if locked:
+                    self._lock.release()
+        return error
+
+    def _free(self, patience: float) -> None:
+        """End all workers, which have so many seconds to end by themselves, and free everything."""
+        self.closed = True
+        left = self.backend.stop(patience)
+        # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
+        self.backend.interrupt()
+        self.freed = True
+        for after_close in self._hooks.after_close:
+            after_close()
+        for worker in left:
+            logger.warning(
+                "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
+                worker, self.backend.stack(worker),
+            )  # fmt: skip
+
+    def _close_environments(self, deadline: float) -> EnvError | None:
+        for before_close in self._hooks.before_close:
+            before_close()
+        pending = {worker for worker, queue in self.queues.items() if queue.share}
+        failures: dict[int, Failure] = {}
+        for worker in pending:
+            self.queues[worker].requests.clear()  # the workers leave them out
+        self.post({worker: Request(Message.CLOSE) for worker in pending})
+        while pending and (left := deadline - self.clock()) > 0:
+            limits = [left, *[seconds for ask in self._hooks.patience if (seconds := ask(self.clock())) is not None]]
+            for worker, reply in self.backend.wait(max(min(limits), 0.0)):
+                if isinstance(reply, Lost):
+                    pending.discard(worker)
+                elif reply.request is Message.CLOSE:  # others were in flight: discarded
+                    pending.discard(worker)
+                    self.queues[worker].requests.clear()
+                    failures.update(reply.failures)
+                    self.note_closed(worker, reply)
+            self._look()
+        if pending:
+            logger.warning(
+                "worker %s did not close in time, and is ended: %s",
+                " and ".join(map(str, sorted(pending))),
+                ", ".join(reports.environments(self.queues[worker].share) for worker in sorted(pending)),
+            )
+        if not failures:
+            return None
+        first = min(failures)
+        return reports.env_error(first, self.slots[first].worker, failures[first])
+
+    def note_closed(self, worker: int, reply: Reply) -> None:
+        """Note that a worker has closed its environments."""
+        for on_close in self._hooks.on_close:
+            on_close(worker, reply)
+
+    def _close_after(self, error: BaseException) -> None:
+        """Close everything after an error, unless another thread has done so."""
+        if isinstance(error, ClosedEnvironmentError):
+            return
+        if isinstance(error, EnvError):
+            for on_raise in self._hooks.on_raise:
+                on_raise(error)
+        if isinstance(error, WorkerTimeout):
+            while_closing = self.close(ask=False, timeout=0.0)
+        elif isinstance(error, ParallelEnvError):
+            while_closing = self.close()
+        else:
+            # Interrupted (Ctrl-C): it is not known which replies are still to come.
+            try:
+                if isinstance(error, KeyboardInterrupt):
+                    self._on_interrupt()
+            finally:  # also after a second Ctrl-C
+                while_closing = self.close(ask=not self.backend.can_kill, timeout=1.0)
+        if while_closing is not None:
+            logger.warning("while closing after another error: %s", while_closing)
+
+    def _on_interrupt(self) -> None:
+        for on_interrupt in self._hooks.on_interrupt:
+            on_interrupt()
+
+    def abandon(self) -> None:
+        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
+        self.closed = self.freed = True
+        self.backend.abandon()

@@ -1,0 +1,139 @@
+"""How environments are constructed again: with which seed, with which options, and how often that has happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from marl_parallel.core.batch import Batch
+from marl_parallel.core.messages import Failure, Message, Plan, Rebuild, Refusal, Reply, Watch
+from marl_parallel.core.pickling import dumps, loads
+from marl_parallel.core.pool.extensions import Extension
+from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.settings import SettingsAtResets
+from marl_parallel.types import WorkerStats
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """What is known of one environment."""
+
+    count: int = 0  # how often it has been constructed again, for whatever reason
+    restarts: Counter[str] = field(default_factory=Counter)  # after faults and on request, by `restart_kinds`
+    options: dict[Any, Any] = field(default_factory=dict)  # of earlier resets, if the environment remembers them
+
+
+class Rebuilds(Extension):
+    """Makes the requests that construct environments again, and counts them.
+
+    Args:
+        pool: The pool.
+        batch: The environments' records.
+        plan: How all environments were constructed, and what else workers need.
+        block: The payload of ATTACH.
+        base_seed: Seeds are derived from it; None: there are none.
+        options_last: Whether environments remember the options of a reset.
+        settings: Those of the caller's process.
+
+    Attributes:
+        traced: Whether workers trace.
+        watch: What workers write besides the transitions.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        batch: Batch,
+        plan: Plan,
+        block: tuple[int, bool, bool],
+        base_seed: int | None,
+        *,
+        options_last: bool,
+        settings: SettingsAtResets,
+    ) -> None:
+        self._pool, self._batch, self._block, self._settings = pool, batch, block, settings
+        self.plan, self.base_seed, self._options_last = plan, base_seed, options_last
+        self.traced, self.watch = False, Watch()
+        self._records = [_Record() for _ in pool.slots]
+
+    def merged_options(self, env_id: int, options: Mapping[Any, Any]) -> Any:
+        """The options of a reset, with earlier ones if the environment remembers them: it may have been rebuilt."""
+        return {**self._records[env_id].options, **options} if self._options_last else options
+
+    def remember_options(self, env_id: int, options: dict[Any, Any]) -> bool:
+        """Store merged options, if the environment remembers them; returns whether they are other ones than before."""
+        if not self._options_last:
+            return False
+        record = self._records[env_id]
+        before, record.options = record.options, options
+        return dumps(options) != dumps(before)
+
+    def count(self, env_id: int) -> int:
+        """How often an environment has been constructed again, for whatever reason."""
+        return self._records[env_id].count
+
+    def add(self, env_id: int, kind: str | None = None) -> None:
+        """Count a construction; `kind` is that of a restart, see `WorkerStats.restart_kinds`."""
+        self._records[env_id].count += 1
+        if kind is not None:
+            self._records[env_id].restarts[kind] += 1
+
+    def restarts(self, env_id: int) -> int:
+        """How often an environment has been restarted."""
+        return self._records[env_id].restarts.total()
+
+    def request(self, env_id: int, count: int, *, reset: bool = False, keywords: bytes | None = None) -> Rebuild:
+        """The request to construct an environment again, for the `count`-th time.
+
+        Its first episode begins at once with `reset`, with the pickled keywords of a reset of the caller's; else later.
+        """
+        seed = None
+        if self.base_seed is not None:
+            source = np.random.SeedSequence((self.base_seed, env_id, count))
+            seed = int(source.generate_state(1)[0] >> 1)
+        plan = self.plan._replace(
+            traced=self.traced,
+            constructors={env_id: self.plan.constructors[env_id]},
+            seeds={env_id: seed},
+            rebuilds=count,
+            settings=self._settings.present or self.plan.settings,
+        )
+        options = self._records[env_id].options
+        if options:
+            keywords = dumps({**({} if keywords is None else loads(keywords)), "options": options})
+        return Rebuild(plan, self._block, reset=reset, keywords=keywords, watch=self.watch)
+
+    def rebuild(self, env_ids: Sequence[int]) -> None:
+        """Construct environments again, which are not in flight, and count them as never reset."""
+        payload = {}
+        for env_id in env_ids:
+            self.add(env_id, "request")
+            payload[env_id] = self.request(env_id, self.count(env_id))
+        self._pool.note_rebuild([self._pool.slots[env_id] for env_id in env_ids], [0] * len(payload))
+        self._batch.note_constructed(env_ids)
+        try:
+            self._pool.execute(self._pool.requests(Message.REBUILD, env_ids, payload, each=True), self._on_rebuilt)
+        finally:
+            if not self._pool.closed:
+                self._pool.note_outdated(env_ids)
+
+    def _on_rebuilt(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
+        failures.update(refusals(reply))
+
+    def stats(self, env_ids: Sequence[int]) -> WorkerStats:
+        kinds = sum([self._records[env_id].restarts for env_id in env_ids], Counter[str]())
+        return WorkerStats(restarts=kinds.total(), restart_kinds=kinds)
+
+
+def refusals(reply: Reply) -> dict[int, Failure]:
+    """The failures in the reply to a `REBUILD` or `PREPARE`; an environment whose spaces differ now is one."""
+    refused = {
+        env_id: Failure("constructor", result.text, result.text, None)
+        for env_id, result in reply.results.items()
+        if isinstance(result, Refusal)
+    }
+    return {**reply.failures, **refused}

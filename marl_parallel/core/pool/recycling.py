@@ -1,0 +1,581 @@
+"""Recycling: environments are replaced by new ones that have been constructed beside them, where their episodes end.
+
+A worker past a limit gets one standby worker with the same environments. When these are ready, each environment moves
+at its own next end of an episode, or at the caller's reset::
+
+    look -> Pool.add, PREPARE        the standby worker constructs and resets its environments
+    end of the episode -> ADOPT      or the caller's RESET: the first result of the new one is the caller's
+    all have moved -> CLOSE          the old worker ends
+
+Until the old worker has ended there is no further standby: an environment that is past its limit again beside a slow
+neighbour goes on. A backend without further workers constructs the new environment in place, and its caller waits.
+
+Workers that leave their machines (`Backend.leaving`) move in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.core import reports
+from marl_parallel.core.batch import Batch
+from marl_parallel.core.episode import recycled, renewed
+from marl_parallel.core.messages import Failure, Message, Reply, Request
+from marl_parallel.core.pickling import loads
+from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Interrupted
+from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
+from marl_parallel.core.pool.slots import Slot, Snapshot
+from marl_parallel.core.reports import first_line, logger
+from marl_parallel.types import RecyclePolicy, WorkerStats
+
+_REPLACED_ALREADY = "This worker's environments had already been replaced"
+_LOOK_EVERY_S = 1.0
+_MEASURING_COSTS_AT_MOST, _MEASURE_AT_LEAST_EVERY_S = 0.01, 10.0
+_RETRY_AFTER_S, _RETRY_AT_LEAST_EVERY_S = 1.0, 60.0
+_LEAVES_WITHIN_S = 5.0
+_MB = 1e6
+
+
+class Prepared(Enum):
+    """How far an environment beside the present one is."""
+
+    BEGUN = 1  # the request is in flight
+    OUTDATED = 2  # it is, and has to be repeated then
+    READY = 3
+    FAILED = 4
+
+
+class Phase(Enum):
+    """Where an environment's move is; the caller waits for its result from WAITING to MOVING."""
+
+    STAYS = 1
+    WAITING = 2  # the next episode is to begin in the new environment, which is not ready
+    MOVING = 3  # that has been requested
+    MOVED = 4  # its first transition is here
+    GOES_ON = 5  # there is no new environment: the result is that of the old one
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """One environment."""
+
+    built: float  # when the present one was constructed, or took its place
+    first_episode: int = 0  # its number of ended episodes was this then
+    recycled: int = 0
+    phase: Phase = Phase.STAYS
+    ending: Snapshot | None = None  # with SAME_STEP, from WAITING on: the last step of the old environment
+    result: tuple[bytes | None, float] = None, 0.0  # likewise: the old one's extras, and when they came
+    request: Request | None = None  # otherwise: what the old one would have got, for it alone
+
+
+@dataclass(slots=True, eq=False)
+class _Standby:
+    """A worker with environments that are to take the place of others."""
+
+    worker: int
+    since: float  # when the latest request to construct one was posted
+    environments: dict[int, Prepared] = field(default_factory=dict)  # those that have not moved
+    is_due: bool = False  # whether they move at the next ends of episodes
+
+    @property
+    def is_ready(self) -> bool:
+        return all(one in (Prepared.READY, Prepared.FAILED) for one in self.environments.values())
+
+
+class Recycling(Extension):
+    """Replaces environments as a `RecyclePolicy` and `Backend.leaving` say.
+
+    Args:
+        pool: The pool.
+        rebuilds: Makes the requests to construct environments.
+        batch: The environments' records.
+        policy: The limits.
+        build_s: How long it took to start all workers and construct their environments.
+    """
+
+    lean_patience = None
+
+    def __init__(self, pool: Pool, rebuilds: Rebuilds, batch: Batch, policy: RecyclePolicy, build_s: float) -> None:
+        self._pool, self._rebuilds, self._batch, self._policy = pool, rebuilds, batch, policy
+        self._backend, self._ended, self._build_s = pool.backend, batch.statistics.ended, build_s
+        now = pool.clock()
+        self._records = [_Record(now) for _ in pool.slots]
+        self._standbys: dict[int, _Standby] = {}  # by the position of the workers whose environments move
+        self._closing: dict[int, tuple[int, float]] = {}  # by worker that all have left: its position, its deadline
+        self._in_place: dict[int, Prepared] = {}  # environments that are constructed where the old ones were
+        self._next_look, self._episodes_seen, self._next_measurement = 0.0, -1, 0.0
+        self._sees_results = False  # whether one of the next results may be an end at which an environment moves
+        self._memory: dict[int, int] = {}  # by worker, in bytes, at the last measurement
+        self._measures = not (policy.max_memory_mb is None and policy.kill_above_mb is None)
+        self._leaving: frozenset[int] = frozenset()
+        self._retry: dict[int, tuple[float, float]] = {}  # by position: when, and how long after a failure
+        self._has_warned = False
+
+    # -- when environments move ----------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        self._look_at_limits(now)
+        for position, standby in self._standbys.items():
+            # Once one has moved. Not in the middle of a step: then it would depend on the order of replies.
+            standby.is_due |= len(standby.environments) < len(self._pool.shares[position])
+        if self._sees_results or any(standby.is_due for standby in self._standbys.values()):
+            self._pool.see_results()
+
+    def patience(self, now: float) -> float | None:
+        return None if self._pool.closed else max(self._next_look - now, 0.0)
+
+    def look(self, now: float) -> None:
+        if not self._pool.closed:
+            self._look_at_limits(now)
+
+    def look_soon(self) -> None:
+        """Ask at once which workers leave."""
+        self._next_look = 0.0
+
+    def _look_at_limits(self, now: float) -> None:
+        """Begin standbys where they are due or soon will be, and remove workers that all have left."""
+        episodes = sum(self._ended)
+        if episodes == self._episodes_seen and now < self._next_look:
+            return
+        self._episodes_seen = episodes
+        self._measure(now)
+        for worker, (_, deadline) in [*self._closing.items()]:
+            self._remove_closed(worker, late=now >= deadline)
+        for position, share in enumerate(self._pool.shares):
+            slots = [self._pool.slots[env_id] for env_id in share]
+            standby = self._standbys.get(position)
+            if standby is not None and standby.worker in self._leaving and not self._pool.queues[standby.worker].share:
+                self._give_up(position)  # another one is begun elsewhere
+                standby = None
+            workers = {slot.worker for slot in slots}
+            past = any(self._is_past_limit(worker, now) for worker in workers)
+            if standby is None:
+                if self._backend.has_spares and self._may_begin(position, now) and (past or self._is_soon(slots, now)):
+                    self._begin_standby(position, now)
+                standby = self._standbys.get(position)
+            if standby is not None:
+                standby.is_due |= standby.is_ready and past
+                if standby.is_ready and self._may_try(position, now):
+                    self._prepare(standby, [e for e, one in standby.environments.items() if one is Prepared.FAILED])
+        limit = self._policy.max_episodes
+        self._sees_results = any(
+            (limit is not None and self._episodes(slot) + 1 >= limit) or self._is_past_age(slot, now)
+            for slot in self._pool.slots
+        )
+        self._kill_too_large()
+
+    def _episodes(self, slot: Slot) -> int:
+        """How many episodes of the present environment have ended, as far as its caller has received results."""
+        return self._ended[slot.env_id] - self._records[slot.env_id].first_episode
+
+    def _is_past_age(self, slot: Slot, now: float) -> bool:
+        limit = self._policy.max_age_s
+        return limit is not None and now - self._records[slot.env_id].built > limit
+
+    def _is_past_limit(self, worker: int, now: float) -> bool:
+        """Whether a worker is past its limit of memory or age, or leaves its machine."""
+        limit = self._policy.max_memory_mb
+        if worker in self._leaving or (limit is not None and self._memory_mb(worker) > limit):
+            return True
+        return any(self._is_past_age(slot, now) for slot in self._pool.slots_of(worker))
+
+    def _is_soon(self, slots: Sequence[Slot], now: float) -> bool:
+        """Whether a standby must be begun now to be ready when one of these environments has had its episodes."""
+        limit = self._policy.max_episodes
+        if limit is None:
+            return False
+        for slot in slots:
+            episodes, age = self._episodes(slot), now - self._records[slot.env_id].built
+            if episodes >= limit - 1:
+                return True
+            if episodes > 0 and age / episodes * (limit - episodes) <= 2 * self._build_s + _LOOK_EVERY_S:
+                return True
+        return False
+
+    def _moves(self, slot: Slot, *, ends: int) -> bool:
+        """Whether an environment moves where the next episode begins; `ends` of its episodes are not counted yet."""
+        position, now = self._pool.position(slot.worker), self._pool.clock()
+        limit = self._policy.max_episodes
+        has_had_all = limit is not None and self._episodes(slot) + ends >= limit
+        if not self._backend.has_spares:
+            return (has_had_all or self._is_past_age(slot, now)) and self._may_try(position, now)
+        standby = self._standbys.get(position)
+        if standby is None and has_had_all and self._may_begin(position, now):
+            self._begin_standby(position, now)
+            standby = self._standbys.get(position)
+        if standby is None or slot.env_id not in standby.environments:
+            return False
+        if standby.environments[slot.env_id] is Prepared.FAILED:
+            return False
+        return has_had_all or (standby.is_due and (standby.is_ready or limit is not None))
+
+    # -- standbys ------------------------------------------------------------------------------------------------------
+
+    def _may_try(self, position: int, now: float) -> bool:
+        """Whether it is not too soon after a failure."""
+        return now >= self._retry.get(position, (0.0, 0.0))[0]
+
+    def _may_begin(self, position: int, now: float) -> bool:
+        """Whether a worker may get a standby: not while the one before it is still there."""
+        busy = [worker for worker, queue in self._pool.queues.items() if queue.position == position]
+        return len(busy) == 1 and self._may_try(position, now)
+
+    def _begin_standby(self, position: int, now: float) -> None:
+        """Start a worker beside another one, and construct the same environments there."""
+        worker = next(one for one, queue in self._pool.queues.items() if queue.position == position)
+        number, env_ids = 2 * position + len(self._pool.shares) - worker, tuple(self._pool.shares[position])
+        try:
+            self._pool.add(number, env_ids, worker)
+        except (OSError, RuntimeError) as error:
+            self._warn(position, env_ids, str(error))
+            return
+        self._standbys[position] = standby = _Standby(number, now)
+        self._prepare(standby, env_ids)
+
+    def _prepare(self, standby: _Standby, env_ids: Iterable[int]) -> None:
+        """Construct environments in a standby worker, once more if they are there already."""
+        payload = {}
+        for env_id in env_ids:
+            if standby.environments.get(env_id) in (Prepared.BEGUN, Prepared.OUTDATED):
+                standby.environments[env_id] = Prepared.OUTDATED
+            else:
+                standby.environments[env_id] = Prepared.BEGUN
+                payload[env_id] = self._rebuilds.request(env_id, self._rebuilds.count(env_id) + 1)
+        if payload:
+            standby.since = self._pool.clock()
+            request = Request(Message.PREPARE, tuple(payload), payload, each=True)
+            self._pool.post({standby.worker: request}, self._on_prepared, is_awaited=False)
+
+    def on_outdated(self, env_ids: Sequence[int]) -> None:
+        for standby in self._standbys.values():
+            self._prepare(standby, [env_id for env_id in env_ids if env_id in standby.environments])
+        for env_id in env_ids:
+            if self._in_place.get(env_id) is Prepared.BEGUN:
+                self._in_place[env_id] = Prepared.OUTDATED
+
+    def _on_prepared(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
+        position, failed = self._pool.position(worker), refusals(reply)
+        standby = self._standbys.get(position)
+        if standby is None or standby.worker != worker:
+            return
+        outdated = []
+        for env_id in reply.env_ids or ():
+            if standby.environments.get(env_id) is Prepared.OUTDATED:
+                standby.environments[env_id] = Prepared.FAILED
+                outdated.append(env_id)
+            elif env_id in failed:
+                self._note_failed(position, [env_id], str(reports.env_error(env_id, worker, failed[env_id])))
+                if position not in self._standbys:
+                    return
+            elif env_id in standby.environments:
+                standby.environments[env_id] = Prepared.READY
+        self._prepare(standby, outdated)
+        if standby.is_ready:
+            self._note_ready(position, standby)
+
+    def _note_ready(self, position: int, standby: _Standby) -> None:
+        self._build_s = self._pool.clock() - standby.since
+        if Prepared.FAILED not in standby.environments.values():
+            self._retry.pop(position, None)
+        self._next_look = 0.0
+        limit = self._policy.max_memory_mb
+        megabytes = 0.0 if limit is None else (self._backend.memory(standby.worker) or 0) / _MB
+        if limit is not None and megabytes > limit and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "max_memory_mb=%g of the RecyclePolicy is too low: worker %d has %.0f MB of memory as soon as its "
+                "environments have been constructed, so that they are replaced again and again",
+                limit, standby.worker, megabytes,
+            )  # fmt: skip
+        for env_id in [*standby.environments]:
+            if self._records[env_id].phase is Phase.WAITING:
+                self._move(self._pool.slots[env_id], standby)
+
+    def _note_failed(self, position: int, env_ids: Sequence[int], error: str) -> None:
+        """Let environments go on that could not be constructed in a standby; it is tried again, with other seeds.
+
+        Before any environment has moved there, the whole standby is given up. While an environment has never been
+        reset, it keeps the count of rebuilds, on which the seed of its first reset depends.
+        """
+        self._warn(position, env_ids, error)
+        for env_id in env_ids:
+            if self._pool.slots[env_id].has_reset:
+                self._rebuilds.add(env_id)
+        standby = self._standbys[position]
+        if not self._pool.queues[standby.worker].share:
+            self._give_up(position)
+            return
+        for env_id in env_ids:
+            standby.environments[env_id] = Prepared.FAILED
+            self._go_on(env_id)
+
+    def _give_up(self, position: int) -> None:
+        """Remove a standby to which no environment has moved; those that wait for it go on."""
+        standby = self._standbys.pop(position)
+        self._pool.remove(standby.worker, kill=True)
+        self._forget(standby.worker)
+        for env_id in standby.environments:
+            self._go_on(env_id)
+
+    def _warn(self, position: int, env_ids: Sequence[int], error: str) -> None:
+        last = self._retry.get(position, (0.0, _RETRY_AFTER_S / 2))[1]
+        seconds = min(2 * last, _RETRY_AT_LEAST_EVERY_S)
+        self._retry[position] = self._pool.clock() + seconds, seconds
+        logger.warning(
+            "environments %s could not be constructed in another worker; the present ones go on, and it is tried "
+            "again in %.0f s. %s", [*env_ids], seconds, error,
+        )  # fmt: skip
+
+    # -- moves ---------------------------------------------------------------------------------------------------------
+
+    def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
+        going_on = []
+        for env_id in env_ids:
+            slot, resets = self._pool.slots[env_id], message is Message.RESET
+            if resets and slot.has_reset and not slot.over:  # an episode ends that does not end by itself
+                self._records[env_id].first_episode -= 1
+                self._episodes_seen = -1
+            begins = resets or (slot.over and self._batch.mode is AutoresetMode.NEXT_STEP)
+            if not begins or slot.skips or not slot.has_reset or not self._moves(slot, ends=0):
+                going_on.append(env_id)
+                continue
+            part = {env_id: payloads[env_id]} if payloads and env_id in payloads else None
+            self._records[env_id].request = Request(message, (env_id,), part, each=True)
+            self._begin_move(slot)
+        return going_on
+
+    def holds(self, slot: Slot) -> bool:
+        return self._records[slot.env_id].phase in (Phase.WAITING, Phase.MOVING)
+
+    def on_result(self, slot: Slot, extras: bytes | None, result: Any, completed: float) -> Any:
+        record = self._records[slot.env_id]
+        if record.phase is Phase.STAYS:
+            if slot.request is not Message.STEP or not self._batch.has_next_episode(slot.env_id):
+                return result
+            if not self._moves(slot, ends=1):
+                return result
+            record.ending, record.result = self._batch.ended(slot.env_id, result), (extras, completed)
+            self._begin_move(slot)
+            return HELD
+        phase, record.phase = record.phase, Phase.STAYS
+        ending, record.ending, record.request = record.ending, None, None
+        if phase is Phase.GOES_ON:
+            return result
+        first = self._batch.snapshot(slot.env_id, result)
+        dicts, over = first.dicts, first.over
+        if ending is not None:
+            dicts, over = renewed(ending.dicts, first.dicts), False
+        return first._replace(dicts=recycled(dicts), over=over)
+
+    def _begin_move(self, slot: Slot) -> None:
+        """Let the next episode of an environment begin in the new one, as soon as this is ready."""
+        self._records[slot.env_id].phase = Phase.WAITING
+        if not self._backend.has_spares:
+            self._prepare_in_place(slot)
+            return
+        standby = self._standbys[self._pool.position(slot.worker)]
+        if standby.is_ready:
+            self._move(slot, standby)
+
+    def _move(self, slot: Slot, standby: _Standby) -> None:
+        """Let the new environment in a standby take the place of the present one."""
+        pool, left = self._pool, slot.worker
+        del standby.environments[slot.env_id]
+        slot.worker = standby.worker
+        pool.set_share(left, tuple([env_id for env_id in pool.queues[left].share if env_id != slot.env_id]))
+        pool.set_share(standby.worker, tuple(sorted([*pool.queues[standby.worker].share, slot.env_id])))
+        if not standby.environments:
+            del self._standbys[pool.position(left)]
+            self._closing[left] = pool.position(left), pool.clock() + _LEAVES_WITHIN_S
+            pool.post({left: Request(Message.CLOSE)}, self._on_closed, is_awaited=False)
+        self._take_over(slot)
+
+    def _take_over(self, slot: Slot) -> None:
+        """Begin the episode that is due in the new environment."""
+        record = self._records[slot.env_id]
+        record.phase = Phase.MOVING
+        record.recycled += 1
+        self._rebuilds.add(slot.env_id)
+        self._pool.note_taken_over(slot, self._rebuilds.request(slot.env_id, self._rebuilds.count(slot.env_id)))
+        self._note_built(slot, ends=record.ending is not None)
+        keywords = None
+        if record.request is not None and record.request.message is Message.RESET:
+            keywords = record.request.payload[slot.env_id]
+        if keywords is None or not loads(keywords):  # the first episode has begun with neither a seed nor options
+            request = Request(Message.ADOPT, (slot.env_id,), each=True)
+        else:
+            request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
+        self._pool.post({slot.worker: request}, self._on_first)
+
+    def _on_first(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
+        """The first transition of a new environment has come."""
+        failures.update(reply.failures)
+        for env_id in reply.env_ids or ():
+            record = self._records[env_id]
+            if env_id not in reply.failures and record.phase is Phase.MOVING:
+                record.phase = Phase.MOVED
+                self._pool.take_result(self._pool.slots[env_id], reply.results.get(env_id), reply.completed)
+
+    def _go_on(self, env_id: int) -> None:
+        """Let the next episode begin in the old environment, if the caller waits for it in a new one."""
+        record, slot = self._records[env_id], self._pool.slots[env_id]
+        if record.phase is not Phase.WAITING:
+            return
+        if record.ending is not None:
+            record.phase = Phase.GOES_ON
+            self._pool.take_result(slot, *record.result)
+            return
+        assert record.request is not None
+        record.phase, request, record.request = Phase.STAYS, record.request, None
+        going_out = self._pool.pass_on(self, request.message, (env_id,), request.payload)
+        if going_out:
+            self._pool.post({slot.worker: request})
+
+    def _prepare_in_place(self, slot: Slot) -> None:
+        self._in_place[slot.env_id] = Prepared.BEGUN
+        payload = {slot.env_id: self._rebuilds.request(slot.env_id, self._rebuilds.count(slot.env_id) + 1)}
+        self._pool.post(
+            {slot.worker: Request(Message.PREPARE, (slot.env_id,), payload, each=True)}, self._on_prepared_in_place
+        )
+
+    def _on_prepared_in_place(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
+        failed = refusals(reply)
+        failures.update(failed)
+        for env_id in reply.env_ids or ():
+            slot, prepared = self._pool.slots[env_id], self._in_place.pop(env_id)
+            if env_id in failed or self._records[env_id].phase is not Phase.WAITING:
+                continue
+            if prepared is Prepared.OUTDATED:
+                self._prepare_in_place(slot)
+            else:
+                self._take_over(slot)
+
+    def _note_built(self, slot: Slot, *, ends: int) -> None:
+        """Note that an environment is new, and how many ends of the old one's episodes are still to be received."""
+        record = self._records[slot.env_id]
+        record.built = self._pool.clock()
+        record.first_episode += self._episodes(slot) + ends
+        self._episodes_seen = -1
+
+    # -- the old worker ------------------------------------------------------------------------------------------------
+
+    def _on_closed(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
+        for env_id, failed in reply.failures.items():
+            text = first_line(reports.env_error(env_id, worker, failed))
+            logger.warning("%s. %s", text, _REPLACED_ALREADY)
+        self._pool.note_closed(worker, reply)
+        self._next_look = 0.0
+
+    def _remove_closed(self, worker: int, *, late: bool) -> None:
+        if late and self._pool.queues[worker].requests:
+            logger.warning(
+                "worker %d, whose environments %s have been replaced, did not close in time, and is ended",
+                worker, [*self._pool.queues[worker].built],
+            )  # fmt: skip
+        if self._pool.remove(worker, kill=late):
+            del self._closing[worker]
+            self._forget(worker)
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def on_fault(self, fault: Fault) -> bool:
+        queue = self._pool.queues[fault.worker]
+        if queue.share:
+            return False
+        if fault.worker in self._closing:
+            logger.warning("%s. %s", first_line(fault.error), _REPLACED_ALREADY)
+            self._remove_closed(fault.worker, late=True)
+        else:
+            failed = fault.error.env_ids
+            self._note_failed(queue.position, failed, str(fault.error))
+        return True
+
+    def interrupted(self, slot: Slot) -> Interrupted | None:
+        record = self._records[slot.env_id]
+        if record.phase is Phase.STAYS:
+            return None
+        if record.ending is not None:
+            return Interrupted(Message.STEP, record.ending.dicts)
+        keywords = None
+        if record.request is not None and record.request.message is Message.RESET:
+            keywords = record.request.payload[slot.env_id]
+        return Interrupted(Message.RESET, ({}, {}, {}, {}, {}), keywords)
+
+    def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
+        for slot, more in zip(slots, ends, strict=True):
+            record = self._records[slot.env_id]
+            record.phase, record.ending, record.request = Phase.STAYS, None, None
+            self._note_built(slot, ends=more)
+
+    def on_replaced(self, worker: int) -> None:
+        self._forget(worker)
+        position = self._pool.position(worker)
+        standby = self._standbys.get(position)
+        if standby is not None and standby.worker == worker:  # those that were to move there are gone, too
+            standby.environments = dict.fromkeys(standby.environments, Prepared.FAILED)
+            self._episodes_seen = -1  # they are constructed again after those that are rebuilt
+
+    def before_close(self) -> None:
+        for standby in self._standbys.values():
+            if not self._pool.queues[standby.worker].share:  # it may be in a constructor
+                self._pool.remove(standby.worker, kill=True)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _measure(self, now: float) -> None:
+        """Ask which workers leave their machines, and measure the memory of all if that is limited; once a second.
+
+        Memory is measured more rarely if that takes long.
+        """
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_EVERY_S
+        self._leaving = frozenset(self._backend.leaving())
+        if self._measures and now >= self._next_measurement:
+            began = self._pool.clock()
+            found = {worker: self._backend.memory(worker) for worker in self._pool.present_shares()}
+            self._memory = {worker: nbytes for worker, nbytes in found.items() if nbytes is not None}
+            rests_s = (self._pool.clock() - began) / _MEASURING_COSTS_AT_MOST
+            self._next_measurement = now + min(rests_s, _MEASURE_AT_LEAST_EVERY_S)
+
+    def _memory_mb(self, worker: int) -> float:
+        """The memory of a worker at the last measurement, in MB."""
+        return self._memory.get(worker, 0) / _MB
+
+    def _forget(self, worker: int) -> None:
+        """Forget what was measured of a worker that is gone: another one may get its number."""
+        self._memory.pop(worker, None)
+        self._leaving -= {worker}
+
+    def _kill_too_large(self) -> None:
+        """Replace workers that have more memory than they may ever have."""
+        limit, pool = self._policy.kill_above_mb, self._pool
+        for worker in [*self._memory] if limit is not None else ():
+            megabytes = self._memory_mb(worker)
+            if megabytes <= (limit or 0.0) or worker not in pool.queues or not pool.queues[worker].share:
+                continue
+            share = pool.queues[worker].share
+            pool.apply([(worker, reply) for reply in self._backend.end(worker)])
+            if worker not in pool.queues:
+                continue
+            # With these replies, all environments may have moved to their standby.
+            share, status = pool.queues[worker].share or share, self._backend.statuses[worker]
+            running, tail = status.running, self._backend.log_tail(worker)
+            # Which environment has filled the memory is not known: the fault counts once, against the one that was
+            # running, or that was running last.
+            counted = status.settled if running is None else running.env_id
+            env_id = counted if counted is not None and counted in share else share[0]
+            error = reports.too_large(worker, share, env_id, megabytes, limit, running, tail)
+            try:
+                pool.fault(Fault(worker, None, error, running))
+            finally:
+                del error  # as `Pool.fault` says
+
+    def stats(self, env_ids: Sequence[int]) -> WorkerStats:
+        return WorkerStats(recycled=sum(self._records[env_id].recycled for env_id in env_ids))

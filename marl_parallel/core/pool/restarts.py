@@ -1,0 +1,395 @@
+"""Restarts: which faults environments survive, and what their callers receive.
+
+What happens at a fault::
+
+    fault -> on_fault: how often it may fail -> what is interrupted -> Pool.replace, if the worker is gone
+                       -> REBUILD ... its reply -> _on_rebuilt: the result, or, if it was idle, with what comes next
+
+`episode.py` decides about the dicts of an interrupted step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from gymnasium.vector import AutoresetMode
+
+from marl_parallel.adapters.protocol import AgentID, Dicts
+from marl_parallel.core import reports
+from marl_parallel.core.batch import Batch
+from marl_parallel.core.episode import interrupted, renewed, with_report
+from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request, name_of
+from marl_parallel.core.pickling import loads
+from marl_parallel.core.pool.extensions import Extension, Fault
+from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
+from marl_parallel.core.pool.slots import Slot, Snapshot, State
+from marl_parallel.core.reports import first_line, logger
+from marl_parallel.core.transition import ALL
+from marl_parallel.core.worker_status import Activity, Running
+from marl_parallel.types import (
+    EnvError,
+    OnRestart,
+    ParallelEnvError,
+    RestartEvent,
+    RestartLimitExceeded,
+    RestartPolicy,
+    WorkerStats,
+    WorkerTimeout,
+)
+
+_EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy to go on with a fresh environment"
+_NO_DICTS: Dicts = ({}, {}, {}, {}, {})
+
+
+class _Unreported(NamedTuple):
+    """A fault of which the caller has not heard yet."""
+
+    interrupted: Message | None  # as of `Interrupted`
+    dicts: Dicts
+    report: str = ""  # the text of the error
+    next_result: Snapshot | None = None  # of an environment that was idle, once it has been rebuilt
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """What restarts know of one environment."""
+
+    fault: _Unreported | None = None
+    counted: int = 0  # how many faults count against it
+    recent: deque[float] = field(default_factory=deque)  # when the latest of these were
+    needs_reset: bool = False  # whether it has been rebuilt and has returned nothing since, so that no agent is alive
+    reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be torn
+    latest: bytes | None = None  # the pickled extras of the latest result: the unpickled ones belong to the caller
+    saved: bytes | None = None  # likewise of the last step of an episode whose automatic reset has not ended yet
+    keywords: bytes | None = None  # the pickled keywords of a reset in flight
+    waiting_reset: bytes | None = None  # likewise of a reset that begins when the environment has been rebuilt
+    noted: _Unreported | None = None  # what is interrupted if the worker is ended now
+
+    @property
+    def is_rebuilding(self) -> bool:
+        """Whether the environment has failed, and its worker constructs it again."""
+        return self.fault is not None and self.fault.next_result is None
+
+
+class Restarts(Extension):
+    """What `on_error="restart"` adds to a pool.
+
+    Args:
+        pool: The pool.
+        rebuilds: Makes the requests to construct environments again.
+        batch: The environments' records.
+        policy: How often an environment may fail.
+        on_restart: Called for each environment that is rebuilt.
+    """
+
+    def __init__(
+        self, pool: Pool, rebuilds: Rebuilds, batch: Batch, policy: RestartPolicy, on_restart: OnRestart | None
+    ) -> None:
+        self._pool, self._rebuilds, self._batch, self._policy, self._on_restart = (
+            pool, rebuilds, batch, policy, on_restart
+        )  # fmt: skip
+        self._same_step = batch.mode is AutoresetMode.SAME_STEP
+        self._records = [_Record() for _ in pool.slots]
+        pool.advice, pool.survives_faults = "", pool.backend.can_kill
+
+    # -- results -------------------------------------------------------------------------------------------------------
+
+    def is_quiet(self) -> bool:
+        return all(
+            record.fault is None and record.latest is None and record.keywords is None and not record.needs_reset
+            for record in self._records
+        )
+
+    def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
+        return [env_id for env_id in env_ids if self._goes_out(self._pool.slots[env_id], message, payloads)]
+
+    def _goes_out(self, slot: Slot, message: Message, payloads: Any) -> bool:
+        """Whether the worker gets a request; else the result is the report of a restart, or a rebuild comes first."""
+        record = self._records[slot.env_id]
+        if message is Message.RESET:
+            if record.is_rebuilding:
+                record.waiting_reset = payloads[slot.env_id]
+            else:
+                record.keywords = payloads[slot.env_id]
+            return not record.is_rebuilding
+        if record.fault is None:
+            return True
+        if not record.is_rebuilding:
+            self._pool.finish(slot, self._pool.clock(), record.fault.next_result)
+            self._set_fault(slot, None)
+        return False
+
+    def holds(self, slot: Slot) -> bool:
+        record = self._records[slot.env_id]
+        return record.noted is not None or record.is_rebuilding
+
+    def on_result(self, slot: Slot, extras: bytes | None, result: Any, completed: float) -> Any:
+        record = self._records[slot.env_id]
+        self._note_result(record, extras)
+        if slot.request is not Message.RESET or record.fault is None:
+            return result
+        report = record.fault.report  # of an environment that was idle
+        self._set_fault(slot, None)
+        snapshot = self._batch.snapshot(slot.env_id, result)
+        return snapshot._replace(dicts=with_report(snapshot.dicts, report))
+
+    def on_last_step(self, slot: Slot, extras: bytes | None) -> None:
+        self._records[slot.env_id].saved = extras
+
+    def _note_result(self, record: _Record, extras: bytes | None) -> None:
+        """Store the pickled extras of an environment's result: a fault may need the result again."""
+        record.latest, record.saved = extras, None
+        record.keywords, record.needs_reset, record.reported = None, False, None
+
+    def _set_fault(self, slot: Slot, fault: _Unreported | None) -> None:
+        self._records[slot.env_id].fault = fault
+        slot.skips = fault is not None
+
+    # -- faults --------------------------------------------------------------------------------------------------------
+
+    def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
+        for slot in slots:
+            self._records[slot.env_id].noted = self._cut_off(slot, running)
+
+    def goes_on(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            self._records[slot.env_id].noted = None
+
+    def on_fault(self, fault: Fault) -> bool:
+        pool, worker = self._pool, fault.worker
+        replaces = fault.env_id is None
+        if replaces and not pool.survives_faults:
+            return False
+        if fault.kinds and not self._is_restarted(fault.kinds):
+            if fault.failure is None or fault.env_id is None:
+                return False
+            raise reports.env_error(fault.env_id, worker, fault.failure, _EXCEPTIONS_ADVICE)
+        self._count(fault.error)
+        where = f"restarted: environments {[*pool.queues[worker].share]}" if replaces else "it is restarted"
+        first, *more = str(fault.error).splitlines()
+        logger.warning("%s; %s%s", first, where, "\n".join(["", *more]))
+        for finished in pool.finished_before(worker, fault.running) if replaces else ():
+            if pool.expects_result(pool.slots[finished]):
+                pool.take_result(pool.slots[finished], None, pool.clock())
+        slots = pool.slots_of(worker) if fault.env_id is None else [pool.slots[fault.env_id]]
+        faults, ends = [], []
+        for slot in slots:
+            if slot.state is State.DONE:
+                self._save_result(slot)
+            faults.append(self._cut_off(slot, fault.running))
+            ends.append(self._ends_to_come(slot, faults[-1]))
+        pool.note_rebuild(slots, ends)
+        for slot, unreported in zip(slots, faults, strict=True):
+            self._begin(slot, unreported, fault.error)
+        pool.note_dealt_with(fault.error)
+        if replaces:
+            pool.replace(worker)
+        payload = {slot.env_id: self._request(slot, fault.error) for slot in slots}
+        pool.post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, self._on_rebuilt)
+        pool.note_outdated([*payload])
+        self._announce(payload, fault.error)
+        return True
+
+    def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
+        for slot in slots:
+            record = self._records[slot.env_id]
+            record.latest = record.saved = record.reported = record.noted = None
+            self._set_fault(slot, None)
+
+    def _is_restarted(self, kinds: Sequence[str]) -> bool:
+        """Whether the policy restarts an environment after an exception of these classes."""
+        restarted = self._policy.exceptions
+        return restarted is None or not {*map(name_of, restarted)}.isdisjoint(kinds)
+
+    def _count(self, error: ParallelEnvError) -> None:
+        """Count a fault against environments; `RestartLimitExceeded` if the policy does not allow it for one."""
+        now, policy = self._pool.clock(), self._policy
+        for env_id in error.env_ids:
+            record = self._records[env_id]
+            while record.recent and now - record.recent[0] > policy.rate_period_s:
+                record.recent.popleft()
+            limit = ""
+            if policy.max_restarts is not None and record.counted >= policy.max_restarts:
+                limit = f"max_restarts={policy.max_restarts}"
+            elif policy.rate_limit is not None and len(record.recent) >= policy.rate_limit:
+                limit = f"rate_limit={policy.rate_limit} within {policy.rate_period_s:g} s"
+            if limit:
+                text = (
+                    f"environment {env_id} has failed once more than its RestartPolicy allows ({limit}): "
+                    f"{first_line(error)}\n\nWhat to do: fix the simulator, or pass a RestartPolicy with higher "
+                    "limits. The error of the last failure is the cause of this one."
+                )
+                raise RestartLimitExceeded(text, env_ids=(env_id,), worker=error.worker) from error
+            record.counted += 1
+            record.recent.append(now)
+
+    def _cut_off(self, slot: Slot, running: Running | None) -> _Unreported:
+        """What a fault interrupts, and the dicts that the caller receives, without the report.
+
+        `running` is what the worker is doing, or was doing when it died. The record, which is not overwritten yet, is
+        partially written if the simulator has returned; then its observations are zeros.
+        """
+        record, idle = self._records[slot.env_id], slot.state is not State.BUSY
+        if record.noted is not None:
+            return record.noted
+        if record.fault is not None and (record.is_rebuilding or idle):
+            return record.fault  # the first fault has interrupted it, and is not reported yet
+        held = self._pool.interrupted(slot)
+        if held is not None:
+            record.keywords = held.keywords
+            return _Unreported(held.message, held.dicts)
+        activity, partially_written = None, False
+        if running is not None and running.env_id == slot.env_id:
+            activity, partially_written = running.activity, not running.inside
+        auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
+        if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
+            return _Unreported(Message.RESET, _NO_DICTS)
+        if auto_reset and _can_be_read(record.saved):
+            record.latest = record.saved
+        elif auto_reset and self._batch.layout.agents:
+            record.latest = None  # all but what cannot be unpickled is in the record
+        else:
+            auto_reset = False
+        extras = None if record.latest is None else loads(record.latest)
+        observations, alive = self._batch.last_known(slot, extras, partially_written=partially_written)
+        if auto_reset:  # the step had ended
+            dicts = self._batch.snapshot(slot.env_id, extras).dicts
+            return _Unreported(Message.STEP, (observations, *dicts[1:]) if partially_written else dicts)
+        if record.reported is not None and not partially_written:
+            observations = copy.deepcopy(record.reported)
+        spaces = self._batch.layout.schema.reward_spaces
+        dicts = interrupted(observations, [] if record.needs_reset else alive, spaces)
+        return _Unreported(None if idle else Message.STEP, dicts)
+
+    def _ends_to_come(self, slot: Slot, fault: _Unreported) -> int:
+        """How many ends of episodes the caller receives: in a result that is here (a `Snapshot`), and in the report."""
+        if self._records[slot.env_id].waiting_reset is not None or fault.interrupted is Message.RESET:
+            return 0
+        ends, over = 0, slot.over
+        if slot.state is State.DONE:
+            _, _, terminateds, truncateds, _ = slot.result.dicts
+            ends = int(not over and (terminateds[ALL] or truncateds[ALL]))
+            over = slot.result.over
+        return ends + (slot.has_reset and not over)
+
+    def _begin(self, slot: Slot, fault: _Unreported, error: ParallelEnvError) -> None:
+        """Mark an environment as failed; `fault` is what `_cut_off` has returned."""
+        if not fault.report:
+            report = str(error)
+            dicts = fault.dicts if fault.interrupted is Message.RESET else with_report(fault.dicts, report)
+            fault = fault._replace(dicts=dicts, report=report)
+        self._set_fault(slot, fault._replace(next_result=None))
+
+    def _request(self, slot: Slot, error: ParallelEnvError) -> Rebuild:
+        """The request to rebuild an environment after a fault; counts the restart."""
+        self._rebuilds.add(slot.env_id, _kind_of(error) if slot.env_id in error.env_ids else "neighbour")
+        return self._rebuilds.request(
+            slot.env_id,
+            self._rebuilds.count(slot.env_id),
+            reset=self._resets_at_once(slot),
+            keywords=self._records[slot.env_id].keywords,
+        )
+
+    def _save_result(self, slot: Slot) -> None:
+        """Copy a result that the caller has not received out of the record, which is about to be overwritten."""
+        if slot.request is Message.RESET:
+            slot.has_reset = True
+        if type(slot.result) is not Snapshot:
+            slot.result = self._batch.snapshot(slot.env_id, slot.result)
+
+    def _announce(self, rebuilds: Mapping[int, Rebuild], error: ParallelEnvError) -> None:
+        """Call `on_restart` for environments that are being rebuilt. What it raises is logged: the run goes on."""
+        if self._on_restart is None:
+            return
+        for env_id, rebuild in rebuilds.items():
+            kind: Literal["fault", "neighbour"] = "fault" if env_id in error.env_ids else "neighbour"
+            worker, seed = self._pool.slots[env_id].worker, rebuild.plan.seeds[env_id]
+            event = RestartEvent(env_id, worker, kind, error, seed, self._rebuilds.restarts(env_id))
+            try:
+                self._on_restart(event)
+            except Exception:
+                logger.exception("on_restart=%r raised for environment %d", self._on_restart, env_id)
+
+    # -- environments that have been rebuilt ---------------------------------------------------------------------------
+
+    def _on_rebuilt(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
+        failed = refusals(reply)
+        failures.update(failed)
+        for env_id in reply.env_ids or ():
+            slot, record, extras = self._pool.slots[env_id], self._records[env_id], reply.results.get(env_id)
+            if env_id in failed or record.fault is None:  # `env.restart` has constructed it once more
+                continue
+            try:
+                unpickled = self._pool.read(env_id, extras)
+            except EnvError as error:
+                self._pool.unreadable(slot, error)
+                continue
+            result = self._finish(slot, extras, unpickled)
+            if record.waiting_reset is not None:
+                record.keywords, record.waiting_reset = record.waiting_reset, None
+                request = Request(Message.RESET, (env_id,), {env_id: record.keywords}, each=True)
+                self._pool.post({slot.worker: request})
+            elif result is None and slot.state is State.BUSY and slot.request is Message.STEP:  # sent to meanwhile
+                assert record.fault is not None
+                result = record.fault.next_result
+                self._set_fault(slot, None)
+            if result is not None and slot.request is not None:
+                self._pool.finish(slot, reply.completed, result)
+
+    def _finish(self, slot: Slot, pickled: bytes | None, extras: Any) -> Snapshot | None:
+        """The result of the request that was interrupted; None for an idle environment, whose next result reports it.
+
+        The extras came with the reset of the environment that has been rebuilt.
+        """
+        record = self._records[slot.env_id]
+        fault = record.fault
+        assert fault is not None
+        if self._resets_at_once(slot):
+            self._note_result(record, pickled)
+            fresh = self._batch.snapshot(slot.env_id, extras)
+            if fault.interrupted is Message.RESET:
+                result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))
+            else:
+                result = fresh._replace(dicts=renewed(fault.dicts, fresh.dicts), over=False)
+        else:
+            result = Snapshot(fault.dicts, [], [], over=True)
+            record.needs_reset, record.reported = True, copy.deepcopy(fault.dicts[0])  # these are the caller's
+        if fault.interrupted is None:
+            self._set_fault(slot, fault._replace(next_result=result))
+            return None
+        self._set_fault(slot, None)
+        return result
+
+    def _resets_at_once(self, slot: Slot) -> bool:
+        """Whether the fresh environment's first observation is part of the result."""
+        fault = self._records[slot.env_id].fault
+        assert fault is not None
+        if fault.interrupted is None and not slot.has_reset:
+            return False
+        return fault.interrupted is Message.RESET or self._same_step
+
+    def stats(self, env_ids: Sequence[int]) -> WorkerStats:
+        return WorkerStats(faults=sum(self._records[env_id].counted for env_id in env_ids))
+
+
+def _can_be_read(pickled: bytes | None) -> bool:
+    """Whether extras that nobody has read yet can be unpickled here."""
+    if pickled is None:
+        return True
+    try:
+        loads(pickled)
+    except Exception:
+        return False
+    return True
+
+
+def _kind_of(error: ParallelEnvError) -> str:
+    """The kind of a fault in `WorkerStats.restart_kinds`."""
+    if isinstance(error, EnvError):
+        return "exception"
+    return "timeout" if isinstance(error, WorkerTimeout) else "death"

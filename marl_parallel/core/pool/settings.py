@@ -1,0 +1,34 @@
+"""The caller's levels of loggers and filters of warnings: workers get those of each reset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from marl_parallel.core.caller_settings import CallerSettings
+from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.pool.extensions import Extension
+
+
+class SettingsAtResets(Extension):
+    """Sends the settings of the caller's process with resets, to each worker that has not got them yet.
+
+    Attributes:
+        present: Those of the last reset, pickled; environments that are constructed again get them.
+    """
+
+    def __init__(self, caller: CallerSettings) -> None:
+        self._caller = caller
+        self.present = b""
+        self._sent: dict[int, bytes] = {}
+
+    def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
+        if message is Message.RESET:
+            self.present = self._caller.pickled()
+        return env_ids
+
+    def before_post(self, worker: int, request: Request) -> Request:
+        if request.message is not Message.RESET or self._sent.get(worker) is self.present:
+            return request
+        self._sent[worker] = self.present
+        return request._replace(settings=self.present)

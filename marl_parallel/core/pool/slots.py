@@ -1,0 +1,105 @@
+"""What the caller's side knows: one `Slot` per environment, one `WorkerQueue` per worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+from marl_parallel.adapters.protocol import AgentID, Dicts
+from marl_parallel.core.messages import Failure, Message, Reply, Request
+from marl_parallel.types import WorkerStats
+
+
+class Snapshot(NamedTuple):
+    """A transition in memory of its own, and the state in which it leaves its environment."""
+
+    dicts: Dicts
+    acting: list[AgentID]
+    alive: list[AgentID]
+    over: bool
+    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # all action masks that were reported; read-only
+
+
+class Results(NamedTuple):
+    """Results that the caller receives."""
+
+    env_ids: tuple[int, ...]  # in order of completion
+    resets: list[int]  # the environments that were reset
+    extras: Any  # by environment, the values that are not in its record: the unpickled extras, or a `Snapshot`
+
+
+class State(Enum):
+    """Where an environment's step or reset is, as its caller sees it."""
+
+    IDLE = 1  # nothing has been sent
+    BUSY = 2  # it has been sent, and its result is not here yet
+    DONE = 3  # its result is here, and the caller has not received it
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One environment. "Extras" are what a worker sends pickled, beyond the record."""
+
+    env_id: int
+    worker: int
+    state: State = State.IDLE
+    request: Message | None = None  # STEP or RESET, from `send` until the caller has received the result
+    result: Any = None  # the unpickled extras, or a `Snapshot`; None if everything is in the record
+    completed: float = 0.0  # when the worker had the result, in seconds of `Backend.clock`
+    acting: list[AgentID] = field(default_factory=list)  # who acts next; read-only
+    alive: list[AgentID] = field(default_factory=list)  # seen in this episode and not ended yet; read-only
+    over: bool = False  # whether the episode has ended and no reset has followed
+    has_reset: bool = False  # whether the environment has been reset at least once
+    masks: dict[AgentID, Any] | None = None  # action masks that are not in the record; None in place of those there
+    skips: bool = False  # whether the next result reports something else than its step, whose action does not count
+
+
+OnReply: TypeAlias = Callable[[int, Reply, dict[int, Failure]], None]
+"""What an extension does with a reply of a worker to a request that it has posted. It may add failures."""
+
+
+Pending: TypeAlias = tuple[Request, int, OnReply | None, bool]
+"""A request without a last reply: with the number of its first part (see `WorkerStatus.parts`), what gets its replies
+in place of the pool, and whether calls other than steps and resets wait for it."""
+
+_WITH_ONE_REPLY = frozenset({Message.STEP, Message.RESET})
+"""Requests whose results may come together."""
+
+
+@dataclass(slots=True, eq=False)
+class WorkerQueue:
+    """The requests before one worker."""
+
+    share: Sequence[int]  # its environments
+    position: int  # of the worker, or of the first one that it has replaced, in statistics
+    built: Sequence[int] = ()  # for which it was started: some may have moved, or have not come yet
+    requests: deque[Pending] = field(default_factory=deque)  # oldest first
+    posted: int = 0  # how many parts of requests have been posted to this process
+    since: float = 0.0  # when the worker was last expected to begin something, in seconds of `Backend.clock`
+    past: WorkerStats = WorkerStats()  # noqa: RUF009  # of the processes that this one has replaced
+
+    @property
+    def environments(self) -> Sequence[int]:
+        """Its environments; if it has none, those for which it was started."""
+        return self.share or self.built
+
+    @property
+    def one_reply(self) -> bool:
+        """Whether the worker carries out a step or reset with one reply for all environments."""
+        if not self.requests:
+            return False
+        request = self.requests[0][0]
+        return not request.each and request.message in _WITH_ONE_REPLY
+
+    def owes_one_reply(self, env_ids: Container[int]) -> bool:
+        """Whether a request with one reply is in the queue, of environments that are in `env_ids`."""
+        return any(
+            request.message in _WITH_ONE_REPLY
+            and not request.each
+            and request.env_ids is not None
+            and request.env_ids[0] in env_ids
+            for request, *_ in self.requests
+        )

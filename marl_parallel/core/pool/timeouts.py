@@ -1,0 +1,201 @@
+"""Timeouts: which workers are late, and what becomes of them.
+
+A timeout runs from the moment at which an environment begins something, as the worker's status shows. While a worker
+has not begun a request, the request's own timeout runs from when the worker was free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from marl_parallel.core import reports
+from marl_parallel.core.backend import Backend
+from marl_parallel.core.messages import Message
+from marl_parallel.core.pool.extensions import Extension, Fault
+from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.slots import State, WorkerQueue
+from marl_parallel.core.worker_status import Activity, Running
+
+_THREAD_ADVICE = '; a thread cannot be ended, so nothing could be restarted: backend="process" can'
+_POLL_S = 0.05
+_UNCHANGED_S = 0.02
+_FROZEN_S = 0.25
+"""A wait that ends so much later than it should means that this process, and likely all, did not run meanwhile."""
+
+LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
+    Message.ACCESS: (Activity.START,),
+    Message.ATTACH: (Activity.START,),
+    Message.REBUILD: (Activity.START, Activity.RESET),
+    Message.PREPARE: (Activity.START, Activity.RESET),
+    Message.CLOSE: (Activity.CLOSE,),
+    Message.RESET: (Activity.RESET,),
+    Message.STEP: (Activity.STEP, Activity.RESET),
+    Message.STATE: (Activity.STEP, Activity.RESET),
+    Message.RENDER: (Activity.STEP, Activity.RESET),
+}
+"""The activities of a request whose timeouts apply; the first one before it has begun."""
+
+
+class Limits(NamedTuple):
+    """Timeouts in seconds, see `Activity.timeout`; None for no limit."""
+
+    step: float | None = None
+    reset: float | None = None
+    start: float | None = None
+
+
+class Deadlines:
+    """The timeouts of the requests before all workers.
+
+    Time in which this process waited but did not run, as when a virtual machine is paused, does not count: the workers
+    did not run either. Time between two waits, in which the caller does something else, counts.
+    """
+
+    def __init__(self, backend: Backend, limits: Limits, queues: Mapping[int, WorkerQueue]) -> None:
+        self._backend, self._queues, self._clock = backend, queues, backend.clock
+        enforced = limits if backend.enforces_timeouts else Limits()
+        self.limits: dict[Activity, float | None] = {one: getattr(enforced, one.timeout) for one in Activity}
+        self.shortest = {  # by kind of request, the shortest timeout that may apply while it is carried out
+            message: min((limit for one in activities if (limit := self.limits[one]) is not None), default=None)
+            for message, activities in LIMITED_BY.items()
+        }
+        self.looked = 0.0  # when the present call of the pool began, or `late` was last called in it
+        self._wait_ends: float | None = None  # when the present wait ends at the latest
+        self._looking_s = 0.0  # the backend's `looking_s` when it began
+        self._frozen: list[tuple[float, float]] = []
+        # By worker: a status past its timeout, and when it was first seen.
+        self._suspects: dict[int, tuple[tuple[int, float], float]] = {}
+
+    def patience(self) -> float | None:
+        """How long to wait before the next call of `late`; None for no limit. Called before each wait."""
+        shortest = self.shortest
+        limits = [
+            limit
+            for queue in self._queues.values()
+            for request, *_ in queue.requests
+            if (limit := shortest[request.message]) is not None
+        ]
+        if not limits:
+            self._wait_ends = None
+            return None
+        now = self._clock()
+        if now - self.looked > _FROZEN_S:
+            self._note_frozen(self.looked, now)
+        seconds = min(_UNCHANGED_S if self._suspects else _POLL_S, *limits)
+        self._wait_ends, self._looking_s = now + seconds, self._backend.looking_s
+        return seconds
+
+    def late(self) -> list[int]:
+        """Workers past their timeout whose status did not change between two polls: none that was just finishing."""
+        wait_ends, self._wait_ends = self._wait_ends, None
+        self.looked = now = self._clock()  # it may be frozen below, too
+        if wait_ends is None:
+            return []
+        wait_ends += self._backend.looking_s - self._looking_s  # the workers did run meanwhile
+        if now - wait_ends > _FROZEN_S:
+            self._note_frozen(wait_ends, now)
+        late = []
+        for worker, queue in self._queues.items():
+            suspect = self._suspects.pop(worker, None)
+            if self._limited(queue) is None:
+                continue
+            state, limit = self._backend.statuses[worker].state, self.overrun(worker)[2]
+            started = max(queue.since, state[1], self._backend.ready_since(worker))
+            frozen = sum(max(end - max(begin, started), 0.0) for begin, end in self._frozen)
+            if limit is None or now - started - frozen <= limit:
+                continue
+            if suspect is None or suspect[0] != state:
+                suspect = state, now
+            elif now - suspect[1] >= _UNCHANGED_S:
+                late.append(worker)
+            self._suspects[worker] = suspect
+        return late
+
+    def _note_frozen(self, begin: float, end: float) -> None:
+        first = min((queue.since for queue in self._queues.values() if self._limited(queue) is not None), default=end)
+        self._frozen = [*(span for span in self._frozen if span[1] > first), (begin, end)]
+        self._suspects.clear()  # the workers have not had the time to change their statuses
+
+    def _limited(self, queue: WorkerQueue) -> Message | None:
+        """The oldest request that has a timeout."""
+        messages = [request.message for request, *_ in queue.requests]
+        return next((message for message in messages if self.shortest[message] is not None), None)
+
+    def changed(self, worker: int) -> bool:
+        """Whether a worker that `late` has returned has begun or ended something since."""
+        suspect = self._suspects.get(worker)
+        return suspect is None or self._backend.statuses[worker].state != suspect[0]
+
+    def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
+        """What a worker is doing, if its status shows it; the activity that has a limit, and the limit."""
+        running, request = self._backend.statuses[worker].running, self._limited(self._queues[worker]) or Message.STEP
+        activity = LIMITED_BY[request][0] if running is None else running.activity
+        return running, activity, self.limits[activity]
+
+
+class Timeouts(Extension):
+    """Ends workers that are late."""
+
+    def __init__(self, pool: Pool, limits: Limits) -> None:
+        self._pool = pool
+        self._deadlines = Deadlines(pool.backend, limits, pool.queues)
+        self.limits = self._deadlines.limits
+        self.lean_patience = math.inf if self._deadlines.shortest[Message.STEP] is None else None
+
+    def patience(self, now: float) -> float | None:
+        self._deadlines.looked = max(self._deadlines.looked, self._pool.called)  # the time of the caller counts
+        return None if self._pool.closed else self._deadlines.patience()
+
+    def look(self, now: float) -> None:
+        if self._pool.closed:
+            return
+        for worker in self._deadlines.late():
+            if worker in self._pool.queues:
+                self._end(worker)
+            self._deadlines.looked = self._pool.clock()
+
+    def _end(self, worker: int) -> None:
+        """Let a worker that is late be replaced, or raise."""
+        pool, (running, activity, limit) = self._pool, self._deadlines.overrun(worker)
+        if limit is None:  # while another one was handled, it has begun something without a limit
+            return
+        queue, backend = pool.queues[worker], pool.backend
+
+        def fault_here(running_last: Running | None) -> Fault:
+            stack, tail = backend.stack(worker), backend.log_tail(worker)
+            advice = pool.advice if backend.can_kill else _THREAD_ADVICE
+            error = reports.timed_out(worker, queue.environments, running, activity, limit, stack, advice, tail)
+            return Fault(worker, None, error, running_last)
+
+        if not pool.survives_faults or not queue.share:
+            pool.fault(fault_here(running))
+            return
+        # Taking the stack continues a worker that was stopped, and it may finish what it was doing. That is late all
+        # the same: what its caller receives is noted before.
+        if running is not None:
+            late = [slot for slot in [pool.slots[running.env_id]] if slot.worker == worker]
+        else:
+            finished = pool.finished_before(worker, running)
+            late = [slot for slot in pool.slots_of(worker) if slot.request is not None and slot.env_id not in finished]
+        late = [slot for slot in late if slot.state is not State.DONE]
+        pool.before_end(late, running)
+        if self._deadlines.changed(worker):
+            pool.goes_on(late)
+            return
+        fault = fault_here(None)
+        ids = {slot.env_id for slot in late}
+        replies = []
+        for reply in backend.end(worker):
+            applies = ids.isdisjoint(reply.env_ids or ()) if reply.request is Message.REBUILD else pool.in_flight > 0
+            if applies:
+                results = {env_id: result for env_id, result in reply.results.items() if env_id not in ids}
+                failures = {env_id: failure for env_id, failure in reply.failures.items() if env_id not in ids}
+                replies.append((worker, reply._replace(results=results, failures=failures)))
+        pool.apply(replies)
+        fault = fault._replace(running=backend.statuses[worker].running)
+        try:
+            pool.fault(fault)
+        finally:
+            del fault  # as `Pool.fault` says

@@ -1,0 +1,115 @@
+"""Files that repeat an environment's failure: a line with the version, a line of JSON, and pickles.
+
+The pickles are those of the constructor, the adapter, the registered environments, the options of the reset, and the
+actions. `pool/replay.py` writes them, `cli/replay.py` repeats them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+FOLDER = "marl_parallel-replays"
+"""The default folder, in the current one."""
+VERSION = 3
+_MAGIC = b"marl_parallel replay "
+
+
+class BadReplay(ValueError):
+    """A file cannot be replayed."""
+
+
+@dataclass(frozen=True)
+class Crash:
+    """The contents of a file. Step 0 is the reset that begins the episode."""
+
+    env_id: int
+    error: str  # the type of the error
+    method: str  # that failed; empty if it is not known
+    step: int  # the number of steps in the episode, with the one that failed
+    first_step: int  # the first step whose actions are in the file
+    mode: str  # the auto-reset mode
+    constructor_seed: int
+    restarts: int  # how often the environment had been rebuilt
+    seed: int  # the last one passed to a reset by the caller, or to a rebuilt environment
+    number: int  # how many episodes have begun since without a seed
+    takes_seed: bool  # whether the simulator's `reset` takes one
+    isolate_rng: bool  # whether derived seeds are also those of the process-wide generators
+    seeds_generators: bool  # whether `seed` is, too, if `number` is zero: the caller passed it to this reset
+    arrays: bool  # whether values travelled through shared memory
+    report: str  # the text of the error
+    written: str  # when
+    versions: dict[str, str]
+    sys_path: list[str]
+    folder: str  # the current one
+    constructor: bytes
+    adapter: bytes
+    registrations: bytes
+    options: bytes  # of the reset; pickled None if it had none
+    actions: bytes  # of each step, from `first_step` on
+
+    @property
+    def complete(self) -> bool:
+        """Whether the file has all steps of the episode."""
+        return self.first_step <= 1
+
+
+_PICKLED = [one.name for one in fields(Crash) if one.type == "bytes"]
+
+
+def write_crash(crash: Crash, path: Path) -> None:
+    """Write a file, whole or not at all, and only for this user; `OSError` if that is impossible."""
+    pickled = {name: getattr(crash, name) for name in _PICKLED}
+    header = {one.name: getattr(crash, one.name) for one in fields(crash) if one.name not in pickled}
+    header["nbytes"] = [len(part) for part in pickled.values()]
+    checksum = 0
+    for part in pickled.values():
+        checksum = zlib.crc32(part, checksum)
+    header["crc32"] = checksum
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}")
+    try:
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(b"%s%d\n%s\n" % (_MAGIC, VERSION, json.dumps(header).encode()))
+            file.writelines(pickled.values())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_crash(path: Path) -> Crash:
+    """Read a file without unpickling anything; `BadReplay` if it is none, or not whole, or of another version."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadReplay(f"{path} cannot be read: {error.strerror or error}") from error
+    if not content.startswith(_MAGIC):
+        raise BadReplay(f"{path} is no replay: marl_parallel writes them, as env-*.replay, if replay= is passed")
+    first, _, rest = content.partition(b"\n")
+    written_as = first.removeprefix(_MAGIC).decode(errors="replace")
+    if written_as != str(VERSION):
+        raise BadReplay(
+            f"{path} has version {written_as} of this format, but this marl_parallel reads version {VERSION}: use the "
+            "release that wrote it"
+        )
+    line, _, body = rest.partition(b"\n")
+    truncated = f"{path} is not whole: it was copied or written only partly"
+    try:
+        header = json.loads(line)
+        sizes, checksum = header.pop("nbytes"), header.pop("crc32")
+        parts: dict[str, Any] = {}
+        at = 0
+        for name, size in zip(_PICKLED, sizes, strict=True):
+            parts[name], at = body[at : at + size], at + size
+        crash = Crash(**header, **parts)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadReplay(truncated) from error
+    if at != len(body):
+        raise BadReplay(truncated)
+    if zlib.crc32(body) != checksum:
+        raise BadReplay(f"{path} is damaged: its checksum differs from the one that was written with it")
+    return crash
