@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from marl_parallel.core.messages import Message, Reply, Request
+from simulation.episodes import Episodes, Finished
 from simulation.simulator import ALL, BOX, Did, Life
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Model:
         most_episodes: After so many episodes, an environment is replaced; None for no limit.
 
     Attributes:
+        finished: The episodes that the results of the latest call have ended.
         faults: How many rebuilds faults have led to.
         errors: How many of these since the present `call` or `restart` began.
         errors_before: How many of these had occurred when its requests were posted.
@@ -89,6 +91,8 @@ class Model:
 
     def __init__(self, shares: list[range], mode: str, *, restarts: bool, most_episodes: int | None) -> None:
         self.envs = [EnvModel(env_id, number) for number, share in enumerate(shares) for env_id in share]
+        self.episodes = [Episodes(env.env_id, mode == "SAME_STEP") for env in self.envs]
+        self.finished: list[Finished] = []
         self.mode, self.restarts = mode, restarts
         self.fatal: list[str] = []  # faults after which everything must be closed
         self.errors = self.errors_before = self.faults = 0
@@ -136,6 +140,7 @@ class Model:
 
     def received(self, env_ids: Iterable[int], batch: Any) -> None:
         """Check results, in the order of env ids: five sequences of dicts, of which some may be None."""
+        self.finished = []
         for place, env_id in enumerate(env_ids):
             env = self.envs[env_id]
             got = tuple(None if part is None else part[place] for part in batch)
@@ -147,6 +152,7 @@ class Model:
                 allowed = "\n  or ".join(map(_shown, env.done))
                 returned = f"environment {env_id}: its {env.request} returned\n     {_shown(got)}"
                 raise Wrong(f"{returned}\n  in place of\n     {allowed}")
+            self.finished += self.episodes[env_id].add(env.request, got)
             env.request, env.done, env.action = "", None, None
             self.checked += 1
 

@@ -161,6 +161,13 @@ class History:
     def note(self, text: str) -> None:
         self.backend.note(f"caller: {text}")
 
+    def _received(self, env_ids: Sequence[int], batch: Any) -> None:
+        """Check results, and the episodes that they have ended."""
+        self.model.received(env_ids, batch)
+        finished = sorted(map(tuple, self.env.finished_episodes))
+        if finished != sorted(self.model.finished):
+            raise Wrong(f"finished_episodes is {finished} in place of {self.model.finished}")
+
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _reset(self, env_ids: Sequence[int], options: Any = None, seed: int | None = None) -> None:
@@ -169,10 +176,10 @@ class History:
         if self.stepper is not None:
             some = None if len(env_ids) == len(self.ids) else env_ids
             arrays = self.stepper.reset(seed, options, some)
-            self.model.received(env_ids, _as_dicts(arrays, env_ids))
+            self._received(env_ids, _as_dicts(arrays, env_ids))
             return
         observations, infos = self.env.reset(seed=seed, env_ids=env_ids, options=options)
-        self.model.received(env_ids, (observations, None, None, None, infos))
+        self._received(env_ids, (observations, None, None, None, infos))
 
     def _actions(self, env_ids: Sequence[int]) -> tuple[int, list[dict[str, int]]]:
         self.actions += 1
@@ -202,9 +209,9 @@ class History:
     def _step(self, env_ids: Sequence[int], action: int, actions: Any, some: Sequence[int] | None) -> None:
         if self.stepper is not None:
             arrays = self.stepper.step({agent: np.full(len(self.ids), action) for agent in AGENTS}, some)
-            self.model.received(env_ids, _as_dicts(arrays, env_ids))
+            self._received(env_ids, _as_dicts(arrays, env_ids))
         else:
-            self.model.received(env_ids, self.env.step(actions, some))
+            self._received(env_ids, self.env.step(actions, some))
 
     def step_some(self, rng: random.Random) -> None:
         if self.model.in_flight or not all(env.has_reset for env in self.model.envs):
@@ -255,7 +262,7 @@ class History:
             return
         if len(batch.env_ids) < least or sorted(batch.env_ids) != self.model.ready:
             raise Wrong(f"recv returned environments {batch.env_ids} in place of {self.model.ready}")
-        self.model.received(batch.env_ids, batch[1:])
+        self._received(batch.env_ids, batch[1:])
 
     def wait(self, rng: random.Random) -> None:
         """The caller does something else; workers go on."""
