@@ -1,4 +1,4 @@
-"""The statistics of episodes, computed from the results that the caller has received. It shares no code with the package."""
+"""The statistics of episodes, from the results that the caller has received. It shares no code with the package."""
 
 from __future__ import annotations
 
