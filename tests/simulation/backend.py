@@ -80,6 +80,10 @@ class SimulatedWorker:
         lives: By environment, the one that was constructed here last.
         request: What it carries out, with the environment that is running and its phase: "inside" the simulator,
             "returned" from it, or "replying".
+        settled: The environment that was running last, if the request, or the part of it, has been carried out.
+        counts: How many steps and resets have ended, as its statistics must have them: those of a request are added
+            when it has been carried out.
+        steps: How many steps have ended.
     """
 
     def __init__(self, backend: SimulatedBackend, number: int, share: Sequence[int]) -> None:
@@ -95,6 +99,8 @@ class SimulatedWorker:
         self.request: Request | None = None
         self.running: int | None = None
         self.phase, self.activity = "", ""
+        self.settled: int | None = None
+        self.counts, self._more, self.steps = Counter[str](), Counter[str](), 0
         self._fails = False
         self._greenlet = Watched(self._main)
         self._greenlet.worker = self
@@ -105,7 +111,7 @@ class SimulatedWorker:
                 self.state, self.request = "idle", None
                 self.backend.leave()
             request = self.request = self.requests.popleft()
-            self.running = None
+            self.running = self.settled = None
             self.worker.execute(request, self._send)
             if request.message is Message.CLOSE or self.state == _STOPPED:
                 self.state = "ended" if self.state != _STOPPED else _STOPPED
@@ -115,19 +121,36 @@ class SimulatedWorker:
         request, life = self.request, self.lives.get(self.running) if self.running is not None else None
         assert request is not None
         is_step = request.message in (Message.STEP, Message.RESET) and reply.env_ids != ()
+        is_complete = reply.last or (request.each and reply.env_ids != ())
+        if is_complete:
+            self.settled = self.running
+            self.counts += self._more
+            self._more.clear()
         if life is not None and is_step and (request.each or reply.last) and not reply.failures:
             self.phase = "replying"
             self.point("reply", life, may_fail=False)
         self.replies.append((request, reply))
         self.expected -= reply.last
-        if request.each:
+        if is_complete:
             self.running = None
+            self.settled = self.settled if reply.last else None
 
-    def new_life(self, env_id: int) -> Life:
+    def new_life(self, env_id: int, seed: int, restarts: int) -> Life:
         assert self.request is not None
-        life = self.backend.new_life(env_id, self, self.request.message.name)
+        life = self.backend.new_life(env_id, self, self.request.message.name, seed, restarts)
         self.lives[env_id] = life
+        self.backend.model.seeds.check_constructed(life, self.request)
         return life
+
+    def begins_reset(self, life: Life, seed: int | None) -> None:
+        """Called by environments before they are reset."""
+        if self.state != _STOPPED and self.request is not None:
+            self.backend.model.check_reset(life, self.request, seed)
+
+    def returns(self, what: str) -> None:
+        """Called by environments when a step or reset has returned or raised."""
+        self._more[what] += 1
+        self.steps += what == "step"
 
     def point(self, what: str, life: Life, *, may_fail: bool = True) -> None:
         """Called by environments, in the worker's greenlet."""
@@ -207,9 +230,9 @@ class SimulatedBackend(Backend):
 
     # -- the scheduler -------------------------------------------------------------------------------------------------
 
-    def new_life(self, env_id: int, worker: SimulatedWorker, origin: str) -> Life:
+    def new_life(self, env_id: int, worker: SimulatedWorker, origin: str, seed: int, restarts: int) -> Life:
         self._lives[env_id] += 1
-        return Life(env_id, self._lives[env_id], worker, origin)
+        return Life(env_id, self._lives[env_id], worker, origin, seed, restarts)
 
     def draw(self, life: Life, purpose: int) -> float:
         return draw(self.number, life.env_id, life.number, life.points, purpose)
@@ -324,7 +347,9 @@ class SimulatedBackend(Backend):
     def remove(self, worker: int, *, kill: bool) -> bool:
         if not kill and self.workers[worker].state not in ("ended", "dead"):
             return False
-        self.model.spares_fail |= kill
+        if kill:
+            self.model.spares_fail = True
+            self.model.seeds.note_used_up(self.workers[worker].share)
         self.workers.pop(worker).state = "dead"
         return True
 
@@ -403,6 +428,7 @@ class SimulatedBackend(Backend):
         ended = self.workers[worker]
         ended.why = "hangs" if ended.state == "hung" else "is killed"
         ended.state = "dead"
+        self.model.ended(ended, ended.why)
         replies = [reply for _, reply in ended.replies]
         for request, reply in ended.replies:
             self.model.delivered(ended, request, reply)

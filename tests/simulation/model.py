@@ -8,13 +8,16 @@ have noted in their `Life`, it computes the one result, or the few, that the des
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from marl_parallel.core.messages import Message, Reply, Request
+from marl_parallel.types import RestartPolicy
+from simulation.episodes import Episodes, Finished
+from simulation.seeds import Seeds
 from simulation.simulator import ALL, BOX, Did, Life
 
 if TYPE_CHECKING:
@@ -68,8 +71,9 @@ class EnvModel:
     option: int = 0  # of the reset that is requested
     seed: int | None = None  # of that reset
     ended: int = 0  # how many episodes of the present environment its caller has seen end
-    restarts: int = 0
+    restarts: Counter[str] = field(default_factory=Counter)  # by kind
     recycled: int = 0
+    faults: list[float] = field(default_factory=list)  # when those were that count against it
 
 
 class Model:
@@ -78,23 +82,40 @@ class Model:
     Args:
         shares: The environments of each worker.
         mode: The name of the auto-reset mode.
-        restarts: Whether environments that fail are rebuilt.
+        policy: How often environments that fail are rebuilt; None if they are not.
         most_episodes: After so many episodes, an environment is replaced; None for no limit.
+        seeds: The seeds of all environments.
+        clock: Returns the time.
 
     Attributes:
+        finished: The episodes that the results of the latest call have ended.
+        fatal: Faults after which everything must be closed.
+        limits: The environments that have failed once more than the policy allows.
         faults: How many rebuilds faults have led to.
         errors: How many of these since the present `call` or `restart` began.
         errors_before: How many of these had occurred when its requests were posted.
     """
 
-    def __init__(self, shares: list[range], mode: str, *, restarts: bool, most_episodes: int | None) -> None:
+    def __init__(
+        self,
+        shares: list[range],
+        mode: str,
+        *,
+        policy: RestartPolicy | None,
+        most_episodes: int | None,
+        seeds: Seeds,
+        clock: Callable[[], float],
+    ) -> None:
         self.envs = [EnvModel(env_id, number) for number, share in enumerate(shares) for env_id in share]
-        self.mode, self.restarts = mode, restarts
-        self.fatal: list[str] = []  # faults after which everything must be closed
+        self.episodes = [Episodes(env.env_id, mode == "SAME_STEP") for env in self.envs]
+        self.finished: list[Finished] = []
+        self.mode, self.restarts, self.seeds = mode, policy is not None, seeds
+        self._policy, self._clock = policy or RestartPolicy(), clock
+        self.fatal: list[str] = []
+        self.limits: list[int] = []
         self.errors = self.errors_before = self.faults = 0
         self.most_episodes, self.spares_fail = most_episodes, False
         self._called: set[int] = set()
-        self.kinds: Counter[str] = Counter()
         self.checked = 0
 
     # -- the caller ----------------------------------------------------------------------------------------------------
@@ -103,6 +124,8 @@ class Model:
         self, kind: str, env_ids: Iterable[int], action: int | None = None, option: int = 0, seed: int | None = None
     ) -> None:
         """The caller begins a step or reset."""
+        if seed is not None:
+            self.seeds.base = seed
         for env in [self.envs[env_id] for env_id in env_ids]:
             env.option, env.seed = option, None if seed is None else seed + env.env_id
             if kind == "reset" and env.has_reset and env.state.over is None and not env.cuts:
@@ -119,7 +142,7 @@ class Model:
         for env in [self.envs[env_id] for env_id in env_ids]:
             env.cuts, env.rebuilt, env.ready, env.state = [], None, False, After({}, [], None)
             env.has_reset, env.ended = False, 0
-            env.restarts += 1
+            env.restarts["request"] += 1
 
     def calls(self, env_ids: Iterable[int]) -> None:
         """The caller calls something else than a step or reset."""
@@ -136,6 +159,7 @@ class Model:
 
     def received(self, env_ids: Iterable[int], batch: Any) -> None:
         """Check results, in the order of env ids: five sequences of dicts, of which some may be None."""
+        self.finished = []
         for place, env_id in enumerate(env_ids):
             env = self.envs[env_id]
             got = tuple(None if part is None else part[place] for part in batch)
@@ -147,6 +171,7 @@ class Model:
                 allowed = "\n  or ".join(map(_shown, env.done))
                 returned = f"environment {env_id}: its {env.request} returned\n     {_shown(got)}"
                 raise Wrong(f"{returned}\n  in place of\n     {allowed}")
+            self.finished += self.episodes[env_id].add(env.request, got)
             env.request, env.done, env.action = "", None, None
             self.checked += 1
 
@@ -170,6 +195,8 @@ class Model:
             return
         for env_id in worker.share if request.env_ids is None else request.env_ids:
             env = self.envs[env_id]
+            if message is Message.REBUILD:
+                self.seeds.note_rebuild(env_id, request)
             if message is Message.STEP:
                 env.renewing = False
             elif message is not Message.REBUILD:
@@ -178,6 +205,7 @@ class Model:
                     env.life, env.host, env.moved = life, worker.number, True
                     env.recycled += 1
                     env.ended = 0
+                    self.seeds.check_moved(life)
                 elif env.request == "reset":
                     env.renewing = False
             env.awaiting = request
@@ -193,6 +221,7 @@ class Model:
                 self.envs[env_id].life = worker.lives[env_id]
         if reply.request is Message.PREPARE:
             self.spares_fail |= bool(reply.failures)
+            self.seeds.note_used_up(reply.failures)
             for env_id in reply.failures:
                 if self.envs[env_id].host == worker.number and self.envs[env_id].renewing:
                     self._fails(self.envs[env_id], self._cut(self.envs[env_id], "inside", "constructor"), "exception")
@@ -216,10 +245,44 @@ class Model:
             else:
                 self._completed(env, worker, request.message)
 
+    def check_reset(self, life: Life, request: Request, seed: int | None) -> None:
+        """An environment begins a reset."""
+        env = self.envs[life.env_id]
+        self.seeds.check_reset(life, request, seed, env.seed if env.request == "reset" else None)
+
     def reported(self, worker: SimulatedWorker) -> None:
         """The pool knows that a worker is gone."""
         if not self.restarts:
             self.fatal.append(f"worker {worker.number} is gone")
+        for env in self._culprits(worker, worker.why):
+            self._count(env)
+
+    def ended(self, worker: SimulatedWorker, why: str) -> None:
+        """The pool ends a worker that is past a timeout, or has too much memory."""
+        for env in self._culprits(worker, why):
+            self._count(env)
+
+    def _culprits(self, worker: SimulatedWorker, why: str) -> list[EnvModel]:
+        """The environments that fail if a worker dies, hangs, or is killed for its memory: all, if it is not known."""
+        hosted = [env for env in self.envs if env.host == worker.number]
+        running = worker.running if worker.phase != "replying" else None
+        if why == "is killed":
+            one = worker.settled if running is None else running
+            return [env for env in hosted if env.env_id == one] or hosted[:1]
+        return [env for env in hosted if running is None or env.env_id == running]
+
+    def _count(self, env: EnvModel) -> None:
+        """Count a fault against an environment."""
+        policy, now = self._policy, self._clock()
+        recent = [moment for moment in env.faults if not now - moment > policy.rate_period_s]
+        if not self.restarts:
+            return
+        if (policy.max_restarts is not None and len(env.faults) >= policy.max_restarts) or (
+            policy.rate_limit is not None and len(recent) >= policy.rate_limit
+        ):
+            self.fatal.append(f"environment {env.env_id} has failed once more than the policy allows")
+            self.limits.append(env.env_id)
+        env.faults.append(now)
 
     def lost(self, worker: SimulatedWorker, why: str) -> None:
         """The pool replaces a worker that is gone."""
@@ -236,13 +299,15 @@ class Model:
                 if env.awaiting is current:
                     env.awaiting = None
                     self._completed(env, worker, current.message)  # type: ignore[union-attr]
+        culprits = self._culprits(worker, why)
+        kind = "timeout" if why == "hangs" else "death"
         for env in self.envs:
             if env.host != worker.number:
                 continue
             stage, activity = "", ""
             if env.env_id == running and env.awaiting is current:
                 stage, activity = worker.phase, worker.activity
-            self._fails(env, self._cut(env, stage, activity), "timeout" if why == "hangs" else "death")
+            self._fails(env, self._cut(env, stage, activity), kind if env in culprits else "neighbour")
 
     # -- what the design says ------------------------------------------------------------------------------------------
 
@@ -262,6 +327,7 @@ class Model:
             return
         assert env.life is not None
         did, env.life.did = env.life.did, []
+        env.life.begun |= bool(did)
         steps, resets = [one for one in did if one.what == "step"], [one for one in did if one.what == "reset"]
         if any(one.unreadable for one in (resets[-1:] if env.request == "reset" or env.renewing else did)):
             env.life.did = did
@@ -271,7 +337,7 @@ class Model:
             return
         if env.request == "reset" or env.renewing:
             first = resets[-1]
-            self._check_reset(env, first, seeded=not env.cuts)
+            self._check_reset(env, first)
             if not env.moved:
                 self._check_recycling(env)
             dicts = first[1:6] if env.ending is None else _renewed(env.ending[1:6], first)
@@ -310,13 +376,11 @@ class Model:
             terminated, truncated = env.state.over
             self._finish(env, [({}, {}, {ALL: terminated}, {ALL: truncated}, {})], After({}, [], env.state.over))
 
-    def _check_reset(self, env: EnvModel, first: Did, *, seeded: bool) -> None:
-        """Check the options and the seed that a reset has received."""
+    def _check_reset(self, env: EnvModel, first: Did) -> None:
+        """Check the options that a reset has received."""
         option = env.option if env.request == "reset" else 0
         if first.option != option:
             raise Wrong(f"environment {env.env_id}: reset with option {first.option} in place of {option}")
-        if env.request == "reset" and seeded and env.seed is not None and first.seed != env.seed:
-            raise Wrong(f"environment {env.env_id}: reset with seed {first.seed} in place of {env.seed}")
 
     def _check_recycling(self, env: EnvModel) -> None:
         """An episode begins in the same environment."""
@@ -350,7 +414,7 @@ class Model:
                 state = After(dicts[0], [], (False, True), unused=True)
             allowed.append(_marked(dicts, {"restarted": True, "error": ANY_TEXT}))
         if first is not None:
-            self._check_reset(env, first, seeded=False)
+            self._check_reset(env, first)
             state = After(first.observations, first.alive, None)
         self._finish(env, allowed, state)
 
@@ -363,9 +427,10 @@ class Model:
             env.cuts = cuts
         env.ready, env.rebuilt, env.awaiting = False, None, None
         env.renewing, env.ending, env.moved = False, None, False
-        env.restarts += 1
+        env.restarts[kind] += 1
         env.ended = 0
-        self.kinds[kind] += 1
+        if kind == "exception":
+            self._count(env)
         self.errors += 1
         self.faults += 1
 

@@ -10,23 +10,33 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
-from marl_parallel import EnvError, ParallelEnv, ParallelEnvError, RecyclePolicy, RestartPolicy, WorkerTimeout
+from marl_parallel import (
+    EnvError,
+    ParallelEnv,
+    ParallelEnvError,
+    RecyclePolicy,
+    RestartLimitExceeded,
+    RestartPolicy,
+    WorkerTimeout,
+)
 from marl_parallel.core.backend import share_out
 from marl_parallel.types import RestartEvent
 from marl_parallel.vector import Arrays, ArrayStepper
 from simulation.backend import Fault, Rates, SimulatedBackend
 from simulation.draws import draw
 from simulation.model import Model, Wrong
+from simulation.seeds import Seeds
 from simulation.simulator import AGENTS, SimulatedEnv
 
 MOST_CALLS = 30
+_SEED = 7
 _MODES = ("SAME_STEP", "NEXT_STEP", "DISABLED")
 
 
@@ -44,6 +54,7 @@ class Setup(NamedTuple):
     arrays: bool  # whether it is stepped by a facade
     callback: bool  # whether `on_restart` is passed
     replay: bool  # whether failures can be replayed
+    policy: RestartPolicy
 
 
 class Call(NamedTuple):
@@ -100,7 +111,17 @@ def setup_of(number: int) -> Setup:
         rng.random() < 0.1,
         on_error == "restart" and rng.random() < 0.3,
         on_error == "restart" and rng.random() < 0.03,
+        _policy_of(rng),
     )
+
+
+def _policy_of(rng: random.Random) -> RestartPolicy:
+    policy = RestartPolicy(max_restarts=None, rate_limit=None)
+    if rng.random() < 0.08:
+        return replace(policy, max_restarts=rng.randint(0, 3))
+    if rng.random() < 0.1:
+        return replace(policy, rate_limit=rng.randint(0, 3), rate_period_s=rng.choice([0.02, 0.1, 0.5]))
+    return policy
 
 
 def calls_of(number: int) -> list[Call]:
@@ -119,7 +140,12 @@ class History:
         most = None if setup.recycle is None else setup.recycle.max_episodes
         shares = share_out(setup.num_envs, setup.num_workers)
         self.model = self.backend.model = Model(
-            shares, setup.mode, restarts=setup.on_error == "restart", most_episodes=most
+            shares,
+            setup.mode,
+            policy=setup.policy if setup.on_error == "restart" else None,
+            most_episodes=most,
+            seeds=Seeds(setup.num_envs, _SEED, derives=setup.replay),
+            clock=self.backend.clock,
         )
         self.actions = 0
         self.ids = range(setup.num_envs)
@@ -129,10 +155,11 @@ class History:
         self.env = ParallelEnv(
             [SimulatedEnv] * setup.num_envs,
             setup.mode,
+            _SEED,
             num_workers=setup.num_workers,
             backend=self.backend,
             on_error=setup.on_error,
-            restart_policy=RestartPolicy(max_restarts=None, rate_limit=None),
+            restart_policy=setup.policy,
             step_timeout=1.0,
             reset_timeout=1.0,
             start_timeout=5.0,
@@ -154,12 +181,21 @@ class History:
             if self.env.pending != tuple(self.model.in_flight):
                 raise Wrong(f"pending is {self.env.pending} in place of {self.model.in_flight}")
             self._check_acting()
+            self._check_noticed()
         while self.model.in_flight:
             self._recv(1, None)
+            self._check_noticed()
         self._check_stats()
 
     def note(self, text: str) -> None:
         self.backend.note(f"caller: {text}")
+
+    def _received(self, env_ids: Sequence[int], batch: Any) -> None:
+        """Check results, and the episodes that they have ended."""
+        self.model.received(env_ids, batch)
+        finished = sorted(map(tuple, self.env.finished_episodes))
+        if finished != sorted(self.model.finished):
+            raise Wrong(f"finished_episodes is {finished} in place of {self.model.finished}")
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -169,10 +205,10 @@ class History:
         if self.stepper is not None:
             some = None if len(env_ids) == len(self.ids) else env_ids
             arrays = self.stepper.reset(seed, options, some)
-            self.model.received(env_ids, _as_dicts(arrays, env_ids))
+            self._received(env_ids, _as_dicts(arrays, env_ids))
             return
         observations, infos = self.env.reset(seed=seed, env_ids=env_ids, options=options)
-        self.model.received(env_ids, (observations, None, None, None, infos))
+        self._received(env_ids, (observations, None, None, None, infos))
 
     def _actions(self, env_ids: Sequence[int]) -> tuple[int, list[dict[str, int]]]:
         self.actions += 1
@@ -202,9 +238,9 @@ class History:
     def _step(self, env_ids: Sequence[int], action: int, actions: Any, some: Sequence[int] | None) -> None:
         if self.stepper is not None:
             arrays = self.stepper.step({agent: np.full(len(self.ids), action) for agent in AGENTS}, some)
-            self.model.received(env_ids, _as_dicts(arrays, env_ids))
+            self._received(env_ids, _as_dicts(arrays, env_ids))
         else:
-            self.model.received(env_ids, self.env.step(actions, some))
+            self._received(env_ids, self.env.step(actions, some))
 
     def step_some(self, rng: random.Random) -> None:
         if self.model.in_flight or not all(env.has_reset for env in self.model.envs):
@@ -255,7 +291,7 @@ class History:
             return
         if len(batch.env_ids) < least or sorted(batch.env_ids) != self.model.ready:
             raise Wrong(f"recv returned environments {batch.env_ids} in place of {self.model.ready}")
-        self.model.received(batch.env_ids, batch[1:])
+        self._received(batch.env_ids, batch[1:])
 
     def wait(self, rng: random.Random) -> None:
         """The caller does something else; workers go on."""
@@ -273,7 +309,7 @@ class History:
         try:
             answers = self.env.call(name, env_ids=ids)
         except ParallelEnvError:
-            if self.model.restarts:
+            if not self.model.fatal and self.model.restarts:
                 self.model.check_errors(raised=True)
                 return
             raise
@@ -293,7 +329,7 @@ class History:
         try:
             self.env.restart(ids)
         except ParallelEnvError:
-            if self.model.restarts:
+            if not self.model.fatal and self.model.restarts:
                 self.model.check_errors(raised=True)
                 return
             raise
@@ -322,6 +358,11 @@ class History:
 
     def _on_restart(self, event: RestartEvent) -> None:
         self.events += 1
+        env = self.model.envs[event.env_id]
+        if event.seed not in self.model.seeds.latest[event.env_id]:
+            self.wrong.append(f"{event} has another seed than {self.model.seeds.latest[event.env_id]}")
+        if event.restarts != env.restarts.total():
+            self.wrong.append(f"{event} in place of {env.restarts.total()} restarts")
         chance = draw(self.number, self.events, 11)
         if chance < 0.2:
             raise ValueError("on_restart raises")
@@ -345,17 +386,36 @@ class History:
 
     def _check_stats(self) -> None:
         stats = self.env.stats()
-        restarts, recycled = (sum(getattr(env, name) for env in self.model.envs) for name in ("restarts", "recycled"))
-        if (stats.restarts, stats.recycled) != (restarts, recycled):
-            got = f"{stats.restarts} restarts, {stats.recycled} recycled"
-            raise Wrong(f"stats() has {got} in place of {restarts}, {recycled}")
-        kinds = Counter({kind: count for kind, count in stats.restart_kinds.items() if kind == "exception"})
-        if kinds["exception"] != self.model.kinds["exception"]:
-            raise Wrong(f"stats() has {kinds} in place of {self.model.kinds}")
+        shares = share_out(self.setup.num_envs, self.setup.num_workers)
+        for position, (own, share) in enumerate(zip(stats.workers, shares, strict=True)):
+            expected = self._expected_stats(share)
+            got = {name: getattr(own, name) for name in expected} | {"step_times": own.step_times.total}
+            if got != expected:
+                raise Wrong(f"stats() has {got} of worker {position} in place of {expected}")
         if self.setup.callback and self.events != self.model.faults:
             raise Wrong(f"on_restart was called {self.events} times in place of {self.model.faults}")
-        if self.wrong:
-            raise Wrong(self.wrong[0])
+
+    def _expected_stats(self, share: Sequence[int]) -> dict[str, Any]:
+        envs = [env for env in self.model.envs if env.env_id in share]
+        workers = [worker for worker in self.backend.all_workers if worker.share[0] in share]
+        counts = sum([worker.counts for worker in workers], Counter[str]())
+        kinds = sum([env.restarts for env in envs], Counter[str]())
+        return {
+            "steps": counts["step"],
+            "resets": counts["reset"],
+            "step_times": sum(worker.steps for worker in workers),
+            "restarts": kinds.total(),
+            "restart_kinds": kinds,
+            "faults": sum(len(env.faults) for env in envs),
+            "recycled": sum(env.recycled for env in envs),
+        }
+
+    def _check_noticed(self) -> None:
+        """Check what has been noticed in the middle of calls."""
+        if wrong := [*self.wrong, *self.model.seeds.wrong]:
+            raise Wrong(wrong[0])
+        if self.model.fatal:
+            raise Wrong(f"no error after {self.model.fatal}")
 
 
 _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
@@ -416,6 +476,9 @@ def _run(history: History, result: Result) -> None:
             is_hung = any(worker.state == "hung" for worker in history.backend.workers.values())
             if not history.model.fatal and not (isinstance(error, WorkerTimeout) and is_hung):
                 raise Wrong(f"an error without a fault: {error!r}") from error
+            limits = history.model.limits
+            if isinstance(error, RestartLimitExceeded) != bool(limits) or (limits and error.env_ids[0] not in limits):
+                raise Wrong(f"{error!r} in place of RestartLimitExceeded of {limits}") from error
             _check_closed(history)
         else:
             if history.closes:

@@ -40,7 +40,6 @@ class Did(NamedTuple):
     action: int | None = None
     unreadable: bool = False  # whether its infos cannot be unpickled
     option: int = 0  # of a reset
-    seed: int | None = None  # as passed
 
     @property
     def over(self) -> bool:
@@ -60,11 +59,19 @@ class Life:
     number: int  # of those with this env id, from 1
     worker: SimulatedWorker
     origin: str  # the name of the request that has constructed it
+    seed: int  # as the constructor got it, and how often it had been constructed again
+    restarts: int
     episodes: int = 0
     steps: int = 0  # in the present episode
     did: list[Did] = field(default_factory=list)  # what no delivered result has reported
     points: int = 0
     raised: str = ""  # the point at which it has raised last
+    begun: bool = False  # whether it has an episode that its caller knows of, or will
+    current_seed: int = 0  # the last one that its caller has passed, or that of the constructor
+    seeding: tuple[int, int] = (0, 0)  # that of the last reset with a seed, and how many have followed without
+
+    def __post_init__(self) -> None:
+        self.current_seed, self.seeding = self.seed, (self.seed, 0)
 
 
 class LateValue:
@@ -126,10 +133,10 @@ class SimulatedEnv(MultiAgentEnv):
     render_mode = None
     reset_keywords = frozenset({"seed", "options"})
 
-    def __init__(self, env_id: int) -> None:
+    def __init__(self, env_id: int, seed: int, restarts: int) -> None:
         self.source = self
         worker: SimulatedWorker = greenlet.getcurrent().worker  # type: ignore[attr-defined]
-        self.life = worker.new_life(env_id)
+        self.life = worker.new_life(env_id, seed, restarts)
         self.number, self.option, self.length, self.agents = self.life.number, 0, 0, list(AGENTS)
         worker.point("constructor", self.life)
 
@@ -168,7 +175,14 @@ class SimulatedEnv(MultiAgentEnv):
         return {}
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        try:
+            return self._reset(seed, options)
+        finally:
+            self.life.worker.returns("reset")
+
+    def _reset(self, seed: int | None, options: Any) -> Any:
         life = self.life
+        life.worker.begins_reset(life, seed)
         life.worker.point("reset", life)
         self.option = (options or {}).get("option", 0)
         life.episodes, life.steps, self.agents = life.episodes + 1, 0, list(AGENTS)
@@ -178,12 +192,19 @@ class SimulatedEnv(MultiAgentEnv):
         infos = self._infos()
         no = {**dict.fromkeys(AGENTS, False), ALL: False}
         did = Did("reset", known, dict.fromkeys(AGENTS, 0.0), no, no, infos, None, _is_unreadable(infos))
-        life.did.append(did._replace(option=self.option, seed=seed))
+        life.did.append(did._replace(option=self.option))
         life.worker.phase = "returned"
         return returned, infos
 
     def step(self, actions: Any) -> Any:
+        try:
+            return self._step(actions)
+        finally:
+            self.life.worker.returns("step")
+
+    def _step(self, actions: Any) -> Any:
         life = self.life
+        life.begun = True
         life.worker.point("step", life)
         life.steps += 1
         ends, leaves = life.steps >= self.length, life.episodes % 2 == 0 and life.steps == 2
