@@ -91,6 +91,7 @@ class SimulatedWorker:
         self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES), backend.clock)
         self.worker = Worker(self.status, lambda _: backend.block, own_process=True, moment=backend.moment)
         self.worker.settings = NoSettings()
+        self.place = len(backend.all_workers)  # in the order in which workers were added; that of the one it replaces
         self.requests: deque[Request] = deque()
         self.replies: list[tuple[Request, Reply]] = []
         self.expected = 0
@@ -440,6 +441,7 @@ class SimulatedBackend(Backend):
         old.state = "dead"
         self.model.lost(old, old.why)
         self.add(worker, old.share)
+        self.workers[worker].place = old.place
 
     def memory(self, worker: int) -> int | None:
         grown = sum(life.episodes for life in self.workers[worker].lives.values())

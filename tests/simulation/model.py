@@ -66,7 +66,9 @@ class EnvModel:
     rebuilt: Did | None = None  # the reset of the environment that has been rebuilt
     ready: bool = False  # whether it has been rebuilt
     renewing: bool = False  # whether the next episode begins in another environment
-    ending: Did | None = None  # with SAME_STEP, the last step of the old environment
+    ending: Did | None = None  # with SAME_STEP, the last step: until its result is received, another one may go on
+    held: tuple[Dicts, After] | None = None  # the result if that was interrupted, and the state after it
+    excused: bool = False  # whether it need not be replaced now
     moved: bool = False
     option: int = 0  # of the reset that is requested
     seed: int | None = None  # of that reset
@@ -84,6 +86,7 @@ class Model:
         mode: The name of the auto-reset mode.
         policy: How often environments that fail are rebuilt; None if they are not.
         most_episodes: After so many episodes, an environment is replaced; None for no limit.
+        recycles: Whether environments are replaced.
         seeds: The seeds of all environments.
         clock: Returns the time.
 
@@ -103,6 +106,7 @@ class Model:
         *,
         policy: RestartPolicy | None,
         most_episodes: int | None,
+        recycles: bool,
         seeds: Seeds,
         clock: Callable[[], float],
     ) -> None:
@@ -114,7 +118,7 @@ class Model:
         self.fatal: list[str] = []
         self.limits: list[int] = []
         self.errors = self.errors_before = self.faults = 0
-        self.most_episodes, self.spares_fail = most_episodes, False
+        self.most_episodes, self.recycles, self.spares_fail = most_episodes, recycles, False
         self._called: set[int] = set()
         self.checked = 0
 
@@ -167,12 +171,17 @@ class Model:
                 raise Wrong(f"environment {env_id}: a result without a request: {got}")
             if env.done is None:
                 raise Wrong(f"environment {env_id}: a result that no worker has sent: {got}")
-            if not any(_fits(got, dicts) for dicts in env.done):
+            if env.held is not None and _fits(got, env.held[0]):
+                env.state, env.cuts = env.held[1], []
+            elif not any(_fits(got, dicts) for dicts in env.done):
                 allowed = "\n  or ".join(map(_shown, env.done))
                 returned = f"environment {env_id}: its {env.request} returned\n     {_shown(got)}"
                 raise Wrong(f"{returned}\n  in place of\n     {allowed}")
+            elif env.ending is not None:
+                self._check_recycling(env)
             self.finished += self.episodes[env_id].add(env.request, got)
             env.request, env.done, env.action = "", None, None
+            env.ending = env.held = None
             self.checked += 1
 
     @property
@@ -181,8 +190,13 @@ class Model:
 
     @property
     def ready(self) -> list[int]:
-        """The environments whose results must be here."""
+        """The environments whose results may be here."""
         return [env.env_id for env in self.envs if env.done is not None]
+
+    @property
+    def surely_ready(self) -> list[int]:
+        """The environments whose results must be here: they do not wait for a new environment."""
+        return [env.env_id for env in self.envs if env.done is not None and env.ending is None]
 
     # -- the interface between pool and workers ------------------------------------------------------------------------
 
@@ -201,7 +215,11 @@ class Model:
                 env.renewing = False
             elif message is not Message.REBUILD:
                 life = worker.lives[env_id]
-                if life is not env.life and env.renewing:
+                if life is not env.life and env.life is not None and env.awaiting is not None:
+                    env.awaiting = None  # its worker has died, but has carried out the step before
+                    self._completed(env, env.life.worker, Message.STEP)
+                if life is not env.life and (env.renewing or env.ending is not None):
+                    env.renewing, env.done = True, None
                     env.life, env.host, env.moved = life, worker.number, True
                     env.recycled += 1
                     env.ended = 0
@@ -209,6 +227,7 @@ class Model:
                 elif env.request == "reset":
                     env.renewing = False
             env.awaiting = request
+            env.excused = _is_leaving(worker, env)
 
     def _is_called(self, request: Request) -> bool:
         """Whether a rebuild is the caller's: those after faults come for environments with one that is not reported."""
@@ -223,8 +242,10 @@ class Model:
             self.spares_fail |= bool(reply.failures)
             self.seeds.note_used_up(reply.failures)
             for env_id in reply.failures:
-                if self.envs[env_id].host == worker.number and self.envs[env_id].renewing:
-                    self._fails(self.envs[env_id], self._cut(self.envs[env_id], "inside", "constructor"), "exception")
+                env = self.envs[env_id]
+                if env.host == worker.number and (env.renewing or env.ending is not None):
+                    env.renewing, env.done = True, None
+                    self._fails(env, self._cut(env, "inside", "constructor"), "exception")
             return
         if reply.request is Message.CALL:
             for env_id in reply.failures:
@@ -324,8 +345,12 @@ class Model:
                 self._fails(env, env.cuts, "exception")
             elif env.request and env.done is None and (env.request == "step" or env.cuts[0].kind == "reset"):
                 self._report(env)
+            elif env.ending is not None and (first := env.rebuilt) is not None:
+                dicts = _marked(_renewed(env.ending[1:6], first), {"restarted": True, "error": ANY_TEXT})
+                env.held = dicts, After(first.observations, first.alive, None)
             return
         assert env.life is not None
+        env.excused |= _is_leaving(worker, env)
         did, env.life.did = env.life.did, []
         env.life.begun |= bool(did)
         steps, resets = [one for one in did if one.what == "step"], [one for one in did if one.what == "reset"]
@@ -351,13 +376,11 @@ class Model:
                 raise Wrong(f"environment {env.env_id}: one request has stepped it twice")
             self._check_action(env, steps[0])
             env.ended += 1
-            if resets:
-                self._check_recycling(env)
-                self._finish(
-                    env, [_renewed(steps[0][1:6], resets[0])], After(resets[0].observations, resets[0].alive, None)
-                )
-            else:
-                env.ending, env.renewing = steps[0], True
+            self._finish(
+                env, [_renewed(steps[0][1:6], resets[0])], After(resets[0].observations, resets[0].alive, None)
+            )
+            if self.recycles:
+                env.ending = steps[0]
         elif steps:
             if len(steps) + len(resets) > 1:
                 raise Wrong(f"environment {env.env_id}: one request has led to {did}")
@@ -385,7 +408,8 @@ class Model:
     def _check_recycling(self, env: EnvModel) -> None:
         """An episode begins in the same environment."""
         limit = self.most_episodes
-        if limit is not None and env.ended >= limit and env.has_reset and not env.cuts and not self.spares_fail:
+        may_stay = env.cuts or env.excused or self.spares_fail or not env.has_reset
+        if limit is not None and env.ended >= limit and not may_stay:
             raise Wrong(f"environment {env.env_id}: not replaced after {env.ended} episodes, with max_episodes={limit}")
 
     def _check_action(self, env: EnvModel, step: Did) -> None:
@@ -426,7 +450,9 @@ class Model:
         if not (env.cuts and (not env.ready or not env.request or env.done is not None)):
             env.cuts = cuts
         env.ready, env.rebuilt, env.awaiting = False, None, None
-        env.renewing, env.ending, env.moved = False, None, False
+        env.renewing, env.moved = False, False
+        if env.done is None:
+            env.ending = None
         env.restarts[kind] += 1
         env.ended = 0
         if kind == "exception":
@@ -463,6 +489,11 @@ class Model:
         if resets or activity == "reset":
             return [Cut("reset")]
         return [Cut("step", _interrupted(last, alive))]
+
+
+def _is_leaving(worker: SimulatedWorker, env: EnvModel) -> bool:
+    """Whether the worker from which an environment has moved to this one is still there: it does not move again."""
+    return any(env.env_id in one.share and one.place < worker.place for one in worker.backend.workers.values())
 
 
 # -- dicts -------------------------------------------------------------------------------------------------------------

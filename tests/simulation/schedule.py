@@ -144,6 +144,7 @@ class History:
             setup.mode,
             policy=setup.policy if setup.on_error == "restart" else None,
             most_episodes=most,
+            recycles=setup.recycle is not None,
             seeds=Seeds(setup.num_envs, _SEED, derives=setup.replay),
             clock=self.backend.clock,
         )
@@ -286,10 +287,11 @@ class History:
         except ParallelEnvError:
             raise
         except TimeoutError:
-            if timeout is None or self.backend.now - began < timeout - 1e-6 or len(self.model.ready) >= least:
+            if timeout is None or self.backend.now - began < timeout - 1e-6 or len(self.model.surely_ready) >= least:
                 raise Wrong("recv has timed out too early") from None
             return
-        if len(batch.env_ids) < least or sorted(batch.env_ids) != self.model.ready:
+        surely, possibly = {*self.model.surely_ready}, {*self.model.ready}
+        if len(batch.env_ids) < least or not surely <= {*batch.env_ids} <= possibly:
             raise Wrong(f"recv returned environments {batch.env_ids} in place of {self.model.ready}")
         self._received(batch.env_ids, batch[1:])
 
