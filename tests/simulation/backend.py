@@ -369,18 +369,15 @@ class SimulatedBackend(Backend):
                 worker.state = "ready"
                 self.at(self.now + 0.0005 * draw(self.number, number, next(self._order)), worker)
 
-    def _arrived(self) -> list[tuple[int, Reply | Lost]]:
-        arrived: list[tuple[int, Reply | Lost]] = []
-        losses: list[tuple[int, Reply | Lost]] = []
-        for number, worker in [*self.workers.items()]:
-            for request, reply in worker.replies:
-                arrived.append((number, reply))
-                self.model.delivered(worker, request, reply)
+    def _arrived(self) -> list[tuple[SimulatedWorker, Request | None, Reply | Lost]]:
+        arrived: list[tuple[SimulatedWorker, Request | None, Reply | Lost]] = []
+        losses: list[tuple[SimulatedWorker, Request | None, Reply | Lost]] = []
+        for worker in [*self.workers.values()]:
+            arrived += [(worker, *one) for one in worker.replies]
             worker.replies.clear()
             if worker.state == "dead" and worker.expected and not worker.reported and self.now >= worker.lost_at:
                 worker.reported = True
-                losses.append((number, Lost(-9, "")))
-                self.model.reported(worker)
+                losses.append((worker, None, Lost(-9, "")))
         if arrived or losses:
             self._last_reply, self._waits = self.now, 0
         return [*arrived, *losses]
@@ -392,7 +389,7 @@ class SimulatedBackend(Backend):
         self._waits += 1
         if self._waits > _MOST_EVENTS or self.now > self._last_reply + _LONGEST_WAIT_S:
             raise Stuck(f"it goes on for ever: {self._states()}")
-        while len(arrived) < at_least and not any(isinstance(reply, Lost) for _, reply in arrived):
+        while len(arrived) < at_least and not any(isinstance(reply, Lost) for *_, reply in arrived):
             if self._interrupted:
                 break
             if not self._events or (deadline is not None and self._events[0][0] > deadline):
@@ -413,7 +410,13 @@ class SimulatedBackend(Backend):
                 raise Stuck(f"it goes on for ever: {self._states()}")
             arrived += self._arrived()
         self._interrupted = False
-        return arrived
+        for worker, request, reply in arrived:
+            if isinstance(reply, Lost):
+                self.model.reported(worker)
+            else:
+                assert request is not None
+                self.model.delivered(worker, request, reply)
+        return [(worker.number, reply) for worker, _, reply in arrived]
 
     def _states(self) -> dict[int, tuple[str, list[str], int]]:
         return {

@@ -290,7 +290,9 @@ class Model:
         if why == "is killed":
             one = worker.settled if running is None else running
             return [env for env in hosted if env.env_id == one] or hosted[:1]
-        return [env for env in hosted if running is None or env.env_id == running]
+        if running is None or not hosted:
+            return hosted
+        return [self.envs[running]]  # or the one that was to take its place
 
     def _count(self, env: EnvModel) -> None:
         """Count a fault against an environment."""

@@ -487,6 +487,11 @@ class Recycling(Extension):
     def on_fault(self, fault: Fault) -> bool:
         queue = self._pool.queues[fault.worker]
         if queue.share:
+            standby = self._standbys.get(queue.position)
+            if standby is not None and standby.worker == fault.worker:
+                failed = [env_id for env_id in fault.error.env_ids if env_id in standby.environments]
+                if failed:
+                    self._note_failed(queue.position, failed, first_line(fault.error))
             return False
         if fault.worker in self._closing:
             logger.warning("%s. %s", first_line(fault.error), _REPLACED_ALREADY)
