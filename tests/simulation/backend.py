@@ -24,7 +24,7 @@ from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 from simulation.draws import draw
-from simulation.simulator import POINTS, Life, SimulatedError
+from simulation.simulator import AFTER_CALLS, POINTS, Life, SimulatedError
 
 if TYPE_CHECKING:
     from simulation.model import Model
@@ -34,6 +34,7 @@ _BEGINS_AT = 1000.0
 _LONGEST_WAIT_S = 100.0
 _MOST_EVENTS = 20_000  # in one wait
 _STOPPED = "stopped"
+_MORE_OFTEN = 6.0
 
 
 class Fault(NamedTuple):
@@ -53,6 +54,7 @@ class Rates(NamedTuple):
     late_values: float = 0.0
     infos: float = 0.0
     unreadable: float = 0.0
+    often_at: str = ""  # a point at which faults are more frequent
 
 
 class Stuck(AssertionError):
@@ -79,7 +81,7 @@ class SimulatedWorker:
         state: "idle", "ready" (it goes on at a time that is in the queue), "hung", "dead", "ended".
         lives: By environment, the one that was constructed here last.
         request: What it carries out, with the environment that is running and its phase: "inside" the simulator,
-            "returned" from it, or "replying".
+            "returned" from it, "failed" or "written" where a reply is sent ahead, or "replying".
         settled: The environment that was running last, if the request, or the part of it, has been carried out.
         counts: How many steps and resets have ended, as its statistics must have them: those of a request are added
             when it has been carried out.
@@ -127,11 +129,18 @@ class SimulatedWorker:
             self.settled = self.running
             self.counts += self._more
             self._more.clear()
-        if life is not None and is_step and (request.each or reply.last) and not reply.failures:
+        is_early = life is not None and not is_complete
+        if life is not None and is_step and is_complete and not reply.failures:
             self.phase = "replying"
             self.point("reply", life, may_fail=False)
+        if life is not None and is_early:
+            self.phase = "failed" if reply.failures else "written"
+            self.point("early", life, may_fail=False)
         self.replies.append((request, reply))
         self.expected -= reply.last
+        # Not after a result: what the next one reports has no observations and no agents then.
+        if life is not None and is_early and (reply.failures or reply.env_ids == ()):
+            self.point("sent", life, may_fail=False)
         if is_complete:
             self.running = None
             self.settled = self.settled if reply.last else None
@@ -158,7 +167,7 @@ class SimulatedWorker:
         backend = self.backend
         if self.state == _STOPPED:
             raise greenlet.GreenletExit
-        if what not in ("writing", "reply"):
+        if what not in AFTER_CALLS:
             self.running, self.activity, self.phase = life.env_id, what.removesuffix("-end"), "inside"
         life.points += 1
         outcome = backend.decide(self, what, life, may_fail)
@@ -243,7 +252,9 @@ class SimulatedBackend(Backend):
         if self.troubled:
             fault = Fault(life.env_id, life.number, life.points)
             chance = self.draw(life, 1)
-            for outcome, rate in (("fails", self.rates.fails), ("dies", self.rates.dies), ("hangs", self.rates.hangs)):
+            times = _MORE_OFTEN if what == self.rates.often_at else 1.0
+            for outcome in ("fails", "dies", "hangs"):
+                rate = times * getattr(self.rates, outcome)
                 if chance < rate:
                     if (outcome == "fails" and not may_fail) or fault in self._left_out:
                         break

@@ -143,6 +143,8 @@ class Model:
     def rebuilds(self, env_ids: Iterable[int]) -> None:
         """The caller has environments constructed again."""
         self.calls(env_ids)
+        if any(env.cuts and not env.ready for env in self.envs):
+            self.seeds.reserve(env_ids)
         for env in [self.envs[env_id] for env_id in env_ids]:
             env.cuts, env.rebuilt, env.ready, env.state = [], None, False, After({}, [], None)
             env.has_reset, env.ended = False, 0
@@ -160,6 +162,7 @@ class Model:
         if not raised and self.errors > self.errors_before:
             raise Wrong("no error after a fault")
         self._called = set()
+        self.seeds.free()
 
     def received(self, env_ids: Iterable[int], batch: Any) -> None:
         """Check results, in the order of env ids: five sequences of dicts, of which some may be None."""
@@ -275,13 +278,12 @@ class Model:
         """The pool knows that a worker is gone."""
         if not self.restarts:
             self.fatal.append(f"worker {worker.number} is gone")
-        for env in self._culprits(worker, worker.why):
-            self._count(env)
+        self.ended(worker, worker.why)
 
     def ended(self, worker: SimulatedWorker, why: str) -> None:
-        """The pool ends a worker that is past a timeout, or has too much memory."""
+        """A worker is gone, or the pool ends it, since it is past a timeout or has too much memory."""
         for env in self._culprits(worker, why):
-            self._count(env)
+            self._check_limit(env)
 
     def _culprits(self, worker: SimulatedWorker, why: str) -> list[EnvModel]:
         """The environments that fail if a worker dies, hangs, or is killed for its memory: all, if it is not known."""
@@ -294,8 +296,8 @@ class Model:
             return hosted
         return [self.envs[running]]  # or the one that was to take its place
 
-    def _count(self, env: EnvModel) -> None:
-        """Count a fault against an environment."""
+    def _check_limit(self, env: EnvModel) -> None:
+        """Check whether the policy allows one more fault of an environment."""
         policy, now = self._policy, self._clock()
         recent = [moment for moment in env.faults if not now - moment > policy.rate_period_s]
         if not self.restarts:
@@ -305,7 +307,6 @@ class Model:
         ):
             self.fatal.append(f"environment {env.env_id} has failed once more than the policy allows")
             self.limits.append(env.env_id)
-        env.faults.append(now)
 
     def lost(self, worker: SimulatedWorker, why: str) -> None:
         """The pool replaces a worker that is gone."""
@@ -458,7 +459,9 @@ class Model:
         env.restarts[kind] += 1
         env.ended = 0
         if kind == "exception":
-            self._count(env)
+            self._check_limit(env)
+        if kind != "neighbour":
+            env.faults.append(self._clock())
         self.errors += 1
         self.faults += 1
 
@@ -471,6 +474,12 @@ class Model:
             return [Cut("", _interrupted(last, alive) if env.has_reset else _interrupted({}, []))]
         if env.request == "reset":
             return [Cut("reset")]
+        if stage == "failed":  # before its failure could be sent: it is not known whether its record is whole
+            cuts = self._cut(env, "inside", activity)
+            return [*cuts, *[cut._replace(dicts=_torn(cut.dicts)) for cut in cuts]]
+        if stage == "written":  # its infos, which could not be sent, may have been in the record before
+            cuts = self._cut(env, "returned", activity)
+            return [*cuts, *[cut._replace(dicts=(*cut.dicts[:4], {})) for cut in cuts]]
         did = [] if env.life is None else env.life.did
         steps, resets = [one for one in did if one.what == "step"], [one for one in did if one.what == "reset"]
         zeros = {agent: np.zeros(BOX.shape) for agent in alive}
@@ -482,8 +491,7 @@ class Model:
         if steps and steps[0].over and self.mode == "SAME_STEP":
             if resets and stage == "returned":
                 step = _ended(steps[0])
-                torn = {agent: np.zeros(BOX.shape) for agent in steps[0].observations}
-                return [Cut("step", step), Cut("step", (torn, *step[1:]))]
+                return [Cut("step", step), Cut("step", _torn(step))]
             if activity == "reset":
                 return [Cut("step", _ended(steps[0]))]
         if steps:
@@ -504,6 +512,10 @@ def _is_leaving(worker: SimulatedWorker, env: EnvModel) -> bool:
 def _ended(step: Did) -> Dicts:
     """The last step of an episode, if the reset that follows it fails: what cannot be unpickled is lost."""
     return (*step[1:5], {} if step.unreadable else step.infos)
+
+
+def _torn(dicts: Dicts) -> Dicts:
+    return ({agent: np.zeros(BOX.shape) for agent in dicts[1]}, *dicts[1:])
 
 
 def _interrupted(observations: dict[str, Any], alive: list[str]) -> Dicts:

@@ -33,10 +33,11 @@ from simulation.backend import Fault, Rates, SimulatedBackend
 from simulation.draws import draw
 from simulation.model import Model, Wrong
 from simulation.seeds import Seeds
-from simulation.simulator import AGENTS, SimulatedEnv
+from simulation.simulator import AGENTS, POINTS, SimulatedEnv
 
 MOST_CALLS = 30
 _SEED = 7
+_NO_LIMITS = RestartPolicy(max_restarts=None, rate_limit=None)
 _MODES = ("SAME_STEP", "NEXT_STEP", "DISABLED")
 
 
@@ -92,6 +93,7 @@ def setup_of(number: int) -> Setup:
             "kill_above_mb": rng.choice([None, None, 400]),
         }
         recycle = RecyclePolicy(**limits) if any(limits.values()) else None
+    policy = _policy_of(rng) if recycle is None else _NO_LIMITS
     return Setup(
         num_envs,
         rng.randint(1, num_envs),
@@ -104,6 +106,7 @@ def setup_of(number: int) -> Setup:
             late_values=rng.choice([0.0, 0.5]),
             infos=rng.choice([0.0, 0.5]),
             unreadable=rng.choice([0.0, 0.0, 0.01, 0.1]),
+            often_at=rng.choice(["", "", "", *POINTS]),
         ),
         recycle,
         rng.random() < 0.8,
@@ -111,17 +114,16 @@ def setup_of(number: int) -> Setup:
         rng.random() < 0.1,
         on_error == "restart" and rng.random() < 0.3,
         on_error == "restart" and rng.random() < 0.03,
-        _policy_of(rng),
+        policy,
     )
 
 
 def _policy_of(rng: random.Random) -> RestartPolicy:
-    policy = RestartPolicy(max_restarts=None, rate_limit=None)
     if rng.random() < 0.08:
-        return replace(policy, max_restarts=rng.randint(0, 3))
+        return replace(_NO_LIMITS, max_restarts=rng.randint(0, 3))
     if rng.random() < 0.1:
-        return replace(policy, rate_limit=rng.randint(0, 3), rate_period_s=rng.choice([0.02, 0.1, 0.5]))
-    return policy
+        return replace(_NO_LIMITS, rate_limit=rng.randint(0, 3), rate_period_s=rng.choice([0.02, 0.1, 0.5]))
+    return _NO_LIMITS
 
 
 def calls_of(number: int) -> list[Call]:

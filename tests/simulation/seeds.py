@@ -40,6 +40,7 @@ class Seeds:
         # since, by environments that could not be constructed beside it.
         self._numbers = [{0} for _ in range(num_envs)]
         self._used_up = [0] * num_envs
+        self._reserved: dict[int, set[int]] = {}  # likewise, the numbers of a restart that the caller has requested
         # By environment and request: the seeds that a rebuild may use, with their numbers; and the request, which lives
         # as long.
         self._rebuilds: dict[tuple[int, int], tuple[dict[int, int], Request]] = {}
@@ -49,12 +50,23 @@ class Seeds:
         """The seeds that the next environment may use, with their numbers."""
         most = self._used_up[env_id]
         numbers = {number + 1 + more for number in self._numbers[env_id] for more in range(most + 1)}
+        numbers |= self._reserved.get(env_id, set())
         return {derived(self.base, env_id, number): number for number in numbers}
 
     def note_used_up(self, env_ids: Iterable[int]) -> None:
         """Note that numbers may have been used up."""
         for env_id in env_ids:
             self._used_up[env_id] += 1
+
+    def reserve(self, env_ids: Iterable[int]) -> None:
+        """Note that the caller restarts environments while others are rebuilt: more faults may come before that."""
+        for env_id in env_ids:
+            self._reserved[env_id] = {number + 1 for number in self._numbers[env_id]}
+            self._used_up[env_id] += 1
+
+    def free(self) -> None:
+        """Note that the restart has ended."""
+        self._reserved.clear()
 
     def note_rebuild(self, env_id: int, request: Request) -> None:
         """Note that an environment is to be constructed again, in place of the present one."""

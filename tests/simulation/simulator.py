@@ -20,8 +20,16 @@ if TYPE_CHECKING:
 
 AGENTS = ["a", "b"]
 ALL = "__all__"
-POINTS = ("constructor", "reset", "step", "reset-end", "step-end", "writing", "close", "call", "reply")
-"""Where an environment stops; the `-end` points are where its state has changed and it has not returned yet."""
+POINTS = (
+    "constructor", "reset", "step", "reset-end", "step-end", "writing", "close", "call", "reply", "early", "sent",
+)  # fmt: skip
+"""Where an environment stops, or its worker afterwards.
+
+The `-end` points are where its state has changed and it has not returned yet. A reply that is sent ahead of the one for
+all environments stops before it ("early") and after it ("sent").
+"""
+AFTER_CALLS = frozenset({"writing", "reply", "early", "sent"})
+"""The points at which the environment has returned."""
 
 
 class SimulatedError(Exception):
