@@ -283,7 +283,7 @@ class Model:
     def ended(self, worker: SimulatedWorker, why: str) -> None:
         """A worker is gone, or the pool ends it, since it is past a timeout or has too much memory."""
         for env in self._culprits(worker, why):
-            self._check_limit(env)
+            self._count(env)
 
     def _culprits(self, worker: SimulatedWorker, why: str) -> list[EnvModel]:
         """The environments that fail if a worker dies, hangs, or is killed for its memory: all, if it is not known."""
@@ -296,8 +296,8 @@ class Model:
             return hosted
         return [self.envs[running]]  # or the one that was to take its place
 
-    def _check_limit(self, env: EnvModel) -> None:
-        """Check whether the policy allows one more fault of an environment."""
+    def _count(self, env: EnvModel) -> None:
+        """Count a fault against an environment, and note whether the policy allows it."""
         policy, now = self._policy, self._clock()
         recent = [moment for moment in env.faults if not now - moment > policy.rate_period_s]
         if not self.restarts:
@@ -307,6 +307,7 @@ class Model:
         ):
             self.fatal.append(f"environment {env.env_id} has failed once more than the policy allows")
             self.limits.append(env.env_id)
+        env.faults.append(now)
 
     def lost(self, worker: SimulatedWorker, why: str) -> None:
         """The pool replaces a worker that is gone."""
@@ -324,6 +325,8 @@ class Model:
                     env.awaiting = None
                     self._completed(env, worker, current.message)  # type: ignore[union-attr]
         culprits = self._culprits(worker, why)
+        # Of one that was to take the place of another in another worker.
+        self.seeds.note_used_up([env.env_id for env in culprits if env.host != worker.number])
         kind = "timeout" if why == "hangs" else "death"
         for env in self.envs:
             if env.host != worker.number:
@@ -459,9 +462,7 @@ class Model:
         env.restarts[kind] += 1
         env.ended = 0
         if kind == "exception":
-            self._check_limit(env)
-        if kind != "neighbour":
-            env.faults.append(self._clock())
+            self._count(env)
         self.errors += 1
         self.faults += 1
 

@@ -177,6 +177,9 @@ class Restarts(Extension):
             if pool.expects_result(pool.slots[finished]):
                 pool.take_result(pool.slots[finished], None, pool.clock())
         slots = pool.slots_of(worker) if fault.env_id is None else [pool.slots[fault.env_id]]
+        if not slots:  # with these results, all have left the worker
+            pool.fault(fault)
+            return True
         faults, ends = [], []
         for slot in slots:
             if slot.state is State.DONE:
