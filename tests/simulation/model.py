@@ -65,6 +65,7 @@ class EnvModel:
     cuts: list[Cut] = field(default_factory=list)  # of a fault that is not reported yet: what it may have interrupted
     rebuilt: Did | None = None  # the reset of the environment that has been rebuilt
     ready: bool = False  # whether it has been rebuilt
+    failed: bool = False  # whether a fault is to lead to a rebuild
     renewing: bool = False  # whether the next episode begins in another environment
     ending: Did | None = None  # with SAME_STEP, the last step: until its result is received, another one may go on
     held: tuple[Dicts, After] | None = None  # the result if that was interrupted, and the state after it
@@ -213,6 +214,7 @@ class Model:
         for env_id in worker.share if request.env_ids is None else request.env_ids:
             env = self.envs[env_id]
             if message is Message.REBUILD:
+                env.failed = False
                 self.seeds.note_rebuild(env_id, request)
             if message is Message.STEP:
                 env.renewing = False
@@ -233,8 +235,8 @@ class Model:
             env.excused = _is_leaving(worker, env)
 
     def _is_called(self, request: Request) -> bool:
-        """Whether a rebuild is the caller's: those after faults come for environments with one that is not reported."""
-        return request.env_ids is not None and not any(self.envs[env_id].cuts for env_id in request.env_ids)
+        """Whether a rebuild is the caller's: the others come right after faults."""
+        return request.env_ids is not None and not any(self.envs[env_id].failed for env_id in request.env_ids)
 
     def delivered(self, worker: SimulatedWorker, request: Request, reply: Reply) -> None:
         """The pool has received a reply."""
@@ -455,7 +457,7 @@ class Model:
             return
         if not (env.cuts and (not env.ready or not env.request or env.done is not None)):
             env.cuts = cuts
-        env.ready, env.rebuilt, env.awaiting = False, None, None
+        env.ready, env.rebuilt, env.awaiting, env.failed = False, None, None, True
         env.renewing, env.moved = False, False
         if env.done is None:
             env.ending = None
