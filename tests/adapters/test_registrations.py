@@ -49,14 +49,13 @@ SCRIPT = """
     if hasattr(pettingzoo, "register"):
         pettingzoo.register("parallel", "script/Hunt-v0", entry_point="simulators.deterministic:Hunt")
 
-    def parallel(*constructors, backend="process", context=None):
-        return ParallelEnv(constructors, backend=backend, context=context, num_workers=2)
+    def parallel(*constructors, backend="process"):
+        return ParallelEnv(constructors, backend=backend, num_workers=2)
 
     lever, other = "script/Lever-v0", "script/Lambda-v0"
-    ways = [{{"context": context}} for context in ("forkserver", "spawn", "fork")]
-    for way in [*ways, {{"backend": PortableProcessBackend()}}]:
-        with parallel(lambda: gymnasium.make(lever), lambda: gymnasium.make(other, seed=6), **way) as env:
-            assert [one["agent_0"] for one in env.reset()[0]] == [3, 4], way
+    for backend in ("process", PortableProcessBackend()):
+        with parallel(lambda: gymnasium.make(lever), lambda: gymnasium.make(other, seed=6), backend=backend) as env:
+            assert [one["agent_0"] for one in env.reset()[0]] == [3, 4], backend
     with parallel(lambda seed: gymnasium.make("registered/Scenario-v1", seed=seed)) as env:
         assert env.seed() == (42,)
     if hasattr(pettingzoo, "make"):

@@ -41,7 +41,7 @@ def test_facts_as_json_and_in_a_file(doctor, tmp_path, monkeypatch):
     assert "never to be shown" not in result.stdout
     assert facts["trial"]["two worker processes"] == "work"
     if sys.platform == "linux" and os.environ.get("MARL_PARALLEL_PORTABLE") != "1":
-        assert facts["marl_parallel"]["default start method"] == "forkserver"
+        assert facts["marl_parallel"]["worker processes"] == "from a fork server"
         assert facts["limits"]["open files"]
 
 

@@ -70,7 +70,7 @@ def _on_one_setup(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def _once_per_backend(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Each test once per backend: two workers with the default start method, shared memory.
+    """Each test once per backend: two workers from the fork server, shared memory.
 
     A test without such a setup keeps its first one. Those marked `rest` are left out.
     """

@@ -69,7 +69,6 @@ def test_simulators_that_wait_get_more_workers_than_cpus():
         {"step_timeout": 9.0},
         {"reset_timeout": 9.0},
         {"start_timeout": 30.0},
-        {"context": "spawn"},
         {"wait": "block"},
     ],
     ids=str,
