@@ -8,8 +8,6 @@ pytest --setups=ray    the tests that are repeated on setups, on Ray, which must
 pytest --setups=ray-nodes    the same, with one actor for all workers of a node
 pytest -n 0            all tests in this process, one at a time; the default is two processes (pytest-xdist)
 CI=true pytest         a skipped test makes the run fail
-MARL_PARALLEL_PORTABLE=1 pytest
-                       worker processes as on macOS and Windows; without the tests that choose the fork server
 
 Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed;
 `needs("_codec")` is for tests of compiled code.
@@ -37,13 +35,13 @@ from helpers import ROOT, TESTS, start_methods
 from helpers.setups import (
     ALL_SETUPS,
     BACKEND_SETUPS,
+    CONCURRENT_OR_PORTABLE,
     CONCURRENT_SETUPS,
     KILLABLE_SETUPS,
     PROCESS_SETUPS,
     TWO_WORKERS,
     Setup,
     left_out,
-    words_of,
 )
 
 if TYPE_CHECKING:
@@ -118,8 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    refused = {item for item in items if start_methods.REFUSED & {*words_of(item)}}
-    out = {*refused, *left_out([item for item in items if item not in refused], config.getoption("--setups"))}
+    out = left_out(items, config.getoption("--setups"))
     config.hook.pytest_deselected(items=[item for item in items if item in out])
     items[:] = [item for item in items if item not in out]
 
@@ -161,6 +158,12 @@ def backend_setup(request: pytest.FixtureRequest) -> Setup:
 @pytest.fixture(params=CONCURRENT_SETUPS, ids=str)
 def concurrent_setup(request: pytest.FixtureRequest) -> Setup:
     """Every backend whose workers run concurrently with the caller."""
+    return request.param
+
+
+@pytest.fixture(params=CONCURRENT_OR_PORTABLE, ids=str)
+def concurrent_or_portable(request: pytest.FixtureRequest) -> Setup:
+    """The same, and portable worker processes."""
     return request.param
 
 

@@ -74,7 +74,7 @@ def test_registrations_of_a_script_exist_in_workers(tmp_path):
     assert "Overriding" not in done.stderr
 
 
-def test_registered_class_of_a_module_that_workers_cannot_import(concurrent_setup, build, monkeypatch):
+def test_registered_class_of_a_module_that_workers_cannot_import(concurrent_or_portable, build, monkeypatch):
     """As in a test that pytest loads by its path."""
     module = types.ModuleType("loaded_by_file")
     exec(
@@ -83,7 +83,7 @@ def test_registered_class_of_a_module_that_workers_cannot_import(concurrent_setu
     )
     monkeypatch.setitem(sys.modules, "loaded_by_file", module)
     monkeypatch.setitem(gymnasium.registry, "test/Local-v0", EnvSpec("test/Local-v0", module.Local))
-    env = build([lambda: gymnasium.make("test/Local-v0", disable_env_checker=True)] * 2, concurrent_setup)
+    env = build([lambda: gymnasium.make("test/Local-v0", disable_env_checker=True)] * 2, concurrent_or_portable)
     assert env.get_attr("here") == ("by value",) * 2
 
 

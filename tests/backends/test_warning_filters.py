@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers import ROOT, TESTS
 from helpers.setups import Setup
-from helpers.start_methods import arguments
+from helpers.start_methods import also_portable, chosen
 from simulators.logging_envs import Logging
 
 from marl_parallel import EnvError, ParallelEnv
@@ -32,9 +32,9 @@ def own_filters() -> Iterator[None]:
 
 
 @pytest.fixture
-def warns(build, start_method) -> Callable[..., ParallelEnv]:
+def warns(build, request) -> Callable[..., ParallelEnv]:
     def create(**more: Any) -> ParallelEnv:
-        return build([Logging] * 3, Setup("process", True, 2), **arguments(start_method), **more)
+        return build([Logging] * 3, Setup("process", True, 2), **chosen(request), **more)
 
     return create
 
@@ -44,6 +44,7 @@ def shown(env: ParallelEnv, capfd: Any, *args: Any) -> bool:
     return str(args[0]) in capfd.readouterr().err
 
 
+@also_portable
 def test_actions_messages_modules_and_categories(warns, capfd):
     warnings.simplefilter("always")
     warnings.filterwarnings("ignore", "be quiet", RuntimeWarning)

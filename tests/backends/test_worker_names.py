@@ -68,9 +68,8 @@ def test_identity_in_multiprocessing(start_method):
         assert multiprocessing.get_context("spawn").Process()._identity not in known
 
 
-@pytest.mark.parametrize("start_method", ["forkserver"])
-def test_names_of_keepers_and_fork_server(start_method):
-    with ParallelEnv([Talking] * 2, num_workers=2, **arguments(start_method)) as env:
+def test_names_of_keepers_and_fork_server():
+    with ParallelEnv([Talking] * 2, num_workers=2) as env:
         for worker, pid in enumerate(env.call("pid")):
             keeper = psutil.Process(pid).parent()
             assert name_of(keeper.pid) == (f"marl_parallel keeper of worker {worker}", f"marl keeper {worker}")

@@ -114,12 +114,11 @@ def test_blocked_and_ignored_signals(name: str, start_method: str, tmp_path: Pat
     run(start_method, tmp_path, **STATES_OF_SIGNALS[name])
 
 
-@pytest.mark.parametrize("start_method", ["forkserver"])
-def test_exit_code_with_sigchld_ignored(start_method: str, tmp_path: Path) -> None:
+def test_exit_code_with_sigchld_ignored(tmp_path: Path) -> None:
     """The kernel reaps the children of such a program, so it cannot wait for its workers."""
     checked = """
     from marl_parallel import WorkerCrashed
-    with ParallelEnv([Watched] * 2, num_workers=2, **arguments({start_method!r})) as raising:
+    with ParallelEnv([Watched] * 2, num_workers=2) as raising:
         raising.reset()
         os.kill(raising.call("pid")[1], signal.SIGSEGV)
         try:
@@ -129,12 +128,7 @@ def test_exit_code_with_sigchld_ignored(start_method: str, tmp_path: Path) -> No
         else:
             assert False, "not noticed"
     """
-    run(
-        start_method,
-        tmp_path,
-        **STATES_OF_SIGNALS["SIGCHLD ignored"],
-        between=checked.format(start_method=start_method).strip(),
-    )
+    run("forkserver", tmp_path, **STATES_OF_SIGNALS["SIGCHLD ignored"], between=checked.strip())
 
 
 # Output of native libraries to a closed descriptor must not reach sockets or memory of the package.

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+import pytest
+
 START_METHODS = ["forkserver", "portable"]
-PORTABLE = os.environ.get("MARL_PARALLEL_PORTABLE") == "1"
-REFUSED = {"forkserver"} if PORTABLE else set()
-"""The tests of these are left out."""
+
+also_portable = pytest.mark.usefixtures("start_method")
+"""Runs a test with both kinds, if it makes its workers by a fixture that asks `chosen`."""
+
+
+def chosen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The arguments of the `ParallelEnv` of a test: those of its start method, if it has one."""
+    return arguments(request.getfixturevalue("start_method")) if "start_method" in request.fixturenames else {}
 
 
 def arguments(start_method: str) -> dict[str, Any]:
