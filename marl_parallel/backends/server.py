@@ -81,7 +81,6 @@ class Server:
         # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         interpreter.show_name("marl_parallel fork server", "marl forkserver")
-        self.collects = gc.isenabled()
         gc.disable()
         for module in ("numpy", "gymnasium", entry):
             importlib.import_module(module)
@@ -225,8 +224,7 @@ class Server:
         for source, target in ((null, 0), (out, 1), (err, 2)):
             os.dup2(source, target)
             os.close(source)
-        if self.collects:
-            gc.enable()
+        gc.enable()
         become_worker(file, worker_fds, crash, [self.guard, self.own_guard, guard])
 
 
