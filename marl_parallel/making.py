@@ -33,7 +33,6 @@ from marl_parallel.types import (
     AdapterName,
     AutoresetName,
     BackendName,
-    ContextName,
     FacadeName,
     OnError,
     OnRestart,
@@ -62,7 +61,6 @@ class ParallelEnvArguments(TypedDict, total=False):
     adapter: AdapterName | Callable[[Any], MultiAgentEnv] | None
     shared_memory: bool
     copy: bool
-    context: ContextName | None
     check_actions: bool
     on_error: OnError
     restart_policy: RestartPolicy

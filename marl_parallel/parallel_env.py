@@ -72,7 +72,6 @@ from marl_parallel.types import (
     AdapterName,
     AutoresetName,
     BackendName,
-    ContextName,
     EnvError,
     FinishedEpisode,
     OnError,
@@ -136,7 +135,6 @@ class ParallelEnv:
         shared_memory: False sends all values pickled.
         copy: False returns observations that are views of shared memory: each is valid until its environment is next
             stepped, sent to or reset, and stays readable after `close`.
-        context: How worker processes start: `"forkserver"` (the default where available), `"spawn"` or `"fork"`.
         check_actions: True checks every action against its space.
         on_error: What happens when an environment raises, or its worker dies or hangs: `"raise"` raises here and
             closes everything; `"restart"` rebuilds the environment. The interrupted step truncates its agents and is
@@ -224,7 +222,6 @@ class ParallelEnv:
         adapter: AdapterName | Callable[[Any], MultiAgentEnv] | None = None,
         shared_memory: bool = True,
         copy: bool = True,
-        context: ContextName | None = None,
         check_actions: bool = False,
         on_error: OnError = "raise",
         restart_policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # it is immutable
@@ -273,10 +270,10 @@ class ParallelEnv:
         if isinstance(backend, str) and backend == "auto":
             if num_workers is not None or envs_per_worker is not None:
                 raise ValueError('backend="auto" chooses the number of workers: pass backend="process" with yours')
-            needs_processes = restarts or unenforced or folder or recycle or context is not None or wait != "adaptive"
+            needs_processes = restarts or unenforced or folder or recycle or wait != "adaptive"
             options: dict[str, Any] = {
                 "seed": "own" if seeds[0] is None else seeds[0], "adapter": adapter, "shared_memory": shared_memory,
-                "copy": copy, "context": context, "check_actions": check_actions, "reset_timeout": reset_timeout,
+                "copy": copy, "check_actions": check_actions, "reset_timeout": reset_timeout,
                 "start_timeout": start_timeout, "step_timeout": min(limits.step or math.inf, planning.STEP_TIMEOUT_S),
                 "worker_threads": worker_threads, "wait": wait, "isolate_rng": isolate_rng,
                 "forward_logs": forward_logs,
@@ -287,7 +284,7 @@ class ParallelEnv:
 
             self.plan = planning.plan(open_env, len(constructors), can_be_serial=not needs_processes)
             backend = self.plan["arguments"]["backend"]
-        opened = open_backend(backend, context=context, worker_threads=worker_threads, wait=wait)
+        opened = open_backend(backend, worker_threads=worker_threads, wait=wait)
         arguments.check_isolate_rng(isolate_rng, opened)
         if unenforced and not opened.enforces_timeouts:
             warnings.warn(

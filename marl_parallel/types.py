@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 BackendName: TypeAlias = Literal["process", "serial", "thread", "ray", "auto"]
-ContextName: TypeAlias = Literal["forkserver", "spawn", "fork"]
 OnError: TypeAlias = Literal["raise", "restart"]
 Wait: TypeAlias = Literal["adaptive", "block", "spin"]
 AutoresetName: TypeAlias = Literal[

@@ -1,16 +1,13 @@
 """Fixtures and options of the tests.
 
-pytest                 every test once, on a backend that its name chooses: two workers with the default start method,
-                       shared memory
-pytest --setups=rest   the other setups: other backends and numbers of workers, other start methods, no shared memory;
-                       and what is marked `rest`: slow tests, and combinations of what others cover one by one
+pytest                 every test once, on a backend that its name chooses: two workers, shared memory
+pytest --setups=rest   the other setups: other backends and numbers of workers, portable workers, no shared memory; and
+                       what is marked `rest`: slow tests, and combinations of what others cover one by one
 pytest --setups=all    both
 pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
 pytest --setups=ray-nodes    the same, with one actor for all workers of a node
 pytest -n 0            all tests in this process, one at a time; the default is two processes (pytest-xdist)
 CI=true pytest         a skipped test makes the run fail
-MARL_PARALLEL_PORTABLE=1 pytest
-                       worker processes as on macOS and Windows; without the tests that choose another start method
 
 Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed;
 `needs("_codec")` is for tests of compiled code.
@@ -38,13 +35,13 @@ from helpers import ROOT, TESTS, start_methods
 from helpers.setups import (
     ALL_SETUPS,
     BACKEND_SETUPS,
+    CONCURRENT_OR_PORTABLE,
     CONCURRENT_SETUPS,
     KILLABLE_SETUPS,
     PROCESS_SETUPS,
     TWO_WORKERS,
     Setup,
     left_out,
-    words_of,
 )
 
 if TYPE_CHECKING:
@@ -119,8 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    refused = {item for item in items if start_methods.REFUSED & {*words_of(item)}}
-    out = {*refused, *left_out([item for item in items if item not in refused], config.getoption("--setups"))}
+    out = left_out(items, config.getoption("--setups"))
     config.hook.pytest_deselected(items=[item for item in items if item in out])
     items[:] = [item for item in items if item not in out]
 
@@ -162,6 +158,12 @@ def backend_setup(request: pytest.FixtureRequest) -> Setup:
 @pytest.fixture(params=CONCURRENT_SETUPS, ids=str)
 def concurrent_setup(request: pytest.FixtureRequest) -> Setup:
     """Every backend whose workers run concurrently with the caller."""
+    return request.param
+
+
+@pytest.fixture(params=CONCURRENT_OR_PORTABLE, ids=str)
+def concurrent_or_portable(request: pytest.FixtureRequest) -> Setup:
+    """The same, and portable worker processes."""
     return request.param
 
 
@@ -225,25 +227,16 @@ def parallel(build: Callable[..., ParallelEnv]) -> Callable[..., ParallelEnv]:
 
 @pytest.fixture(params=start_methods.START_METHODS)
 def start_method(request: pytest.FixtureRequest) -> str:
-    """Every start method of worker processes."""
+    """Worker processes from the fork server, and portable ones."""
     return request.param
 
 
-@pytest.fixture(params=start_methods.CONTEXTS)
-def harness(request: pytest.FixtureRequest) -> Iterator[LauncherHarness]:
-    """A launcher of each context."""
-    from helpers.launching import LauncherHarness
-
-    with contextlib.closing(LauncherHarness(request.param)) as harness:
-        yield harness
-
-
 @pytest.fixture
-def server_harness() -> Iterator[LauncherHarness]:
-    """A launcher that forks workers from a server."""
+def harness() -> Iterator[LauncherHarness]:
+    """A launcher."""
     from helpers.launching import LauncherHarness
 
-    with contextlib.closing(LauncherHarness("forkserver")) as harness:
+    with contextlib.closing(LauncherHarness()) as harness:
         yield harness
 
 

@@ -9,20 +9,13 @@ from marl_parallel.backends.local import SerialBackend, ThreadBackend
 from marl_parallel.core.backend import Backend
 
 NAMES = ("process", "serial", "thread", "ray")
-CONTEXTS = ("forkserver", "spawn", "fork")
 WAITS = ("adaptive", "block", "spin")
 PORTABLE = "MARL_PARALLEL_PORTABLE"
 """The environment variable: with "1", `backend="process"` is that of macOS and Windows on Linux, too; "0" is none."""
 
 
-def open_backend(
-    backend: str | Backend, *, context: str | None, worker_threads: int | None, wait: str = "adaptive"
-) -> Backend:
+def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: str = "adaptive") -> Backend:
     """The backend of this name, or this backend if no other environment uses it; not yet started."""
-    if context is not None and context not in CONTEXTS:
-        raise ValueError(f"context must be one of {', '.join(CONTEXTS)} or None, got {context!r}")
-    if context is not None and backend != "process":
-        raise ValueError(f'context={context!r} says how worker processes start, so it goes with backend="process" only')
     if wait not in WAITS:
         raise ValueError(f"wait must be one of {', '.join(WAITS)}, got {wait!r}")
     if wait != "adaptive" and backend != "process":
@@ -43,11 +36,9 @@ def open_backend(
             if has_semaphores():
                 from marl_parallel.backends.process import ProcessBackend
 
-                return ProcessBackend(context=context, threads=worker_threads, wait=wait)
-        where = f"with {PORTABLE}=1" if portable else "on this system"
-        if context not in (None, "spawn"):
-            raise ValueError(f'context={context!r} needs Linux; {where} workers start by "spawn" only')
+                return ProcessBackend(threads=worker_threads, wait=wait)
         if wait == "spin":
+            where = f"with {PORTABLE}=1" if portable else "on this system"
             raise ValueError(f'wait="spin" needs Linux; {where} processes sleep while they wait')
         from marl_parallel.backends.spawn import PortableProcessBackend
 

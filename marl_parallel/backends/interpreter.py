@@ -43,7 +43,7 @@ def executable() -> str:
     raise RuntimeError(
         f"Worker processes need a Python interpreter, but sys.executable is {sys.executable!r}, and there is no "
         f"{path}. Set sys.executable (or call multiprocessing.set_executable) with the path of a Python {version} that "
-        'has the same packages, or pass context="fork" or backend="thread", which need none.'
+        'has the same packages, or pass backend="thread", which needs none.'
     )
 
 
@@ -77,7 +77,7 @@ def worker_name(worker: int, share: Sequence[int]) -> tuple[str, str]:
 def show_name(name: str, short: str) -> None:
     """Have lists of processes show a name instead of the command line, and the short one (15 characters); on Linux.
 
-    A command line that is shorter than the name becomes the short one, or as much of it as fits. `sys.argv` stays.
+    `sys.argv` stays. The command lines of workers and servers are longer than their names.
     """
     if sys.platform != "linux":
         return
@@ -90,8 +90,7 @@ def show_name(name: str, short: str) -> None:
         return
     start, nbytes = int(fields[_ARG_START]), int(fields[_ARG_END]) - int(fields[_ARG_START])
     if nbytes > 0:
-        shown = name if len(name) < nbytes else short
-        ctypes.memmove(start, shown.encode()[: nbytes - 1].ljust(nbytes, b"\0"), nbytes)
+        ctypes.memmove(start, name.encode()[: nbytes - 1].ljust(nbytes, b"\0"), nbytes)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, short.encode(), 0, 0, 0)
 
 
@@ -186,5 +185,3 @@ def limit_loaded_libraries(threads: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of combinations of OpenMP libraries, which are the simulator's choice
         threadpoolctl.threadpool_limits(threads)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(threads)

@@ -1,9 +1,7 @@
 """Start, watch and end worker processes on Linux: the parent's end of the fork server.
 
-A `Launcher` starts a server (`server.py`), which forks workers on request and reports their deaths. The contexts differ
-only in the server: a fresh process with the libraries that workers need loaded ("forkserver"), a fresh process that
-executes an interpreter for each worker ("spawn"), or a fork of this process with all that it has in memory ("fork";
-unsafe if this process has other threads).
+A `Launcher` starts a server (`server.py`): a fresh process with the libraries loaded that workers need, which forks
+workers on request and reports their deaths.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib
 import os
 import pickle
 import secrets
@@ -38,12 +35,6 @@ _CHECK_EVERY_S = 0.5  # while a server does not answer
 _SERVER = """from marl_parallel.backends.server import Server
 Server{arguments!r}.run()
 """
-# A server that only executes interpreters does without Gymnasium and the like, which the package's `__init__` imports.
-_WITHOUT_INIT = """import types
-for name, path in {packages}:
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = path
-"""
 
 
 @dataclass(eq=False)
@@ -69,10 +60,10 @@ class Launcher:
 
     _closed = True  # until __init__ has finished: `__del__` is called even if it fails
 
-    def __init__(self, context: str, *, entry: str, wake: Block, threads: int | None) -> None:
-        self._context, self._entry, self._threads = context, entry, threads
+    def __init__(self, *, entry: str, wake: Block, threads: int | None) -> None:
+        self._entry, self._threads = entry, threads
         self._token = secrets.token_hex(8)
-        self._new_server = functools.partial(_Server, context, entry, self._token, wake, threads)
+        self._new_server = functools.partial(_Server, entry, self._token, wake)
         self._requests = 0
         self._workers: dict[int, WorkerProcess] = {}  # by request; those that are being started, or live
         self._end = "the launcher is closed"  # why there is no server
@@ -97,11 +88,7 @@ class Launcher:
         self.collect()
         if (server := self._server) is None:
             server = self._server = self._new_server()
-        loaded_threads = self._threads
-        if self._context == "forkserver" and loaded_threads is None:
-            loaded_threads = interpreter.default_threads(os.environ)
-        if self._context == "spawn" or loaded_threads == 1:  # which the libraries of a server have
-            loaded_threads = None
+        loaded_threads = interpreter.default_threads(os.environ) if self._threads is None else self._threads
         variables = {descendants.MARKER: self._token, **interpreter.thread_variables(self._threads)}
         path, argv, environ = [*sys.path], [*getattr(sys, "argv", [])], {**os.environ, **variables}
         cwd = interpreter.working_directory()
@@ -250,7 +237,7 @@ os.register_at_fork(after_in_child=_close_in_forked_child)
 class _Server:
     """One server: its process, the socket to it, and the write end of its workers' guard pipe."""
 
-    def __init__(self, context: str, entry: str, token: str, wake: Block, threads: int | None) -> None:
+    def __init__(self, entry: str, token: str, wake: Block) -> None:
         self._exitcode: int | None = None
         with contextlib.ExitStack() as in_any_case, contextlib.ExitStack() as on_error:
             self._socket, theirs = socket_pair()
@@ -262,42 +249,23 @@ class _Server:
             wake_fd = os.dup(wake.fd)
             in_any_case.callback(os.close, wake_fd)
             fds = theirs.fileno(), guard, wake_fd
-            arguments = (*fds, os.getpid(), context, entry)
-            if context == "fork":
-                importlib.import_module(entry)  # once, rather than in each worker
-
-                def run() -> None:
-                    os.setsid()
-                    self.abandon()
-                    theirs.detach()
-                    server.reset_signals()
-                    if threads == 1:
-                        interpreter.limit_loaded_libraries(1)  # once, rather than in each worker
-                    server.Server(*arguments).run()
-
-                self.pid = _fork(run)
-            else:
-                text = _SERVER.format(arguments=arguments)
-                if context == "spawn":
-                    names = ("marl_parallel", "marl_parallel.backends")
-                    packages = [(name, list(sys.modules[name].__path__)) for name in names]
-                    text = _WITHOUT_INIT.format(packages=ascii(packages)) + text
-                command, program = interpreter.program(text, sys.path)
-                in_any_case.callback(os.close, program)
-                # With a single thread, because more than one does not go with forking.
-                variables = {**interpreter.thread_variables(1), descendants.MARKER: token}
-                process = subprocess.Popen(
-                    command,
-                    env={**os.environ, **variables},
-                    pass_fds=(program, *fds),
-                    cwd=interpreter.working_directory(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=interpreter.output(None, 2),
-                    start_new_session=True,
-                )
-                process.returncode = 0  # `ended` reaps the process, not this object
-                self.pid = process.pid
+            text = _SERVER.format(arguments=(*fds, os.getpid(), entry))
+            command, program = interpreter.program(text, sys.path)
+            in_any_case.callback(os.close, program)
+            # With a single thread, because more than one does not go with forking.
+            variables = {**interpreter.thread_variables(server.LOADED_THREADS), descendants.MARKER: token}
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **variables},
+                pass_fds=(program, *fds),
+                cwd=interpreter.working_directory(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=interpreter.output(None, 2),
+                start_new_session=True,
+            )
+            process.returncode = 0  # `ended` reaps the process, not this object
+            self.pid = process.pid
             on_error.pop_all()
 
     def ended(self) -> bool:
@@ -359,26 +327,3 @@ class _Server:
         """In a forked child, where the server is no child: close the copies of the descriptors."""
         self._socket.close()
         os.close(self._guard_end)
-
-
-def _fork(run: Callable[[], object]) -> int:
-    """Fork this process; the fork runs a function, with all signals blocked, and ends. Returns its process id."""
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        with contextlib.suppress(AttributeError, ValueError):  # None, or closed
-            stream.flush()  # type: ignore[union-attr]  # else both processes would write what is buffered
-    mask = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
-    pid = 0
-    try:
-        pid = os.fork()
-        if not pid:
-            server.run_and_exit(run)
-    finally:
-        try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        except BaseException:  # Ctrl-C has waited for this: the caller would not learn of the fork
-            if pid:
-                os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored
-                    os.waitpid(pid, 0)
-            raise
-    return pid

@@ -326,8 +326,8 @@ class ProcessBackend(Backend):
     has_spares = True
     keeps_logs = True
 
-    def __init__(self, *, context: str | None = None, threads: int | None = 1, wait: str = "adaptive") -> None:
-        self._context, self._threads, self._wait = context or "forkserver", threads, wait
+    def __init__(self, *, threads: int | None = 1, wait: str = "adaptive") -> None:
+        self._threads, self._wait = threads, wait
         self._launcher: Launcher | None = None
         self._handles: dict[int, _Handle] = {}
         self._partial: dict[int, int] = {}  # by worker, the code of a partially received message
@@ -350,7 +350,7 @@ class ProcessBackend(Backend):
         self._wake.init(0)
         self._countdown.init(0)
         self._spin = Spin(self._wait, len(shares) < usable_cpus())
-        self._launcher = Launcher(self._context, entry=__name__, wake=self._control, threads=self._threads)
+        self._launcher = Launcher(entry=__name__, wake=self._control, threads=self._threads)
         self._own_cpu = len(shares) <= usable_cpus()
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
         for worker, share in enumerate(shares):
@@ -373,7 +373,7 @@ class ProcessBackend(Backend):
                 process = launcher.launch(worker, fds, share, outputs)
                 log.mark_start(process.pid)
                 if rings is not None:
-                    forwarding = rings.start, rings.most, log.fd is not None, self._context == "fork"
+                    forwarding = rings.start, rings.most, log.fd is not None
             channel.put((self._wait, self._own_cpu, self._capacity, forwarding))
         except BaseException as error:
             channel.close()
@@ -656,9 +656,9 @@ def main(index: int, fds: Sequence[int]) -> None:
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     ready = queues.requests.ready
     if forwarding is not None:
-        start, most, to_file, forked = forwarding
+        start, most, to_file = forwarding
         ring = Ring(control, start, most, index)
-        RecordSender(ring, index, queues.status, worker.settings, to_file).install(forked=forked)
+        RecordSender(ring, index, queues.status, worker.settings, to_file).install()
 
     def send(reply: Reply) -> None:
         message, request, env_ids, results, _, completed, last = reply

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import gc
 import importlib
-import itertools
 import os
 import pickle
 import select
@@ -30,13 +29,14 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, NoReturn
 
 from marl_parallel.backends import descendants, interpreter
-from marl_parallel.backends.memory import Semaphore, fill_standard, mapped
+from marl_parallel.backends.memory import Semaphore, mapped
 
+LOADED_THREADS = 1  # of the numerical libraries in the server
 CLEARED_WITHIN_S = 5.0  # how long a keeper, or the server at its end, tries to kill what is left
 _REPORTS_WITHIN_S = 1.0  # how long a keeper does before it reports the death, even if not everything is gone
 _MOST_FDS = 16  # in one request
@@ -63,7 +63,7 @@ class Setting(NamedTuple):
     worker: int
     share: Sequence[int]  # its environments
     entry: str  # the module whose `main(worker, fds)` it runs
-    loaded_threads: int | None  # for numerical libraries loaded before it starts; None leaves them alone
+    loaded_threads: int  # of numerical libraries that are loaded before it starts
     path: list[str]
     argv: list[str]
     environ: dict[str, str]
@@ -77,19 +77,16 @@ class Setting(NamedTuple):
 class Server:
     """The fork server; `guard` is the read end of a pipe of the parent, and `entry` is loaded before workers start."""
 
-    def __init__(self, connection: int, guard: int, wake: int, parent: int, context: str, entry: str) -> None:
+    def __init__(self, connection: int, guard: int, wake: int, parent: int, entry: str) -> None:
         # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        fill_standard()
         interpreter.show_name("marl_parallel fork server", "marl forkserver")
-        self.collects = gc.isenabled()
         gc.disable()
-        if context == "forkserver":
-            for module in ("numpy", "gymnasium", entry):
-                importlib.import_module(module)
-            # Objects that the collector never visits stay in pages that all workers share.
-            gc.freeze()
-        self.context, self.parent, self.guard = context, parent, guard
+        for module in ("numpy", "gymnasium", entry):
+            importlib.import_module(module)
+        # Objects that the collector never visits stay in pages that all workers share.
+        gc.freeze()
+        self.parent, self.guard = parent, guard
         self.keepers: dict[int, int] = {}  # requests by process id
         # A second guard, for the case that this process is killed while the parent lives.
         self.own_guard, self.own_guard_end = os.pipe()
@@ -193,8 +190,12 @@ class Server:
                 self.reply(Reply.FAILED, request, error.errno or errno.EPERM)
                 os._exit(_REPORTED)
             if not worker:
-                os.close(guard_end)
-                run_and_exit(lambda: self.work(fds, guard))
+                try:
+                    os.close(guard_end)
+                    self.work(fds, guard)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
             self.reply(Reply.LAUNCHED, request, worker)
             for fd in {*map(int, os.listdir("/proc/self/fd"))} - {guard_end, self.socket.fileno()}:
                 with contextlib.suppress(OSError):  # the descriptor of this listing
@@ -223,60 +224,11 @@ class Server:
         for source, target in ((null, 0), (out, 1), (err, 2)):
             os.dup2(source, target)
             os.close(source)
-        guards = [self.guard, self.own_guard, guard]
-        if self.context == "spawn":  # execute a fresh interpreter
-            os.setsid()
-            with open(file, "rb", closefd=False) as stream:
-                setting: Setting = pickle.load(stream)
-            os.lseek(file, 0, os.SEEK_SET)  # `become_worker` reads it again
-            arguments = file, worker_fds, crash, guards
-            text = _FRESH_WORKER.format(crash=crash, stack_signal=descendants.STACK_SIGNAL, arguments=arguments)
-            command, program = interpreter.program(text, setting.path)
-            for fd in (program, file, crash, *guards, *worker_fds):
-                os.set_inheritable(fd, True)
-            # Some libraries cannot be imported in a folder that was removed.
-            os.chdir(setting.cwd)
-            # Python ignores these signals in itself, not in programs that it executes.
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)
-            os.execve(command[0], command, setting.environ)
-        if self.context == "fork":
-            # What `atexit` and `multiprocessing` clean up at exit belongs to the parent. No public function drops it.
-            atexit._clear()
-            if (util := sys.modules.get("multiprocessing.util")) is not None:
-                util._finalizer_registry.clear()
-                process = sys.modules["multiprocessing.process"]
-                process._children = set()  # type: ignore[attr-defined]
-                process._process_counter = itertools.count(1)  # type: ignore[attr-defined]
-                util._run_after_forkers()
-                atexit.register(util._exit_function)
-        if self.collects:
-            gc.enable()
-        become_worker(file, worker_fds, crash, guards)
-
-
-def run_and_exit(run: Callable[[], object]) -> NoReturn:
-    """Run a function in a forked process and end it: exit code 0, or 1 if the function raised, which is printed."""
-    exitcode = 1
-    try:
-        run()
-        exitcode = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(exitcode)
+        gc.enable()
+        become_worker(file, worker_fds, crash, [self.guard, self.own_guard, guard])
 
 
 # -- the start of a worker ---------------------------------------------------------------------------------------------
-
-# A fresh interpreter starts with all signals blocked. It must be able to write its stack before it loads anything.
-_FRESH_WORKER = """import faulthandler, signal
-faulthandler.enable({crash})
-faulthandler.register({stack_signal}, {crash})
-signal.pthread_sigmask(signal.SIG_SETMASK, ())
-from marl_parallel.backends.server import become_worker
-become_worker(*{arguments})
-"""
 
 
 def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> NoReturn:
@@ -286,19 +238,11 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
     """
     exitcode = 1
     try:
-        if os.getsid(0) != os.getpid():  # a fresh interpreter has a session of its own already
-            os.setsid()
+        os.setsid()
         descendants.report_to(crash)
-        reset_signals()  # all were blocked until this process can handle them
-        for fd in (crash, *fds):  # a fresh interpreter has inherited them
-            os.set_inheritable(fd, False)
-        for name, fd in (("stdout", 1), ("stderr", 2)):  # whatever they are in a parent that forked
-            stream = getattr(sys, f"__{name}__")
-            if stream is None or stream.closed:
-                stream = open(fd, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
-            stream.reconfigure(line_buffering=True)
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
+        _reset_signals()  # all were blocked until this process can handle them
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with open(file, "rb") as setting_file:
             setting: Setting = pickle.load(setting_file)
         interpreter.show_name(*interpreter.worker_name(setting.worker, setting.share))
@@ -308,7 +252,7 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
         for name in os.environ.keys() - setting.environ.keys():
             del os.environ[name]
         os.environ.update(setting.environ)
-        if setting.loaded_threads is not None:
+        if setting.loaded_threads != LOADED_THREADS:
             interpreter.limit_loaded_libraries(setting.loaded_threads)
         parent_gone, *_ = [_arm(guard) for guard in guards]
         interpreter.take_identity(setting.identity, parent_gone)
@@ -342,16 +286,12 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
             os._exit(exitcode)
 
 
-def reset_signals() -> None:
-    """Undo what the parent's Python code has installed, then unblock all signals."""
+def _reset_signals() -> None:
+    """Undo what the server has installed, and unblock all signals."""
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    # A program started in the background ignores these; a simulator and its children must not.
+    # The program that started the parent may have had these ignored; a simulator and its children must not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # Libraries install handlers in C that Python does not know: SDL makes an event of this one.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 

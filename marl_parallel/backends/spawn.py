@@ -485,7 +485,7 @@ def serve(
     if forwarding is not None:
         start, most, to_file = forwarding
         ring = Ring(statuses, start, most, worker)
-        RecordSender(ring, worker, status, executor.settings, to_file).install(forked=False)
+        RecordSender(ring, worker, status, executor.settings, to_file).install()
     link.send(_STARTED)
     while True:
         request = requests.get()

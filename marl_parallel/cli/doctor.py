@@ -81,14 +81,14 @@ def _shown(value: Any) -> str:
 
 
 def _package() -> dict[str, Any]:
-    process = type(open_backend("process", context=None, worker_threads=None)).__name__
+    process = type(open_backend("process", worker_threads=None)).__name__
     compiled = importlib.util.find_spec("marl_parallel.core._codec") is not None
     return {
         "version": marl_parallel.__version__,
         "folder": str(Path(marl_parallel.__file__).parent),
         "codec": marl_parallel.codec,
         "compiled code is installed": compiled,
-        "default start method": "forkserver" if process == "ProcessBackend" else "spawn",
+        "worker processes": "from a fork server" if process == "ProcessBackend" else "spawned",
     }
 
 

@@ -25,7 +25,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping
 
-from marl_parallel.core.caller_settings import WorkerSettings, all_loggers, has_handlers
+from marl_parallel.core.caller_settings import WorkerSettings, has_handlers
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.reports import logger as own_logger
 from marl_parallel.core.worker_status import WorkerStatus
@@ -221,15 +221,9 @@ class RecordSender:
             self._file = logging.StreamHandler(sys.stderr)
             self._file.setFormatter(logging.Formatter(_LINE))
 
-    def install(self, *, forked: bool) -> None:
-        """Receive all records from now on, but not in processes that simulators fork.
-
-        A worker that was `forked` from the caller has the caller's handlers, which would show each record twice.
-        """
+    def install(self) -> None:
+        """Receive all records from now on, but not in processes that simulators fork."""
         self._settings.forwards = True
-        for logger in all_loggers().values() if forked else ():
-            for handler in [*logger.handlers]:
-                logger.removeHandler(handler)
         original = logging.Logger.callHandlers
 
         def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:

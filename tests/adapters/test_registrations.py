@@ -49,14 +49,13 @@ SCRIPT = """
     if hasattr(pettingzoo, "register"):
         pettingzoo.register("parallel", "script/Hunt-v0", entry_point="simulators.deterministic:Hunt")
 
-    def parallel(*constructors, backend="process", context=None):
-        return ParallelEnv(constructors, backend=backend, context=context, num_workers=2)
+    def parallel(*constructors, backend="process"):
+        return ParallelEnv(constructors, backend=backend, num_workers=2)
 
     lever, other = "script/Lever-v0", "script/Lambda-v0"
-    ways = [{{"context": context}} for context in ("forkserver", "spawn", "fork")]
-    for way in [*ways, {{"backend": PortableProcessBackend()}}]:
-        with parallel(lambda: gymnasium.make(lever), lambda: gymnasium.make(other, seed=6), **way) as env:
-            assert [one["agent_0"] for one in env.reset()[0]] == [3, 4], way
+    for backend in ("process", PortableProcessBackend()):
+        with parallel(lambda: gymnasium.make(lever), lambda: gymnasium.make(other, seed=6), backend=backend) as env:
+            assert [one["agent_0"] for one in env.reset()[0]] == [3, 4], backend
     with parallel(lambda seed: gymnasium.make("registered/Scenario-v1", seed=seed)) as env:
         assert env.seed() == (42,)
     if hasattr(pettingzoo, "make"):
@@ -75,7 +74,7 @@ def test_registrations_of_a_script_exist_in_workers(tmp_path):
     assert "Overriding" not in done.stderr
 
 
-def test_registered_class_of_a_module_that_workers_cannot_import(concurrent_setup, build, monkeypatch):
+def test_registered_class_of_a_module_that_workers_cannot_import(concurrent_or_portable, build, monkeypatch):
     """As in a test that pytest loads by its path."""
     module = types.ModuleType("loaded_by_file")
     exec(
@@ -84,7 +83,7 @@ def test_registered_class_of_a_module_that_workers_cannot_import(concurrent_setu
     )
     monkeypatch.setitem(sys.modules, "loaded_by_file", module)
     monkeypatch.setitem(gymnasium.registry, "test/Local-v0", EnvSpec("test/Local-v0", module.Local))
-    env = build([lambda: gymnasium.make("test/Local-v0", disable_env_checker=True)] * 2, concurrent_setup)
+    env = build([lambda: gymnasium.make("test/Local-v0", disable_env_checker=True)] * 2, concurrent_or_portable)
     assert env.get_attr("here") == ("by value",) * 2
 
 

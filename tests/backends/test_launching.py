@@ -6,7 +6,6 @@ Stacks of workers are tested in `test_stacks`, processes that outlive their pare
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -19,7 +18,6 @@ import psutil
 import pytest
 from helpers.launching import LauncherHarness, linux_only, opened_by_libffi, server_of
 from helpers.processes import alive, all_gone
-from helpers.start_methods import CONTEXTS
 
 from marl_parallel.backends import descendants, launching
 from marl_parallel.backends.interpreter import thread_variables
@@ -69,11 +67,9 @@ def test_worker_leads_its_own_session(harness: LauncherHarness) -> None:
     assert reply["main_file"] is None
 
 
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
-def test_worker_inherits_no_descriptor(context: str) -> None:
-    with contextlib.closing(LauncherHarness(context)) as harness:
-        harness.launch("tells")
-        files = [path for path in harness.receive()["open_files"] if not opened_by_libffi(path)]
+def test_worker_inherits_no_descriptor(harness: LauncherHarness) -> None:
+    harness.launch("tells")
+    files = [path for path in harness.receive()["open_files"] if not opened_by_libffi(path)]
     # stdio, the crash file, the guards (parent, server, keeper) and its argument
     assert len(files) == 3 + 1 + 3 + 1, files
 
@@ -85,11 +81,11 @@ def test_output_goes_to_the_parents_stdout(harness: LauncherHarness, capfd: pyte
 
 
 def test_stdout_without_descriptor(
-    server_harness: LauncherHarness, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    harness: LauncherHarness, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    server_harness.launch("tells")
-    server_harness.death()
+    harness.launch("tells")
+    harness.death()
     assert "printed by the worker" in capfd.readouterr().out
 
 
@@ -101,17 +97,14 @@ def test_large_environment(harness: LauncherHarness, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("limit", [1, 2, None])
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_threads_of_numerical_libraries(context: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_numerical_libraries(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in thread_variables(1):
         monkeypatch.delenv(name, raising=False)
-    with contextlib.closing(LauncherHarness(context, limit)) as harness:
+    with contextlib.closing(LauncherHarness(limit)) as harness:
         harness.launch("tells")
         reply = harness.receive()
     expected = len(os.sched_getaffinity(0)) if limit is None else limit
-    assert reply["blas_threads"] == expected
-    if context != "fork":
-        assert reply["threads"] == expected
+    assert reply["blas_threads"] == reply["threads"] == expected
     values = {reply["environ"].get(name) for name in thread_variables(1)}
     assert values == {None if limit is None else str(limit)}
 
@@ -162,28 +155,29 @@ def test_signal(harness: LauncherHarness, number: int) -> None:
     assert harness.deaths() == []
 
 
-def test_signal_handler_installed_by_c_code(harness: LauncherHarness) -> None:
-    """For example SDL's, unknown to Python; ignored signals stay ignored in a new program."""
-    ignored = ctypes.c_void_p(1)  # SIG_IGN
-    ctypes.CDLL(None).signal(signal.SIGTERM, ignored)
+def test_signal_that_this_process_ignores() -> None:
+    """Ignored signals stay ignored in a new program, which the fork server is."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        pid = harness.launch("waits")
+        harness = LauncherHarness()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, previous)
+    with contextlib.closing(harness):
+        pid = harness.launch("waits")
+        harness.receive()
+        os.kill(pid, signal.SIGTERM)
+        assert harness.death() == (pid, -signal.SIGTERM)
+
+
+def test_death_is_announced_at_once(harness: LauncherHarness) -> None:
+    pid = harness.launch("waits")
     harness.receive()
-    os.kill(pid, signal.SIGTERM)
-    assert harness.death() == (pid, -signal.SIGTERM)
-
-
-def test_death_is_announced_at_once(server_harness: LauncherHarness) -> None:
-    pid = server_harness.launch("waits")
-    server_harness.receive()
-    assert not server_harness.wake.try_take()
+    assert not harness.wake.try_take()
     start = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    assert server_harness.wake.take(timeout=10)
+    assert harness.wake.take(timeout=10)
     assert time.monotonic() - start < 1.0
-    assert server_harness.deaths() == [(pid, -signal.SIGKILL)]
+    assert harness.deaths() == [(pid, -signal.SIGKILL)]
 
 
 def test_every_death_is_reported_once(harness: LauncherHarness) -> None:
@@ -215,21 +209,21 @@ def test_wait_gone_timeout(harness: LauncherHarness) -> None:
 
 
 def test_exception_of_a_signal_handler_is_not_a_server_failure(
-    server_harness: LauncherHarness, monkeypatch: pytest.MonkeyPatch
+    harness: LauncherHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller's own `TimeoutError` is an OSError, too."""
-    pid = server_harness.launch("waits")
+    pid = harness.launch("waits")
 
     def interrupted(timeout: float) -> None:
         raise TimeoutError("my own")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server_harness.launcher._server, "reply", interrupted)
+        patch.setattr(harness.launcher._server, "reply", interrupted)
         with pytest.raises(TimeoutError, match="my own"):
-            server_harness.deaths()
-    assert server_harness.deaths() == []
+            harness.deaths()
+    assert harness.deaths() == []
     assert alive(pid)
-    assert server_harness.launch("waits") != pid
+    assert harness.launch("waits") != pid
 
 
 # What does not start
@@ -238,7 +232,7 @@ def test_exception_of_a_signal_handler_is_not_a_server_failure(
 def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     block = Block()
     block.allocate(4096)
-    launcher = Launcher("forkserver", entry="no_such_module", wake=block, threads=1)
+    launcher = Launcher(entry="no_such_module", wake=block, threads=1)
     with pytest.raises(RuntimeError, match="exit code 1"):
         launcher.launch(0, [])
     launcher.close()
@@ -262,22 +256,21 @@ def test_close_twice_and_use_afterwards(harness: LauncherHarness) -> None:
         harness.launch("waits")
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_close_before_the_first_launch(context: str) -> None:
+def test_close_before_the_first_launch() -> None:
     block = Block()
     block.allocate(4096)
-    Launcher(context, entry="helpers.launch_targets", wake=block, threads=1).close()
+    Launcher(entry="helpers.launch_targets", wake=block, threads=1).close()
 
 
-def test_close_by_another_thread_ends_a_launch(server_harness: LauncherHarness) -> None:
-    server_harness.launch("waits")
-    os.kill(server_of(server_harness.launcher), signal.SIGSTOP)
-    timer = threading.Timer(0.2, os.kill, (server_of(server_harness.launcher), signal.SIGCONT))
-    closer = threading.Timer(0.1, server_harness.launcher.close)
+def test_close_by_another_thread_ends_a_launch(harness: LauncherHarness) -> None:
+    harness.launch("waits")
+    os.kill(server_of(harness.launcher), signal.SIGSTOP)
+    timer = threading.Timer(0.2, os.kill, (server_of(harness.launcher), signal.SIGCONT))
+    closer = threading.Timer(0.1, harness.launcher.close)
     timer.start()
     closer.start()
     with pytest.raises(RuntimeError, match="closed"):
-        server_harness.launch("waits")
+        harness.launch("waits")
     timer.join()
     closer.join()
 
@@ -285,25 +278,25 @@ def test_close_by_another_thread_ends_a_launch(server_harness: LauncherHarness) 
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_stopped_server(
     limit: float | None,
-    server_harness: LauncherHarness,
+    harness: LauncherHarness,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A stopped fork server is continued; one that is frozen by other means raises an error that says so."""
-    server_harness.launch("waits")
-    server_harness.receive()
-    server = server_of(server_harness.launcher)
+    harness.launch("waits")
+    harness.receive()
+    server = server_of(harness.launcher)
     os.kill(server, signal.SIGSTOP)
     if limit is None:
-        pid = server_harness.launch("waits")
-        assert server_harness.receive()["ready"] == pid
+        pid = harness.launch("waits")
+        assert harness.receive()["ready"] == pid
         (record,) = caplog.records
         assert f"process {server}) was stopped" in record.getMessage()
         return
     monkeypatch.setattr("marl_parallel.backends.descendants.state_of", lambda pid: "D")
     monkeypatch.setattr("marl_parallel.backends.launching._ANSWERS_WITHIN_S", limit)
     with pytest.raises(RuntimeError, match=rf"fork server \(process {server}, state D\) did not answer .* within 1 s"):
-        server_harness.launch("waits")
+        harness.launch("waits")
     os.kill(server, signal.SIGCONT)
 
 
@@ -327,13 +320,12 @@ def test_forked_child_touches_nothing(harness: LauncherHarness) -> None:
 
 
 @pytest.mark.whole_machine
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_nothing_leaks(context: str) -> None:
+def test_nothing_leaks() -> None:
     def held() -> tuple[int, int, list[str]]:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), os.listdir("/dev/shm")
 
     def cycle(number: int) -> None:
-        harness = LauncherHarness(context)
+        harness = LauncherHarness()
         pids = [harness.launch("waits", index) for index in range(2)]
         if number % 2:
             harness.kill(pids[0])

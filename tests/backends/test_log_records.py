@@ -20,7 +20,7 @@ from helpers import ROOT, TESTS
 from helpers.launching import linux_only
 from helpers.processes import wait_for
 from helpers.setups import Setup
-from helpers.start_methods import arguments
+from helpers.start_methods import also_portable, chosen
 from simulators.counting import ACTIONS
 from simulators.logging_envs import Logging, exits, is_killed, logs_and, raises, standard_handler
 
@@ -55,11 +55,11 @@ def records(caplog) -> Callable[[], list[logging.LogRecord]]:
 
 
 @pytest.fixture
-def logs(build, start_method) -> Callable[..., ParallelEnv]:
+def logs(build, request) -> Callable[..., ParallelEnv]:
     """Two workers, the first of which has two environments."""
 
     def create(num_envs: int = 3, **more: Any) -> ParallelEnv:
-        return build([Logging] * num_envs, Setup("process", True, 2), **arguments(start_method), **more)
+        return build([Logging] * num_envs, Setup("process", True, 2), **chosen(request), **more)
 
     return create
 
@@ -72,6 +72,7 @@ def worker_log(env_id: int, env: ParallelEnv, *args: Any, **how: Any) -> None:
     env.call("log", *args, env_ids=[env_id], **how)
 
 
+@also_portable
 def test_records_have_environment_and_worker(logs, records):
     env = logs()
     born = sorted((one.env_id, one.worker, one.name, one.getMessage()) for one in records())
@@ -223,6 +224,7 @@ def test_exceptions_are_text(logs, records):
     assert logging.Formatter().format(record).startswith("caught\nTraceback (most recent call last):")
 
 
+@also_portable
 @pytest.mark.parametrize("fault", [exits, is_killed, raises])
 def test_records_before_a_failure_come_before_its_error(fault, logs, records):
     env = logs()
@@ -234,6 +236,7 @@ def test_records_before_a_failure_come_before_its_error(fault, logs, records):
     assert next((one.getMessage(), one.env_id) for one in records()) == ("last words", 2)
 
 
+@also_portable
 def test_records_before_a_restart_come_before_its_report(logs, caplog):
     env = logs(on_error="restart")
     env.reset()
@@ -244,6 +247,7 @@ def test_records_before_a_restart_come_before_its_report(logs, caplog):
     assert own == ["sim.death", "marl_parallel"]
 
 
+@also_portable
 def test_records_before_a_timeout_come_before_its_error(logs, records):
     env = logs(step_timeout=1.0)
     env.reset()
@@ -254,6 +258,7 @@ def test_records_before_a_timeout_come_before_its_error(logs, records):
     assert texts(records())[0] == "last words"
 
 
+@also_portable
 def test_records_come_while_a_call_goes_on(logs, tmp_path):
     """A constructor or reset that takes minutes can be watched."""
     env = logs()
@@ -266,6 +271,7 @@ def test_records_come_while_a_call_goes_on(logs, tmp_path):
     env.step([ACTIONS] * 3)
 
 
+@also_portable
 def test_full_queues_drop_records_and_say_so_once(logs, caplog, records):
     """The worker does not wait, although nobody takes the records of the first two calls."""
     env = logs()
@@ -344,6 +350,7 @@ def test_forked_processes_of_simulators_do_not_take_part(logs, records, capfd):
     assert capfd.readouterr().err == "in a fork\nin a child\n"
 
 
+@also_portable
 def test_records_of_close(logs, records):
     env = logs()
     records()
@@ -366,6 +373,7 @@ def test_handlers_that_raise_change_nothing(logs, records, capfd):
     assert capfd.readouterr().err.count("RuntimeError: a bad handler") == 3
 
 
+@also_portable
 def test_a_handler_that_closes(logs, records):
     env = logs()
     env.reset()
@@ -389,6 +397,7 @@ def forced_config() -> None:
     logging.basicConfig(level=logging.DEBUG, format="own: %(message)s", force=True)
 
 
+@also_portable
 @pytest.mark.parametrize(
     "how",
     [basic_config, forced_config, functools.partial(standard_handler, "sim.loud")],
@@ -449,13 +458,14 @@ def test_programs_without_handlers(start_method):
         [sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     lines = done.stderr.splitlines()
-    inherited = ["caller left in the worker"] if start_method == "fork" else ["left in the worker"]
-    assert lines == ["warning", "own warning", "own info", "caller warning", "caller info", "caller closed", *inherited]
+    printed = ["warning", "own warning", "own info", "caller warning", "caller info", "caller closed"]
+    assert lines == [*printed, "left in the worker"]
 
 
 # -- files, other backends, arguments ----------------------------------------------------------------------------------
 
 
+@also_portable
 def test_files_of_log_dir_have_the_records_too(logs, records, tmp_path, capfd):
     env = logs(log_dir=tmp_path)
     records()
@@ -470,11 +480,10 @@ def test_files_of_log_dir_have_the_records_too(logs, records, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn", "portable"])
-def test_false_leaves_records_in_the_worker(method, build, records, capfd):
-    """A forked worker has the caller's levels and handlers."""
+@also_portable
+def test_false_leaves_records_in_the_worker(logs, records, capfd):
     logging.getLogger("sim.loud").setLevel(logging.DEBUG)
-    env = build([Logging] * 3, Setup("process", True, 2), **arguments(method), forward_logs=False)
+    env = logs(forward_logs=False)
     env.reset()
     worker_log(2, env, "sim", logging.WARNING, "stays")
     assert not env.call("enabled", "sim.loud", logging.INFO)[0]

@@ -20,7 +20,7 @@ from helpers.launching import linux_only
 from helpers.leaks import HeldResources
 from helpers.processes import wait_for
 from helpers.setups import Setup
-from helpers.start_methods import arguments
+from helpers.start_methods import also_portable, arguments, chosen
 from simulators.counting import ACTIONS
 from simulators.talking import Talking
 
@@ -39,9 +39,9 @@ def whole_lines(monkeypatch) -> None:
 
 
 @pytest.fixture
-def talk(build, start_method) -> Callable[..., ParallelEnv]:
+def talk(build, request) -> Callable[..., ParallelEnv]:
     def create(num_envs: int = 3, **more: Any) -> ParallelEnv:
-        env: ParallelEnv = build([Talking] * num_envs, Setup("process", True, 2), **arguments(start_method), **more)
+        env: ParallelEnv = build([Talking] * num_envs, Setup("process", True, 2), **chosen(request), **more)
         env.reset()
         return env
 
@@ -73,6 +73,7 @@ class Tee:
         return getattr(self.streams[0], name)
 
 
+@also_portable
 def test_everything_is_there_when_the_call_returns(talk, capfd):
     with replaced(io.StringIO(), io.StringIO()):
         env = talk()
@@ -150,6 +151,7 @@ def test_streams_that_are_slower_than_workers():
     assert ended_by_itself
 
 
+@also_portable
 @linux_only
 def test_signal_handlers_that_close_while_output_is_written(talk):
     """The handler does not wait for its own call, which raises the error of closed environments."""
@@ -192,6 +194,7 @@ def test_closed_streams_do_not_lose_output(talk, capfd):
     assert capfd.readouterr().out == "still here\n"
 
 
+@also_portable
 def test_output_before_a_death_comes_before_its_error(talk):
     stream = io.StringIO()
     with replaced(stream):
@@ -202,6 +205,7 @@ def test_output_before_a_death_comes_before_its_error(talk):
         assert stream.getvalue() == "last words\n"
 
 
+@also_portable
 def test_new_workers_write_there_too(talk):
     stream = io.StringIO()
     with replaced(stream):
@@ -212,6 +216,7 @@ def test_new_workers_write_there_too(talk):
         assert stream.getvalue() == "last words\nagain\n"
 
 
+@also_portable
 def test_much_output(talk):
     """More than a pipe holds, while nobody but the thread reads; characters of several bytes stay whole."""
     stream = io.StringIO()
@@ -225,6 +230,7 @@ def test_much_output(talk):
         assert stream.getvalue() == 2000 * f"{line}\n"
 
 
+@also_portable
 def test_what_is_printed_while_it_closes(talk):
     stream = io.StringIO()
     with replaced(stream):

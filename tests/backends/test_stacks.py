@@ -41,11 +41,11 @@ def test_stack_of_a_stopped_worker(harness: LauncherHarness) -> None:
     assert "_waits" in harness.stack(pid)
 
 
-def test_stack_of_a_worker_that_blocks_signals(server_harness: LauncherHarness) -> None:
-    pid = server_harness.launch("blocks_signals")
-    server_harness.receive()
-    assert "_blocks_signals" in server_harness.stack(pid, timeout=0.1)
-    assert server_harness.death() == (pid, -signal.SIGABRT)
+def test_stack_of_a_worker_that_blocks_signals(harness: LauncherHarness) -> None:
+    pid = harness.launch("blocks_signals")
+    harness.receive()
+    assert "_blocks_signals" in harness.stack(pid, timeout=0.1)
+    assert harness.death() == (pid, -signal.SIGABRT)
 
 
 def test_stack_of_a_dead_worker(harness: LauncherHarness) -> None:

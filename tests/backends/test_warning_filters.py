@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers import ROOT, TESTS
 from helpers.setups import Setup
-from helpers.start_methods import arguments
+from helpers.start_methods import also_portable, chosen
 from simulators.logging_envs import Logging
 
 from marl_parallel import EnvError, ParallelEnv
@@ -31,16 +31,10 @@ def own_filters() -> Iterator[None]:
         yield
 
 
-# Not "fork": such a worker shows warnings as pytest has them shown in this process.
-@pytest.fixture(params=["forkserver", "spawn", "portable"])
-def start_method(request) -> str:
-    return request.param
-
-
 @pytest.fixture
-def warns(build, start_method) -> Callable[..., ParallelEnv]:
+def warns(build, request) -> Callable[..., ParallelEnv]:
     def create(**more: Any) -> ParallelEnv:
-        return build([Logging] * 3, Setup("process", True, 2), **arguments(start_method), **more)
+        return build([Logging] * 3, Setup("process", True, 2), **chosen(request), **more)
 
     return create
 
@@ -50,6 +44,7 @@ def shown(env: ParallelEnv, capfd: Any, *args: Any) -> bool:
     return str(args[0]) in capfd.readouterr().err
 
 
+@also_portable
 def test_actions_messages_modules_and_categories(warns, capfd):
     warnings.simplefilter("always")
     warnings.filterwarnings("ignore", "be quiet", RuntimeWarning)
@@ -103,7 +98,6 @@ PROGRAM = """
 import sys, warnings
 sys.path.insert(0, {tests!r})
 import wave  # stands for a large library with warnings of its own
-from helpers.start_methods import arguments
 from simulators.logging_envs import Logging
 from marl_parallel import ParallelEnv
 
@@ -137,7 +131,7 @@ def warn_theirs(_):
     except UserWarning as error:
         return type(error).__name__
 
-with ParallelEnv([Logging] * 2, num_workers=2, **arguments({start_method!r})) as env:
+with ParallelEnv([Logging] * 2, num_workers=2) as env:
     env.call("warn", "ours", Ours)
     env.call("warn", "deprecated here", DeprecationWarning)
     print(*env.call(imported))  # nothing is imported for a filter
@@ -148,9 +142,8 @@ with ParallelEnv([Logging] * 2, num_workers=2, **arguments({start_method!r})) as
 """
 
 
-@pytest.mark.parametrize("method", ["forkserver", "portable"])
-def test_categories_of_scripts_and_of_modules_that_are_imported_later(method):
-    text = PROGRAM.format(tests=str(TESTS), start_method=method)
+def test_categories_of_scripts_and_of_modules_that_are_imported_later():
+    text = PROGRAM.format(tests=str(TESTS))
     done = subprocess.run(
         [sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )

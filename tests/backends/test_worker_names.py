@@ -5,15 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers import TESTS
 from helpers.launching import linux_only
-from helpers.start_methods import CONTEXTS, arguments
+from helpers.start_methods import arguments
 from simulators.counting import ACTIONS
 from simulators.failing import killed_by
 from simulators.talking import Talking
@@ -70,39 +68,12 @@ def test_identity_in_multiprocessing(start_method):
         assert multiprocessing.get_context("spawn").Process()._identity not in known
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_names_of_keepers_and_fork_server(context):
-    with ParallelEnv([Talking] * 2, num_workers=2, context=context) as env:
+def test_names_of_keepers_and_fork_server():
+    with ParallelEnv([Talking] * 2, num_workers=2) as env:
         for worker, pid in enumerate(env.call("pid")):
             keeper = psutil.Process(pid).parent()
             assert name_of(keeper.pid) == (f"marl_parallel keeper of worker {worker}", f"marl keeper {worker}")
             assert name_of(keeper.parent().pid) == ("marl_parallel fork server", "marl forkserver")
-
-
-SHORT = f"""
-import os, sys
-sys.path.insert(0, {str(TESTS)!r})
-from simulators.talking import Talking
-from marl_parallel import ParallelEnv
-
-with ParallelEnv([Talking], context="fork") as env:
-    (pid,) = env.call("pid")
-    print(open(f"/proc/{{pid}}/cmdline").read(), open(f"/proc/{{pid}}/comm").read(), sep="|", end="")
-    print(*env.call(lambda _: os.environ["LAST_VARIABLE"]))
-    print(open("/proc/self/cmdline").read())
-"""
-
-
-def test_program_with_a_short_command_line(tmp_path):
-    """A forked worker shows as much as fits; its variables and the caller's command line are intact."""
-    (tmp_path / "a.py").write_text(SHORT)
-    folder = os.path.dirname(interpreter.executable())
-    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "LAST_VARIABLE": "whole"}
-    run = subprocess.run(["python", "a.py"], cwd=tmp_path, env=environ, check=True, capture_output=True, text=True)
-    shown, value, own = run.stdout.splitlines()
-    assert shown == "marl worker\0|marl worker 0"
-    assert value == "whole"
-    assert own == "python\0a.py\0"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +43,10 @@ def unset(monkeypatch):
 
 
 @pytest.mark.usefixtures("unset")
-@pytest.mark.parametrize("context", ["forkserver", "spawn", "fork"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_worker_threads_argument(threads, context):
+def test_worker_threads_argument(threads):
     mine = blas_threads()
-    with ParallelEnv([RecordsThreads] * 2, num_workers=2, worker_threads=threads, context=context) as env:
+    with ParallelEnv([RecordsThreads] * 2, num_workers=2, worker_threads=threads) as env:
         assert env.get_attr("variables") == (thread_variables(threads),) * 2
         assert env.get_attr("blas") == (threads, threads)
     assert blas_threads() == mine
@@ -80,21 +77,3 @@ def test_serial_and_thread_workers_change_nothing(backend):
         assert env.get_attr("variables") == (dict.fromkeys(thread_variables(1)),) * 2
         assert env.get_attr("blas") == (mine, mine)
     assert blas_threads() == mine
-
-
-def test_torch_threads_in_forked_workers(monkeypatch):
-    """A forked worker has torch loaded already: environment variables would come too late."""
-    limits: list[int] = []
-    torch = types.ModuleType("torch")
-    torch.set_num_threads = limits.append
-    torch.limits = limits
-    monkeypatch.setitem(sys.modules, "torch", torch)
-
-    class Learned(Hunt):
-        def __init__(self) -> None:
-            super().__init__()
-            self.limits = list(sys.modules["torch"].limits)
-
-    with ParallelEnv([Learned], worker_threads=2, context="fork") as env:
-        assert env.get_attr("limits") == ([2],)
-    assert limits == []

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.release_independent
 
 NOOP = {"a": 0, "b": 1}
 STEP_OR_RESET = pytest.mark.parametrize("method", ["step", "reset"])
-PROCESSES = pytest.mark.parametrize("start_method", ["forkserver", "portable"])
 
 
 def fragile_envs(notes: Path, **faults: Callable[[], Any]) -> list[Callable[..., Fragile]]:
@@ -76,7 +75,6 @@ def test_exception_in_flight(fault, method, backend_setup, build, tmp_path):
     assert_closed(env, tmp_path)
 
 
-@PROCESSES
 @STEP_OR_RESET
 @pytest.mark.parametrize("fault", [hard_exit, killed_by(signal.SIGKILL)], ids=["exit", "SIGKILL"])
 def test_worker_dies_in_flight(fault, method, start_method, tmp_path):
@@ -90,7 +88,6 @@ def test_worker_dies_in_flight(fault, method, start_method, tmp_path):
     assert_closed(env, tmp_path)
 
 
-@PROCESSES
 @STEP_OR_RESET
 @pytest.mark.parametrize("seeds", ["known", "not known"])
 def test_send_to_a_dead_worker(seeds, method, start_method, tmp_path):
@@ -112,9 +109,9 @@ def test_send_to_a_dead_worker(seeds, method, start_method, tmp_path):
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
-def test_ctrl_c(timeout, concurrent_setup, build, tmp_path):
+def test_ctrl_c(timeout, concurrent_or_portable, build, tmp_path):
     """Whatever the simulators are doing, no process is left."""
-    env = build(dozing(tmp_path, 3.0), concurrent_setup)
+    env = build(dozing(tmp_path, 3.0), concurrent_or_portable)
     env.reset()
     begin(env, "step", 0, 1, 2, 3)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -165,7 +162,6 @@ def fork_child() -> None:
             os._exit(0)
 
 
-@PROCESSES
 def test_death_is_noticed_while_others_run(start_method, tmp_path):
     """Although its pipe stays open, and results of others arrive all the time."""
     env = ParallelEnv(fragile_envs(tmp_path, constructor=fork_child), num_workers=2, **arguments(start_method))
@@ -201,15 +197,12 @@ class BlockingConstructor(Paced):
             raise RuntimeError("none is left")
 
 
-@pytest.mark.parametrize("setup", [Setup("process", True, 1), Setup("portable", True, 1)], ids=str)
 @pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])
 @pytest.mark.parametrize("doomed", [False, True], ids=["comes", "does not come"])
-def test_reset_async_of_a_crashed_worker(doomed, mode, setup, build, tmp_path):
+def test_reset_async_of_a_crashed_worker(doomed, mode, build, tmp_path):
     """`reset_async` does not wait for the replacement; `recv` returns its result."""
-    policy = RestartPolicy(max_restarts=1)
-    env = build(
-        [functools.partial(BlockingConstructor, tmp_path)] * 2, setup, mode, on_error="restart", restart_policy=policy
-    )
+    how = {"on_error": "restart", "restart_policy": RestartPolicy(max_restarts=1)}
+    env = build([functools.partial(BlockingConstructor, tmp_path)] * 2, Setup("process", True, 1), mode, **how)
     env.reset()
     pid = env.call(pid_of)[0]
     hold(tmp_path, 1)

@@ -224,10 +224,10 @@ def test_ctrl_c_during_close(build, killable_setup, tmp_path):
 
 
 @pytest.mark.parametrize("on_error", ["raise", "restart"])
-def test_ctrl_c_during_reset(on_error, concurrent_setup, build, tmp_path, capfd, caplog):
+def test_ctrl_c_during_reset(on_error, concurrent_or_portable, build, tmp_path, capfd, caplog):
     """Nothing is left, nothing is restarted, and counts stay."""
     slow = functools.partial(Fragile, {"reset": functools.partial(time.sleep, 3.0)}, tmp_path, after=1)
-    env = build([slow] * 4, concurrent_setup, on_error=on_error)
+    env = build([slow] * 4, concurrent_or_portable, on_error=on_error)
     env.reset(seed=5)
     env.step([{"a": 0, "b": 0}] * 4)
     assert env.seed() == (5, 6, 7, 8)
@@ -251,7 +251,7 @@ def test_ctrl_c_during_reset(on_error, concurrent_setup, build, tmp_path, capfd,
     assert [line for line in out.splitlines() if line.strip() and "(raylet)" not in line] == []  # which reports deaths
     assert err == ""
     assert all("worker" in record.getMessage() for record in caplog.records)
-    assert bool(caplog.records) == (concurrent_setup.backend == "thread")
+    assert bool(caplog.records) == (concurrent_or_portable.backend == "thread")
     for thread in {*threading.enumerate()} - {threading.current_thread()}:
         thread.join(10.0)  # what cannot be killed would write its notes in the middle of another test
 

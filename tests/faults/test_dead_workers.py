@@ -58,7 +58,6 @@ class SlowStatuses(list[Any]):
         return super().__getitem__(place)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "portable"])
 def test_statistics_in_another_thread_while_workers_are_closed(start_method, tmp_path):
     """Workers that have only spares are removed by `close`, in the middle of `stats`."""
     env = ParallelEnv(

@@ -55,7 +55,6 @@ def test_os_exit_leaves_the_stack(place, start_method, tmp_path):
     assert "worker.py" in error.stack
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "portable"])
 def test_os_exit_in_another_thread_leaves_its_stack(start_method, tmp_path):
     error = crash_of(exit_in_a_thread, "step", tmp_path, start_method)
     assert error.exitcode == 7
@@ -79,7 +78,6 @@ def try_out_exits(env: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "portable"])
 def test_os_exit_stays_what_it_is(start_method, tmp_path):
     """It pickles by name, ends forked children, refuses other values; none of these leaves a stack."""
     env = ParallelEnv([functools.partial(Fragile, {}, tmp_path)], num_workers=1, seed=1, **arguments(start_method))

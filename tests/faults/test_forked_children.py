@@ -13,7 +13,7 @@ from helpers import SIMULATORS, TESTS
 from helpers.comparison import assert_same
 from helpers.forked_steps import NUM_ENVS, STEPS, actions, plain_loop, stepped
 from helpers.setups import Setup
-from helpers.start_methods import START_METHODS, arguments
+from helpers.start_methods import arguments
 from simulators.forking import ENDINGS, Forking, Helped, Walk
 
 from marl_parallel.cli.check import Job, Severity, run_probes
@@ -48,8 +48,7 @@ def test_returning_children_do_not_change_results(place, ending, on_error, build
     assert expected[ending] in stderr
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_returning_children_with_every_start_method(start_method, tmp_path):
+def test_returning_children_of_two_workers(start_method):
     from marl_parallel import ParallelEnv
 
     make = functools.partial(Forking, "step", "exec")

@@ -1,6 +1,6 @@
 """Programs in an unusual state: blocked or ignored signals, closed or many descriptors, a removed working directory.
 
-Each script steps environments with one start method, loses a worker and continues with its replacement.
+Each script steps environments, loses a worker and continues with its replacement.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers import ROOT, TESTS
 from helpers.launching import linux_only, opened_by_libffi
-from helpers.start_methods import PORTABLE, START_METHODS
+from helpers.start_methods import START_METHODS
 
 from marl_parallel.backends import interpreter
 
@@ -75,7 +75,7 @@ def run(start_method: str, folder: Path, *, state: str = "", before: str = "", b
     """Run the script.
 
     Args:
-        start_method: The start method of its workers.
+        start_method: How its workers start.
         folder: The folder for its results.
         state: Statements of the program that executes the script.
         before: Statements of the script before its imports.
@@ -114,17 +114,11 @@ def test_blocked_and_ignored_signals(name: str, start_method: str, tmp_path: Pat
     run(start_method, tmp_path, **STATES_OF_SIGNALS[name])
 
 
-NOT_PORTABLE = [
-    start_method for start_method in START_METHODS if start_method not in ("portable", PORTABLE and "spawn")
-]
-
-
-@pytest.mark.parametrize("start_method", NOT_PORTABLE)
-def test_exit_code_with_sigchld_ignored(start_method: str, tmp_path: Path) -> None:
+def test_exit_code_with_sigchld_ignored(tmp_path: Path) -> None:
     """The kernel reaps the children of such a program, so it cannot wait for its workers."""
     checked = """
     from marl_parallel import WorkerCrashed
-    with ParallelEnv([Watched] * 2, num_workers=2, **arguments({start_method!r})) as raising:
+    with ParallelEnv([Watched] * 2, num_workers=2) as raising:
         raising.reset()
         os.kill(raising.call("pid")[1], signal.SIGSEGV)
         try:
@@ -134,12 +128,7 @@ def test_exit_code_with_sigchld_ignored(start_method: str, tmp_path: Path) -> No
         else:
             assert False, "not noticed"
     """
-    run(
-        start_method,
-        tmp_path,
-        **STATES_OF_SIGNALS["SIGCHLD ignored"],
-        between=checked.format(start_method=start_method).strip(),
-    )
+    run("forkserver", tmp_path, **STATES_OF_SIGNALS["SIGCHLD ignored"], between=checked.strip())
 
 
 # Output of native libraries to a closed descriptor must not reach sockets or memory of the package.
@@ -208,7 +197,7 @@ def test_no_interpreter(executable: str | None, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "executable", executable)
     monkeypatch.setattr("multiprocessing.spawn._python_exe", None)
     monkeypatch.setattr(sys, "exec_prefix", "/nowhere")
-    with pytest.raises(RuntimeError, match=r"Set sys\.executable .* or pass context=\"fork\" or backend=\"thread\""):
+    with pytest.raises(RuntimeError, match=r"Set sys\.executable .* or pass backend=\"thread\""):
         interpreter.executable()
 
 

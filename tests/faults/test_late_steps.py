@@ -133,7 +133,7 @@ SCRIPT = """
 @pytest.mark.rest
 @pytest.mark.parametrize(
     "arguments",
-    ['dict(context="forkserver")', "dict(backend=PortableProcessBackend())"],
+    ["{}", "dict(backend=PortableProcessBackend())"],
     ids=["forkserver", "portable"],
 )
 def test_frozen_time_does_not_count(arguments, tmp_path):

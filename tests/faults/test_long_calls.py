@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import pytest
-from helpers.setups import CONCURRENT_SETUPS, Setup
+from helpers.setups import CONCURRENT_OR_PORTABLE, Setup
 from simulators.counting import ACTIONS, Counting
 
 from marl_parallel import ParallelEnv
@@ -21,7 +21,7 @@ from marl_parallel import ParallelEnv
 pytestmark = pytest.mark.release_independent
 
 THREAD, APART, PACKED = Setup("thread", True, 2), Setup("process", True, 2), Setup("process", True, 1)
-PROCESSES = [setup for setup in CONCURRENT_SETUPS if setup.backend != "thread"]
+PROCESSES = [setup for setup in CONCURRENT_OR_PORTABLE if setup.backend != "thread"]
 RAY = [setup for setup in PROCESSES if setup.backend == "ray"]
 WAITS_S = 1.0
 
@@ -66,7 +66,7 @@ def waiting_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in warnings_of(caplog) if re.search(r'test_long_calls.py", line \d+,? in wait\n', text)]
 
 
-@pytest.mark.parametrize("setup", [*CONCURRENT_SETUPS, PACKED], ids=str)
+@pytest.mark.parametrize("setup", [*CONCURRENT_OR_PORTABLE, PACKED], ids=str)
 @pytest.mark.parametrize("place", ["constructor", "reset", "step"])
 def test_long_calls_are_reported(place, setup, build, caplog):
     """After 0.2 s, 0.4 s, 0.8 s; with the stack; and nothing else changes."""
@@ -164,7 +164,7 @@ def test_simulator_that_ignores_no_signal(setup, build, caplog):
     assert not any("It is here" in text for text in texts)
 
 
-@pytest.mark.parametrize("setup", [*CONCURRENT_SETUPS, PACKED], ids=str)
+@pytest.mark.parametrize("setup", [*CONCURRENT_OR_PORTABLE, PACKED], ids=str)
 def test_ctrl_c_reports_where_it_hangs(setup, build, caplog, tmp_path):
     env = build(slow("step", go_on=str(tmp_path / "go on")), setup)
     env.reset()

@@ -5,7 +5,6 @@ The same for a whole `ParallelEnv` is tested in `test_parent_deaths`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -18,7 +17,6 @@ import pytest
 from helpers import TESTS
 from helpers.launching import LauncherHarness, linux_only, server_of
 from helpers.processes import alive, all_gone, wait_for
-from helpers.start_methods import CONTEXTS
 
 pytestmark = [pytest.mark.release_independent, linux_only]
 
@@ -54,7 +52,7 @@ from marl_parallel.backends.memory import Block, Semaphore
 read_end, write_end = os.pipe()
 block = Block()
 Semaphore(block.allocate(4096), 0).init(0)
-launcher = Launcher({context!r}, entry="helpers.launch_targets", wake=block, threads=1)
+launcher = Launcher(entry="helpers.launch_targets", wake=block, threads=1)
 pids = []
 for target in {targets!r}:
     os.environ["TARGET"] = target
@@ -66,10 +64,8 @@ print(json.dumps([launcher._server.pid, *pids]), flush=True)
 """
 
 
-def run_parent(
-    context: str, targets: list[str], then: str = "time.sleep(300)"
-) -> tuple[subprocess.Popen[str], list[int]]:
-    program = PARENT.format(tests=str(TESTS), context=context, targets=targets, then=then)
+def run_parent(targets: list[str], then: str = "time.sleep(300)") -> tuple[subprocess.Popen[str], list[int]]:
+    program = PARENT.format(tests=str(TESTS), targets=targets, then=then)
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     line = parent.stdout.readline()
@@ -82,17 +78,15 @@ def reaped(parent: subprocess.Popen[str]) -> int:
     return parent.wait(10)
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_killed_parent_leaves_nothing(context: str) -> None:
-    parent, pids = run_parent(context, ["has_children", "busy", "holds_gil"])
+def test_killed_parent_leaves_nothing() -> None:
+    parent, pids = run_parent(["has_children", "busy", "holds_gil"])
     parent.kill()
     reaped(parent)
     wait_for(lambda: all_gone(*pids))
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_stopped_workers_die_with_their_parent(context: str) -> None:
-    parent, pids = run_parent(context, ["waits", "busy"])
+def test_stopped_workers_die_with_their_parent() -> None:
+    parent, pids = run_parent(["waits", "busy"])
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)  # the fork server, too: the kernel alone has to see to it
     parent.kill()
@@ -105,106 +99,95 @@ def test_stopped_workers_die_with_their_parent(context: str) -> None:
     wait_for(lambda: all_gone(*pids))
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_parent_that_forked_leaves_nothing(context: str) -> None:
+def test_parent_that_forked_leaves_nothing() -> None:
     then = "if os.fork() == 0: os.close(1); time.sleep(2); os._exit(0)\ntime.sleep(300)"
-    parent, pids = run_parent(context, ["waits", "busy"], then)
+    parent, pids = run_parent(["waits", "busy"], then)
     time.sleep(0.2)
     parent.kill()
     reaped(parent)
     wait_for(lambda: all_gone(*pids))
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize(
     "then", ["", "sys.exit(0)", "del launcher; time.sleep(0)", "keep = [launcher]; keep.append(keep)"]
 )
-def test_parent_that_exits_leaves_nothing(context: str, then: str) -> None:
-    parent, pids = run_parent(context, ["waits", "busy"], then)
+def test_parent_that_exits_leaves_nothing(then: str) -> None:
+    parent, pids = run_parent(["waits", "busy"], then)
     assert reaped(parent) == 0
     wait_for(lambda: all_gone(*pids))
 
 
-def test_workers_die_with_their_server(server_harness: LauncherHarness) -> None:
-    workers = [server_harness.launch("busy"), server_harness.launch("has_children")]
-    received = [server_harness.receive(), server_harness.receive()]
+def test_workers_die_with_their_server(harness: LauncherHarness) -> None:
+    workers = [harness.launch("busy"), harness.launch("has_children")]
+    received = [harness.receive(), harness.receive()]
     children = next(values["pids"] for values in received if "pids" in values)
-    server = server_of(server_harness.launcher)
+    server = server_of(harness.launcher)
     os.kill(server, signal.SIGKILL)
     wait_for(lambda: all_gone(*workers))
     deaths: list[tuple[int, int]] = []
-    wait_for(lambda: len(deaths) == len(workers) or deaths.extend(server_harness.deaths()))
+    wait_for(lambda: len(deaths) == len(workers) or deaths.extend(harness.deaths()))
     assert sorted(deaths) == sorted((pid, -signal.SIGKILL) for pid in workers)
     wait_for(lambda: all_gone(server, *workers, *children))
-    fresh = server_harness.launch("waits")
-    assert server_harness.receive()["ready"] == fresh
-    assert server_of(server_harness.launcher) != server
+    fresh = harness.launch("waits")
+    assert harness.receive()["ready"] == fresh
+    assert server_of(harness.launcher) != server
 
 
-def test_close_with_a_stopped_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_with_a_stopped_server(harness: LauncherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marl_parallel.backends.launching._ENDS_WITHIN_S", 0.3)
-    with contextlib.closing(LauncherHarness("forkserver")) as harness:
-        worker = harness.launch("has_children")
-        pids = harness.receive()["pids"][1:]
-        os.kill(server_of(harness.launcher), signal.SIGSTOP)
-        start = time.monotonic()
-        harness.launcher.close()
-        assert time.monotonic() - start < 1.0
-        wait_for(lambda: all_gone(worker, *pids))
+    worker = harness.launch("has_children")
+    pids = harness.receive()["pids"][1:]
+    os.kill(server_of(harness.launcher), signal.SIGSTOP)
+    start = time.monotonic()
+    harness.launcher.close()
+    assert time.monotonic() - start < 1.0
+    wait_for(lambda: all_gone(worker, *pids))
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_worker_dies_with_its_keeper(context: str) -> None:
+def test_worker_dies_with_its_keeper(harness: LauncherHarness) -> None:
     """The keeper is the process between launcher and worker; for example the out-of-memory killer ends it."""
-    with contextlib.closing(LauncherHarness(context)) as harness:
-        bystander = harness.launch("waits")
-        harness.receive()
-        worker = harness.launch("busy")
-        harness.receive()
-        keeper = psutil.Process(worker).ppid()
-        assert keeper != os.getpid()
-        os.kill(keeper, signal.SIGKILL)
-        assert harness.death() == (worker, -signal.SIGKILL)
-        wait_for(lambda: all_gone(keeper, worker))
-        assert alive(bystander)
-        fresh = harness.launch("waits")
-        assert harness.receive()["ready"] == fresh
+    bystander = harness.launch("waits")
+    harness.receive()
+    worker = harness.launch("busy")
+    harness.receive()
+    keeper = psutil.Process(worker).ppid()
+    assert keeper != os.getpid()
+    os.kill(keeper, signal.SIGKILL)
+    assert harness.death() == (worker, -signal.SIGKILL)
+    wait_for(lambda: all_gone(keeper, worker))
+    assert alive(bystander)
+    fresh = harness.launch("waits")
+    assert harness.receive()["ready"] == fresh
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_killed_keeper_leaves_nothing(context: str) -> None:
+def test_killed_keeper_leaves_nothing(harness: LauncherHarness) -> None:
     """Not even processes that left the worker's group and cleared their environment."""
-    with contextlib.closing(LauncherHarness(context)) as harness:
-        bystander = harness.launch("waits")
-        harness.receive()
+    bystander = harness.launch("waits")
+    harness.receive()
+    worker = harness.launch("has_children")
+    pids = harness.receive()["pids"][1:]
+    assert all(alive(pid) for pid in pids)
+    os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
+    assert harness.death() == (worker, -signal.SIGKILL)
+    wait_for(lambda: all_gone(worker, *pids))
+    assert alive(bystander)
+
+
+def test_children_are_gone_when_a_death_is_reported(harness: LauncherHarness) -> None:
+    """A new worker may need a port or file that a child of the old one holds."""
+    for _ in range(3):
         worker = harness.launch("has_children")
         pids = harness.receive()["pids"][1:]
-        assert all(alive(pid) for pid in pids)
-        os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
+        harness.kill(worker)
         assert harness.death() == (worker, -signal.SIGKILL)
-        wait_for(lambda: all_gone(worker, *pids))
-        assert alive(bystander)
+        assert all_gone(worker, *pids)
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_children_are_gone_when_a_death_is_reported(context: str) -> None:
-    """A new worker may need a port or file that a child of the old one holds."""
-    with contextlib.closing(LauncherHarness(context)) as harness:
-        for _ in range(3):
-            worker = harness.launch("has_children")
-            pids = harness.receive()["pids"][1:]
-            harness.kill(worker)
-            assert harness.death() == (worker, -signal.SIGKILL)
-            assert all_gone(worker, *pids)
-
-
-@pytest.mark.parametrize("context", ["forkserver", "spawn"])
-def test_killed_server_and_keeper_leave_nothing(context: str) -> None:
+def test_killed_server_and_keeper_leave_nothing(harness: LauncherHarness) -> None:
     """Processes with the environment variable are found even then."""
-    with contextlib.closing(LauncherHarness(context)) as harness:
-        worker = harness.launch("has_children")
-        marked = harness.receive()["pids"][1:3]  # in the worker's group, and in a session of its own
-        for pid in (server_of(harness.launcher), psutil.Process(worker).ppid()):
-            os.kill(pid, signal.SIGKILL)
-        wait_for(harness.deaths)
-        wait_for(lambda: all_gone(worker, *marked))
+    worker = harness.launch("has_children")
+    marked = harness.receive()["pids"][1:3]  # in the worker's group, and in a session of its own
+    for pid in (server_of(harness.launcher), psutil.Process(worker).ppid()):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(harness.deaths)
+    wait_for(lambda: all_gone(worker, *marked))

@@ -1,4 +1,4 @@
-"""Scripts with workers of every start method end, are killed or interrupted, and leave nothing behind.
+"""Scripts with worker processes of both kinds end, are killed or interrupted, and leave nothing behind.
 
 Other ways to run the caller's code are tested in `test_scripts`, launchers alone in `test_orphans`.
 """
@@ -64,9 +64,7 @@ SCRIPT = """
 
 
 def script(start_method: str, notes: Path, then: str = "end") -> str:
-    expression = (
-        "dict(backend=PortableProcessBackend())" if start_method == "portable" else f"dict(context={start_method!r})"
-    )
+    expression = "dict(backend=PortableProcessBackend())" if start_method == "portable" else "{}"
     return textwrap.dedent(SCRIPT).format(tests=str(TESTS), notes=str(notes), then=then, arguments=expression)
 
 

@@ -49,14 +49,13 @@ SETUPS = [
     Setup("process", True, 1),
     Setup("process", True, 2),
     Setup("process", False, 2),
-    rest(Setup("portable", True, 2)),
     *(setup for setup in BACKEND_SETUPS if setup.backend == "ray"),
 ]
-PROCESSES = [Setup("process", True, 2), rest(Setup("portable", True, 2)), *SETUPS[6:]]
+PROCESSES = [Setup("process", True, 2), rest(Setup("portable", True, 2)), *SETUPS[5:]]
 ONE_PROCESS = [
     Setup("process", True, 1),
     rest(Setup("portable", True, 1)),
-    *(Setup("ray", True, 1) for _ in SETUPS[6:]),
+    *(Setup("ray", True, 1) for _ in SETUPS[5:]),
 ]
 LENGTHS = (3, 5, 4, 6)
 each_mode = pytest.mark.parametrize("mode", [SAME_STEP, NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
@@ -133,7 +132,7 @@ def test_like_a_plain_loop(setup, mode, build):
 
 
 @each_mode
-@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[2], *(rest(setup) for setup in SETUPS[6:])], ids=str)
+@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[2], *(rest(setup) for setup in SETUPS[5:])], ids=str)
 def test_one_episode_each(setup, mode, build):
     """The lowest limit, with which spares are needed from the beginning."""
     constructors = [functools.partial(Counting, length) for length in LENGTHS]
@@ -449,8 +448,7 @@ FAULTS = [
     ("raise", Setup("serial", True, 2)),
     ("raise", Setup("process", True, 1)),
     ("SIGKILL", Setup("process", True, 1)),
-    rest("SIGKILL", Setup("portable", True, 1)),
-    *(("SIGKILL", Setup("ray", True, 1)) for setup in SETUPS[6:]),
+    *(("SIGKILL", Setup("ray", True, 1)) for setup in SETUPS[5:]),
 ]
 
 

@@ -32,7 +32,7 @@ from marl_parallel.vector import StackedVecEnv
 pytestmark = pytest.mark.release_independent
 
 APART, PACKED = Setup("process", True, 2), Setup("process", True, 1)
-SETUPS = [*TWO_WORKERS, PACKED, Setup("portable", True, 2)]
+SETUPS = [*TWO_WORKERS, PACKED]
 RAY = [setup for setup in BACKEND_SETUPS if setup.backend == "ray"]
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 COMBINATIONS = [
@@ -206,7 +206,7 @@ def overdrawn(prices: np.ndarray, limits: np.ndarray, level: float) -> None:
     raise SimulatorError(f"overflow at {float(level + prices.mean() + limits.mean())!r}")
 
 
-@pytest.mark.parametrize("setup", [APART, Setup("serial", True, 2), Setup("portable", True, 2)], ids=str)
+@pytest.mark.parametrize("setup", [APART, Setup("serial", True, 2)], ids=str)
 def test_large_arrays_of_constructors(setup, build, again, tmp_path):
     """They travel apart from the rest of a constructor, but the file has them, as they were then."""
     prices, limits = np.full(50_000, 1000.0), np.full(50_000, 2000.0)

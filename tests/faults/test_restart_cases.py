@@ -35,7 +35,6 @@ each_way = pytest.mark.parametrize(
         ("raise", Setup("thread", True, 2)),
         ("raise", Setup("process", True, 2)),
         ("SIGKILL", Setup("process", True, 2)),
-        ("SIGKILL", Setup("portable", True, 2)),
     ],
     ids=str,
 )

@@ -79,18 +79,10 @@ def test_views_with_restarts(fault, mode, process_setup, build):
     play(build, process_setup, "hunt", mode, many_fates(fault, fault), copy=False)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("name", ["skirmish", "hunt"])
-def test_other_start_methods(name, context, build):
-    fates = many_fates("SIGKILL", "raise")
-    play(build, Setup("process", True, 2), name, AutoresetMode.SAME_STEP, fates, context=context)
-
-
-@pytest.mark.rest
-@each_mode
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
-def test_portable_workers(shared_memory, mode, build):
-    play(build, Setup("portable", shared_memory, 2), "skirmish", mode, many_fates("SIGKILL", "raise"))
+def test_portable_workers(shared_memory, build):
+    fates = many_fates("SIGKILL", "raise")
+    play(build, Setup("portable", shared_memory, 2), "skirmish", AutoresetMode.SAME_STEP, fates)
 
 
 @each_mode

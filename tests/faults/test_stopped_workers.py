@@ -137,7 +137,6 @@ def test_close_from_another_thread(start_method, how, tmp_path):
     assert gone(pids)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "portable"])
 def test_large_requests_to_a_stopped_worker(start_method):
     """`send` does not wait for a worker that reads nothing, and the timeout holds."""
     env = opened(start_method, functools.partial(LargeInfos, ""), step_timeout=2.0)
@@ -151,7 +150,6 @@ def test_large_requests_to_a_stopped_worker(start_method):
     assert gone(pids)
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "portable"])
 def test_large_messages_arrive_whole(start_method):
     """In both directions, at every size around the limits of files, sockets and pipes."""
     with opened(start_method, functools.partial(LargeInfos, "")) as env:

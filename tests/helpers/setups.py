@@ -40,7 +40,8 @@ ALL_SETUPS = [
 ]
 TWO_WORKERS = [setup for setup in ALL_SETUPS if setup.num_workers == 2]
 BACKEND_SETUPS = [setup for setup in TWO_WORKERS if setup.shared_memory]
-CONCURRENT_SETUPS = [Setup(backend, True, 2) for backend in (*BACKENDS[1:], "portable")]
+CONCURRENT_SETUPS = [Setup(backend, True, 2) for backend in BACKENDS[1:]]
+CONCURRENT_OR_PORTABLE = [*CONCURRENT_SETUPS, Setup("portable", True, 2)]
 PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" and setup.shared_memory]
 KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process", "ray") and setup.shared_memory]
 
@@ -70,7 +71,7 @@ def _on_one_setup(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def _once_per_backend(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Each test once per backend: two workers with the default start method, shared memory.
+    """Each test once per backend: two workers from the fork server, shared memory.
 
     A test without such a setup keeps its first one. Those marked `rest` are left out.
     """
@@ -84,15 +85,10 @@ def _once_per_backend(items: Sequence[pytest.Item]) -> list[pytest.Item]:
             parameters = parameters.replace(str(setup), "process" if setup.backend == "portable" else setup.backend)
         words = parameters.rstrip("]").split("-")
         key = "-".join([name, *("forkserver" if word in START_METHODS else word for word in words)])
-        in_once = setup in (None, *BACKEND_SETUPS, *CONCURRENT_SETUPS) and not {*START_METHODS[1:]} & {*words}
+        in_once = setup in (None, *BACKEND_SETUPS, *CONCURRENT_OR_PORTABLE) and not {*START_METHODS[1:]} & {*words}
         if in_once or key not in chosen:
             chosen[key] = item
     return [*chosen.values()]
-
-
-def words_of(item: pytest.Item) -> list[str]:
-    """The names of a test's parameters' values, separated."""
-    return item.nodeid.partition("[")[2].rstrip("]").split("-")
 
 
 def _setup_of(item: pytest.Item) -> Setup | None:

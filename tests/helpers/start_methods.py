@@ -1,19 +1,24 @@
-"""Start methods of worker processes."""
+"""The two kinds of worker processes: from the fork server of Linux, and portable ones, as on macOS and Windows."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-CONTEXTS = ["forkserver", "spawn", "fork"]
-START_METHODS = [*CONTEXTS, "portable"]
-PORTABLE = os.environ.get("MARL_PARALLEL_PORTABLE") == "1"
-REFUSED = {"forkserver", "fork"} if PORTABLE else set()
-"""The contexts that the portable processes do not have: tests of these are left out."""
+import pytest
+
+START_METHODS = ["forkserver", "portable"]
+
+also_portable = pytest.mark.usefixtures("start_method")
+"""Runs a test with both kinds, if it makes its workers by a fixture that asks `chosen`."""
+
+
+def chosen(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The arguments of the `ParallelEnv` of a test: those of its start method, if it has one."""
+    return arguments(request.getfixturevalue("start_method")) if "start_method" in request.fixturenames else {}
 
 
 def arguments(start_method: str) -> dict[str, Any]:
     """The arguments of a `ParallelEnv` whose workers start in this way."""
     from marl_parallel.backends.spawn import PortableProcessBackend
 
-    return {"backend": PortableProcessBackend()} if start_method == "portable" else {"context": start_method}
+    return {"backend": PortableProcessBackend()} if start_method == "portable" else {}

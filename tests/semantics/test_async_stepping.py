@@ -17,7 +17,6 @@ from helpers.comparison import assert_same
 from helpers.reference import Reference
 from helpers.scenarios import REAL, SYNTHETIC, scenario
 from helpers.setups import rest
-from helpers.start_methods import arguments
 from simulators.deterministic import Hunt, Skirmish
 from simulators.paced import acts, fleet, seen
 
@@ -52,14 +51,6 @@ def test_random_schedules_in_other_autoreset_modes(name, mode, backend_setup, bu
 @pytest.mark.parametrize("name", [*sorted({*SYNTHETIC} - {*CHOSEN}), *map(rest, sorted({*REAL} - {*CHOSEN}))])
 def test_random_schedules_on_every_setup(name, backend_setup, build):
     play(Tandem(build(scenario(name).constructors, backend_setup), name), schedule(name, backend_setup))
-
-
-@pytest.mark.parametrize("shared_memory", [True, rest(False)], ids=["shared", "pickled"])
-@pytest.mark.parametrize("name", CHOSEN)
-def test_random_schedules_in_portable_workers(name, shared_memory):
-    where = {"num_workers": 2, "shared_memory": shared_memory, **arguments("portable")}
-    with ParallelEnv(scenario(name).constructors, **where) as env:
-        play(Tandem(env, name), schedule(name, shared_memory))
 
 
 @pytest.mark.parametrize("name", ["skirmish", "hunt"])

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from helpers.comparison import assert_same
 from helpers.processes import gone
-from helpers.start_methods import PORTABLE
 from mpe2 import simple_spread_v3
 from simulators.failing import Fragile, SimulatorError, raising
 from simulators.waiting import Computing, Instant, Waiting
 
 from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.backends.spawn import PortableProcessBackend
 
 pytestmark = pytest.mark.release_independent
 
@@ -45,12 +45,15 @@ def test_quick_simulators_are_stepped_in_line(auto_reset, caplog):
 
 def test_simulators_that_compute_get_a_process_for_each_cpu():
     plan = chosen(Computing)
+    assert plan["arguments"] == PROCESSES
+    assert plan["batch_ms"].keys() == {f"process, {CPUS} workers", "serial, estimated"}
+
+
+def test_portable_workers_do_not_tell_their_cpu_time(monkeypatch):
+    """So more workers than CPUs are measured. They are faster if other programs use the CPUs."""
+    monkeypatch.setenv("MARL_PARALLEL_PORTABLE", "1")
+    plan = chosen(Computing)
     measured, few, more = plan["batch_ms"], f"process, {CPUS} workers", f"process, {SEVERAL} workers"
-    if not PORTABLE:
-        assert plan["arguments"] == PROCESSES
-        assert measured.keys() == {few, "serial, estimated"}
-        return
-    # These do not tell their CPU time: more workers are measured. They are faster if other programs use the CPUs.
     assert measured.keys() == {few, "serial, estimated", more}
     number = SEVERAL if measured[more] < 0.9 * measured[few] else CPUS
     assert plan["arguments"] == {"backend": "process", "num_workers": number}
@@ -69,7 +72,6 @@ def test_simulators_that_wait_get_more_workers_than_cpus():
         {"step_timeout": 9.0},
         {"reset_timeout": 9.0},
         {"start_timeout": 30.0},
-        {"context": "spawn"},
         {"wait": "block"},
     ],
     ids=str,
@@ -173,7 +175,8 @@ def test_numbers_of_workers_are_refused(arguments):
 @pytest.mark.parametrize(
     ("constructor", "arguments", "expected"),
     [
-        (Waiting, {}, not PORTABLE),  # which do not tell their CPU time
+        (Waiting, {}, True),
+        (Waiting, {"backend": PortableProcessBackend()}, False),  # its workers do not tell their CPU time
         (Computing, {}, False),
         (Waiting, {"num_workers": 1}, False),
         (Waiting, {"backend": "thread"}, False),

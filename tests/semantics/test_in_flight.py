@@ -244,9 +244,9 @@ def test_seeds_while_environments_are_in_flight(backend_setup, build):
 
 
 @pytest.mark.parametrize("terminate", [False, True], ids=["asked", "terminated"])
-def test_close_discards_calls_in_flight(terminate, concurrent_setup, build, tmp_path):
+def test_close_discards_calls_in_flight(terminate, concurrent_or_portable, build, tmp_path):
     """Queued calls never start; the environments are still closed."""
-    env = build(fleet(tmp_path, 50), concurrent_setup, num_workers=1)
+    env = build(fleet(tmp_path, 50), concurrent_or_portable, num_workers=1)
     env.reset()
     hold(tmp_path, 0)
     env.send(acts(*range(50)))
@@ -310,9 +310,9 @@ def test_garbage_collection(backend, tmp_path):
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])
-def test_close_from_another_thread(timeout, concurrent_setup, build, tmp_path):
+def test_close_from_another_thread(timeout, concurrent_or_portable, build, tmp_path):
     """The blocked `recv` raises; a running thread cannot be ended, but `close` does not wait for it."""
-    env = build(dozing(tmp_path, 2.0), concurrent_setup)
+    env = build(dozing(tmp_path, 2.0), concurrent_or_portable)
     env.reset()
     env.send([NOOP] * 4)
     time.sleep(0.1)

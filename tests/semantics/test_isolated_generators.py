@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers.comparison import assert_same
-from helpers.setups import ALL_SETUPS, Setup, rest
+from helpers.setups import ALL_SETUPS, Setup
 from pettingzoo import ParallelEnv as PettingZooEnv
 from simulators.crashing import seed_of
 
@@ -23,7 +23,7 @@ from marl_parallel.types import installed
 HAS_TORCH = installed("torch")
 ACTIONS = {"a": 0}
 SPACE = spaces.Box(-np.inf, np.inf, (4,), np.float64)
-SETUPS = [*(setup for setup in ALL_SETUPS if setup.backend != "thread"), rest(Setup("portable", True, 2))]
+SETUPS = [setup for setup in ALL_SETUPS if setup.backend != "thread"]
 
 
 class Drawing(PettingZooEnv):

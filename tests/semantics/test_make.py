@@ -19,15 +19,16 @@ from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.reference import Reference
 from helpers.scenarios import play
+from helpers.start_methods import arguments
 from mpe2 import simple_speaker_listener_v4, simple_spread_v3
 from pettingzoo.utils.wrappers import BaseParallelWrapper
 from simulators.deterministic import Hunt
 
 from marl_parallel import EnvError, ParallelEnv, make
 from marl_parallel.adapters import ADAPTERS
-from marl_parallel.backends import CONTEXTS, NAMES, WAITS
+from marl_parallel.backends import NAMES, WAITS
 from marl_parallel.making import ParallelEnvArguments
-from marl_parallel.types import AdapterName, AutoresetName, BackendName, ContextName, FacadeName, Wait
+from marl_parallel.types import AdapterName, AutoresetName, BackendName, FacadeName, Wait
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 from marl_parallel.wrappers import pad_spaces
 
@@ -122,9 +123,8 @@ def test_function_of_a_file(runners, how):
             assert [own["runner"].tolist() for own in observations] == [[6.0 * step], [12.0 * step]]
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_function_of_a_file_in_new_processes(runners, context):
-    with make(f"{runners}:Runner", 2, context=context, num_workers=2) as env:
+def test_function_of_a_file_in_new_processes(runners, start_method):
+    with make(f"{runners}:Runner", 2, num_workers=2, **arguments(start_method)) as env:
         env.reset()
         assert env.step([{"runner": 2}] * 2)[0][1]["runner"].tolist() == [4.0]
 
@@ -432,7 +432,6 @@ def test_types_name_all_arguments_and_values():
     assert [*ParallelEnvArguments.__annotations__] == own
     assert {*get_args(AdapterName)} == {*ADAPTERS}
     assert {*get_args(BackendName)} == {*NAMES, "auto"}
-    assert get_args(ContextName) == CONTEXTS
     assert get_args(Wait) == WAITS
     assert {*get_args(AutoresetName)} == {
         form for mode in AutoresetMode for form in (mode.name, mode.value, mode.name.lower())

@@ -209,9 +209,9 @@ def turn_of(line: str) -> int:
     return int(line.split()[1])
 
 
-def test_fast_workers_do_not_hide_results_of_slow_ones(concurrent_setup, build, tmp_path):
+def test_fast_workers_do_not_hide_results_of_slow_ones(concurrent_or_portable, build, tmp_path):
     """Results of a slow worker are returned although a fast worker always has results."""
-    env = started(build(fleet(tmp_path, 2), concurrent_setup))
+    env = started(build(fleet(tmp_path, 2), concurrent_or_portable))
     hold(tmp_path, 0)
     start(env, "step", [0, 1])
     received: Counter[int] = Counter()
@@ -267,16 +267,16 @@ def test_min_envs_must_be_an_integer(arguments, backend_setup, build, tmp_path):
 
 
 @pytest.mark.parametrize("timeout", [None, 20, np.float32(20.0), Fraction(20), 1e15, float("inf")], ids=repr)
-def test_long_timeouts(timeout, concurrent_setup, build, tmp_path):
-    env = build(fleet(tmp_path, 1), concurrent_setup)
+def test_long_timeouts(timeout, concurrent_or_portable, build, tmp_path):
+    env = build(fleet(tmp_path, 1), concurrent_or_portable)
     env.reset_async()
     assert env.recv(timeout=timeout).env_ids == (0,)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.05])
-def test_timeout_loses_nothing(timeout, concurrent_setup, build, tmp_path):
+def test_timeout_loses_nothing(timeout, concurrent_or_portable, build, tmp_path):
     """It raises a `TimeoutError` of both kinds each time; results that are ready are returned by the next call."""
-    env = started(build(fleet(tmp_path, 3), concurrent_setup))
+    env = started(build(fleet(tmp_path, 3), concurrent_or_portable))
     hold(tmp_path, 0)
     start(env, "step", [1, 2, 0])
     for min_envs in (None, 3, 3):
@@ -309,10 +309,10 @@ def test_timeout_zero_returns_ready_results(backend_setup, build, tmp_path):
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
-def test_large_messages(shared_memory, concurrent_setup, build, tmp_path):
+def test_large_messages(shared_memory, concurrent_or_portable, build, tmp_path):
     """Megabytes are sent while the worker is busy and its own messages have not been received."""
     size = 500_000
-    env = build(fleet(tmp_path, 8, size=size), concurrent_setup, num_workers=1, shared_memory=shared_memory)
+    env = build(fleet(tmp_path, 8, size=size), concurrent_or_portable, num_workers=1, shared_memory=shared_memory)
     env.reset()
     hold(tmp_path, 0)
     for env_id in range(4):
@@ -363,9 +363,9 @@ def few_descriptors() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_more_large_messages_than_free_descriptors(few_descriptors, concurrent_setup, build, tmp_path):
+def test_more_large_messages_than_free_descriptors(few_descriptors, concurrent_or_portable, build, tmp_path):
     count, size = 500, 5_000
-    env = started(build(fleet(tmp_path, count, size=size), concurrent_setup, num_workers=1, shared_memory=False))
+    env = started(build(fleet(tmp_path, count, size=size), concurrent_or_portable, num_workers=1, shared_memory=False))
     hold(tmp_path, 0)
     few_descriptors(50)
     before = len(os.listdir("/proc/self/fd"))

@@ -245,9 +245,9 @@ def test_step_in_a_signal_handler_is_refused(concurrent_setup, build, tmp_path):
     assert seen(env.step(acts(3, 4))[0]) == [3.0, 4.0]
 
 
-def test_call_after_close_during_a_blocked_call(concurrent_setup, build, tmp_path):
+def test_call_after_close_during_a_blocked_call(concurrent_or_portable, build, tmp_path):
     """It raises `ClosedEnvironmentError` although another thread is still in a call."""
-    env = build(fleet(tmp_path, 2), concurrent_setup)
+    env = build(fleet(tmp_path, 2), concurrent_or_portable)
     env.reset()
     with CallInThread(tmp_path, lambda: env.step(acts(1, 2))) as other:
         closing = threading.Thread(target=env.close, kwargs={"terminate": True})

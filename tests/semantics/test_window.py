@@ -15,7 +15,6 @@ pytestmark = pytest.mark.release_independent
 SETUPS = [
     Setup("process", True, 3),
     Setup("thread", True, 3),
-    rest(Setup("portable", True, 3)),
     rest(Setup("process", False, 3)),
 ]
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 from helpers.reference import keywords_of
-from helpers.start_methods import PORTABLE
 
 from simulators.failing import Fault, SimulatorError, hard_exit, killed_by, raising, system_exit
 
@@ -136,7 +135,7 @@ class Children:
         self.argument = f"600.{tag:012d}"
 
     def __call__(self, env_id: int) -> None:
-        for new_session in (False, not PORTABLE):
+        for new_session in (False, True):
             child = subprocess.Popen(["sleep", self.argument], start_new_session=new_session)
             while self.argument not in psutil.Process(child.pid).cmdline():  # Linux sets it a moment after the start
                 time.sleep(0.001)

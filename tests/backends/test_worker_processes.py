@@ -1,4 +1,4 @@
-"""Every start method of worker processes: the same results, the same errors, nothing left behind.
+"""Worker processes from the fork server and portable ones: the same results, the same errors, nothing left behind.
 
 Workers whose parent is killed are tested in `test_parent_deaths`, launchers in `test_launching`, the portable backend
 alone in `test_spawn`.
@@ -25,7 +25,6 @@ import psutil
 import pytest
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
-from helpers import TESTS
 from helpers.comparison import assert_same
 from helpers.processes import gone, workers
 from helpers.scenarios import record, scenario
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.release_independent
 
 @pytest.fixture
 def build(start_method: str) -> Iterator[Callable[..., ParallelEnv]]:
-    """Makes a `ParallelEnv` with two workers of this start method."""
+    """Makes a `ParallelEnv` with two workers that start in this way."""
     with contextlib.ExitStack() as stack:
 
         def make(constructors: list[Any], mode: Any = True, **more: Any) -> ParallelEnv:
@@ -263,50 +262,3 @@ def test_nothing_is_left(start_method, tmp_path):
         cycle(number)
     assert held() == before
     assert psutil.Process().children(recursive=True) == children
-
-
-# Arguments
-
-
-@pytest.mark.parametrize("backend", ["process", "serial"])
-def test_unknown_context(backend, tmp_path):
-    with pytest.raises(ValueError, match="forkserver, spawn, fork"):
-        ParallelEnv(four_envs(tmp_path), context="teleport", backend=backend)
-
-
-@pytest.mark.parametrize("backend", ["serial", "thread", PortableProcessBackend()])
-def test_contexts_are_for_processes(backend, tmp_path):
-    with pytest.raises(ValueError, match='backend="process" only'):
-        ParallelEnv(four_envs(tmp_path), context="spawn", backend=backend)
-
-
-PRESSED = """
-import gc, os, signal, sys
-sys.path.append({tests!r})
-import psutil
-from simulators.deterministic import Hunt
-from marl_parallel import ParallelEnv
-
-forks, parent = [], os.getpid()
-
-def press():
-    forks.append(1)
-    who = "parent" if os.getpid() == parent else "server" if os.getppid() == parent else "keeper"
-    if who == {who!r} and len(forks) == 1:
-        os.kill(parent, signal.SIGINT)
-
-os.register_at_fork(after_in_parent=press)
-try:
-    ParallelEnv([Hunt] * 2, num_workers=2, context="fork")
-except KeyboardInterrupt:
-    gc.collect()
-    print("interrupted", psutil.Process().children())
-"""
-
-
-@pytest.mark.parametrize("who", ["parent", "server"])
-def test_ctrl_c_during_fork(who):
-    """Forking a large parent takes a while: either the parent knows the child, or there is none."""
-    program = PRESSED.format(tests=str(TESTS), who=who)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted []\n", "")
