@@ -98,6 +98,7 @@ class SimulatedWorker:
         self.replies: list[tuple[Request, Reply]] = []
         self.expected = 0
         self.state, self.lost_at, self.reported, self.why = "idle", 0.0, False, "dies"
+        self.is_known = False  # whether the pool knows that it is gone
         self.lives: dict[int, Life] = {}
         self.request: Request | None = None
         self.running: int | None = None
@@ -235,6 +236,7 @@ class SimulatedBackend(Backend):
         self._interrupted = False
         self._last_reply, self._waits = self.now, 0  # when it was, and how often `wait` has been called since
         self._owner, self._has_thread = threading.get_ident(), False
+        self._undelivered: list[tuple[SimulatedWorker, Request, Reply]] = []  # to the model, which hears of them later
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # of another thread, for the owner's
         self._job_done, self._is_interrupted = SimpleQueue[None](), threading.Event()
 
@@ -380,15 +382,16 @@ class SimulatedBackend(Backend):
                 worker.state = "ready"
                 self.at(self.now + 0.0005 * draw(self.number, number, next(self._order)), worker)
 
-    def _arrived(self) -> list[tuple[SimulatedWorker, Request | None, Reply | Lost]]:
-        arrived: list[tuple[SimulatedWorker, Request | None, Reply | Lost]] = []
-        losses: list[tuple[SimulatedWorker, Request | None, Reply | Lost]] = []
+    def _arrived(self) -> list[tuple[SimulatedWorker, Reply | Lost]]:
+        arrived: list[tuple[SimulatedWorker, Reply | Lost]] = []
+        losses: list[tuple[SimulatedWorker, Reply | Lost]] = []
         for worker in [*self.workers.values()]:
-            arrived += [(worker, *one) for one in worker.replies]
+            arrived += [(worker, reply) for _, reply in worker.replies]
+            self._undelivered += [(worker, *one) for one in worker.replies]
             worker.replies.clear()
             if worker.state == "dead" and worker.expected and not worker.reported and self.now >= worker.lost_at:
                 worker.reported = True
-                losses.append((worker, None, Lost(-9, "")))
+                losses.append((worker, Lost(-9, "")))
         if arrived or losses:
             self._last_reply, self._waits = self.now, 0
         return [*arrived, *losses]
@@ -400,7 +403,7 @@ class SimulatedBackend(Backend):
         self._waits += 1
         if self._waits > _MOST_EVENTS or self.now > self._last_reply + _LONGEST_WAIT_S:
             raise Stuck(f"it goes on for ever: {self._states()}")
-        while len(arrived) < at_least and not any(isinstance(reply, Lost) for *_, reply in arrived):
+        while len(arrived) < at_least and not any(isinstance(reply, Lost) for _, reply in arrived):
             if self._interrupted:
                 break
             if not self._events or (deadline is not None and self._events[0][0] > deadline):
@@ -421,13 +424,10 @@ class SimulatedBackend(Backend):
                 raise Stuck(f"it goes on for ever: {self._states()}")
             arrived += self._arrived()
         self._interrupted = False
-        for worker, request, reply in arrived:
-            if isinstance(reply, Lost):
-                self.model.reported(worker)
-            else:
-                assert request is not None
-                self.model.delivered(worker, request, reply)
-        return [(worker.number, reply) for worker, _, reply in arrived]
+        undelivered, self._undelivered = self._undelivered, []
+        for worker, request, reply in undelivered:
+            self.model.delivered(worker, request, reply)
+        return [(worker.number, reply) for worker, reply in arrived]
 
     def _states(self) -> dict[int, tuple[str, list[str], int]]:
         return {
@@ -460,6 +460,14 @@ class SimulatedBackend(Backend):
     def memory(self, worker: int) -> int | None:
         grown = sum(life.episodes for life in self.workers[worker].lives.values())
         return (100 + 10 * grown) * 10**6 if worker in self.workers else None
+
+    def log_tail(self, worker: int) -> str:
+        """Asked for when the pool makes an error of a loss: what came with it has been applied before."""
+        lost = self.workers[worker]
+        if lost.reported and not lost.is_known:
+            lost.is_known = True
+            self.model.reported(lost)
+        return ""
 
     def stack(self, worker: int, *, harmless: bool = False) -> str:
         return ""

@@ -69,6 +69,7 @@ class EnvModel:
     renewing: bool = False  # whether the next episode begins in another environment
     ending: Did | None = None  # with SAME_STEP, the last step: until its result is received, another one may go on
     held: tuple[Dicts, After] | None = None  # the result if that was interrupted, and the state after it
+    after_held: list[Cut] = field(default_factory=list)  # of a fault that came then
     excused: bool = False  # whether it need not be replaced now
     moved: bool = False
     option: int = 0  # of the reset that is requested
@@ -176,7 +177,7 @@ class Model:
             if env.done is None:
                 raise Wrong(f"environment {env_id}: a result that no worker has sent: {got}")
             if env.held is not None and _fits(got, env.held[0]):
-                env.state, env.cuts = env.held[1], []
+                env.state, env.cuts = env.held[1], env.after_held
             elif not any(_fits(got, dicts) for dicts in env.done):
                 allowed = "\n  or ".join(map(_shown, env.done))
                 returned = f"environment {env_id}: its {env.request} returned\n     {_shown(got)}"
@@ -185,7 +186,7 @@ class Model:
                 self._check_recycling(env)
             self.finished += self.episodes[env_id].add(env.request, got)
             env.request, env.done, env.action = "", None, None
-            env.ending = env.held = None
+            env.ending, env.held, env.after_held = None, None, []
             self.checked += 1
 
     @property
@@ -353,7 +354,7 @@ class Model:
                 self._fails(env, env.cuts, "exception")
             elif env.request and env.done is None and (env.request == "step" or env.cuts[0].kind == "reset"):
                 self._report(env)
-            elif env.ending is not None and (first := env.rebuilt) is not None:
+            elif env.ending is not None and env.held is None and (first := env.rebuilt) is not None:
                 dicts = _marked(_renewed(env.ending[1:6], first), {"restarted": True, "error": ANY_TEXT})
                 env.held = dicts, After(first.observations, first.alive, None)
             return
@@ -457,6 +458,8 @@ class Model:
             return
         if not (env.cuts and (not env.ready or not env.request or env.done is not None)):
             env.cuts = cuts
+        if env.held is not None:
+            env.after_held = env.after_held or [Cut("", _interrupted(env.held[1].last, env.held[1].alive))]
         env.ready, env.rebuilt, env.awaiting, env.failed = False, None, None, True
         env.renewing, env.moved = False, False
         if env.done is None:

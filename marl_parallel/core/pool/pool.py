@@ -394,6 +394,7 @@ class Pool:
         shortest = min([one for one in limits if one is not None], default=None)
         self.apply(self.backend.wait(None if shortest is None else max(shortest, 0.0), at_least))
         self._look()
+        self._check_not_closed()  # by `on_restart`, say
 
     def _look(self) -> None:
         for look in self._hooks.look:
@@ -420,8 +421,7 @@ class Pool:
                 self._apply_results(worker, request, reply, failures)
             else:
                 self._results.update(reply.results)
-        if self.closed:
-            raise ClosedEnvironmentError("the environments were closed by another thread")
+        self._check_not_closed()
         for env_id in sorted(failures):
             failure, worker = failures[env_id], self.slots[env_id].worker
             activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
@@ -440,6 +440,10 @@ class Pool:
                     self.fault(Fault(worker, None, crash, last))
                 finally:
                     del crash
+
+    def _check_not_closed(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError("the environments were closed by another thread")
 
     def _apply_results(self, worker: int, request: Request, reply: Reply, failures: Mapping[int, Failure]) -> None:
         results = reply.results

@@ -497,8 +497,7 @@ class Recycling(Extension):
             logger.warning("%s. %s", first_line(fault.error), _REPLACED_ALREADY)
             self._remove_closed(fault.worker, late=True)
         else:
-            failed = fault.error.env_ids
-            self._note_failed(queue.position, failed, str(fault.error))
+            self._note_failed(queue.position, fault.error.env_ids, str(fault.error))
         return True
 
     def interrupted(self, slot: Slot) -> Interrupted | None:
