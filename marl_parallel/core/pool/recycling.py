@@ -1,7 +1,7 @@
 """Recycling: environments are replaced by new ones that have been constructed beside them, where their episodes end.
 
 A worker past a limit gets one standby worker with the same environments. When these are ready, each environment moves
-at its own next end of an episode, or at the caller's reset::
+at its own next end of an episode, or at the caller's reset; with `max_episodes`, after its own last one::
 
     look -> Pool.add, PREPARE        the standby worker constructs and resets its environments
     end of the episode -> ADOPT      or the caller's RESET: the first result of the new one is the caller's
@@ -121,9 +121,6 @@ class Recycling(Extension):
 
     def begin(self, now: float) -> None:
         self._look_at_limits(now)
-        for position, standby in self._standbys.items():
-            # Once one has moved. Not in the middle of a step: then it would depend on the order of replies.
-            standby.is_due |= len(standby.environments) < len(self._pool.shares[position])
         if self._sees_results or any(standby.is_due for standby in self._standbys.values()):
             self._pool.see_results()
 
@@ -213,7 +210,7 @@ class Recycling(Extension):
             return False
         if standby.environments[slot.env_id] is Prepared.FAILED:
             return False
-        return has_had_all or (standby.is_due and (standby.is_ready or limit is not None))
+        return has_had_all or (standby.is_due and standby.is_ready)
 
     # -- standbys ------------------------------------------------------------------------------------------------------
 
