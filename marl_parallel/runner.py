@@ -61,7 +61,7 @@ _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False",
 class BatchRunner:
     """Resets and steps a batch of environments, for `ParallelEnv` and for facades.
 
-    A step is three calls: the batch writes actions (dicts, or arrays with `batch.arrays()`), `step` carries them out,
+    A step is three calls: the batch writes actions (dicts, or arrays with `arrays.view_of`), `step` carries them out,
     and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does this for
     facades, which need only the attributes below. All methods raise `ClosedEnvironmentError` after `close`, and
     `ParallelEnvError` for a fault.

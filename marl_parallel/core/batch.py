@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, TypeAlias, cast
-from weakref import WeakSet
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
-from marl_parallel.core.arrays import ArrayBatch, StackedMasks, of_acting
+from marl_parallel.core.array_view import StackedMasks, of_acting
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import add_to_infos, needs_actions
@@ -79,7 +78,6 @@ class Batch:
         self._pettingzoo = rules is Rules.PETTINGZOO
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
-        self.views: WeakSet[ArrayBatch] = WeakSet()
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
         self.all_act = False  # whether `note_plain` has been called for all slots and nothing has changed since
 
@@ -378,12 +376,6 @@ class Batch:
         self.statistics.begin(env_ids)
         for env_id in env_ids:
             self._slots[env_id].has_reset = True
-
-    def arrays(self, *, copy: bool, env_ids: range | None = None) -> ArrayBatch:
-        """The same as arrays, of some neighbouring environments; with `copy`, observations are the caller's own."""
-        view = ArrayBatch(self, env_ids or range(len(self.env_ids)), copy=copy)
-        self.views.add(view)
-        return view
 
     def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
         """The global states, stacked: from the block, or from those that travelled pickled, by environment."""

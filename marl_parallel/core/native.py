@@ -27,7 +27,7 @@ from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Actions, Arrays, ArrayView, StackedMasks, of_acting
+from marl_parallel.core.array_view import Actions, Arrays, ArrayView, StackedMasks, of_acting
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import in_order, loads
 from marl_parallel.core.pool.slots import Results
@@ -543,9 +543,6 @@ class NativePool:
             for row, flag in zip(flags, of_envs.tolist()):
                 row[ALL] = flag
         return seen, rewards, terminateds, truncateds, (*InfoColumns(received, self._agents).rows(),)
-
-    def arrays(self, *, copy: bool) -> NativeArrays:
-        return NativeArrays(self)
 
     # -- statistics and the end ------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Arrays
+from marl_parallel.core.array_view import Arrays
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map
 from marl_parallel.core.transition import FINAL_OBS

@@ -17,7 +17,7 @@ from marl_parallel.action_masks import declares_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Arrays, Stacked
+from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.native import InfoColumns, NativePool
 from marl_parallel.core.pool.pool import Pool

@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
-from marl_parallel.core.arrays import Arrays
+from marl_parallel.core.array_view import Arrays
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv

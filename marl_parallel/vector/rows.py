@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Arrays, Stacked
+from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.native import InfoColumns
 from marl_parallel.core.pickling import same

@@ -23,7 +23,7 @@ from marl_parallel.action_masks import choices_of
 from marl_parallel.adapters import attributes
 from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Arrays, Stacked
+from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map, unfit_leaf, zeros
 from marl_parallel.core.transition import FINAL_OBS

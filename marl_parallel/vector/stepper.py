@@ -1,7 +1,7 @@
 """`ArrayStepper`: resets and steps a `ParallelEnv` with arrays over all environments, for facades.
 
 A facade has one library's shapes and names, and `ArrayStepper` the checks of all facades. Below it, `BatchRunner`
-(`env.runner`) resets and steps, and an `ArrayView` (`core/arrays.py`) writes actions and reads transitions.
+(`env.runner`) resets and steps, and an `ArrayView` (`core/array_view.py`) writes actions and reads transitions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import check_one_for_each
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Actions, Arrays, Stacked, action_masks
+from marl_parallel.core.array_view import Actions, Arrays, Stacked
+from marl_parallel.core.arrays import action_masks, view_of
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import is_vector
@@ -126,7 +127,7 @@ class ArrayStepper(OfParallelEnv):
         self._copies = batch.copies if copy is None else copy
         self.env_ids = self.runner.env_ids
         self._some: tuple[int, ...] | None = None  # those of `narrow`
-        self.view = batch.arrays(copy=self._copies)
+        self.view = view_of(batch, copy=self._copies)
         self.latest: Arrays | None = None
         self.in_flight = False
         self._resetting: tuple[tuple[int, ...], Arrays | None] | None = None  # the reset in flight
@@ -143,7 +144,7 @@ class ArrayStepper(OfParallelEnv):
         if not isinstance(batch, Batch):
             raise ValueError("a native simulator steps all its environments at once, not some apart from the others")
         self.env_ids = self._some = tuple(env_ids)
-        self.view = batch.arrays(copy=self._copies, env_ids=env_ids)
+        self.view = view_of(batch, copy=self._copies, env_ids=env_ids)
 
     @exclusive("reset")
     def reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> Arrays:

@@ -27,7 +27,7 @@ from marl_parallel.action_masks import choices_of, declares_mask, with_choices
 from marl_parallel.adapters import AgentID, Schema, attributes
 from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
-from marl_parallel.core.arrays import Arrays, Stacked
+from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.native import NativePool
 from marl_parallel.core.schema import alike

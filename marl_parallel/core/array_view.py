@@ -1,0 +1,146 @@
+"""Arrays of a batch: the types of their rows, and what is common to all views of environments as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from gymnasium import Space
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.adapters.protocol import Schema
+from marl_parallel.core import stacking
+from marl_parallel.core.columns import RolloutBuffer
+from marl_parallel.core.schema import alike
+
+
+class Group(NamedTuple):
+    """Agents with equal observation spaces, by their positions among the possible agents."""
+
+    space: Space[Any]
+    positions: list[int]
+
+
+class Arrays(NamedTuple):
+    """One transition of every environment, for `n` possible agents.
+
+    Attributes:
+        observations: For each group, what its agents see: arrays `(num_envs, agents of the group, ...)`, in the form of
+            the space (dicts and tuples of them). Values without a fixed form are an array of objects. Absent rows are
+            zeros, or None.
+        rewards: `(num_envs, n)`, float64; 0.0 if there is none.
+        terminations: `(num_envs, n)`, bool; False if there is none.
+        truncations: Likewise.
+        terminated: `(num_envs,)`, bool: `terminateds["__all__"]`.
+        truncated: Likewise.
+        present: `(num_envs, n)`, bool: which agents were observed or rewarded.
+        acting: `(num_envs, n)`, bool: which agents act next.
+        infos: By environment, the infos of its dict, unless all are empty. Not to be changed.
+        observed: `(num_envs, n)`, bool: which agents have an observation. Not to be changed.
+        rewarded: `(num_envs, n)`, bool: which agents have a reward. Not to be changed.
+        flagged: `(num_envs, n)`, bool: which agents have a flag, True or False. Not to be changed.
+        plain: If True, all agents are present and act, no flag is set and all infos are empty, as in most steps.
+        shared_flags: If True, each agent has the flags of its environment.
+        vectors: By agent, rewards that are vectors: `(num_envs, *shape)` in the dtype of its reward space, zeros if
+            there is none. Its column in `rewards` is 0.0. Empty if no agent declares a reward space.
+        vectored: `(num_envs, n)`, bool: which rewards are in `vectors`; None if that is empty.
+    """
+
+    observations: list[Any]
+    rewards: NDArray[np.float64]
+    terminations: NDArray[np.bool_]
+    truncations: NDArray[np.bool_]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    present: NDArray[np.bool_]
+    acting: NDArray[np.bool_]
+    infos: Mapping[int, dict[Any, Any]]
+    observed: NDArray[np.bool_]
+    rewarded: NDArray[np.bool_]
+    flagged: NDArray[np.bool_]
+    plain: bool = False
+    shared_flags: bool = False
+    vectors: Mapping[AgentID, NDArray[Any]] = MappingProxyType({})
+    vectored: NDArray[np.bool_] | None = None
+
+
+class Stacked(NamedTuple):
+    """Actions of several agents with equal action spaces.
+
+    Attributes:
+        agents: The agents.
+        values: Their actions in the form of the space: arrays `(num_envs, agents, ...)`, dicts and tuples of them.
+    """
+
+    agents: tuple[AgentID, ...]
+    values: Any
+
+
+Actions: TypeAlias = Mapping[Any, Any] | list[Stacked]
+"""By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or one value for each
+environment; or of several agents at a time. They reach simulators in the dtypes of their spaces, as from Gymnasium's
+vector environments: numbers of a `Discrete` space, or of a `Box` of shape `()`, are NumPy's scalars."""
+
+
+StackedMasks: TypeAlias = dict[AgentID, tuple[NDArray[Any] | None, NDArray[np.bool_]]]
+"""By agent, views of its action masks, `(num_envs, ...)`, and the rows that the simulator reported; other rows hold
+anything. The views are None for masks of a form that does not stack."""
+
+
+def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
+    """The actions of the agents that act; `TypeError` unless `actions` is a dict, `ValueError` if one is missing."""
+    if not isinstance(actions, Mapping):
+        kind = type(actions).__name__
+        raise TypeError(f"environment {env_id}: expected a dict of actions keyed by agent, got {kind}")
+    for agent in acting:
+        if agent not in actions:
+            raise ValueError(
+                f"environment {env_id}: no action for agent {agent!r}; expected one for each of {[*acting]}, "
+                f"got actions of {[*actions]}"
+            )
+    return {agent: actions[agent] for agent in acting}
+
+
+class _WithActing(Protocol):
+    @property
+    def acting(self) -> Sequence[Sequence[AgentID]]: ...
+
+
+class ArrayView:
+    """The agents of a batch that is read and written as arrays; the schema names them all, and a space for each."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.agents = list(schema.possible_agents)
+        self.groups = [Group(*group) for group in alike(schema.observation_spaces, self.agents)]
+        self._column = {agent: place for place, agent in enumerate(self.agents)}
+        rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
+        self.places = {agent: rows[place] for agent, place in self._column.items()}  # the group, and the row in it
+        self._target: list[Any] | None = None
+        self._rollout: RolloutBuffer | None = None
+
+    def write_to(self, observations: list[Any] | None, rollout: RolloutBuffer | None = None) -> None:
+        """Have the next `read`s write observations into these arrays, one tree for each group; None for new arrays.
+
+        If they are those of a rollout buffer at the requested time, only what workers have not written is written.
+        """
+        self._target, self._rollout = observations, rollout
+
+    def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
+        """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
+        return {agent: stacking.column(observations[group], row) for agent, (group, row) in self.places.items()}
+
+    def _checked(self, actions: Actions, batch: _WithActing, env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
+        """Actions by agent; `ValueError` if an agent is unknown, or one that acts in `batch` has none."""
+        if isinstance(actions, list):
+            actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
+        if actions.keys() != self._column.keys():
+            for agent in actions:
+                if agent not in self._column:
+                    raise ValueError(f"actions for {agent!r}, which is none of the agents {self.agents}")
+            acting = batch.acting
+            for env_id in env_ids:
+                of_acting(env_id, actions, acting[env_id])
+        return actions
