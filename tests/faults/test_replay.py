@@ -142,7 +142,7 @@ def test_raised_error_names_a_file(setup, kind, mode, build, again, tmp_path):
 
 @pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
 def test_recycled_environments(setup, mode, build, again, tmp_path):
-    """A spare has its own seeds; the failures of one that is only a spare have no file."""
+    """A new environment has seeds of its own; its failures before it has taken a place have no file."""
     how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
     env = build([Tank] * 4, setup, mode, recycle=RecyclePolicy(max_episodes=2), **how)
     reports = play(env, 60)
@@ -310,6 +310,7 @@ def test_fewer_steps_than_the_episode(build, again, tmp_path):
         for _ in range(10):
             env.step([ACTIONS] * 2)
     path = file_of(str(caught.value))
+    assert [*tmp_path.iterdir()] == [path]
     crash = read_crash(path)
     assert (crash.step, crash.first_step, crash.complete) == (10, 7, False)
     outcome, printed = again(path)
@@ -319,22 +320,11 @@ def test_fewer_steps_than_the_episode(build, again, tmp_path):
     assert "next:" not in printed
 
 
-def test_not_more_than_these_steps_are_stored(build, tmp_path):
-    env = build([Counting] * 2, APART, replay=4, replay_dir=tmp_path)
-    env.reset()
-    for count in range(1, 8):
-        env.step([ACTIONS] * 2)
-        stored = env.runner.pool.histories._histories
-        assert [len(one.steps) for one in stored] == [min(count, 4)] * 2
-    assert [*tmp_path.iterdir()] == []
-
-
 def test_off_by_default(build, tmp_path, monkeypatch):
-    """Nothing is stored, no file is written, and resets without a seed get none."""
+    """No file is written, and resets without a seed get none."""
     monkeypatch.chdir(tmp_path)
     env = build([crashing(Counting, {(1, 0): Fate("raise", "step", 2)})] * 2, APART)
     env.reset()
-    assert env.runner.pool.histories is None
     assert env.reset()[0][1]["long"][0] == 43
     env.step([ACTIONS] * 2)
     env.step([ACTIONS] * 2)
@@ -407,8 +397,11 @@ def test_wrong_values_are_refused(wrong, error, text, tmp_path, monkeypatch):
 
 
 def test_make_passes_it_on(tmp_path):
-    with make(Counting, 2, num_workers=1, replay=4, replay_dir=tmp_path) as env:
-        assert getattr(env.runner.pool, "histories", None) is not None
+    constructor = crashing(Counting, {(1, 0): Fate("raise", "step")})
+    with make(constructor, 2, num_workers=1, seed=42, replay=4, replay_dir=tmp_path) as env:
+        env.reset()
+        with pytest.raises(EnvError, match="marl-parallel replay"):
+            env.step([ACTIONS] * 2)
 
 
 @pytest.mark.parametrize(("name", "most"), [("mpe2.simple_spread_v3", 30.0), ("mpe2.simple_speaker_listener_v4", 8.0)])
@@ -506,7 +499,7 @@ def test_failed_reset_after_the_end_of_an_episode(setup, build, again, tmp_path)
 @pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
 @pytest.mark.parametrize("options", [None, {"level": 9.0}], ids=str)
 def test_recycled_after_the_end_of_an_episode(setup, options, build, again, tmp_path):
-    """The caller's reset ends an episode right after its beginning, and is done by the spare."""
+    """The caller's reset ends an episode right after its beginning, and is done by the new environment."""
     how: dict[str, Any] = {"replay": 50, "replay_dir": tmp_path}
     env = build([Tank] * 2, setup, recycle=RecyclePolicy(max_episodes=2), **how)
     env.reset()
@@ -620,7 +613,7 @@ def test_isolated_generators_and_explicit_seeds(constructor, setup, build, again
 @pytest.mark.parametrize("constructor", [SharedTank, SeedlessTank])
 @pytest.mark.filterwarnings("ignore:.*seed:UserWarning")
 def test_isolated_generators_of_recycled_environments(constructor, options, setup, build, again, tmp_path):
-    """A spare has drawn for its first episode already; the caller's reset begins another one with the same seed."""
+    """The new one has drawn for its first episode already; the caller's reset begins another one with the same seed."""
     how: dict[str, Any] = {"isolate_rng": True, "replay": 50, "replay_dir": tmp_path}
     env = build([constructor] * 2, setup, recycle=RecyclePolicy(max_episodes=2), **how)
     env.reset()
