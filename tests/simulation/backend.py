@@ -54,6 +54,7 @@ class Rates(NamedTuple):
     late_values: float = 0.0
     infos: float = 0.0
     unreadable: float = 0.0
+    stopped: float = 0.0  # of workers that hang, how many go on when their stack is taken
     often_at: str = ""  # a point at which faults are more frequent
 
 
@@ -83,6 +84,8 @@ class SimulatedWorker:
         request: What it carries out, with the environment that is running and its phase: "inside" the simulator,
             "returned" from it, "failed" or "written" where a reply is sent ahead, or "replying".
         settled: The environment that was running last, if the request, or the part of it, has been carried out.
+        is_late: Whether it is past its timeout; if it was only stopped, it may go on while its stack is taken.
+        late, culprits: What that has interrupted, by environment; and the environments that it counts against.
         counts: How many steps and resets have ended, as its statistics must have them: those of a request are added
             when it has been carried out.
         steps: How many steps have ended.
@@ -102,6 +105,9 @@ class SimulatedWorker:
         self.running: int | None = None
         self.phase, self.activity = "", ""
         self.settled: int | None = None
+        self.is_late = False
+        self.late: dict[int, Any] = {}
+        self.culprits: list[Any] | None = None
         self.counts, self._more, self.steps = Counter[str](), Counter[str](), 0
         self._fails = False
         self._greenlet = Watched(self._main)
@@ -288,7 +294,7 @@ class SimulatedBackend(Backend):
         chance = self.draw(life, 5)
         if chance >= self.rates.infos:
             return ""
-        return "number" if chance < self.rates.infos / 2 else "text"
+        return ("number", "text", "object")[int(3 * chance / self.rates.infos)]
 
     def at(self, moment: float, worker: SimulatedWorker) -> None:
         heapq.heappush(self._events, (moment, next(self._order), worker))
@@ -315,11 +321,15 @@ class SimulatedBackend(Backend):
         self.advance(moment)
         if self.workers.get(worker.number) is worker and worker.state == "ready":
             worker.state = "running"
-            if threading.get_ident() == self._owner:
+            if self._is_owner:
                 worker.resume()
             else:  # greenlets belong to one thread
                 self._jobs.put(worker.resume)
                 self._job_done.get()
+
+    @property
+    def _is_owner(self) -> bool:
+        return threading.get_ident() == self._owner
 
     def call_in_thread(self, call: Callable[[], None]) -> None:
         """Start a thread that calls a function, which interrupts `wait`; `serve` must follow when that has returned."""
@@ -437,7 +447,7 @@ class SimulatedBackend(Backend):
 
     def end(self, worker: int) -> Sequence[Reply]:
         ended = self.workers[worker]
-        ended.why = "hangs" if ended.state == "hung" else "is killed"
+        ended.why = "hangs" if ended.is_late else "is killed"
         ended.state = "dead"
         self.model.ended(ended, ended.why)
         replies = [reply for _, reply in ended.replies]
@@ -457,6 +467,14 @@ class SimulatedBackend(Backend):
         return (100 + 10 * grown) * 10**6 if worker in self.workers else None
 
     def stack(self, worker: int, *, harmless: bool = False) -> str:
+        hung = self.workers[worker]
+        if hung.state == "hung" and not harmless:
+            hung.is_late = True
+            self.model.timed_out(hung)
+            if draw(self.number, worker, len(self.all_workers), 13) < self.rates.stopped and self._is_owner:
+                self.note(f"worker {worker}, which was stopped, goes on")
+                hung.state = "running"
+                hung.resume()
         return ""
 
     def stop(self, timeout: float) -> list[int]:

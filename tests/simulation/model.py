@@ -65,6 +65,7 @@ class EnvModel:
     cuts: list[Cut] = field(default_factory=list)  # of a fault that is not reported yet: what it may have interrupted
     rebuilt: Did | None = None  # the reset of the environment that has been rebuilt
     ready: bool = False  # whether it has been rebuilt
+    must_be_rebuilt: bool = False  # whether that has not been requested yet, after a fault
     renewing: bool = False  # whether the next episode begins in another environment
     ending: Did | None = None  # with SAME_STEP, the last step of the old environment
     moved: bool = False
@@ -199,6 +200,7 @@ class Model:
         for env_id in worker.share if request.env_ids is None else request.env_ids:
             env = self.envs[env_id]
             if message is Message.REBUILD:
+                env.must_be_rebuilt = False
                 self.seeds.note_rebuild(env_id, request)
             if message is Message.STEP:
                 env.renewing = False
@@ -214,8 +216,8 @@ class Model:
             env.awaiting = request
 
     def _is_called(self, request: Request) -> bool:
-        """Whether a rebuild is the caller's: those after faults come for environments with one that is not reported."""
-        return request.env_ids is not None and not any(self.envs[env_id].cuts for env_id in request.env_ids)
+        """Whether a rebuild is the caller's, and does not follow a fault."""
+        return request.env_ids is not None and not any(self.envs[env_id].must_be_rebuilt for env_id in request.env_ids)
 
     def delivered(self, worker: SimulatedWorker, request: Request, reply: Reply) -> None:
         """The pool has received a reply."""
@@ -241,6 +243,8 @@ class Model:
             if env.awaiting is not request:
                 continue
             env.awaiting = None
+            if env_id in worker.late:
+                continue
             if env_id in reply.failures:
                 raised = worker.lives[env_id].raised
                 stage = "returned" if raised == "writing" else "inside"
@@ -259,6 +263,16 @@ class Model:
             self.fatal.append(f"worker {worker.number} is gone")
         self.ended(worker, worker.why)
 
+    def timed_out(self, worker: SimulatedWorker) -> None:
+        """A worker is past its timeout. What it may finish while its stack is taken is late all the same."""
+        worker.culprits, request = self._culprits(worker, "hangs"), worker.request
+        if worker.phase == "replying" and request is not None and not request.each:
+            return  # all of them have been carried out in time, and only their reply is missing
+        for env in worker.culprits:
+            if env.request and env.done is None and env.awaiting is not None:
+                is_running = env.env_id == worker.running and env.awaiting is request
+                worker.late[env.env_id] = self._cut(env, *((worker.phase, worker.activity) if is_running else ("", "")))
+
     def ended(self, worker: SimulatedWorker, why: str) -> None:
         """A worker is gone, or the pool ends it, since it is past a timeout or has too much memory."""
         for env in self._culprits(worker, why):
@@ -266,6 +280,8 @@ class Model:
 
     def _culprits(self, worker: SimulatedWorker, why: str) -> list[EnvModel]:
         """The environments that fail if a worker dies, hangs, or is killed for its memory: all, if it is not known."""
+        if worker.is_late and worker.culprits is not None:
+            return worker.culprits
         hosted = [env for env in self.envs if env.host == worker.number]
         running = worker.running if worker.phase != "replying" else None
         if why == "is killed":
@@ -297,7 +313,7 @@ class Model:
                 for env in [self.envs[env_id] for env_id in ids[len(finished) :]]:
                     env.state = env.state if env.state.unused else env.state._replace(last={})
             for env in [self.envs[env_id] for env_id in finished]:
-                if env.awaiting is current:
+                if env.awaiting is current and env.env_id not in worker.late:
                     env.awaiting = None
                     self._completed(env, worker, current.message)  # type: ignore[union-attr]
         culprits = self._culprits(worker, why)
@@ -308,7 +324,8 @@ class Model:
             stage, activity = "", ""
             if env.env_id == running and env.awaiting is current:
                 stage, activity = worker.phase, worker.activity
-            self._fails(env, self._cut(env, stage, activity), kind if env in culprits else "neighbour")
+            cuts = worker.late.get(env.env_id) or self._cut(env, stage, activity)
+            self._fails(env, cuts, kind if env in culprits else "neighbour")
 
     # -- what the design says ------------------------------------------------------------------------------------------
 
@@ -426,7 +443,7 @@ class Model:
             return
         if not (env.cuts and (not env.ready or not env.request or env.done is not None)):
             env.cuts = cuts
-        env.ready, env.rebuilt, env.awaiting = False, None, None
+        env.ready, env.rebuilt, env.awaiting, env.must_be_rebuilt = False, None, None, True
         env.renewing, env.ending, env.moved = False, None, False
         env.restarts[kind] += 1
         env.ended = 0

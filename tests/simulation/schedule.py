@@ -102,10 +102,11 @@ def setup_of(number: int) -> Setup:
         Rates(
             fails=rng.choice([0.0, 0.01, 0.03]),
             dies=rng.choice([0.0, 0.01, 0.03]),
-            hangs=rng.choice([0.0, 0.0, 0.02]),
+            hangs=rng.choice([0.0, 0.0, 0.03]),
             late_values=rng.choice([0.0, 0.5]),
             infos=rng.choice([0.0, 0.5]),
             unreadable=rng.choice([0.0, 0.0, 0.01, 0.1]),
+            stopped=rng.choice([0.0, 0.8]),
             often_at=rng.choice(["", "", "", *POINTS]),
         ),
         recycle,
@@ -475,7 +476,7 @@ def _run(history: History, result: Result) -> None:
             history.backend.serve()
             _check_closed(history)
         except ParallelEnvError as error:
-            is_hung = any(worker.state == "hung" for worker in history.backend.workers.values())
+            is_hung = any(worker.state == "hung" or worker.is_late for worker in history.backend.workers.values())
             if not history.model.fatal and not (isinstance(error, WorkerTimeout) and is_hung):
                 raise Wrong(f"an error without a fault: {error!r}") from error
             limits = history.model.limits

@@ -106,6 +106,13 @@ class LateValue:
         return self
 
 
+@dataclass(frozen=True)
+class Token:
+    """A value in infos that only a pickle can have."""
+
+    number: int
+
+
 class Unreadable:
     """It can be pickled, and not unpickled."""
 
@@ -178,6 +185,8 @@ class SimulatedEnv(MultiAgentEnv):
             return {"a": {"steps": life.steps}}
         if kind == "text":
             return {"a": {"text": f"episode {life.episodes}", "list": [life.steps]}, "more": 1}
+        if kind == "object":
+            return {"a": {"object": Token(life.steps)}}
         if kind == "unreadable":
             return {"a": {"value": Unreadable()}}
         return {}
