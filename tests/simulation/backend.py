@@ -54,6 +54,7 @@ class Rates(NamedTuple):
     late_values: float = 0.0
     infos: float = 0.0
     unreadable: float = 0.0
+    differs: float = 0.0  # of environments that are constructed again, how many declare other spaces
     stopped: float = 0.0  # of workers that hang, how many go on when their stack is taken
     often_at: str = ""  # a point at which faults are more frequent
 
@@ -86,6 +87,7 @@ class SimulatedWorker:
         settled: The environment that was running last, if the request, or the part of it, has been carried out.
         is_late: Whether it is past its timeout; if it was only stopped, it may go on while its stack is taken.
         late, culprits: What that has interrupted, by environment; and the environments that it counts against.
+        is_closed: Whether its environments have been closed, as the pool knows.
         counts: How many steps and resets have ended, as its statistics must have them: those of a request are added
             when it has been carried out.
         steps: How many steps have ended.
@@ -105,7 +107,7 @@ class SimulatedWorker:
         self.running: int | None = None
         self.phase, self.activity = "", ""
         self.settled: int | None = None
-        self.is_late = False
+        self.is_late = self.is_closed = False
         self.late: dict[int, Any] = {}
         self.culprits: list[Any] | None = None
         self.counts, self._more, self.steps = Counter[str](), Counter[str](), 0
@@ -237,6 +239,7 @@ class SimulatedBackend(Backend):
         self._events: list[tuple[float, int, SimulatedWorker]] = []
         self._order = itertools.count()
         self._lives: Counter[int] = Counter()
+        self.lives: list[Life] = []
         self._interrupted = False
         self._last_reply, self._waits = self.now, 0  # when it was, and how often `wait` has been called since
         self._owner, self._has_thread = threading.get_ident(), False
@@ -247,7 +250,8 @@ class SimulatedBackend(Backend):
 
     def new_life(self, env_id: int, worker: SimulatedWorker, origin: str, seed: int, restarts: int) -> Life:
         self._lives[env_id] += 1
-        return Life(env_id, self._lives[env_id], worker, origin, seed, restarts)
+        self.lives.append(Life(env_id, self._lives[env_id], worker, origin, seed, restarts))
+        return self.lives[-1]
 
     def draw(self, life: Life, purpose: int) -> float:
         return draw(self.number, life.env_id, life.number, life.points, purpose)
@@ -295,6 +299,19 @@ class SimulatedBackend(Backend):
         if chance >= self.rates.infos:
             return ""
         return ("number", "text", "object")[int(3 * chance / self.rates.infos)]
+
+    def differs(self, life: Life) -> bool:
+        """Whether an environment declares other spaces than the others."""
+        fault = Fault(life.env_id, life.number, 0)
+        is_first = life.worker.request is not None and life.worker.request.message is Message.ACCESS
+        if not self.troubled or fault in self._left_out or (is_first and life.env_id == 0):
+            return False
+        if self.draw(life, 6) >= self.rates.differs:
+            return False
+        self.faults.append(fault)
+        self.kinds["differs in constructor"] += 1
+        self.note(f"environment {life.env_id} (life {life.number}) declares other spaces")
+        return True
 
     def at(self, moment: float, worker: SimulatedWorker) -> None:
         heapq.heappush(self._events, (moment, next(self._order), worker))

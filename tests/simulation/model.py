@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from marl_parallel.core.messages import Message, Reply, Request
+from marl_parallel.core.messages import Message, Refusal, Reply, Request
 from marl_parallel.types import RestartPolicy
 from simulation.episodes import Episodes, Finished
 from simulation.seeds import Seeds
@@ -224,10 +224,13 @@ class Model:
         if reply.message is Message.ACCESS:
             for env_id in reply.results:
                 self.envs[env_id].life = worker.lives[env_id]
+        refused = [env_id for env_id, result in reply.results.items() if isinstance(result, Refusal)]
+        failed = [*reply.failures, *refused]
+        worker.is_closed |= reply.message is Message.CLOSE
         if reply.message is Message.PREPARE:
-            self.spares_fail |= bool(reply.failures)
-            self.seeds.note_used_up(reply.failures)
-            for env_id in reply.failures:
+            self.spares_fail |= bool(failed)
+            self.seeds.note_used_up(failed)
+            for env_id in failed:
                 if self.envs[env_id].host == worker.number and self.envs[env_id].renewing:
                     self._fails(self.envs[env_id], self._cut(self.envs[env_id], "inside", "constructor"), "exception")
             return
@@ -245,7 +248,7 @@ class Model:
             env.awaiting = None
             if env_id in worker.late:
                 continue
-            if env_id in reply.failures:
+            if env_id in failed:
                 raised = worker.lives[env_id].raised
                 stage = "returned" if raised == "writing" else "inside"
                 self._fails(env, self._cut(env, stage, raised.removesuffix("-end")), "exception")

@@ -6,7 +6,9 @@ Each call has draws of its own, so that the others stay what they are when it is
 from __future__ import annotations
 
 import contextlib
+import json
 import random
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,19 +26,25 @@ from marl_parallel import (
     RecyclePolicy,
     RestartLimitExceeded,
     RestartPolicy,
+    WorkerCrashed,
     WorkerTimeout,
 )
 from marl_parallel.core.backend import share_out
+from marl_parallel.core.pickling import loads
+from marl_parallel.core.replay import Crash, read_crash
 from marl_parallel.types import RestartEvent
 from marl_parallel.vector import Arrays, ArrayStepper
 from simulation.backend import Fault, Rates, SimulatedBackend
 from simulation.draws import draw
-from simulation.model import Model, Wrong
+from simulation.model import COMMON, Model, Wrong
 from simulation.seeds import Seeds
 from simulation.simulator import AGENTS, POINTS, SimulatedEnv
 
 MOST_CALLS = 30
 _SEED = 7
+_KEPT = 5  # steps of an episode, for replays
+_REPLAY = re.compile(r"marl-parallel replay (\S+)")
+_TRACE = "trace.json"
 _NO_LIMITS = RestartPolicy(max_restarts=None, rate_limit=None)
 _MODES = ("SAME_STEP", "NEXT_STEP", "DISABLED")
 
@@ -56,6 +64,8 @@ class Setup(NamedTuple):
     callback: bool  # whether `on_restart` is passed
     replay: bool  # whether failures can be replayed
     policy: RestartPolicy
+    begins_troubled: bool  # whether faults occur while all environments are constructed
+    traced: bool
 
 
 class Call(NamedTuple):
@@ -106,7 +116,8 @@ def setup_of(number: int) -> Setup:
             late_values=rng.choice([0.0, 0.5]),
             infos=rng.choice([0.0, 0.5]),
             unreadable=rng.choice([0.0, 0.0, 0.01, 0.1]),
-            stopped=rng.choice([0.0, 0.8]),
+            differs=rng.choice([0.0, 0.0, 0.0, 0.03]),
+            stopped=rng.choice([0.0, 0.8]) if recycle is None else 0.0,  # else its late result is accepted in part
             often_at=rng.choice(["", "", "", *POINTS]),
         ),
         recycle,
@@ -114,8 +125,10 @@ def setup_of(number: int) -> Setup:
         rng.choice([None, 2.0]),
         rng.random() < 0.1,
         on_error == "restart" and rng.random() < 0.3,
-        on_error == "restart" and rng.random() < 0.03,
+        on_error == "restart" and rng.random() < 0.06,
         policy,
+        rng.random() < 0.06,
+        rng.random() < 0.03,
     )
 
 
@@ -131,13 +144,17 @@ def calls_of(number: int) -> list[Call]:
     rng = random.Random(-number - 1)
     names, weights = zip(*_CALLS.items(), strict=True)
     chosen = rng.choices(names, [weight for weight, _ in weights], k=MOST_CALLS)
+    if rng.random() < 0.2:
+        chosen += ["close_inside", rng.choice(names)]
     return [Call(name, rng.randrange(1 << 30)) for name in chosen]
 
 
 class History:
     """A `ParallelEnv` on the simulated backend, and its model."""
 
-    def __init__(self, number: int, left_out: frozenset[Fault], replay_dir: Path) -> None:
+    env: ParallelEnv
+
+    def __init__(self, number: int, left_out: frozenset[Fault], folder: Path) -> None:
         self.setup = setup = setup_of(number)
         self.backend = SimulatedBackend(number, setup.rates, spares=setup.spares, left_out=left_out)
         most = None if setup.recycle is None else setup.recycle.max_episodes
@@ -155,6 +172,13 @@ class History:
         self.number, self.events = number, 0
         self.closes = False  # whether `close` has been called in the middle of a call
         self.wrong: list[str] = []  # what callbacks have noticed
+        self.call = ""  # that is carried out
+        self.folder = folder
+
+    def open(self) -> None:
+        """Construct all environments."""
+        setup = self.setup
+        self.backend.troubled = setup.begins_troubled
         self.env = ParallelEnv(
             [SimulatedEnv] * setup.num_envs,
             setup.mode,
@@ -170,8 +194,9 @@ class History:
             recycle=setup.recycle,
             forward_logs=False,
             on_restart=self._on_restart if setup.callback else None,
-            replay=5 if setup.replay else None,
-            replay_dir=replay_dir if setup.replay else None,
+            replay=_KEPT if setup.replay else None,
+            replay_dir=self.folder if setup.replay else None,
+            trace=self.folder / _TRACE if setup.traced else None,
         )
         self.stepper = ArrayStepper(self.env, self) if setup.arrays else None
 
@@ -180,6 +205,7 @@ class History:
         self.backend.troubled = True
         self._reset(self.ids)
         for call in calls:
+            self.call = call.name
             _CALLS[call.name][1](self, random.Random(call.seed))
             if self.env.pending != tuple(self.model.in_flight):
                 raise Wrong(f"pending is {self.env.pending} in place of {self.model.in_flight}")
@@ -196,9 +222,36 @@ class History:
     def _received(self, env_ids: Sequence[int], batch: Any) -> None:
         """Check results, and the episodes that they have ended."""
         self.model.received(env_ids, batch)
+        for infos in batch[4] or ():
+            if path := _REPLAY.search(str(infos.get(COMMON, {}).get("error", ""))):
+                self._check_replay(read_crash(Path(path[1])))
         finished = sorted(map(tuple, self.env.finished_episodes))
         if finished != sorted(self.model.finished):
             raise Wrong(f"finished_episodes is {finished} in place of {self.model.finished}")
+
+    def _check_replay(self, crash: Crash) -> None:
+        """Check the file of a fault: its episode and its actions are those that the simulator has received."""
+        self.backend.kinds["replay"] += 1
+        lives = [one for one in self.backend.lives if (one.env_id, one.seed) == (crash.env_id, crash.constructor_seed)]
+        if any(life.worker.is_late for life in lives) or crash.method == "unpickle":
+            return  # it may have gone on
+        actions = [next(iter(of_step.values()), -1) for of_step in loads(crash.actions)]
+        got = crash.step, crash.first_step, actions, crash.seed, crash.number, crash.restarts
+        allowed = [
+            (len(played), max(len(played) - _KEPT, 0) + 1, played[-_KEPT:], *seeding, life.restarts)
+            for life in lives
+            for played, seeding in [(life.actions, life.seeding), *([] if life.actions else [life.last_episode])]
+        ]
+        if got not in allowed:
+            raise Wrong(f"environment {crash.env_id}: a replay of {got} in place of {allowed}")
+
+    def check_trace(self) -> None:
+        """Check the trace of workers that have been closed: a slice for each step."""
+        slices = [one for one in json.loads((self.folder / _TRACE).read_text())["traceEvents"] if one["ph"] == "X"]
+        steps = sum(one["name"] == "step" and one["cat"] == "simulator" for one in slices)
+        expected = sum(worker.steps for worker in self.backend.all_workers if worker.is_closed)
+        if steps != expected or any(one["dur"] < 0 for one in slices):
+            raise Wrong(f"the trace has {steps} steps in place of {expected}")
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -341,16 +394,18 @@ class History:
     def close_inside(self, rng: random.Random) -> None:
         """From now on, `close` is called in the middle of a call: by a signal handler, or another thread."""
         how = rng.choice([self._close, self._close_in_thread])
-        self.backend.interrupt_after = rng.randint(0, 8), how
+        self.backend.interrupt_after = rng.choice([0, 0, 1, 2, 8]), how
 
     def _close(self) -> None:
         self.closes = True
+        self.backend.kinds[f"close in {self.call}"] += 1
         self.note("close() by a signal handler")
         with contextlib.suppress(EnvError):  # of an environment's own close
             self.env.close(timeout=1.0)
 
     def _close_in_thread(self) -> None:
         self.closes = True
+        self.backend.kinds[f"close by a thread in {self.call}"] += 1
         self.note("close() in another thread")
 
         def close() -> None:
@@ -458,9 +513,9 @@ def run(number: int, calls: Sequence[Call] | None = None, left_out: frozenset[Fa
     chosen = [*(calls_of(number) if calls is None else calls)]
     result = Result(number, setup_of(number), chosen)
     generators = random.getstate(), np.random.get_state()  # workers seed those of their process
-    folder = tempfile.TemporaryDirectory() if result.setup.replay else contextlib.nullcontext("")
-    with folder as replay_dir:
-        _run(History(number, left_out, Path(replay_dir)), result)
+    needs_folder = result.setup.replay or result.setup.traced
+    with tempfile.TemporaryDirectory() if needs_folder else contextlib.nullcontext("") as folder:
+        _run(History(number, left_out, Path(folder)), result)
     random.setstate(generators[0])
     np.random.set_state(generators[1])
     return result
@@ -469,7 +524,8 @@ def run(number: int, calls: Sequence[Call] | None = None, left_out: frozenset[Fa
 def _run(history: History, result: Result) -> None:
     try:
         try:
-            history.run(result.calls)
+            if _open(history):
+                history.run(result.calls)
         except ClosedEnvironmentError:
             if not history.closes:
                 raise
@@ -494,12 +550,35 @@ def _run(history: History, result: Result) -> None:
     finally:
         history.backend.troubled = False
         try:
-            history.env.close(terminate=True)
+            if hasattr(history, "env"):
+                history.env.close(terminate=not result.setup.traced)
+                if result.setup.traced and not result.error:
+                    history.check_trace()
         except Exception as error:
             result.error = result.error or f"close() raised {error!r}"
         history.backend.drop()
     result.log, result.faults, result.kinds = history.backend.log, history.backend.faults, history.backend.kinds
     result.checked = history.model.checked
+
+
+def _open(history: History) -> bool:
+    """Construct all environments; returns False if that has failed, as it must then."""
+    try:
+        history.open()
+    except (ParallelEnvError, ValueError) as error:
+        failed = [kind for outcome, kind in _ERRORS.items() if history.backend.kinds[f"{outcome} in constructor"]]
+        if not isinstance(error, tuple(failed)):
+            raise Wrong(f"{error!r} in place of {failed}") from error
+        if not history.backend.stopped:
+            raise Wrong("an error has not freed everything") from error
+        history.model.fatal.clear()
+        return False
+    if history.backend.faults:
+        raise Wrong(f"no error after {history.backend.kinds}")
+    return True
+
+
+_ERRORS = {"fails": EnvError, "dies": WorkerCrashed, "hangs": WorkerTimeout, "differs": ValueError}
 
 
 def _check_closed(history: History) -> None:

@@ -7,6 +7,7 @@ At a point, `SimulatedWorker.point` decides whether it goes on, raises, dies or 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import greenlet
@@ -77,6 +78,8 @@ class Life:
     begun: bool = False  # whether it has an episode that its caller knows of, or will
     current_seed: int = 0  # the last one that its caller has passed, or that of the constructor
     seeding: tuple[int, int] = (0, 0)  # that of the last reset with a seed, and how many have followed without
+    actions: list[int] = field(default_factory=list)  # of the present episode
+    last_episode: tuple[list[int], tuple[int, int]] = ([], (0, 0))  # the actions and the `seeding` of the one before
 
     def __post_init__(self) -> None:
         self.current_seed, self.seeding = self.seed, (self.seed, 0)
@@ -141,7 +144,7 @@ class SimulatedEnv(MultiAgentEnv):
 
     rules = Rules.PETTINGZOO
     possible_agents: ClassVar[list[Any]] = AGENTS
-    observation_spaces: ClassVar[Any] = dict.fromkeys(AGENTS, BOX)
+    observation_spaces: Any = MappingProxyType(dict.fromkeys(AGENTS, BOX))
     action_spaces: ClassVar[Any] = dict.fromkeys(AGENTS, DISCRETE)
     state_space = None
     metadata: ClassVar[Any] = {}
@@ -154,6 +157,8 @@ class SimulatedEnv(MultiAgentEnv):
         self.life = worker.new_life(env_id, seed, restarts)
         self.number, self.option, self.length, self.agents = self.life.number, 0, 0, list(AGENTS)
         worker.point("constructor", self.life)
+        if worker.backend.differs(self.life):
+            self.observation_spaces = dict.fromkeys(AGENTS, spaces.Box(0.0, 1.0, (2,), np.float64))
 
     def _observe(self, agents: list[str], actions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Observations for the caller and for the model."""
@@ -222,6 +227,7 @@ class SimulatedEnv(MultiAgentEnv):
     def _step(self, actions: Any) -> Any:
         life = self.life
         life.begun = True
+        life.actions.append(next((int(action) for action in actions.values()), -1))
         life.worker.point("step", life)
         life.steps += 1
         ends, leaves = life.steps >= self.length, life.episodes % 2 == 0 and life.steps == 2
