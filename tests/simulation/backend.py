@@ -282,7 +282,7 @@ class SimulatedBackend(Backend):
 
     def writes_late(self, life: Life) -> bool:
         request = life.worker.request
-        if request is not None and request.message is Message.CALL:
+        if request is not None and request.message in (Message.CALL, Message.RENDER, Message.STATE):
             return False  # such an observation is written by a later request
         return self.draw(life, 3) < self.rates.late_values
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 COMMON = "__common__"
 ANY_TEXT = object()
 Dicts = tuple[dict[Any, Any], ...]
+_CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE)
 _RESULTS = (Message.STEP, Message.RESET, Message.ADOPT, Message.REBUILD)
 
 
@@ -40,6 +41,8 @@ class After(NamedTuple):
     alive: list[str]
     over: tuple[bool, bool] | None  # the flags of `__all__`; None if the episode goes on
     unused: bool = False  # whether it has been rebuilt and waits for a reset
+    waits: bool = False  # likewise, also if a step has returned nothing since
+    turn: str = ""  # the only agent who acts next; empty if all do
 
 
 class Cut(NamedTuple):
@@ -87,6 +90,8 @@ class Model:
         most_episodes: After so many episodes, an environment is replaced; None for no limit.
         seeds: The seeds of all environments.
         clock: Returns the time.
+        steps_on: Whether a step reaches environments whose episode is over.
+        in_block: Whether results are in shared memory, and known if a worker fails before it can send them.
 
     Attributes:
         finished: The episodes that the results of the latest call have ended.
@@ -106,11 +111,14 @@ class Model:
         most_episodes: int | None,
         seeds: Seeds,
         clock: Callable[[], float],
+        steps_on: bool,
+        in_block: bool,
     ) -> None:
         self.envs = [EnvModel(env_id, number) for number, share in enumerate(shares) for env_id in share]
-        self.episodes = [Episodes(env.env_id, mode == "SAME_STEP") for env in self.envs]
+        self.episodes = [Episodes(env.env_id, mode) for env in self.envs]
         self.finished: list[Finished] = []
         self.mode, self.restarts, self.seeds = mode, policy is not None, seeds
+        self._steps_on, self._in_block = steps_on, in_block
         self._policy, self._clock = policy or RestartPolicy(), clock
         self.fatal: list[str] = []
         self.limits: list[int] = []
@@ -193,7 +201,7 @@ class Model:
     def posted(self, worker: SimulatedWorker, request: Request) -> None:
         """The pool has sent a request."""
         message = request.message
-        if self._called and (message is Message.CALL or (message is Message.REBUILD and self._is_called(request))):
+        if self._called and (message in _CALLS or (message is Message.REBUILD and self._is_called(request))):
             self.errors_before, self._called = self.errors, set()
         if message not in _RESULTS:
             return
@@ -234,7 +242,11 @@ class Model:
                 if self.envs[env_id].host == worker.number and self.envs[env_id].renewing:
                     self._fails(self.envs[env_id], self._cut(self.envs[env_id], "inside", "constructor"), "exception")
             return
-        if reply.message is Message.CALL:
+        if reply.message in _CALLS:
+            for env_id in {*(request.env_ids or ())} - reply.failures.keys():
+                life = self.envs[env_id].life
+                if life is not None and life.did:  # reset, so that it could be called
+                    life.early, life.did = life.did, []
             for env_id in reply.failures:
                 self._fails(self.envs[env_id], self._cut(self.envs[env_id], "", ""), "exception")
             return
@@ -272,7 +284,7 @@ class Model:
         if worker.phase == "replying" and request is not None and not request.each:
             return  # all of them have been carried out in time, and only their reply is missing
         for env in worker.culprits:
-            if env.request and env.done is None and env.awaiting is not None:
+            if env.done is None and env.awaiting is not None:
                 is_running = env.env_id == worker.running and env.awaiting is request
                 worker.late[env.env_id] = self._cut(env, *((worker.phase, worker.activity) if is_running else ("", "")))
 
@@ -348,6 +360,10 @@ class Model:
             return
         assert env.life is not None
         did, env.life.did = env.life.did, []
+        if not did and self.mode == "NEXT_STEP":
+            did = env.life.early
+        if did:
+            env.life.early = []
         env.life.begun |= bool(did)
         steps, resets = [one for one in did if one.what == "step"], [one for one in did if one.what == "reset"]
         if any(one.unreadable for one in (resets[-1:] if env.request == "reset" or env.renewing else did)):
@@ -366,7 +382,7 @@ class Model:
                 dicts = _marked(dicts, {"recycled": True})
             if env.cuts:
                 dicts = _marked(dicts, {"restarted": True, "error": ANY_TEXT})
-            self._finish(env, [dicts], After(first.observations, first.alive, None))
+            self._finish(env, [dicts], _state(first))
         elif steps and steps[0].over and self.mode == "SAME_STEP":
             if len(steps) > 1:
                 raise Wrong(f"environment {env.env_id}: one request has stepped it twice")
@@ -374,28 +390,31 @@ class Model:
             env.ended += 1
             if resets:
                 self._check_recycling(env)
-                self._finish(
-                    env, [_renewed(steps[0][1:6], resets[0])], After(resets[0].observations, resets[0].alive, None)
-                )
+                self._finish(env, [_renewed(steps[0][1:6], resets[0])], _state(resets[0]))
             else:
                 env.ending, env.renewing = steps[0], True
         elif steps:
             if len(steps) + len(resets) > 1:
                 raise Wrong(f"environment {env.env_id}: one request has led to {did}")
             self._check_action(env, steps[0])
-            env.ended += steps[0].over
+            env.ended += steps[0].over and env.state.over is None
             flags = (steps[0].terminateds[ALL], steps[0].truncateds[ALL]) if steps[0].over else None
-            self._finish(env, [steps[0][1:6]], After(steps[0].observations, steps[0].alive, flags))
+            self._finish(env, [steps[0][1:6]], _state(steps[0], flags))
         elif resets:
             if env.state.over is None or self.mode == "DISABLED":
                 raise Wrong(f"environment {env.env_id}: a step has reset it")
             self._check_recycling(env)
-            self._finish(env, [resets[-1][1:6]], After(resets[-1].observations, resets[-1].alive, None))
+            self._finish(env, [resets[-1][1:6]], _state(resets[-1]))
         else:
-            if env.state.over is None or self.mode != "DISABLED":
+            must_be_stepped = self._steps_on and not env.state.waits
+            if env.state.over is None or self.mode != "DISABLED" or must_be_stepped:
                 raise Wrong(f"environment {env.env_id}: its simulator has not been stepped")
             terminated, truncated = env.state.over
-            self._finish(env, [({}, {}, {ALL: terminated}, {ALL: truncated}, {})], After({}, [], env.state.over))
+            self._finish(
+                env,
+                [({}, {}, {ALL: terminated}, {ALL: truncated}, {})],
+                env.state._replace(last={}, alive=[], unused=False),
+            )
 
     def _check_reset(self, env: EnvModel, first: Did) -> None:
         """Check the options that a reset has received."""
@@ -432,11 +451,11 @@ class Model:
             elif kind == "reset" or first is not None:
                 continue
             else:
-                state = After(dicts[0], [], (False, True), unused=True)
+                state = After(dicts[0], [], (False, True), unused=True, waits=True)
             allowed.append(_marked(dicts, {"restarted": True, "error": ANY_TEXT}))
         if first is not None:
             self._check_reset(env, first)
-            state = After(first.observations, first.alive, None)
+            state = _state(first)
         self._finish(env, allowed, state)
 
     def _fails(self, env: EnvModel, cuts: list[Cut], kind: str) -> None:
@@ -475,7 +494,9 @@ class Model:
         did = [] if env.life is None else env.life.did
         steps, resets = [one for one in did if one.what == "step"], [one for one in did if one.what == "reset"]
         zeros = {agent: np.zeros(BOX.shape) for agent in alive}
-        if stage == "replying" and not env.state.unused:  # the record has been written, its result is lost
+        if (
+            stage == "replying" and not env.state.unused and self._in_block
+        ):  # the record has been written, its result is lost
             written = [*steps, *resets][-1]
             return [Cut("step", _interrupted(written.observations, [] if written.over else written.alive))]
         if stage == "replying":  # the caller has seen nothing of the new environment
@@ -491,6 +512,10 @@ class Model:
         if resets or activity == "reset":
             return [Cut("reset")]
         return [Cut("step", _interrupted(last, alive))]
+
+
+def _state(did: Did, over: tuple[bool, bool] | None = None) -> After:
+    return After(did.observations, did.alive, over, turn=did.turn)
 
 
 # -- dicts -------------------------------------------------------------------------------------------------------------

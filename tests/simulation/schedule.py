@@ -6,6 +6,7 @@ Each call has draws of its own, so that the others stay what they are when it is
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import random
 import re
@@ -38,7 +39,7 @@ from simulation.backend import Fault, Rates, SimulatedBackend
 from simulation.draws import draw
 from simulation.model import COMMON, Model, Wrong
 from simulation.seeds import Seeds
-from simulation.simulator import AGENTS, POINTS, SimulatedEnv
+from simulation.simulator import AGENTS, KINDS, POINTS, Life
 
 MOST_CALLS = 30
 _SEED = 7
@@ -66,6 +67,9 @@ class Setup(NamedTuple):
     policy: RestartPolicy
     begins_troubled: bool  # whether faults occur while all environments are constructed
     traced: bool
+    kind: str  # of environments
+    shares_memory: bool
+    copies: bool  # whether observations are copies, no views
 
 
 class Call(NamedTuple):
@@ -104,6 +108,8 @@ def setup_of(number: int) -> Setup:
         }
         recycle = RecyclePolicy(**limits) if any(limits.values()) else None
     policy = _policy_of(rng) if recycle is None else _NO_LIMITS
+    arrays = rng.random() < 0.15
+    kinds = ["pettingzoo", "pettingzoo", "pettingzoo", "turns", "pettingzoo" if arrays else "dict"]
     return Setup(
         num_envs,
         rng.randint(1, num_envs),
@@ -123,12 +129,15 @@ def setup_of(number: int) -> Setup:
         recycle,
         rng.random() < 0.8,
         rng.choice([None, 2.0]),
-        rng.random() < 0.1,
+        arrays,
         on_error == "restart" and rng.random() < 0.3,
         on_error == "restart" and rng.random() < 0.06,
         policy,
         rng.random() < 0.06,
         rng.random() < 0.03,
+        rng.choice(kinds),
+        rng.random() < 0.9,
+        rng.random() < 0.8,
     )
 
 
@@ -166,6 +175,8 @@ class History:
             most_episodes=most,
             seeds=Seeds(setup.num_envs, _SEED, derives=setup.replay),
             clock=self.backend.clock,
+            steps_on=setup.kind == "dict",
+            in_block=setup.shares_memory,
         )
         self.actions = 0
         self.ids = range(setup.num_envs)
@@ -173,6 +184,7 @@ class History:
         self.closes = False  # whether `close` has been called in the middle of a call
         self.wrong: list[str] = []  # what callbacks have noticed
         self.call = ""  # that is carried out
+        self.views: dict[int, tuple[Any, Any, Any]] = {}  # by environment, its latest observations, and copies
         self.folder = folder
 
     def open(self) -> None:
@@ -180,7 +192,7 @@ class History:
         setup = self.setup
         self.backend.troubled = setup.begins_troubled
         self.env = ParallelEnv(
-            [SimulatedEnv] * setup.num_envs,
+            [KINDS[setup.kind]] * setup.num_envs,
             setup.mode,
             _SEED,
             num_workers=setup.num_workers,
@@ -193,6 +205,8 @@ class History:
             warn_after=setup.warn_after,
             recycle=setup.recycle,
             forward_logs=False,
+            shared_memory=setup.shares_memory,
+            copy=setup.copies,
             on_restart=self._on_restart if setup.callback else None,
             replay=_KEPT if setup.replay else None,
             replay_dir=self.folder if setup.replay else None,
@@ -228,6 +242,18 @@ class History:
         finished = sorted(map(tuple, self.env.finished_episodes))
         if finished != sorted(self.model.finished):
             raise Wrong(f"finished_episodes is {finished} in place of {self.model.finished}")
+        if not self.setup.copies and self.stepper is None:
+            for env_id, observations in zip(env_ids, batch[0], strict=True):
+                self.views[env_id] = observations, copy.deepcopy(observations), self.model.envs[env_id].life
+
+    def _check_views(self) -> None:
+        """Check that observations are what they were until their environment is next used."""
+        for env_id, (views, copies, life) in self.views.items():
+            env = self.model.envs[env_id]
+            if env.request or env.cuts or env.life is not life:
+                continue
+            if any(not np.array_equal(views[agent], copies[agent]) for agent in views):
+                raise Wrong(f"environment {env_id}: the view {views} was {copies}")
 
     def _check_replay(self, crash: Crash) -> None:
         """Check the file of a fault: its episode and its actions are those that the simulator has received."""
@@ -277,7 +303,8 @@ class History:
             self._reset(waiting)
 
     def _must_reset(self, env: Any) -> bool:
-        return not env.has_reset or (self.setup.mode == "DISABLED" and env.state.over is not None)
+        stays_over = self.setup.mode == "DISABLED" and env.state.over is not None
+        return not env.has_reset or (stays_over and (self.setup.kind != "dict" or env.state.waits))
 
     def step(self, rng: random.Random) -> None:
         if self.model.in_flight:
@@ -293,10 +320,13 @@ class History:
 
     def _step(self, env_ids: Sequence[int], action: int, actions: Any, some: Sequence[int] | None) -> None:
         if self.stepper is not None:
-            arrays = self.stepper.step({agent: np.full(len(self.ids), action) for agent in AGENTS}, some)
+            arrays = self.stepper.step(self._arrays(action), some)
             self._received(env_ids, _as_dicts(arrays, env_ids))
         else:
             self._received(env_ids, self.env.step(actions, some))
+
+    def _arrays(self, action: int) -> dict[str, Any]:
+        return {agent: np.full(len(self.ids), action) for agent in AGENTS}
 
     def step_some(self, rng: random.Random) -> None:
         if self.model.in_flight or not all(env.has_reset for env in self.model.envs):
@@ -314,7 +344,13 @@ class History:
 
     def send(self, rng: random.Random) -> None:
         free = [env.env_id for env in self.model.envs if not env.request and not self._must_reset(env)]
-        if not free or self.stepper is not None:
+        if not free or (self.stepper is not None and len(free) < len(self.ids)):
+            return
+        if self.stepper is not None:
+            action, _ = self._actions(self.ids)
+            self.note(f"stepper.send(action {action})")
+            self.model.sends("step", self.ids, action)
+            self.stepper.send(self._arrays(action))
             return
         ids = rng.sample(free, rng.randint(1, len(free)))
         action, actions = self._actions(ids)
@@ -335,15 +371,24 @@ class History:
             self._recv(rng.randint(0, in_flight), rng.choice([None, None, 0.0, 0.001, 0.1]), rng.choice([None, 0.01]))
 
     def _recv(self, least: int, timeout: float | None, window: float | None = None) -> None:
+        if self.stepper is not None:
+            least, window = len(self.ids), None
         self.note(f"recv(min_envs={least}, timeout={timeout}, window={window})")
         began = self.backend.now
         try:
+            if self.stepper is not None:
+                self._received(self.ids, _as_dicts(self.stepper.receive(timeout), self.ids))
+                return
             batch = self.env.recv(least, timeout, window=window)
         except ParallelEnvError:
             raise
         except TimeoutError:
-            if timeout is None or self.backend.now - began < timeout - 1e-6 or len(self.model.ready) >= least:
-                raise Wrong("recv has timed out too early") from None
+            # A step of all environments also waits for the reply that follows results which were sent ahead.
+            must_be_here = self.stepper is None or not any(one.expected for one in self.backend.workers.values())
+            are_ready = must_be_here and len(self.model.ready) >= least
+            if timeout is None or self.backend.now - began < timeout - 1e-6 or are_ready:
+                passed = self.backend.now - began
+                raise Wrong(f"recv has timed out after {passed} s, with {self.model.ready}") from None
             return
         if len(batch.env_ids) < least or sorted(batch.env_ids) != self.model.ready:
             raise Wrong(f"recv returned environments {batch.env_ids} in place of {self.model.ready}")
@@ -356,14 +401,29 @@ class History:
         self.backend.pass_time(seconds)
 
     def call(self, rng: random.Random) -> None:
+        """A method, an attribute, a frame or the global state of some environments."""
         if self.model.in_flight:
             return
         ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
-        name = rng.choice(["where", "where", "number"])
+        name = rng.choice(["where", "where", "number", "mark", "set_attr", "render", "state", "seed"])
+        if name in ("render", "state") and not all(self.model.envs[env_id].has_reset for env_id in ids):
+            return
+        ids = [*self.ids] if name == "seed" else ids
         self.note(f"call({name!r}, env_ids={ids})")
         self.model.calls(ids)
+        value = rng.randint(1, 99)
         try:
-            answers = self.env.call(name, env_ids=ids)
+            if name == "set_attr":
+                self.env.set_attr("mark", value, ids)
+                answers: Sequence[Any] = [value for _ in ids]
+            elif name == "render":
+                answers = self.env.render(env_ids=ids)
+            elif name == "state":
+                answers = [tuple(state.tolist()) for state in self.env.state(env_ids=ids)]
+            elif name == "seed":
+                answers = self.env.seed()
+            else:
+                answers = self.env.call(name, env_ids=ids)
         except ParallelEnvError:
             if not self.model.fatal and self.model.restarts:
                 self.model.check_errors(raised=True)
@@ -371,10 +431,9 @@ class History:
             raise
         self.model.check_errors(raised=False)
         lives = [self.model.envs[env_id].life for env_id in ids]
-        numbers = [(life.env_id, life.number, life.episodes, life.steps) for life in lives if life is not None]
-        expected = numbers if name == "where" else [number for _, number, *_ in numbers]
+        expected = [_ANSWERS.get(name, _where)(life) for life in lives if life is not None]
         if [*answers] != expected:
-            raise Wrong(f"call() returned {answers} in place of {expected}")
+            raise Wrong(f"call({name}) returned {answers} in place of {expected}")
 
     def restart(self, rng: random.Random) -> None:
         if self.model.in_flight:
@@ -439,8 +498,10 @@ class History:
 
     def _check_acting(self) -> None:
         for env, acting in zip(self.model.envs, self.env.acting, strict=True):
-            if not env.request and acting != env.state.alive:
-                raise Wrong(f"environment {env.env_id}: {acting} act next in place of {env.state.alive}")
+            alive, turn = env.state.alive, env.state.turn
+            expected = [agent for agent in alive if turn in ("", agent)]
+            if not env.request and acting != expected:
+                raise Wrong(f"environment {env.env_id}: {acting} act next in place of {expected}")
 
     def _check_stats(self) -> None:
         stats = self.env.stats()
@@ -470,12 +531,23 @@ class History:
 
     def _check_noticed(self) -> None:
         """Check what has been noticed in the middle of calls."""
+        self._check_views()
         if wrong := [*self.wrong, *self.model.seeds.wrong]:
             raise Wrong(wrong[0])
         if self.model.fatal:
             raise Wrong(f"no error after {self.model.fatal}")
 
 
+def _where(life: Life) -> Any:
+    return life.env_id, life.number, life.episodes, life.steps
+
+
+_ANSWERS: dict[str, Callable[[Life], Any]] = {
+    "number": lambda life: life.number,
+    "mark": lambda life: life.mark,
+    "set_attr": lambda life: life.mark,
+    "seed": lambda life: life.current_seed,
+}
 _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "step": (40, History.step),
     "step_some": (8, History.step_some),
@@ -484,7 +556,7 @@ _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "send_reset": (8, History.send_reset),
     "recv": (30, History.recv),
     "wait": (4, History.wait),
-    "call": (4, History.call),
+    "call": (6, History.call),
     "restart": (2, History.restart),
     "close_inside": (0.5, History.close_inside),
 }
