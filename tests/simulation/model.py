@@ -76,6 +76,7 @@ class EnvModel:
     seed: int | None = None  # of that reset
     ended: int = 0  # how many episodes of the present environment its caller has seen end
     restarts: Counter[str] = field(default_factory=Counter)  # by kind
+    latest_fault: str = ""  # the kind of its `RestartEvent`
     recycled: int = 0
     faults: list[float] = field(default_factory=list)  # when those were that count against it
 
@@ -469,8 +470,11 @@ class Model:
         env.renewing, env.ending, env.moved = False, None, False
         env.restarts[kind] += 1
         env.ended = 0
+        env.latest_fault = "neighbour" if kind == "neighbour" else "fault"
         if kind == "exception":
             self._check_limit(env)
+            if self._policy.exceptions is not None:  # no exception of an environment is of these types
+                self.fatal.append(f"environment {env.env_id}: an exception that the policy excludes")
         if kind != "neighbour":
             env.faults.append(self._clock())
         self.errors += 1

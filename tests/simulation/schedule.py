@@ -146,7 +146,7 @@ def _policy_of(rng: random.Random) -> RestartPolicy:
         return replace(_NO_LIMITS, max_restarts=rng.randint(0, 3))
     if rng.random() < 0.1:
         return replace(_NO_LIMITS, rate_limit=rng.randint(0, 3), rate_period_s=rng.choice([0.02, 0.1, 0.5]))
-    return _NO_LIMITS
+    return replace(_NO_LIMITS, exceptions=(KeyError,)) if rng.random() < 0.05 else _NO_LIMITS
 
 
 def calls_of(number: int) -> list[Call]:
@@ -478,8 +478,8 @@ class History:
         env = self.model.envs[event.env_id]
         if event.seed not in self.model.seeds.latest[event.env_id]:
             self.wrong.append(f"{event} has another seed than {self.model.seeds.latest[event.env_id]}")
-        if event.restarts != env.restarts.total():
-            self.wrong.append(f"{event} in place of {env.restarts.total()} restarts")
+        if (event.kind, event.restarts) != (env.latest_fault, env.restarts.total()):
+            self.wrong.append(f"{event} in place of {env.latest_fault}, {env.restarts.total()} restarts")
         chance = draw(self.number, self.events, 11)
         if chance < 0.2:
             raise ValueError("on_restart raises")
