@@ -95,6 +95,7 @@ class Seeds:
 
     def check_reset(self, life: Life, request: Request, seed: int | None, passed: int | None) -> None:
         """Check the seed of a reset; `passed` is what the caller has passed to it, if it is the caller's."""
+        life.last_episode, life.actions = (life.actions, life.seeding), []
         expected = passed if request.message is Message.RESET else None
         if expected is not None:
             life.current_seed = expected
