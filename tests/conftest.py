@@ -5,7 +5,6 @@ pytest --setups=rest   the other setups: other backends and numbers of workers, 
                        what is marked `rest`: slow tests, and combinations of what others cover one by one
 pytest --setups=all    both
 pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
-pytest --setups=ray-nodes    the same, with one actor for all workers of a node
 pytest -n 0            all tests in this process, one at a time; the default is two processes (pytest-xdist)
 CI=true pytest         a skipped test makes the run fail
 
@@ -102,7 +101,7 @@ class MachineLock:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    choices = ["one", "rest", "all", "ray", "ray-nodes"]
+    choices = ["one", "rest", "all", "ray"]
     parser.addoption("--setups", choices=choices, default="one", help="see tests/conftest.py")
 
 
@@ -199,10 +198,6 @@ def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., ParallelEnv]
         if setup.backend == "ray":
             request.getfixturevalue("ray_clusters").one_node()
         backend = start_methods.arguments("portable") if setup.backend == "portable" else {}
-        if setup.backend == "ray" and request.config.getoption("--setups") == "ray-nodes":
-            from marl_parallel import RayBackend
-
-            backend = {"backend": RayBackend(num_cpus=0.5, num_nodes=1)}
         arguments = {**setup._asdict(), **backend, **more}
         arguments["num_workers"] = min(arguments["num_workers"], max(len(constructors), 1))
         with warnings.catch_warnings():

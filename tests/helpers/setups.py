@@ -55,7 +55,7 @@ def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
     """The tests that a run with `--setups=choice` leaves out."""
     if choice == "all":
         return []
-    if choice in ("ray", "ray-nodes"):
+    if choice == "ray":
         return [item for item in items if (setup := _setup_of(item)) is None or setup.backend != "ray"]
     one = _on_one_setup(_once_per_backend(items))
     return [item for item in items if (item in one) == (choice == "rest")]
