@@ -17,5 +17,136 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = [
-    Mutation("a saved result is lost", "pool/restarts.py", "self._records[slot.env_id].saved = extras", "pass"),
+    Mutation(
+        "a saved result is lost",
+        "pool/restarts.py",
+        "self._records[slot.env_id].saved = extras",
+        "pass",
+    ),
+    Mutation(
+        "a reset that waits for a rebuild is dropped",
+        "pool/restarts.py",
+        "                self._pool.post({slot.worker: request})\n            elif",
+        "                pass\n            elif",
+    ),
+    Mutation(
+        "a reset after a fault has no report",
+        "pool/restarts.py",
+        "result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))",
+        "result = fresh",
+    ),
+    Mutation(
+        "results of neighbours that had finished are lost",
+        "pool/restarts.py",
+        "            if pool.expects_result(pool.slots[finished]):\n",
+        "            if False:\n",
+    ),
+    Mutation(
+        "a result that is here is overwritten by a rebuild",
+        "pool/restarts.py",
+        "            if slot.state is State.DONE:\n                self._save_result(slot)\n            faults",
+        "            faults",
+    ),
+    Mutation(
+        "what was noted before the stack is taken is forgotten",
+        "pool/restarts.py",
+        "        if record.noted is not None:\n            return record.noted\n",
+        "",
+    ),
+    Mutation(
+        "results of an environment that is being ended count",
+        "pool/restarts.py",
+        "return record.noted is not None or record.is_rebuilding",
+        "return record.is_rebuilding",
+    ),
+    Mutation(
+        "agents of an environment that needs a reset are alive",
+        "pool/restarts.py",
+        "[] if record.needs_reset else alive",
+        "alive",
+    ),
+    Mutation(
+        "the rate limit counts for twice as long",
+        "pool/restarts.py",
+        "now - record.recent[0] > policy.rate_period_s",
+        "now - record.recent[0] > 2 * policy.rate_period_s",
+    ),
+    Mutation(
+        "a late result is taken after a timeout",
+        "pool/timeouts.py",
+        "            if applies:\n                results = {env_id: result for env_id, result in reply.results.items() if env_id not in ids}\n",
+        "            if applies:\n                results = dict(reply.results)\n",
+    ),
+    Mutation(
+        "results that had come before a timeout are lost",
+        "pool/timeouts.py",
+        "        pool.apply(replies)\n",
+        "        pool.apply([])\n",
+    ),
+    Mutation(
+        "options of a reset are lost when an environment moves",
+        "pool/recycling.py",
+        "if keywords is None or not loads(keywords):",
+        "if True:",
+    ),
+    Mutation(
+        "standbys keep the seeds that have changed",
+        "pool/recycling.py",
+        "        for standby in self._standbys.values():\n            self._prepare(standby, [env_id for env_id in env_ids if env_id in standby.environments])\n",
+        "",
+    ),
+    Mutation(
+        "the last episode of the old environment counts for the new one",
+        "pool/recycling.py",
+        "record.first_episode += self._episodes(slot) + ends",
+        "record.first_episode += self._episodes(slot)",
+    ),
+    Mutation(
+        "a result is lost where the old environment goes on",
+        "pool/recycling.py",
+        "            record.phase = Phase.GOES_ON\n            self._pool.take_result(slot, *record.result)\n            return",
+        "            record.phase = Phase.GOES_ON\n            return",
+    ),
+    Mutation(
+        "a fault while an environment moves interrupts nothing",
+        "pool/recycling.py",
+        "        if record.phase is Phase.STAYS:\n            return None\n        if record.ending",
+        "        if record.phase is not None:\n            return None\n        if record.ending",
+    ),
+    Mutation(
+        "old workers are never freed",
+        "pool/recycling.py",
+        "        if self._pool.remove(worker, kill=late):",
+        "        if late and self._pool.remove(worker, kill=late):",
+    ),
+    Mutation(
+        "requests of a worker that was replaced stay in its queue",
+        "pool/pool.py",
+        "        self._owned -= sum(owner is not None for _, _, owner, _ in queue.requests)\n        queue.requests.clear()\n        queue.posted = 0\n",
+        "        queue.posted = 0\n",
+    ),
+    Mutation(
+        "extras of an earlier result come once more",
+        "pool/pool.py",
+        "slot.request, slot.state, slot.result = None, State.IDLE, None",
+        "slot.request, slot.state = None, State.IDLE",
+    ),
+    Mutation(
+        "failures of close are not raised",
+        "pool/pool.py",
+        "                    failures.update(reply.failures)\n                    self.note_closed",
+        "                    self.note_closed",
+    ),
+    Mutation(
+        "a replay has the steps of the episode before",
+        "pool/replay.py",
+        "        history.steps.clear()\n",
+        "",
+    ),
+    Mutation(
+        "derived seeds are those of the next restart",
+        "pool/rebuilds.py",
+        "np.random.SeedSequence((self.base_seed, env_id, count))",
+        "np.random.SeedSequence((self.base_seed, env_id, count + 1))",
+    ),
 ]

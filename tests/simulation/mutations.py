@@ -1,7 +1,7 @@
 """What the simulation would find: faults put into the pool on purpose, one at a time.
 
-`python -m tests.simulation.mutations` copies the package into a temporary folder for each mutation, changes one place, and
-carries out histories until one fails, at most 2,000. It can be interrupted, and goes on where it was. The last line
+`python -m tests.simulation.mutations` copies the package into a temporary folder for each mutation, changes one place,
+and carries out histories until one fails, at most 2,000. It can be interrupted, and goes on where it was. The last line
 says how many were found.
 
     --name text       only mutations whose names have this text
