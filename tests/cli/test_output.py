@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.release_independent
 
-BENCH = ("--num-envs", "1", "--workers", "1", "--backend", "serial", "--seconds", "0.001", "--repeats", "1")
+BENCH = ("--num-envs", "1", "--workers", "1", "--backends", "serial", "--seconds", "0.001", "--repeats", "1")
 TUNE = ("--workers", "1", "--envs-per-worker", "1", "--seconds", "0.001")
 CHECK = ("--backends", "serial", "--seconds", "0.01", "--steps", "2")
 FILE = """
