@@ -191,7 +191,7 @@ def process_setup(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.fixture(params=KILLABLE_SETUPS, ids=str)
 def killable_setup(request: pytest.FixtureRequest) -> Setup:
-    """Workers that are processes, of every backend; worker processes in three numbers."""
+    """Two workers that are processes, of every backend."""
     return request.param
 
 

@@ -26,7 +26,7 @@ from marl_parallel.backends.interpreter import thread_variables
 from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block
 
-pytestmark = [pytest.mark.release_independent, linux_only]
+pytestmark = [pytest.mark.release_independent, pytest.mark.starts_anew, linux_only]
 
 
 # The state of a worker

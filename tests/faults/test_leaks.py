@@ -41,6 +41,7 @@ def use(env: ParallelEnv) -> None:
     env.call("pid")
 
 
+@pytest.mark.starts_anew
 @pytest.mark.parametrize(
     ("context", "cycles"), [("forkserver", 10), rest("forkserver", CYCLES), ("fork", CYCLES), ("spawn", 10)]
 )

@@ -19,10 +19,13 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+from marl_parallel.backends import interpreter
 
 CLONE_PARENT = 0x8000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
@@ -30,6 +33,7 @@ AVAILABLE = sys.platform == "linux" and SYS_CLONE is not None
 PRELOADED = "numpy", "gymnasium", "marl_parallel.core.worker", "marl_parallel.backends.process"
 _PID = struct.Struct("q")
 _MOST_FDS = 16
+_PART = 50_000  # bytes of a message
 _FREE_FROM = 500  # descriptors above which received ones wait until their numbers are free
 
 
@@ -47,6 +51,8 @@ class ServerTemplate:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._interpreter = interpreter.command("")[:-1]
+        self._lock = threading.Lock()
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -61,24 +67,33 @@ class ServerTemplate:
     def popen(
         self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], cwd: str, **other: Any
     ) -> Any:
-        """Fork a server from the template; an object with its `pid`."""
-        if self._process is None:
-            self._start()
-        assert command[-2] == "-c", f"expected a Python program, got {command}"
+        """Fork a server from the template; an object with its `pid`. Another interpreter is executed."""
+        if command[:-1] != self._interpreter:
+            return subprocess.Popen(command, env=env, pass_fds=pass_fds, cwd=cwd, **other)
         assert other["start_new_session"], "the server must lead a session"
         given = other["stderr"]
         stderr = (
             os.open(os.devnull, os.O_WRONLY) if given == subprocess.DEVNULL else os.dup(2 if given is None else given)
         )
+        start = Start(command[-1], {**env}, cwd, [*pass_fds])
         try:
-            start = pickle.dumps(Start(command[-1], {**env}, cwd, [*pass_fds]))
-            socket.send_fds(self._socket, [_PID.pack(len(start))], [*pass_fds, stderr])
-            for first in range(0, len(start), 50_000):
-                self._socket.send(start[first : first + 50_000])
-            (pid,) = _PID.unpack(self._socket.recv(_PID.size))
+            with self._lock:
+                return SimpleNamespace(pid=self._fork(start, [*pass_fds, stderr]))
         finally:
             os.close(stderr)
-        return SimpleNamespace(pid=pid)
+
+    def _fork(self, start: Start, fds: Sequence[int]) -> int:
+        if self._process is None:
+            self._start()
+        message = pickle.dumps(start)
+        try:
+            socket.send_fds(self._socket, [_PID.pack(len(message))], fds)
+            for first in range(0, len(message), _PART):
+                self._socket.send(message[first : first + _PART])
+            return int(_PID.unpack(self._socket.recv(_PID.size))[0])
+        except BaseException:  # such as a signal's: the next answer would be that to this request
+            self.close()
+            raise
 
     def as_subprocess(self) -> Any:
         """What `launching` uses of the module `subprocess`."""
@@ -88,6 +103,7 @@ class ServerTemplate:
         if self._process is not None:
             self._socket.close()
             self._process.wait()
+            self._process = None
 
 
 def _main() -> None:
@@ -103,7 +119,7 @@ def _main() -> None:
                 return
             (left,), parts = _PID.unpack(message), []
             while left:
-                parts.append(connection.recv(65_536))
+                parts.append(connection.recv(_PART))
                 left -= len(parts[-1])
             if not (pid := _fork_sibling()):
                 connection.close()

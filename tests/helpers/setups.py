@@ -43,7 +43,7 @@ TWO_WORKERS = [one for one in ALL_SETUPS if one.num_workers == 2 and (one.shared
 BACKEND_SETUPS = [setup for setup in TWO_WORKERS if setup.shared_memory]
 CONCURRENT_SETUPS = [Setup(backend, True, 2) for backend in (*BACKENDS[1:], "portable")]
 PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" and setup.shared_memory]
-KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process", "ray") and setup.shared_memory]
+KILLABLE_SETUPS = [setup for setup in BACKEND_SETUPS if setup.backend in ("process", "ray")]
 
 
 def rest(*values: Any) -> Any:
