@@ -34,6 +34,7 @@ REST = (
     *(f"{FRAMEWORKS}{name}.md" for name in ("agilerl", "cleanrl", "rllib", "sb3", "torchrl")),
     "docs/agents.md",
     "docs/index.md",
+    "docs/recipes/video.md",
 )
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -97,7 +98,9 @@ def test_own_simulator_passes_check(tmp_path):
         block for block in blocks("python", PAGES["docs/recipes/own_simulator.md"]) if "class Foragers" in block
     )
     (tmp_path / "foragers.py").write_text(block[: block.index("with ParallelEnv(")])
-    report = json.loads(run("-m", "marl_parallel", "check", "foragers.py:Foragers", "--json", cwd=tmp_path))
+    report = json.loads(
+        run("-m", "marl_parallel", "check", "foragers.py:Foragers", "--seconds", "0.2", "--json", cwd=tmp_path)
+    )
     assert [one for one in report["findings"] if one["question"] != "cost"] == []
 
 
