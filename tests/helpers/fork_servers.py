@@ -10,7 +10,6 @@ that `/proc` shows) is the template's.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import pickle
 import platform
@@ -24,8 +23,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-
-from marl_parallel.backends import interpreter
 
 CLONE_PARENT = 0x8000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
@@ -50,9 +47,11 @@ class ServerTemplate:
     """The template process, which starts with the first server. `popen` is called in place of `subprocess.Popen`."""
 
     def __init__(self) -> None:
+        from marl_parallel.backends import interpreter
+
         self._process: subprocess.Popen[bytes] | None = None
         self._interpreter = interpreter.command("")[:-1]
-        self._lock = threading.Lock()
+        self._lock, self._owner = threading.Lock(), os.getpid()
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -67,8 +66,11 @@ class ServerTemplate:
     def popen(
         self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], cwd: str, **other: Any
     ) -> Any:
-        """Fork a server from the template; an object with its `pid`. Another interpreter is executed."""
-        if command[:-1] != self._interpreter:
+        """Fork a server from the template; an object with its `pid`.
+
+        Another interpreter, and the server of a test's child process, start as usual.
+        """
+        if command[:-1] != self._interpreter or os.getpid() != self._owner:
             return subprocess.Popen(command, env=env, pass_fds=pass_fds, cwd=cwd, **other)
         assert other["start_new_session"], "the server must lead a session"
         given = other["stderr"]
@@ -146,6 +148,8 @@ def _fork_sibling() -> int:
 
 def _run(start: Start, fds: Sequence[int]) -> None:
     """Be a server: what `Popen` sets, then its program."""
+    import fcntl  # not on Windows
+
     exitcode = 1
     try:
         os.setsid()
