@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import itertools
 import multiprocessing
 import os
 import re
@@ -273,9 +272,10 @@ ENDINGS = ["", "sys.exit(3)", "1 / 0"]
 @pytest.mark.parametrize(
     ("how", "backend", "ending"),
     [
-        *itertools.product(["-c"], ["serial", "thread", "process"], ENDINGS),
-        # How the script is read matters to processes only, and to each ending alike.
-        *itertools.product(["-", "script"], ["process"], [""]),
+        *[("-c", "process", ending) for ending in ENDINGS],
+        # Where there are no processes, and how the script is read, matters to each ending alike.
+        *[("-c", backend, "1 / 0") for backend in ("serial", "thread")],
+        *[(how, "process", "") for how in ("-", "script")],
     ],
 )
 def test_interpreter_exit(how, backend, ending, tmp_path):
