@@ -344,7 +344,7 @@ def test_nothing_leaks(context: str) -> None:
     cycle(0)
     before = held()
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    for number in range(10):
+    for number in range(6):
         cycle(number)
     assert held() == before
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= children

@@ -122,12 +122,12 @@ def test_chaos_one_by_one(seed, children):
     """Each environment steps as soon as it can while others are rebuilt; none of thousands of steps is missing."""
     mode = AutoresetMode.SAME_STEP
     num_envs = ONE_BY_ONE
-    fates = fates_of(seed, num_envs, hangs=3, deaths=4)
+    fates = fates_of(seed, num_envs, hangs=2, deaths=4)
     rng = np.random.default_rng(seed)
     world = RestartReference(Skirmish, num_envs, num_envs, mode, fates)
     with chaotic(fates, num_envs, children, mode, num_workers=num_envs, shared_memory=bool(seed % 2)) as env:
         assert_same_with_reports(env.reset(), world.reset(), "reset")
-        left, due = [250] * num_envs, {}
+        left, due = [150] * num_envs, {}
         while any(left) or due:
             actions = {i: actions_for(Skirmish, rng) for i in range(num_envs) if left[i] and i not in due}
             for i in actions:

@@ -226,7 +226,7 @@ def transitions(draw: st.DrawFn, declared: list[spaces.Space[Any]]) -> Any:
 
 
 thorough = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 
 

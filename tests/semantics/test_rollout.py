@@ -30,7 +30,7 @@ from marl_parallel.vector import StackedVecEnv
 
 pytestmark = pytest.mark.release_independent
 
-ENVS, STEPS, ROLLOUTS = 3, 17, 3
+ENVS, STEPS, ROLLOUTS = 3, 17, 2
 MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 MAKERS = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=7),
