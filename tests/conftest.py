@@ -12,7 +12,8 @@ Markers: `needs("ray", ...)` names the libraries that a file imports: it is coll
 `needs("_codec")` is for tests of compiled code.
 `release_independent` marks tests whose result is the same with every release of every library. `whole_machine` marks
 tests that look at shared memory, processes or temporary files of all programs: while one of them runs, the other
-process of pytest-xdist waits (`MachineLock`).
+process of pytest-xdist waits (`MachineLock`). `starts_anew` marks tests whose worker processes start as in any program;
+for the others, the fork server is a fork of a process that has its libraries loaded (`helpers.fork_servers`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import ROOT, TESTS, start_methods
+from helpers import ROOT, TESTS, fork_servers, start_methods
 from helpers.setups import (
     ALL_SETUPS,
     BACKEND_SETUPS,
@@ -136,15 +137,32 @@ def _skips_count(config: pytest.Config) -> bool:
     return bool(os.environ.get("CI") and reporter and reporter.stats.get("skipped"))
 
 
+@pytest.fixture(scope="session")
+def server_template() -> Iterator[fork_servers.ServerTemplate]:
+    """What forks the fork servers of all tests."""
+    with contextlib.closing(fork_servers.ServerTemplate()) as template:
+        yield template
+
+
+@pytest.fixture(autouse=True)
+def quick_fork_servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers start in a few milliseconds, except in tests marked `starts_anew`."""
+    if fork_servers.AVAILABLE and request.node.get_closest_marker("starts_anew") is None:
+        from marl_parallel.backends import launching
+
+        template: fork_servers.ServerTemplate = request.getfixturevalue("server_template")
+        monkeypatch.setattr(launching, "subprocess", template.as_subprocess())
+
+
 @pytest.fixture(params=ALL_SETUPS, ids=str)
 def setup(request: pytest.FixtureRequest) -> Setup:
-    """Every backend on two workers, all but Ray also without shared memory; processes on three numbers of workers."""
+    """Every backend on two workers; serial and processes also without shared memory; processes also on 1 and 4."""
     return request.param
 
 
 @pytest.fixture(params=TWO_WORKERS, ids=str)
 def two_worker_setup(request: pytest.FixtureRequest) -> Setup:
-    """Every backend on two workers, all but Ray also without shared memory."""
+    """Every backend on two workers, processes also without shared memory."""
     return request.param
 
 
@@ -174,7 +192,7 @@ def process_setup(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.fixture(params=KILLABLE_SETUPS, ids=str)
 def killable_setup(request: pytest.FixtureRequest) -> Setup:
-    """Workers that are processes, of every backend; worker processes in three numbers."""
+    """Two workers that are processes, of every backend."""
     return request.param
 
 

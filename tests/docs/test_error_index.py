@@ -52,7 +52,6 @@ ERRORS = {
     ("vector/stepper", "receive", "NoAsyncCallError"): "`step_wait`",
     ("vector/stepper", "receive_reset", "NoAsyncCallError"): "`reset_wait`",
     ("vector/stepper", "_check_may_step", "AlreadyPendingCallError"): "in flight",
-    ("vector/rllib", "_sample", "RuntimeError"): "RLlib's runner",
     ("vector/sb3", "_env_ids", "IndexError"): "`SB3VecEnv`",
     ("vector/tensors", "page_lock", "RuntimeError"): "`torch(pin=True)`",
     ("vector/torchrl", "_indices", "AlreadyPendingCallError"): "in flight",
