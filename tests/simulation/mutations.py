@@ -63,7 +63,7 @@ def carry_out(mutation: Mutation, processes: int) -> dict[str, Any]:
         if found is not None:
             return {**result, "history": int(found[1]), "error": found[2][:200]}
         if done.returncode:
-            return {**result, "history": 0, "error": (done.stderr.strip().splitlines() or ["it ended"])[-1][:200]}
+            raise RuntimeError(f"{mutation.name!r}: no history was carried out\n{done.stderr}")
         return {**result, "history": None}
 
 
