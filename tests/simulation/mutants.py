@@ -72,16 +72,6 @@ MUTATIONS = [
         "now - record.recent[0] > 2 * policy.rate_period_s",
     ),
     Mutation(
-        "a late result is taken after a timeout",
-        "pool/timeouts.py",
-        (
-            "            if applies:\n"
-            "                results = {env_id: result for env_id, result in reply.results.items() "
-            "if env_id not in ids}\n"
-        ),
-        ("            if applies:\n                results = dict(reply.results)\n"),
-    ),
-    Mutation(
         "results that had come before a timeout are lost",
         "pool/timeouts.py",
         "        pool.apply(replies)\n",
@@ -102,12 +92,6 @@ MUTATIONS = [
             "standby.environments])\n"
         ),
         "",
-    ),
-    Mutation(
-        "the last episode of the old environment counts for the new one",
-        "pool/recycling.py",
-        "record.first_episode += self._episodes(slot) + ends",
-        "record.first_episode += self._episodes(slot)",
     ),
     Mutation(
         "a result is lost where the old environment goes on",
