@@ -261,6 +261,8 @@ class History:
         lives = [one for one in self.backend.lives if (one.env_id, one.seed) == (crash.env_id, crash.constructor_seed)]
         if any(life.worker.is_late for life in lives) or crash.method == "unpickle":
             return  # it may have gone on
+        if not lives and self.model.seeds.was_requested(crash.env_id, crash.constructor_seed):
+            return  # its worker has failed before it was constructed
         actions = [next(iter(of_step.values()), -1) for of_step in loads(crash.actions)]
         got = crash.step, crash.first_step, actions, crash.seed, crash.number, crash.restarts
         allowed = [
