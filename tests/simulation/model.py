@@ -361,7 +361,9 @@ class Model:
             return
         assert env.life is not None
         did, env.life.did = env.life.did, []
-        if not did and self.mode == "NEXT_STEP":
+        if self.mode == "NEXT_STEP" and env.request == "step" and env.life.early:
+            if did:
+                raise Wrong(f"environment {env.env_id}: it was reset to be called, and again by a step")
             did = env.life.early
         if did:
             env.life.early = []

@@ -407,7 +407,7 @@ class History:
         if self.model.in_flight:
             return
         ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
-        name = rng.choice(["where", "where", "number", "mark", "set_attr", "render", "state", "seed"])
+        name = rng.choice(["where", "number", "mark", "set_attr", "render", "state", "seed", "seed"])
         if name in ("render", "state") and not all(self.model.envs[env_id].has_reset for env_id in ids):
             return
         ids = [*self.ids] if name == "seed" else ids
@@ -558,7 +558,7 @@ _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "send_reset": (8, History.send_reset),
     "recv": (30, History.recv),
     "wait": (4, History.wait),
-    "call": (6, History.call),
+    "call": (8, History.call),
     "restart": (2, History.restart),
     "close_inside": (0.5, History.close_inside),
 }
