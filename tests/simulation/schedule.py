@@ -441,6 +441,10 @@ class History:
         if self.model.in_flight:
             return
         ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
+        # Those that are being rebuilt would be constructed twice, and a failure of the first one would count, too.
+        ids = [env_id for env_id in ids if not self.model.envs[env_id].cuts or self.model.envs[env_id].ready]
+        if not ids:
+            return
         self.note(f"restart(env_ids={ids})")
         self.model.rebuilds(ids)
         try:
