@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 COMMON = "__common__"
 ANY_TEXT = object()
 Dicts = tuple[dict[Any, Any], ...]
-_CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE)
+_CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE, Message.SEED)
 _RESULTS = (Message.STEP, Message.RESET, Message.ADOPT, Message.REBUILD)
 
 
