@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 COMMON = "__common__"
 ANY_TEXT = object()
 Dicts = tuple[dict[Any, Any], ...]
-_CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE)
+_CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE, Message.SEED)
 _RESULTS = (Message.STEP, Message.RESET, Message.ADOPT, Message.REBUILD)
 
 
@@ -392,7 +392,9 @@ class Model:
         assert env.life is not None
         env.excused |= _is_leaving(worker, env)
         did, env.life.did = env.life.did, []
-        if not did and self.mode == "NEXT_STEP":
+        if self.mode == "NEXT_STEP" and env.request == "step" and env.life.early:
+            if did:
+                raise Wrong(f"environment {env.env_id}: it was reset to be called, and again by a step")
             did = env.life.early
         if did:
             env.life.early = []

@@ -262,6 +262,8 @@ class History:
         lives = [one for one in self.backend.lives if (one.env_id, one.seed) == (crash.env_id, crash.constructor_seed)]
         if any(life.worker.is_late for life in lives) or crash.method == "unpickle":
             return  # it may have gone on
+        if not lives and self.model.seeds.was_requested(crash.env_id, crash.constructor_seed):
+            return  # its worker has failed before it was constructed
         actions = [next(iter(of_step.values()), -1) for of_step in loads(crash.actions)]
         got = crash.step, crash.first_step, actions, crash.seed, crash.number, crash.restarts
         allowed = [
@@ -407,7 +409,7 @@ class History:
         if self.model.in_flight:
             return
         ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
-        name = rng.choice(["where", "where", "number", "mark", "set_attr", "render", "state", "seed"])
+        name = rng.choice(["where", "number", "mark", "set_attr", "render", "state", "seed", "seed"])
         if name in ("render", "state") and not all(self.model.envs[env_id].has_reset for env_id in ids):
             return
         ids = [*self.ids] if name == "seed" else ids
@@ -441,6 +443,10 @@ class History:
         if self.model.in_flight:
             return
         ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
+        # Those that are being rebuilt would be constructed twice, and a failure of the first one would count, too.
+        ids = [env_id for env_id in ids if not self.model.envs[env_id].cuts or self.model.envs[env_id].ready]
+        if not ids:
+            return
         self.note(f"restart(env_ids={ids})")
         self.model.rebuilds(ids)
         try:
@@ -558,7 +564,7 @@ _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "send_reset": (8, History.send_reset),
     "recv": (30, History.recv),
     "wait": (4, History.wait),
-    "call": (6, History.call),
+    "call": (8, History.call),
     "restart": (2, History.restart),
     "close_inside": (0.5, History.close_inside),
 }
