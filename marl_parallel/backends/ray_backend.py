@@ -100,13 +100,7 @@ class RayBackend(Backend):
         if placement not in ("SPREAD", "PACK"):
             raise ValueError(f"placement must be one of SPREAD, PACK, got {placement!r}")
         of_each = {"CPU": num_cpus, **(resources or {})}
-        for name, amount in of_each.items():
-            is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
-            if not is_number or not (amount > 0 or (name == "CPU" and amount == 0)):
-                raise ValueError(
-                    f"each worker needs a positive amount of {name}, got {amount!r}; for simulators that mostly wait, "
-                    "num_cpus=0.1 is enough, and num_cpus=0 sets none aside"
-                )
+        _check_amounts(of_each)
         _check_positive("placement_timeout", placement_timeout, Real, "a number")
         for name, number in {"workers_per_node": workers_per_node, "num_threads": num_threads}.items():
             if number is not None:
@@ -192,10 +186,6 @@ class RayBackend(Backend):
 
     def rebalance(self, workers: Sequence[int]) -> int:
         return self._workers.rebalance(workers) if self._is_connected() else 0
-
-    def node_of(self, worker: int) -> str:
-        """The id of the node of a worker; empty if it is not known yet."""
-        return self._workers.node_of(worker)
 
     def _is_connected(self) -> bool:
         return self._is_open and ray.is_initialized()  # without a connection, Ray would start again
@@ -318,7 +308,7 @@ class RayBackend(Backend):
         if actor.starting is None:
             return actor.note_lost(reason)
         if actor.spare:
-            return self._give_up(actor, reason)
+            return actor.give_up(reason)
         if self._workers.record_places is None:
             worker = next(iter(actor.pending))
             raise ParallelEnvError(f"worker {worker} could not be started by Ray: {error}", worker=worker)
@@ -331,30 +321,14 @@ class RayBackend(Backend):
         """Raise if an actor should have started by now; one beside others is given up."""
         if actor.starting is None or not actor.pending:
             return []
-        timeout = self._placement.timeout
-        if time.monotonic() - actor.since <= timeout:
+        if time.monotonic() - actor.since <= self._placement.timeout:
             return []
-        to_do = "Add nodes, or raise RayBackend(placement_timeout=)"
-        if not reason and self._placement.nodes_of([actor.place])[actor.place]:
-            reason = "Ray has set aside what it needs, but its process is not ready yet"
-            to_do = (
-                "Raise RayBackend(placement_timeout=), as the node may be busy or install a runtime_env, or read Ray's "
-                "logs on that node"
-            )
         worker = next(iter(actor.pending))
         started = "started" if self._workers.record_places is None else "replaced"
-        why = reason or self._placement.shortage_at(actor.place)
-        text = f"worker {worker} could not be {started} within {timeout:g} s: {why}. {to_do}"
+        text = f"worker {worker} could not be {started} {self._placement.why_not_started(actor.place, reason)}"
         if actor.spare:
-            return self._give_up(actor, text)
+            return actor.give_up(text)
         raise ParallelEnvError(text, env_ids=[*self._workers.shares[worker]], worker=worker)
-
-    def _give_up(self, actor: Actor, reason: str) -> list[tuple[int, Reply | Lost]]:
-        """Give up an actor that could not start; returns the losses of its workers, which others wait for."""
-        ray.kill(actor.handle)
-        workers = [*actor.pending]
-        actor.note_lost(reason)
-        return [(worker, Lost(None, "", reason)) for worker in workers]
 
     # -- states and ends of workers --------------------------------------------------------------------------------
 
@@ -418,6 +392,16 @@ class RayBackend(Backend):
     def abandon(self) -> None:
         if self._disconnect is not None:
             self._disconnect.detach()
+
+
+def _check_amounts(resources: Mapping[str, float]) -> None:
+    for name, amount in resources.items():
+        is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
+        if not is_number or not (amount > 0 or (name == "CPU" and amount == 0)):
+            raise ValueError(
+                f"each worker needs a positive amount of {name}, got {amount!r}; for simulators that mostly wait, "
+                "num_cpus=0.1 is enough, and num_cpus=0 sets none aside"
+            )
 
 
 def _check_positive(name: str, number: Any, kind: type[Any], expected: str) -> None:

@@ -183,6 +183,13 @@ class Actor:
         self.pending.clear()
         return [(worker, Lost(None, "", reason)) for worker in busy]
 
+    def give_up(self, reason: str) -> list[tuple[int, Lost]]:
+        """End it, because it could not start; returns the losses of all its workers."""
+        ray.kill(self.handle)
+        workers = [*self.pending]
+        self.note_lost(reason)
+        return [(worker, Lost(None, "", reason)) for worker in workers]
+
     def receive(
         self, packed: Packed, slices: RecordSlices | None, statuses: Sequence[WorkerStatus]
     ) -> list[tuple[int, Reply | Lost]]:

@@ -144,9 +144,17 @@ class Placement:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def shortage_at(self, place: Place) -> str:
-        """What is to be set aside at a place, and what the cluster has."""
-        return f"it wants {_listed(self._shown(place.workers))}{self._there()}"
+    def why_not_started(self, place: Place, reason: str) -> str:
+        """Why there is no actor at a place within the timeout, if no reason is known, and what to do."""
+        to_do = "Add nodes, or raise RayBackend(placement_timeout=)"
+        if not reason and self.nodes_of([place])[place]:
+            reason = "Ray has set aside what it needs, but its process is not ready yet"
+            to_do = (
+                "Raise RayBackend(placement_timeout=), as the node may be busy or install a runtime_env, or read Ray's "
+                "logs on that node"
+            )
+        reason = reason or f"it wants {_listed(self._shown(place.workers))}{self._there()}"
+        return f"within {self.timeout:g} s: {reason}. {to_do}"
 
     def _shortage(self, count: int) -> str:
         wants, each = ("it wants", "") if count == 1 else (f"{count} workers want", " each")

@@ -133,6 +133,18 @@ def test_workers_that_take_no_cpus(three_nodes):
         assert len({*actors_of(env)}) == len({*env.call(node_of)}) >= 3
 
 
+def test_gpus_of_workers(single_node):
+    """Each worker sees its own; those of an actor see all of the actor."""
+
+    def seen(workers_per_node: int | None) -> set[str]:
+        backend = RayBackend(resources={"GPU": 1}, workers_per_node=workers_per_node)
+        with ParallelEnv([Skirmish] * 2, backend=backend) as env:
+            return {*env.call(lambda _: os.environ["CUDA_VISIBLE_DEVICES"])}
+
+    assert seen(None) == {"0", "1"}
+    assert seen(2) == {"0,1"}
+
+
 def identity(_: object) -> tuple[str, tuple[int, ...], bool]:
     process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
     return process.name, process._identity, parent is not None and parent.is_alive()

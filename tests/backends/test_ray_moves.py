@@ -205,7 +205,7 @@ def test_worker_that_is_dropped_before_there_is_room(three_nodes):
     try:
         others = ray.util.placement_group([{"CPU": CPUS_EACH}] * (NODES - 1))
         assert others.wait(30)
-        backend._workers.targets[0] = min(nodes - {backend.node_of(0)})
+        backend._workers.targets[0] = min(nodes - {backend._workers.node_of(0)})
         backend._placement.timeout = 1.0
         backend.add(1, (0,), 0)
         backend.post({1: Request(Message.CLOSE)})

@@ -24,10 +24,11 @@ class RayClusters:
         self._cluster: Any = None
 
     def one_node(self) -> None:
-        """A node with eight CPUs."""
+        """A node with eight CPUs, and two GPUs for Ray's accounts."""
         if self._cluster is not None or not ray.is_initialized():
             self.shut_down()
-            ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, _system_config=_QUIET)
+            options = {"include_dashboard": False, "log_to_driver": False, "_system_config": _QUIET}
+            ray.init("local", num_cpus=8, num_gpus=2, **options)
 
     def three_nodes(self) -> Any:
         """A cluster of three nodes, and a head without actors."""
