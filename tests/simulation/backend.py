@@ -34,6 +34,7 @@ _BEGINS_AT = 1000.0
 _LONGEST_WAIT_S = 100.0
 _MOST_EVENTS = 20_000  # in one wait
 _STOPPED = "stopped"
+_ENDS_WITHIN_S = 0.1
 _MORE_OFTEN = 6.0
 
 
@@ -103,6 +104,7 @@ class SimulatedWorker:
         self.replies: list[tuple[Request, Reply]] = []
         self.expected = 0
         self.state, self.lost_at, self.reported, self.why = "idle", 0.0, False, "dies"
+        self.ends_at = 0.0  # when its process is gone
         self.is_known = False  # whether the pool knows that it is gone
         self.lives: dict[int, Life] = {}
         self.request: Request | None = None
@@ -127,6 +129,7 @@ class SimulatedWorker:
             self.worker.execute(request, self._send)
             if request.message is Message.CLOSE or self.state == _STOPPED:
                 self.state = "ended" if self.state != _STOPPED else _STOPPED
+                self.ends_at = self.backend.now + _ENDS_WITHIN_S * draw(self.backend.number, self.place)
                 return
 
     def _send(self, reply: Reply) -> None:
@@ -386,7 +389,8 @@ class SimulatedBackend(Backend):
         self.statuses[worker] = self.workers[worker].status
 
     def remove(self, worker: int, *, kill: bool) -> bool:
-        if not kill and self.workers[worker].state not in ("ended", "dead"):
+        present = self.workers[worker]
+        if not kill and (present.state not in ("ended", "dead") or self.now < present.ends_at):
             return False
         if kill:
             self.model.spares_fail = True

@@ -146,6 +146,7 @@ class Model:
             if kind == "reset" and env.has_reset and env.state.over is None and not env.cuts:
                 env.ended += 1
             env.request, env.action, env.done = kind, action, None
+            env.excused = env.life is not None and self._is_split(env.life.worker, env)
             if not env.cuts:
                 env.renewing = True  # unless it is posted to the same environment
             elif kind == "step" and env.ready:
@@ -242,7 +243,7 @@ class Model:
                 elif env.request == "reset":
                     env.renewing = False
             env.awaiting = request
-            env.excused = _is_leaving(worker, env)
+            env.excused |= self._is_split(worker, env)
 
     def _is_called(self, request: Request) -> bool:
         """Whether a rebuild is the caller's, and does not follow a fault."""
@@ -390,7 +391,7 @@ class Model:
                 env.held = dicts, After(first.observations, first.alive, None)
             return
         assert env.life is not None
-        env.excused |= _is_leaving(worker, env)
+        env.excused |= self._is_split(worker, env)
         did, env.life.did = env.life.did, []
         if self.mode == "NEXT_STEP" and env.request == "step" and env.life.early:
             if did:
@@ -460,6 +461,11 @@ class Model:
         may_stay = env.cuts or env.excused or self.spares_fail or not env.has_reset
         if limit is not None and env.ended >= limit and not may_stay:
             raise Wrong(f"environment {env.env_id}: not replaced after {env.ended} episodes, with max_episodes={limit}")
+
+    def _is_split(self, worker: SimulatedWorker, env: EnvModel) -> bool:
+        """Whether others are in the worker from which an environment has moved to this one: it does not move again."""
+        left = [one for one in worker.backend.workers.values() if env.env_id in one.share and one.place < worker.place]
+        return any(other.host == one.number for one in left for other in self.envs)
 
     def _check_action(self, env: EnvModel, step: Did) -> None:
         if step.action != env.action:
@@ -550,11 +556,6 @@ class Model:
         if resets or activity == "reset":
             return [Cut("reset")]
         return [Cut("step", _interrupted(last, alive))]
-
-
-def _is_leaving(worker: SimulatedWorker, env: EnvModel) -> bool:
-    """Whether the worker from which an environment has moved to this one is still there: it does not move again."""
-    return any(env.env_id in one.share and one.place < worker.place for one in worker.backend.workers.values())
 
 
 def _state(did: Did, over: tuple[bool, bool] | None = None) -> After:

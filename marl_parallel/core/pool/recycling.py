@@ -7,8 +7,11 @@ at its own next end of an episode, or at the caller's reset; with `max_episodes`
     end of the episode -> ADOPT      or the caller's RESET: the first result of the new one is the caller's
     all have moved -> CLOSE          the old worker ends
 
-Until the old worker has ended there is no further standby: an environment that is past its limit again beside a slow
-neighbour goes on. A backend without further workers constructs the new environment in place, and its caller waits.
+Until the old worker has ended there is no further standby. An environment that is past its limit again goes on beside
+a slow neighbour: one that had not moved when the present call began, so that the order of replies does not matter. If
+all have moved, an environment that has had its `max_episodes` waits for the end of the old worker.
+
+A backend without further workers constructs the new environment in place, and its caller waits.
 
 Workers that leave their machines (`Backend.leaving`) move in the same way.
 """
@@ -35,7 +38,7 @@ from marl_parallel.core.reports import first_line, logger
 from marl_parallel.types import RecyclePolicy, WorkerStats
 
 _REPLACED_ALREADY = "This worker's environments had already been replaced"
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S, _LOOK_FOR_ENDS_EVERY_S = 1.0, 0.02
 _MEASURING_COSTS_AT_MOST, _MEASURE_AT_LEAST_EVERY_S = 0.01, 10.0
 _RETRY_AFTER_S, _RETRY_AT_LEAST_EVERY_S = 1.0, 60.0
 _LEAVES_WITHIN_S = 5.0
@@ -109,7 +112,8 @@ class Recycling(Extension):
         self._standbys: dict[int, _Standby] = {}  # by the position of the workers whose environments move
         self._closing: dict[int, tuple[int, float]] = {}  # by worker that all have left: its position, its deadline
         self._in_place: dict[int, Prepared] = {}  # environments that are constructed where the old ones were
-        self._next_look, self._episodes_seen, self._next_measurement = 0.0, -1, 0.0
+        self._split: frozenset[int] = frozenset()  # positions where some had moved when the present call began
+        self._next_look, self._episodes_seen, self._next_asked, self._next_measurement = 0.0, -1, 0.0, 0.0
         self._sees_results = False  # whether one of the next results may be an end at which an environment moves
         self._memory: dict[int, int] = {}  # by worker, in bytes, at the last measurement
         self._measures = not (policy.max_memory_mb is None and policy.kill_above_mb is None)
@@ -120,6 +124,8 @@ class Recycling(Extension):
     # -- when environments move ----------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
+        queues = self._pool.queues
+        self._split = frozenset([one for one, standby in self._standbys.items() if queues[standby.worker].share])
         self._look_at_limits(now)
         if self._sees_results or any(standby.is_due for standby in self._standbys.values()):
             self._pool.see_results()
@@ -133,7 +139,7 @@ class Recycling(Extension):
 
     def look_soon(self) -> None:
         """Ask at once which workers leave."""
-        self._next_look = 0.0
+        self._next_look = self._next_asked = 0.0
 
     def _look_at_limits(self, now: float) -> None:
         """Begin standbys where they are due or soon will be, and remove workers that all have left."""
@@ -152,20 +158,27 @@ class Recycling(Extension):
                 standby = None
             workers = {slot.worker for slot in slots}
             past = any(self._is_past_limit(worker, now) for worker in workers)
-            if standby is None:
-                if self._backend.has_spares and self._may_begin(position, now) and (past or self._is_soon(slots, now)):
+            if standby is None and self._backend.has_spares and self._may_begin(position, now):
+                if past or self._waiting(share) or self._is_soon(slots, now):
                     self._begin_standby(position, now)
                 standby = self._standbys.get(position)
             if standby is not None:
                 standby.is_due |= standby.is_ready and past
-                if standby.is_ready and self._may_try(position, now):
-                    self._prepare(standby, [e for e, one in standby.environments.items() if one is Prepared.FAILED])
+                if standby.is_ready:
+                    failed = [env_id for env_id, one in standby.environments.items() if one is Prepared.FAILED]
+                    self._prepare(standby, failed if self._may_try(position, now) else self._waiting(failed))
         limit = self._policy.max_episodes
         self._sees_results = any(
             (limit is not None and self._episodes(slot) + 1 >= limit) or self._is_past_age(slot, now)
             for slot in self._pool.slots
         )
+        is_ending = any(not self._pool.queues[worker].requests for worker in self._closing)
+        self._next_look = now + (_LOOK_FOR_ENDS_EVERY_S if is_ending else _LOOK_EVERY_S)
         self._kill_too_large()
+
+    def _waiting(self, env_ids: Iterable[int]) -> list[int]:
+        """Those of some environments that wait for a new one."""
+        return [env_id for env_id in env_ids if self._records[env_id].phase is Phase.WAITING]
 
     def _episodes(self, slot: Slot) -> int:
         """How many episodes of the present environment have ended, as far as its caller has received results."""
@@ -203,8 +216,11 @@ class Recycling(Extension):
         if not self._backend.has_spares:
             return (has_had_all or self._is_past_age(slot, now)) and self._may_try(position, now)
         standby = self._standbys.get(position)
-        if standby is None and has_had_all and self._may_begin(position, now):
-            self._begin_standby(position, now)
+        if standby is None and has_had_all and position not in self._split:
+            if self._may_begin(position, now):
+                self._begin_standby(position, now)
+            elif self._may_try(position, now):
+                return True  # it waits for the end of the worker that all have left
             standby = self._standbys.get(position)
         if standby is None or slot.env_id not in standby.environments:
             return False
@@ -219,7 +235,7 @@ class Recycling(Extension):
         return now >= self._retry.get(position, (0.0, 0.0))[0]
 
     def _may_begin(self, position: int, now: float) -> bool:
-        """Whether a worker may get a standby: not while the one before it is still there."""
+        """Whether a worker may get a standby: not while another one is there that environments have left."""
         busy = [worker for worker, queue in self._pool.queues.items() if queue.position == position]
         return len(busy) == 1 and self._may_try(position, now)
 
@@ -231,6 +247,8 @@ class Recycling(Extension):
             self._pool.add(number, env_ids, worker)
         except (OSError, RuntimeError) as error:
             self._warn(position, env_ids, str(error))
+            for env_id in self._waiting(env_ids):
+                self._go_on(env_id)
             return
         self._standbys[position] = standby = _Standby(number, now)
         self._prepare(standby, env_ids)
@@ -376,8 +394,8 @@ class Recycling(Extension):
         if not self._backend.has_spares:
             self._prepare_in_place(slot)
             return
-        standby = self._standbys[self._pool.position(slot.worker)]
-        if standby.is_ready:
+        standby = self._standbys.get(self._pool.position(slot.worker))
+        if standby is not None and standby.is_ready:
             self._move(slot, standby)
 
     def _move(self, slot: Slot, standby: _Standby) -> None:
@@ -404,7 +422,7 @@ class Recycling(Extension):
         keywords = None
         if record.request is not None and record.request.message is Message.RESET:
             keywords = record.request.payload[slot.env_id]
-        if keywords is None or not loads(keywords):  # the first episode has begun with neither a seed nor options
+        if keywords is None or _is_empty(keywords):  # the first episode has begun with neither a seed nor options
             request = Request(Message.ADOPT, (slot.env_id,), each=True)
         else:
             request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
@@ -477,6 +495,7 @@ class Recycling(Extension):
             )  # fmt: skip
         if self._pool.remove(worker, kill=late):
             del self._closing[worker]
+            self._next_look = 0.0
             self._forget(worker)
 
     # -- faults --------------------------------------------------------------------------------------------------------
@@ -534,9 +553,9 @@ class Recycling(Extension):
 
         Memory is measured more rarely if that takes long.
         """
-        if now < self._next_look:
+        if now < self._next_asked:
             return
-        self._next_look = now + _LOOK_EVERY_S
+        self._next_asked = now + _LOOK_EVERY_S
         self._leaving = frozenset(self._backend.leaving())
         if self._measures and now >= self._next_measurement:
             began = self._pool.clock()
@@ -580,3 +599,11 @@ class Recycling(Extension):
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         return WorkerStats(recycled=sum(self._records[env_id].recycled for env_id in env_ids))
+
+
+def _is_empty(keywords: bytes) -> bool:
+    """Whether the caller has passed nothing to a reset; what does not unpickle is the worker's to report."""
+    try:
+        return not loads(keywords)
+    except Exception:
+        return False
