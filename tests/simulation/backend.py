@@ -150,8 +150,7 @@ class SimulatedWorker:
             self.point("early", life, may_fail=False)
         self.replies.append((request, reply))
         self.expected -= reply.last
-        # Not after a result: what the next one reports has no observations and no agents then.
-        if life is not None and is_early and (reply.failures or reply.env_ids == ()):
+        if life is not None and is_early:
             self.point("sent", life, may_fail=False)
         if is_complete:
             self.running = None
