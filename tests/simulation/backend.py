@@ -150,7 +150,8 @@ class SimulatedWorker:
             self.point("early", life, may_fail=False)
         self.replies.append((request, reply))
         self.expected -= reply.last
-        if life is not None and is_early:
+        # Not after a result: whether it or the report of the death comes first is not known to the model.
+        if life is not None and is_early and (reply.failures or reply.env_ids == ()):
             self.point("sent", life, may_fail=False)
         if is_complete:
             self.running = None

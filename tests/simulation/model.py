@@ -358,6 +358,7 @@ class Model:
                 if env.awaiting is current and env.env_id not in worker.late:
                     env.awaiting = None
                     self._completed(env, worker, current.message)  # type: ignore[union-attr]
+        self.spares_fail |= bool(_before(worker))
         culprits = self._culprits(worker, why)
         # Of one that was to take the place of another in another worker.
         self.seeds.note_used_up([env.env_id for env in culprits if env.host != worker.number])
@@ -464,8 +465,7 @@ class Model:
 
     def _is_split(self, worker: SimulatedWorker, env: EnvModel) -> bool:
         """Whether others are in the worker from which an environment has moved to this one: it does not move again."""
-        left = [one for one in worker.backend.workers.values() if env.env_id in one.share and one.place < worker.place]
-        return any(other.host == one.number for one in left for other in self.envs)
+        return any(other.host == one.number for one in _before(worker) for other in self.envs)
 
     def _check_action(self, env: EnvModel, step: Did) -> None:
         if step.action != env.action:
@@ -560,6 +560,12 @@ class Model:
 
 def _state(did: Did, over: tuple[bool, bool] | None = None) -> After:
     return After(did.observations, did.alive, over, turn=did.turn)
+
+
+def _before(worker: SimulatedWorker) -> list[SimulatedWorker]:
+    """The worker from which environments move to this one."""
+    others = [one for one in worker.backend.workers.values() if one.place < worker.place]
+    return [one for one in others if worker.share[0] in one.share]
 
 
 # -- dicts -------------------------------------------------------------------------------------------------------------

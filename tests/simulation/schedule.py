@@ -123,7 +123,7 @@ def setup_of(number: int) -> Setup:
             infos=rng.choice([0.0, 0.5]),
             unreadable=rng.choice([0.0, 0.0, 0.01, 0.1]),
             differs=rng.choice([0.0, 0.0, 0.0, 0.03]),
-            stopped=rng.choice([0.0, 0.8]),
+            stopped=rng.choice([0.0, 0.8]) if recycle is None else 0.0,  # the model knows no late result of a move
             often_at=rng.choice(["", "", "", *POINTS]),
         ),
         recycle,
