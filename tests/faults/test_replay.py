@@ -320,21 +320,22 @@ def test_fewer_steps_than_the_episode(build, again, tmp_path):
 
 
 def test_not_more_than_these_steps_are_stored(build, tmp_path):
-    env = build([Counting] * 2, APART, replay=4, replay_dir=tmp_path)
+    failing = crashing(functools.partial(Counting, 20), {(1, 0): Fate("raise", "step", 8)})
+    env = build([failing] * 2, APART, replay=4, replay_dir=tmp_path)
     env.reset()
-    for count in range(1, 8):
-        env.step([ACTIONS] * 2)
-        stored = env.runner.pool.histories._histories
-        assert [len(one.steps) for one in stored] == [min(count, 4)] * 2
-    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(EnvError):  # noqa: PT012
+        for _ in range(20):
+            assert [*tmp_path.iterdir()] == []
+            env.step([ACTIONS] * 2)
+    crash = read_crash(next(tmp_path.iterdir()))
+    assert crash.step - crash.first_step + 1 == 4 < crash.step
 
 
 def test_off_by_default(build, tmp_path, monkeypatch):
-    """Nothing is stored, no file is written, and resets without a seed get none."""
+    """No file is written, and resets without a seed get none."""
     monkeypatch.chdir(tmp_path)
     env = build([crashing(Counting, {(1, 0): Fate("raise", "step", 2)})] * 2, APART)
     env.reset()
-    assert env.runner.pool.histories is None
     assert env.reset()[0][1]["long"][0] == 43
     env.step([ACTIONS] * 2)
     env.step([ACTIONS] * 2)
@@ -407,8 +408,13 @@ def test_wrong_values_are_refused(wrong, error, text, tmp_path, monkeypatch):
 
 
 def test_make_passes_it_on(tmp_path):
-    with make(Counting, 2, num_workers=1, replay=4, replay_dir=tmp_path) as env:
-        assert getattr(env.runner.pool, "histories", None) is not None
+    failing = crashing(Counting, {(1, 0): Fate("raise", "step", 2)})
+    with make(failing, 2, num_workers=1, replay=4, replay_dir=tmp_path) as env:
+        env.reset()
+        with pytest.raises(EnvError):  # noqa: PT012
+            for _ in range(9):
+                env.step([ACTIONS] * 2)
+    assert read_crash(next(tmp_path.iterdir())).env_id == 1
 
 
 @pytest.mark.parametrize(("name", "most"), [("mpe2.simple_spread_v3", 30.0), ("mpe2.simple_speaker_listener_v4", 8.0)])
