@@ -101,7 +101,7 @@ class Assignment:
                 others.setdefault(other, []).append(worker)
         for workers in others.values():
             new = self._start_actor(self._places[workers[0]])
-            new.spare = actor.spare
+            new.is_standby = actor.is_standby
             self._hand_over(actor, new, workers)
 
     def _hand_over(self, old: Actor, new: Actor, workers: Sequence[int]) -> None:
@@ -123,7 +123,7 @@ class Assignment:
         if actor.lost is not None:
             if actor in self.actors:
                 self._end(actor, actor.lost)
-            actor = self._actor_at(self._places[worker], spare=False, since=actor.lost_at)
+            actor = self._actor_at(self._places[worker], is_standby=False, since=actor.lost_at)
         self._start_worker(actor, worker)
 
     def add(self, worker: int, share: Sequence[int], beside: int) -> None:
@@ -132,24 +132,24 @@ class Assignment:
         actor, place = self._actor_of[beside], self._places[beside]
         if beside in self.leaving():
             place = self._place_to_move_to(actor, self.targets.get(beside))
-            actor = self._actor_at(place, spare=True)
+            actor = self._actor_at(place, is_standby=True)
         elif actor.lost is not None:
-            actor = self._actor_at(place, spare=False, since=actor.lost_at)
+            actor = self._actor_at(place, is_standby=False, since=actor.lost_at)
         self._places[worker] = place
         self._start_worker(actor, worker)
 
-    def _actor_at(self, place: Place, *, spare: bool, since: float = 0.0) -> Actor:
+    def _actor_at(self, place: Place, *, is_standby: bool, since: float = 0.0) -> Actor:
         """The actor where a place is, or may be, else a new one.
 
         Args:
             place: What is set aside for a worker.
-            spare: Whether the batch can go on without the worker. An actor that is starting takes only such workers, or
+            is_standby: Whether the batch can go on without the worker. An actor that is starting takes only such workers, or
                 only others.
             since: An actor that is up counts only if it started after this moment, when its node was alive.
         """
         nodes = self.placement.nodes_of([place, *[one.place for one in self.actors]])
         for actor in self.actors:
-            is_usable = actor.ready > since if actor.is_up else actor.lost is None and actor.spare == spare
+            is_usable = actor.ready > since if actor.is_up else actor.lost is None and actor.is_standby == is_standby
             is_there = actor.place == place
             if self.placement.by_node and not is_there:
                 node = actor.node or nodes[actor.place]
@@ -157,7 +157,7 @@ class Assignment:
             if is_usable and is_there:
                 return actor
         actor = self._start_actor(place)
-        actor.spare = spare
+        actor.is_standby = is_standby
         return actor
 
     def _start_worker(self, actor: Actor, worker: int) -> None:

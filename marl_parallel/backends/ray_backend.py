@@ -77,7 +77,7 @@ class RayBackend(Backend):
         4
     """
 
-    has_spares = True
+    has_standbys = True
     moves = True
 
     def __init__(
@@ -307,7 +307,7 @@ class RayBackend(Backend):
         reason = reason_of(error)
         if actor.starting is None:
             return actor.note_lost(reason)
-        if actor.spare:
+        if actor.is_standby:
             return actor.give_up(reason)
         if self._workers.record_places is None:
             worker = next(iter(actor.pending))
@@ -326,7 +326,7 @@ class RayBackend(Backend):
         worker = next(iter(actor.pending))
         started = "started" if self._workers.record_places is None else "replaced"
         text = f"worker {worker} could not be {started} {self._placement.why_not_started(actor.place, reason)}"
-        if actor.spare:
+        if actor.is_standby:
             return actor.give_up(text)
         raise ParallelEnvError(text, env_ids=[*self._workers.shares[worker]], worker=worker)
 

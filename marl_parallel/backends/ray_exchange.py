@@ -46,7 +46,7 @@ class Actor:
         starting: A reference to the result of its start; None once it has started, or is given up.
         ready: When it was up, in seconds of this clock.
         since: When its start was requested for a worker, or that of the first actor that it replaces.
-        spare: Whether it was started beside others, so that the batch goes on if it cannot start.
+        is_standby: Whether it was started beside others, so that the batch goes on if it cannot start.
         waiting: Requests to send once it has started, and whether the caller waits for all of them.
         in_flight: A reference to the result of the exchange.
         waits_for_more: Whether the exchange waits for more than one reply.
@@ -64,7 +64,7 @@ class Actor:
         self.starting: Any = None
         self.ready = math.inf
         self.since = time.monotonic()
-        self.spare = False
+        self.is_standby = False
         self.waiting: list[tuple[dict[int, Request], bool]] = []
         self.in_flight: Any = None
         self.waits_for_more = False

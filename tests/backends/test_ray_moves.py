@@ -58,7 +58,7 @@ class Watched:
                 assert "recycled" not in infos[env_id].get("__common__", {})
 
     def step_until(self, nodes: Any) -> None:
-        """Step until a condition on the set of nodes holds; not during the steps of a spare that is not up yet."""
+        """Step until a condition on the set of nodes holds; not during the steps of a standby that is not up yet."""
         assert wait_for(lambda: self.step() or nodes(nodes_of(self.env)), timeout=90)
 
 

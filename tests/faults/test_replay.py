@@ -142,7 +142,7 @@ def test_raised_error_names_a_file(setup, kind, mode, build, again, tmp_path):
 
 @pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
 def test_recycled_environments(setup, mode, build, again, tmp_path):
-    """A spare has its own seeds; the failures of one that is only a spare have no file."""
+    """A standby has its own seeds; the failures of one that is only a standby have no file."""
     how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
     env = build([Tank] * 4, setup, mode, recycle=RecyclePolicy(max_episodes=2), **how)
     reports = play(env, 60)
@@ -512,7 +512,7 @@ def test_failed_reset_after_the_end_of_an_episode(setup, build, again, tmp_path)
 @pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
 @pytest.mark.parametrize("options", [None, {"level": 9.0}], ids=str)
 def test_recycled_after_the_end_of_an_episode(setup, options, build, again, tmp_path):
-    """The caller's reset ends an episode right after its beginning, and is done by the spare."""
+    """The caller's reset ends an episode right after its beginning, and is done by the standby."""
     how: dict[str, Any] = {"replay": 50, "replay_dir": tmp_path}
     env = build([Tank] * 2, setup, recycle=RecyclePolicy(max_episodes=2), **how)
     env.reset()
@@ -626,7 +626,7 @@ def test_isolated_generators_and_explicit_seeds(constructor, setup, build, again
 @pytest.mark.parametrize("constructor", [SharedTank, SeedlessTank])
 @pytest.mark.filterwarnings("ignore:.*seed:UserWarning")
 def test_isolated_generators_of_recycled_environments(constructor, options, setup, build, again, tmp_path):
-    """A spare has drawn for its first episode already; the caller's reset begins another one with the same seed."""
+    """A standby has drawn for its first episode already; the caller's reset begins another one with the same seed."""
     how: dict[str, Any] = {"isolate_rng": True, "replay": 50, "replay_dir": tmp_path}
     env = build([constructor] * 2, setup, recycle=RecyclePolicy(max_episodes=2), **how)
     env.reset()

@@ -225,9 +225,9 @@ class SimulatedBackend(Backend):
     pickles = False
     side_by_side = False
 
-    def __init__(self, number: int, rates: Rates, *, spares: bool, left_out: frozenset[Fault] = frozenset()) -> None:
+    def __init__(self, number: int, rates: Rates, *, standbys: bool, left_out: frozenset[Fault] = frozenset()) -> None:
         self.number, self.rates, self._left_out = number, rates, left_out
-        self.has_spares = spares  # type: ignore[misc]
+        self.has_standbys = standbys  # type: ignore[misc]
         self.moment = np.array([_BEGINS_AT])
         self.now = _BEGINS_AT
         self.clock: Callable[[], float] = lambda: self.now
@@ -393,7 +393,7 @@ class SimulatedBackend(Backend):
         if not kill and (present.state not in ("ended", "dead") or self.now < present.ends_at):
             return False
         if kill:
-            self.model.spares_fail = True
+            self.model.standbys_fail = True
             self.model.seeds.note_used_up(self.workers[worker].share)
         self.workers.pop(worker).state = "dead"
         return True

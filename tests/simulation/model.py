@@ -129,7 +129,7 @@ class Model:
         self.fatal: list[str] = []
         self.limits: list[int] = []
         self.errors = self.errors_before = self.faults = 0
-        self.most_episodes, self.recycles, self.spares_fail = most_episodes, recycles, False
+        self.most_episodes, self.recycles, self.standbys_fail = most_episodes, recycles, False
         self._called: set[int] = set()
         self.checked = 0
 
@@ -258,7 +258,7 @@ class Model:
         failed = [*reply.failures, *refused]
         worker.is_closed |= reply.request is Message.CLOSE
         if reply.request is Message.PREPARE:
-            self.spares_fail |= bool(failed)
+            self.standbys_fail |= bool(failed)
             self.seeds.note_used_up(failed)
             for env_id in failed:
                 env = self.envs[env_id]
@@ -358,7 +358,7 @@ class Model:
                 if env.awaiting is current and env.env_id not in worker.late:
                     env.awaiting = None
                     self._completed(env, worker, current.message)  # type: ignore[union-attr]
-        self.spares_fail |= bool(_before(worker))
+        self.standbys_fail |= bool(_before(worker))
         culprits = self._culprits(worker, why)
         # Of one that was to take the place of another in another worker.
         self.seeds.note_used_up([env.env_id for env in culprits if env.host != worker.number])
@@ -459,7 +459,7 @@ class Model:
     def _check_recycling(self, env: EnvModel) -> None:
         """An episode begins in the same environment."""
         limit = self.most_episodes
-        may_stay = env.cuts or env.excused or self.spares_fail or not env.has_reset
+        may_stay = env.cuts or env.excused or self.standbys_fail or not env.has_reset
         if limit is not None and env.ended >= limit and not may_stay:
             raise Wrong(f"environment {env.env_id}: not replaced after {env.ended} episodes, with max_episodes={limit}")
 

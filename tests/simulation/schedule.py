@@ -59,7 +59,7 @@ class Setup(NamedTuple):
     on_error: str
     rates: Rates
     recycle: RecyclePolicy | None
-    spares: bool
+    standbys: bool
     warn_after: float | None
     arrays: bool  # whether it is stepped by a facade
     callback: bool  # whether `on_restart` is passed
@@ -165,7 +165,7 @@ class History:
 
     def __init__(self, number: int, left_out: frozenset[Fault], folder: Path) -> None:
         self.setup = setup = setup_of(number)
-        self.backend = SimulatedBackend(number, setup.rates, spares=setup.spares, left_out=left_out)
+        self.backend = SimulatedBackend(number, setup.rates, standbys=setup.standbys, left_out=left_out)
         most = None if setup.recycle is None else setup.recycle.max_episodes
         shares = share_out(setup.num_envs, setup.num_workers)
         self.model = self.backend.model = Model(
