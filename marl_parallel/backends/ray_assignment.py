@@ -143,8 +143,8 @@ class Assignment:
 
         Args:
             place: What is set aside for a worker.
-            is_standby: Whether the batch can go on without the worker. An actor that is starting takes only such workers, or
-                only others.
+            is_standby: Whether the batch can go on without the worker. An actor that is starting takes only such
+                workers, or only others.
             since: An actor that is up counts only if it started after this moment, when its node was alive.
         """
         nodes = self.placement.nodes_of([place, *[one.place for one in self.actors]])
