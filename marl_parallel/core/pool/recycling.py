@@ -127,7 +127,9 @@ class Recycling(Extension):
         queues = self._pool.queues
         self._split = frozenset([one for one, standby in self._standbys.items() if queues[standby.worker].share])
         self._look_at_limits(now)
-        if self._sees_results or any(standby.is_due for standby in self._standbys.values()):
+        if too_large := self._too_large():
+            self._next_look = 0.0  # `look` ends them: what `send` calls must raise no faults
+        if too_large or self._sees_results or any(standby.is_due for standby in self._standbys.values()):
             self._pool.see_results()
 
     def patience(self, now: float) -> float | None:
@@ -136,6 +138,7 @@ class Recycling(Extension):
     def look(self, now: float) -> None:
         if not self._pool.closed:
             self._look_at_limits(now)
+            self._kill_too_large()
 
     def look_soon(self) -> None:
         """Ask at once which workers leave."""
@@ -174,7 +177,6 @@ class Recycling(Extension):
         )
         is_ending = any(not self._pool.queues[worker].requests for worker in self._closing)
         self._next_look = now + (_LOOK_FOR_ENDS_EVERY_S if is_ending else _LOOK_EVERY_S)
-        self._kill_too_large()
 
     def _waiting(self, env_ids: Iterable[int]) -> list[int]:
         """Those of some environments that wait for a new one."""
@@ -573,14 +575,20 @@ class Recycling(Extension):
         self._memory.pop(worker, None)
         self._leaving -= {worker}
 
+    def _too_large(self) -> list[int]:
+        """Workers with environments that have more memory than they may ever have."""
+        limit, queues = self._policy.kill_above_mb, self._pool.queues
+        if limit is None:
+            return []
+        return [one for one in self._memory if self._memory_mb(one) > limit and one in queues and queues[one].share]
+
     def _kill_too_large(self) -> None:
         """Replace workers that have more memory than they may ever have."""
-        limit, pool = self._policy.kill_above_mb, self._pool
-        for worker in [*self._memory] if limit is not None else ():
-            megabytes = self._memory_mb(worker)
-            if megabytes <= (limit or 0.0) or worker not in pool.queues or not pool.queues[worker].share:
-                continue
-            share = pool.queues[worker].share
+        pool = self._pool
+        for worker in self._too_large():
+            if worker not in self._too_large():
+                continue  # while another one was replaced, all have left it
+            megabytes, share = self._memory_mb(worker), pool.queues[worker].share
             pool.apply([(worker, reply) for reply in self._backend.end(worker)])
             if worker not in pool.queues:
                 continue
@@ -591,7 +599,7 @@ class Recycling(Extension):
             # running, or that was running last.
             counted = status.settled if running is None else running.env_id
             env_id = counted if counted is not None and counted in share else share[0]
-            error = reports.too_large(worker, share, env_id, megabytes, limit, running, tail)
+            error = reports.too_large(worker, share, env_id, megabytes, self._policy.kill_above_mb, running, tail)
             try:
                 pool.fault(Fault(worker, None, error, running))
             finally:
