@@ -212,7 +212,8 @@ def ours(actors: int, envs_each: int) -> Iterator[tuple[Step, ParallelEnv]]:
     from marl_parallel import RayBackend  # not needed to show saved results
 
     count = actors * envs_each
-    with ParallelEnv([Waiting] * count, seed=None, backend=RayBackend(num_cpus=CPU_SHARE), num_workers=actors) as env:
+    backend = RayBackend(num_cpus=CPU_SHARE, workers_per_node=1)
+    with ParallelEnv([Waiting] * count, seed=None, backend=backend, num_workers=actors) as env:
         env.reset()
         batches = itertools.cycle(draw_actions(dict(env.action_space.spaces), count))
         yield lambda: env.step(next(batches)), env
@@ -220,14 +221,15 @@ def ours(actors: int, envs_each: int) -> Iterator[tuple[Step, ParallelEnv]]:
 
 @contextmanager
 def by_node(nodes: int, workers: int, observation_size: int = 18) -> Iterator[tuple[Step, ParallelEnv]]:
-    """As `ours`, with `K` environments in each worker, and so many workers on each node."""
+    """As `ours`, with `K` environments in each worker, and so many workers in each actor, which stands for a node."""
     from marl_parallel import RayBackend
 
-    count = nodes * workers * K
-    backend = RayBackend(num_cpus=CPU_SHARE, num_nodes=nodes, workers_per_node=workers)
-    with ParallelEnv([functools.partial(Waiting, observation_size)] * count, seed=None, backend=backend) as env:
+    total = nodes * workers
+    backend = RayBackend(num_cpus=CPU_SHARE, workers_per_node=workers)
+    constructors = [functools.partial(Waiting, observation_size)] * total * K
+    with ParallelEnv(constructors, seed=None, backend=backend, num_workers=total) as env:
         env.reset()
-        batches = itertools.cycle(draw_actions(dict(env.action_space.spaces), count))
+        batches = itertools.cycle(draw_actions(dict(env.action_space.spaces), total * K))
         yield lambda: env.step(next(batches)), env
 
 

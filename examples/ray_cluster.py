@@ -1,4 +1,4 @@
-"""Run simple_spread in Ray actors on all nodes of a cluster, and kill one actor on the way.
+"""Run simple_spread on all nodes of a Ray cluster, and kill one worker on the way.
 
     python examples/ray_cluster.py                             on a running cluster, else on this machine alone
     python examples/ray_cluster.py --address 10.0.0.1:6379     on that cluster
@@ -22,8 +22,8 @@ from marl_parallel import ParallelEnv, RayBackend
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--address", help="address of the cluster's head; default: the running cluster, else a new one")
-parser.add_argument("--actors", type=int, default=4)
-parser.add_argument("--envs", type=int, default=32, help="number of environments in all actors together")
+parser.add_argument("--workers", type=int, default=4)
+parser.add_argument("--envs", type=int, default=32, help="number of environments in all workers together")
 parser.add_argument("--steps", type=int, default=500, help="steps of each environment")
 args = parser.parse_args()
 
@@ -33,7 +33,7 @@ logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
 
 def node_and_pid(_):
     """The node and process of an environment; called in its worker."""
-    return ray.get_runtime_context().get_node_id(), os.getpid()
+    return os.environ["RAY_NODE_ID"], os.getpid()
 
 
 @ray.remote(num_cpus=0)
@@ -42,16 +42,16 @@ def end(pid):
 
 
 def kill(place):
-    """Kill one actor on any node, as when it runs out of memory. The batch continues."""
+    """Kill one worker on any node, as when it runs out of memory. The batch continues."""
     node, pid = place
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     ray.get(end.options(scheduling_strategy=strategy).remote(pid))
 
 
-# Half a CPU per actor: Ray counts the requested CPUs and does not measure their use.
+# Half a CPU per worker: Ray counts the requested CPUs and does not measure their use.
 backend = RayBackend(args.address, num_cpus=0.5, placement="SPREAD")
 with ParallelEnv(
-    [simple_spread_v3.parallel_env] * args.envs, backend=backend, num_workers=args.actors, on_error="restart"
+    [simple_spread_v3.parallel_env] * args.envs, backend=backend, num_workers=args.workers, on_error="restart"
 ) as env:
     places = env.call(node_and_pid)
     for (node, pid), num_envs in Counter(places).items():

@@ -189,7 +189,7 @@ def train(args: Args) -> None:
     backend = RayBackend(
         "auto",
         args.num_cpus,
-        num_nodes=args.num_nodes,
+        placement="SPREAD",
         workers_per_node=args.workers_per_node,
         placement_timeout=args.placement_timeout,
     )

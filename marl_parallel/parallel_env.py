@@ -127,7 +127,7 @@ class ParallelEnv:
         num_workers: The number of workers, which share the environments evenly; None for one per environment, up to
             the number of CPUs that this process may use, or the cluster has.
         envs_per_worker: The most environments of one worker, instead of `num_workers`; see `docs/workers.md`.
-        backend: Where the workers run: `"process"`, `"thread"`, `"serial"`, `"ray"` for actors of a Ray cluster, or
+        backend: Where the workers run: `"process"`, `"thread"`, `"serial"`, `"ray"` for the nodes of a Ray cluster, or
             a `Backend`, such as a `RayBackend` with the cluster's address and resources. `"auto"` steps the
             environments for about half a second, or twice that if they mostly wait, and chooses; see `docs/workers.md`.
         adapter: The kind of simulator, if it is not recognised correctly: a name from `docs/environments.md`, such as

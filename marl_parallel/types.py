@@ -53,22 +53,17 @@ class ParallelEnvError(RuntimeError):
     def __init__(
         self, message: str, *, env_ids: Iterable[int] = (), worker: int | None = None, **attributes: Any
     ) -> None:
-        RuntimeError.__init__(self, message)  # not the one of an environment's exception, which `EnvError` may be, too
+        super().__init__(message)
         self.env_ids = tuple(env_ids)
         self.worker = worker
         vars(self).update(attributes)  # those that subclasses declare
 
 
 class EnvError(ParallelEnvError):
-    """An environment raised. `original`, and `__cause__`, is the simulator's exception if it could be pickled.
-
-    It is also an instance of that exception's class, with its attributes, so that `except ZeroDivisionError` finds it,
-    too. Not so where that would mislead: `AttributeError`, `StopIteration`, `StopAsyncIteration`, Gymnasium's errors
-    about the order of calls, `SystemExit` and other exceptions that are no `Exception`, and classes that do not allow
-    it.
+    """An environment raised.
 
     Attributes:
-        original: The exception of the simulator; None if it cannot be pickled.
+        original: The exception of the simulator, which is also `__cause__`; None if it cannot be pickled.
         method: The method that was running: `"constructor"`, `"reset"`, `"step"`, `"render"`, `"close"`, ...; or
             `"observation_space('agent_0')"` if a method that returns a space raised.
         remote_traceback: The traceback from inside the worker, as text.
@@ -80,17 +75,12 @@ class EnvError(ParallelEnvError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled without `original` where that can only be pickled by value, such as that of a class in a function."""
-        return type(self), self.args, picklable_attributes(self)
-
-
-def picklable_attributes(error: EnvError) -> dict[str, Any]:
-    """The attributes of an error for its pickle: `original` is None where it does not pickle."""
-    attributes = {**vars(error)}
-    try:
-        pickle.dumps(error.original)
-    except Exception:  # its class may do anything when it is pickled
-        attributes["original"] = None
-    return attributes
+        attributes = {**vars(self)}
+        try:
+            pickle.dumps(self.original)
+        except Exception:  # its class may do anything when it is pickled
+            attributes["original"] = None
+        return type(self), self.args, attributes
 
 
 class WorkerCrashed(ParallelEnvError):

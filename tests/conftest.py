@@ -5,7 +5,6 @@ pytest --setups=rest   the other setups: other backends and numbers of workers, 
                        what is marked `rest`: slow tests, and combinations of what others cover one by one
 pytest --setups=all    both
 pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
-pytest --setups=ray-nodes    the same, with one actor for all workers of a node
 pytest -n 0            all tests in this process, one at a time; the default is two processes (pytest-xdist)
 CI=true pytest         a skipped test makes the run fail
 
@@ -13,7 +12,8 @@ Markers: `needs("ray", ...)` names the libraries that a file imports: it is coll
 `needs("_codec")` is for tests of compiled code.
 `release_independent` marks tests whose result is the same with every release of every library. `whole_machine` marks
 tests that look at shared memory, processes or temporary files of all programs: while one of them runs, the other
-process of pytest-xdist waits (`MachineLock`).
+process of pytest-xdist waits (`MachineLock`). `starts_anew` marks tests whose worker processes start as in any program;
+for the others, the fork server is a fork of a process that has its libraries loaded (`helpers.fork_servers`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from helpers import ROOT, TESTS, start_methods
+from helpers import ROOT, TESTS, fork_servers, start_methods
 from helpers.setups import (
     ALL_SETUPS,
     BACKEND_SETUPS,
@@ -102,7 +102,7 @@ class MachineLock:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    choices = ["one", "rest", "all", "ray", "ray-nodes"]
+    choices = ["one", "rest", "all", "ray"]
     parser.addoption("--setups", choices=choices, default="one", help="see tests/conftest.py")
 
 
@@ -137,15 +137,32 @@ def _skips_count(config: pytest.Config) -> bool:
     return bool(os.environ.get("CI") and reporter and reporter.stats.get("skipped"))
 
 
+@pytest.fixture(scope="session")
+def server_template() -> Iterator[fork_servers.ServerTemplate]:
+    """What forks the fork servers of all tests."""
+    with contextlib.closing(fork_servers.ServerTemplate()) as template:
+        yield template
+
+
+@pytest.fixture(autouse=True)
+def quick_fork_servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers start in a few milliseconds, except in tests marked `starts_anew`."""
+    if fork_servers.AVAILABLE and request.node.get_closest_marker("starts_anew") is None:
+        from marl_parallel.backends import launching
+
+        template: fork_servers.ServerTemplate = request.getfixturevalue("server_template")
+        monkeypatch.setattr(launching, "subprocess", template.as_subprocess())
+
+
 @pytest.fixture(params=ALL_SETUPS, ids=str)
 def setup(request: pytest.FixtureRequest) -> Setup:
-    """Every backend on two workers, all but Ray also without shared memory; processes on three numbers of workers."""
+    """Every backend on two workers; serial and processes also without shared memory; processes also on 1 and 4."""
     return request.param
 
 
 @pytest.fixture(params=TWO_WORKERS, ids=str)
 def two_worker_setup(request: pytest.FixtureRequest) -> Setup:
-    """Every backend on two workers, all but Ray also without shared memory."""
+    """Every backend on two workers, processes also without shared memory."""
     return request.param
 
 
@@ -175,7 +192,7 @@ def process_setup(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.fixture(params=KILLABLE_SETUPS, ids=str)
 def killable_setup(request: pytest.FixtureRequest) -> Setup:
-    """Workers that are processes, of every backend; worker processes in three numbers."""
+    """Two workers that are processes, of every backend."""
     return request.param
 
 
@@ -199,10 +216,6 @@ def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., ParallelEnv]
         if setup.backend == "ray":
             request.getfixturevalue("ray_clusters").one_node()
         backend = start_methods.arguments("portable") if setup.backend == "portable" else {}
-        if setup.backend == "ray" and request.config.getoption("--setups") == "ray-nodes":
-            from marl_parallel import RayBackend
-
-            backend = {"backend": RayBackend(num_cpus=0.5, num_nodes=1)}
         arguments = {**setup._asdict(), **backend, **more}
         arguments["num_workers"] = min(arguments["num_workers"], max(len(constructors), 1))
         with warnings.catch_warnings():

@@ -73,15 +73,6 @@ def kill_marked(value: str) -> None:
         time.sleep(_PAUSE_S)
 
 
-def kill_left_behind(pid: int, marker: str) -> None:
-    """Kill what a process that led a group has left behind; this process need not be its parent."""
-    # No other group gets this number while a process is in the group, but another process may.
-    if state_of(pid) in ("", "Z"):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    kill_marked(marker)
-
-
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parents have ended (Linux)."""
     if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0):  # PR_SET_CHILD_SUBREAPER
@@ -220,7 +211,7 @@ def report_to(file: int | IO[Any]) -> None:
 def _report_exits(fd: int) -> None:
     """Have `os._exit` write the stack of its caller before it ends this process; Python has no audit event for it.
 
-    It writes nothing in children that this process forks, and nothing where this package or Ray ends the process.
+    It writes nothing in children that this process forks, and nothing where this package ends the process.
     """
     pid, end = os.getpid(), os._exit
 
@@ -228,7 +219,7 @@ def _report_exits(fd: int) -> None:
     def _exit(status: int) -> NoReturn:
         operator.index(status)  # else it raises, and the process goes on
         caller: FrameType | None = sys._getframe(1)
-        if os.getpid() == pid and caller is not None and _package_of(caller) not in ("marl_parallel", "ray"):
+        if os.getpid() == pid and caller is not None and _package_of(caller) != "marl_parallel":
             lines = ["os._exit was called here (most recent call first):"]
             while caller is not None and len(lines) <= _MOST_FRAMES:
                 code = caller.f_code
@@ -260,10 +251,10 @@ def _handles_stack_signal(pid: int) -> bool:
 
 
 class CrashFile:
-    """A file (None: a new one) that one worker appends its stacks to. A full pipe would block the dying process."""
+    """A file that one worker appends its stacks to. A full pipe would block the dying process."""
 
-    def __init__(self, fd: int | None = None) -> None:
-        self.fd = anonymous_file("marl_parallel-stacks") if fd is None else fd
+    def __init__(self) -> None:
+        self.fd = anonymous_file("marl_parallel-stacks")
         append_only(self.fd)  # the worker's descriptor is a copy of this one and shares its position
         self._start = 0
 

@@ -323,7 +323,7 @@ class ProcessBackend(Backend):
     """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
 
     shares_memory = True
-    has_spares = True
+    has_standbys = True
     keeps_logs = True
 
     def __init__(self, *, threads: int | None = 1, wait: str = "adaptive") -> None:

@@ -75,7 +75,7 @@ class PortableProcessBackend(Backend):
     """
 
     shares_memory = True
-    has_spares = True
+    has_standbys = True
     keeps_logs = True
 
     def __init__(self, *, threads: int | None = 1) -> None:

@@ -82,7 +82,7 @@ def bench(
     workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "1,2,4",
     backends: Annotated[
         str,
-        typer.Option("--backends", "--backend", help=f"Backends to measure: {', '.join(NAMES)}; comma-separated."),
+        typer.Option(help=f"Backends to measure: {', '.join(NAMES)}; comma-separated."),
     ] = "process",
     stepped_async: Annotated[
         bool, typer.Option("--async", help="Also measure send and recv, for half of the environments at a time.")

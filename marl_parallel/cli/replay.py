@@ -1,4 +1,4 @@
-"""`marl-parallel replay`: repeats the failure in a file of `core/replay.py`, with one environment in this process.
+"""`marl-parallel replay`: repeats the failure in a file of `core/replay_file.py`, with one environment in this process.
 
 The environment is constructed, reset and stepped as in its worker: by `Episode`, whose transitions are written into a
 record and pickled, since that may be what failed. What ended a worker process would end this one before it reports

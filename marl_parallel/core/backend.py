@@ -78,7 +78,7 @@ class Backend(ABC):
             `Reply.completed` are in its seconds, and `wait` measures its timeout with it. A test may have its own.
         looking_s: Seconds that `look` has spent waiting for other machines so far.
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
-        has_spares: Whether `add` can start workers after `start`; their numbers are less than `most_workers`.
+        has_standbys: Whether `add` can start workers after `start`; their numbers are less than `most_workers`.
         moves: Whether workers can move to other machines, as `leaving` and `rebalance` say.
         can_isolate_rng: Whether environments of different workers do not use the same process-wide generators at once.
         pickles: Whether workers get pickled constructors, since they are in other processes.
@@ -92,7 +92,7 @@ class Backend(ABC):
     can_kill: ClassVar[bool] = True
     side_by_side: ClassVar[bool] = True
     shares_memory: ClassVar[bool] = False
-    has_spares: ClassVar[bool] = False
+    has_standbys: ClassVar[bool] = False
     moves: ClassVar[bool] = False
     can_isolate_rng: ClassVar[bool] = True
     pickles: ClassVar[bool] = True
@@ -184,14 +184,14 @@ class Backend(ABC):
         """
 
     def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
-        """Start one more worker for some environments, without waiting until it is up; only if `has_spares`.
+        """Start one more worker for some environments, without waiting until it is up; only if `has_standbys`.
 
         They will move there from the worker `beside`.
         """
         raise NotImplementedError
 
     def remove(self, worker: int, *, kill: bool) -> bool:
-        """Free a worker that carries out no requests any more, and its number; only if `has_spares`.
+        """Free a worker that carries out no requests any more, and its number; only if `has_standbys`.
 
         Returns False if it has not ended yet, unless it is to be killed: one that has carried out a CLOSE ends soon.
         """

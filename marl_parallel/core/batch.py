@@ -284,7 +284,7 @@ class Batch:
             return {}, []
         if partially_written:
             declared = self.layout.schema.observation_spaces
-            return {agent: zeros(declared[agent]) for agent in slot.acting if agent in declared}, [*slot.acting]
+            return {agent: zeros(declared[agent]) for agent in slot.alive if agent in declared}, [*slot.alive]
         return self._own.last_known(slot.env_id, extras)
 
     # -- action masks --------------------------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ class Wrapped:
         return env
 
 
-def construct_one(constructor: Constructor, *, seed: int | None, env_id: int, restarts: int = 0) -> Any:
+def construct_one(constructor: Constructor, *, seed: int | None, env_id: int) -> Any:
     """Call a constructor with the keywords that it accepts, and return the environment."""
-    return call_constructor(constructor, {"seed": seed, "env_id": env_id, "restarts": restarts})[0]
+    return call_constructor(constructor, {"seed": seed, "env_id": env_id, "restarts": 0})[0]
 
 
 def call_constructor(constructor: Constructor, keywords: Mapping[str, int | None]) -> tuple[Any, Seeding]:

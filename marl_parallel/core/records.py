@@ -447,10 +447,6 @@ class RecordSlices:
         start = self._layout.transition_header
         self._records[_rows(env_ids), start : start + slices.shape[1]] = slices
 
-    def place(self, env_id: int) -> tuple[int, int]:
-        """The first and last offset of a record in a block, in bytes."""
-        return env_id * self._layout.stride, (env_id + 1) * self._layout.stride
-
     def records(self, env_ids: Sequence[int]) -> bytes:
         """Whole records."""
         return self._records[_rows(env_ids)].tobytes()

@@ -6,8 +6,6 @@ code. What to do next follows, then the stack.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -16,15 +14,12 @@ import signal
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from types import GetSetDescriptorType, MemberDescriptorType
-from typing import Any, NamedTuple
-
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from typing import NamedTuple
 
 from marl_parallel.core.messages import Failure, Lost
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.worker_status import Activity, Running
-from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout, picklable_attributes
+from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
 
 logger = logging.getLogger("marl_parallel")
 
@@ -61,74 +56,8 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
         except Exception as reason:
             # It unpickles in the worker, but not here; its text is in the message in any case.
             logger.debug("the exception of environment %d does not unpickle: %s", env_id, reason)
-    error = _like(original, text, env_ids=(env_id,), worker=worker, method=method, remote_traceback=stack)
+    error = EnvError(text, env_ids=(env_id,), worker=worker, original=original, method=method, remote_traceback=stack)
     error.__cause__ = original
-    return error
-
-
-_MISLEADING = (
-    AttributeError,  # Python takes it for a missing attribute
-    StopIteration,  # ends loops
-    StopAsyncIteration,
-    AlreadyPendingCallError,  # these are about the calls of a `ParallelEnv`
-    ClosedEnvironmentError,
-    NoAsyncCallError,
-    ResetNeeded,
-)
-
-
-def _like(original: BaseException | None, text: str, **attributes: Any) -> EnvError:
-    """An `EnvError` that is an instance of the original exception's class, too, where it may be; see `EnvError`."""
-    original_class: Any = type(original)
-    if original is None or (kind := _env_error_and(original_class)) is EnvError:
-        return EnvError(text, original=original, **attributes)
-    try:
-        error = kind(text, original=original, **attributes)
-        vars(error).update({name: value for name, value in vars(original).items() if name not in vars(error)})
-        for name, value in _fields(original).items():
-            if name not in vars(error):
-                setattr(error, name, value)
-        return error
-    except Exception:  # its class may do anything when it is instantiated
-        return EnvError(text, original=original, **attributes)
-
-
-@functools.lru_cache
-def _env_error_and(kind: Any) -> type[EnvError]:
-    """A subclass of `EnvError` and of the class `kind` of an exception; `EnvError` itself where there can be none."""
-    if issubclass(kind, (*_MISLEADING, ParallelEnvError)) or not issubclass(kind, Exception):
-        return EnvError
-    if issubclass(EnvError, kind):
-        return EnvError
-    own = {name: getattr(EnvError, name) for name in ("__module__", "__doc__", "__str__", "__repr__")}
-    try:
-        return type("EnvError", (EnvError, kind), {**own, "__reduce__": _reduced})
-    except Exception:  # other metaclasses and layouts in memory, or an `__init_subclass__` that raises
-        return EnvError
-
-
-def _fields(error: BaseException) -> dict[str, Any]:
-    """The attributes of an exception that are not in its `__dict__`, such as `errno`."""
-    descriptors = MemberDescriptorType | GetSetDescriptorType
-    fields = {}
-    for base in itertools.takewhile(lambda base: base is not Exception, type(error).__mro__):
-        for name, kind in vars(base).items():
-            if isinstance(kind, descriptors) and not name.startswith("__"):
-                with contextlib.suppress(AttributeError):  # it has not been set
-                    fields[name] = getattr(error, name)
-    return fields
-
-
-def _reduced(error: EnvError) -> Any:
-    """How an error whose class was made here is pickled."""
-    return _restored, (type(error).__bases__[1], error.args[0], picklable_attributes(error), _fields(error))
-
-
-def _restored(kind: Any, text: str, attributes: dict[str, Any], fields: dict[str, Any]) -> EnvError:
-    error = _env_error_and(kind)(text)
-    vars(error).update(attributes)
-    for name, value in fields.items():
-        setattr(error, name, value)
     return error
 
 

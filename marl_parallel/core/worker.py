@@ -244,7 +244,7 @@ class Worker:
                 raise
         if self._own_process:
             self.settings.look_again()
-        if plan.traced != is_traced(self._status):  # a spare, in which a trace has begun or ended
+        if plan.traced != is_traced(self._status):  # a standby, in which a trace has begun or ended
             trace(self._status, plan.traced)
         derives_from = (seed, 0) if plan.derived_seeds and seed is not None else None
         self._episodes[env_id] = Episode(

@@ -14,25 +14,16 @@ import numpy as np
 from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from ray.rllib.callbacks.utils import make_callback
-from ray.rllib.core.columns import Columns
 from ray.rllib.env.env_context import EnvContext
-from ray.rllib.env.env_runner import ENV_STEP_TIMER, NUM_ENV_STEP_FAILURES_LIFETIME
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 from ray.rllib.utils.error import ERR_MSG_INVALID_ENV_DESCRIPTOR, EnvError
-from ray.rllib.utils.metrics import (
-    ENV_TO_MODULE_CONNECTOR,
-    MODULE_TO_ENV_CONNECTOR,
-    RLMODULE_INFERENCE_TIMER,
-    WEIGHTS_SEQ_NO,
-)
 from ray.rllib.utils.pre_checks.env import check_multiagent_environments
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from marl_parallel.adapters import AgentID, GroupSpaces
 from marl_parallel.adapters import Dicts as FiveDicts
-from marl_parallel.arguments import checked_integer
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.exclusive import CallGuard, exclusive
@@ -104,7 +95,6 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
         self._came_back: list[tuple[int, AgentID]] = []  # environments and agents of the latest results, from filters
         self._filters = [EpisodeFilter(runner.batch, env_id, self._came_back) for env_id in range(env.num_envs)]
-        self._were_over: dict[int, bool] = {}  # of those in flight, whether their next episode begins
 
     @exclusive("reset")
     def reset(
@@ -138,31 +128,6 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         self._refuse_lives()
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         return observations, self._as_numbers(rewards), terminateds, truncateds, infos
-
-    @exclusive("send")
-    def send(self, actions: Sequence[Mapping[AgentID, Any]], env_ids: Sequence[int]) -> None:
-        """Begin to step some environments and return; `recv` has the results.
-
-        Arguments and errors are those of `step`.
-        """
-        self._runner.claim(self._claim)
-        over = self._runner.batch.over
-        self.env.send(self._actions(actions), env_ids)
-        self._were_over.update({env_id: over[env_id] for env_id in env_ids})
-
-    @exclusive("recv")
-    def recv(self, min_envs: int) -> tuple[tuple[int, ...], EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
-        """Wait for so many environments in flight; returns the env ids of all that are ready, and lists as `step` does.
-
-        Ids are in ascending order. Errors are those of `ParallelEnv.recv`.
-        """
-        ids, observed, *rest = self.env.recv(min_envs)
-        received = {env_id: dicts for env_id, *dicts in zip(ids, self._observations(observed), *rest)}
-        env_ids = tuple(sorted(received))
-        rows = [self._filters[i].step(self._were_over.pop(i), tuple(received[i])) for i in env_ids]
-        self._refuse_lives()
-        observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
-        return env_ids, observations, self._as_numbers(rewards), terminateds, truncateds, infos
 
     def _refuse_lives(self) -> None:
         """Raise `ValueError` if an agent has come back after its end."""
@@ -350,9 +315,6 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     more; a local runner uses all. RLlib's check of each environment runs in its worker, unless `disable_env_checking`
     is set. `docs/facades.md` has its seeds and restarts.
 
-    With `min_envs=k`, the module acts as soon as k environments are ready, so that slow steps and long resets hold up
-    nobody else. The others' results are in later samples; those of fast environments are more numerous.
-
     Raises:
         ValueError: `env_config["parallel_env"]` has arguments that RLlib or the runner sets.
         TypeError: It has arguments that `ParallelEnv` does not know.
@@ -375,8 +337,6 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
         (8, 80)
         >>> runner.stop()
     """
-
-    _cached_to_module: Any
 
     def make_env(self) -> None:
         """Close the present environment and make a new one; RLlib calls this at the start and after faults."""
@@ -401,7 +361,7 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
                 f"env_config[{OPTIONS!r}] may not have {', '.join(reserved)}: RLlib's config has the environment and "
                 'the seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
             )
-        known = {*signature(ParallelEnv).parameters, "min_envs", "scalarize"} - {*_RESERVED}
+        known = {*signature(ParallelEnv).parameters, "scalarize"} - {*_RESERVED}
         if unknown := options.keys() - known:
             near = sorted({name for one in unknown for name in get_close_matches(str(one), known)})
             instead = f"; did you mean {', '.join(near)}?" if near else f"; it takes {', '.join(sorted(known))}"
@@ -409,13 +369,6 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
                 f"env_config[{OPTIONS!r}] has arguments that ParallelEnv does not know: "
                 f"{', '.join(sorted(map(str, unknown)))}{instead}"
             )
-        self._min_envs: int | None = options.pop("min_envs", None)
-        if self._min_envs is not None:
-            num_envs = self.config.num_envs_per_env_runner
-            if checked_integer(self._min_envs, f"env_config[{OPTIONS!r}]['min_envs']") > num_envs:
-                raise ValueError(f"min_envs={self._min_envs}, but a runner has num_envs_per_env_runner={num_envs}")
-        self._ready: list[int] = []  # with `min_envs`, the environments that need actions
-        self._waiting: dict[int, tuple[Any, Any]] = {}  # those in flight, with their actions and the module's outputs
         constructor = _constructor(_creator(self.config.env), context, not self.config.disable_env_checking)
         seeds, scalarize = self._env_seeds(), options.pop("scalarize", None)
         parallel = ParallelEnv(
@@ -437,154 +390,6 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
             callbacks_functions=self.config.callbacks_on_environment_created,
             kwargs={"env_runner": self, "metrics_logger": self.metrics, "env": self.env, "env_context": context},
         )
-
-    def _sample(
-        self,
-        *,
-        num_timesteps: int | None = None,
-        num_episodes: int | None = None,
-        explore: bool,
-        random_actions: bool = False,
-        force_reset: bool = False,
-    ) -> list[Any]:
-        if self._min_envs is None:
-            episodes: list[Any] = super()._sample(
-                num_timesteps=num_timesteps, num_episodes=num_episodes, explore=explore,
-                random_actions=random_actions, force_reset=force_reset,
-            )  # fmt: skip
-            return episodes
-        if force_reset or num_episodes is not None or self._needs_initial_reset:
-            self._begin_anew(explore)
-        if num_episodes is not None:
-            self._needs_initial_reset = True
-        done: list[Any] = []
-        steps = 0
-        while steps < num_timesteps if num_timesteps is not None else len(done) < (num_episodes or 0):
-            assert self.env is not None
-            try:
-                with self.metrics.log_time(ENV_STEP_TIMER):
-                    if self._ready:
-                        self._send_actions(explore, random_actions)
-                    results = self.env.recv(min(self._min_envs, len(self._waiting)))
-            except Exception as error:
-                self.metrics.log_value(NUM_ENV_STEP_FAILURES_LIFETIME, 1, reduce="lifetime_sum")
-                logger.exception("a step of the environments failed: %s", error)
-                if not self.config.restart_failed_sub_environments:
-                    raise RuntimeError("a step of the environments failed") from error
-                self.make_env()
-                self._begin_anew(explore)
-                steps = 0
-                continue
-            finished: list[Any] = []
-            for env_id, *dicts in zip(*results):
-                steps += self._add(env_id, dicts)
-                if self._ongoing_episodes[env_id].is_done and (num_episodes is None or len(done) < num_episodes):
-                    finished.append(self._finish(env_id))
-                    done.append(finished[-1])
-            self._prepare(results, finished, explore)
-        self._done_episodes_for_metrics.extend(done)
-        return done if num_timesteps is None else done + self._cut()
-
-    def _begin_anew(self, explore: bool) -> None:
-        self._reset_envs_and_episodes(explore)
-        self._ready, self._waiting = [*range(self.num_envs)], {}
-
-    def _send_actions(self, explore: bool, random_actions: bool) -> None:
-        """Step the environments that are ready, with the module's actions."""
-        ready = self._ready
-        episodes = [self._ongoing_episodes[env_id] for env_id in ready]
-        to_module, self._cached_to_module = self._cached_to_module, None
-        to_env: dict[Any, Any] = {}
-        if random_actions:
-            spaces_of = self.env.single_action_spaces if self.env is not None else {}
-            to_env[Columns.ACTIONS] = [
-                {agent: spaces_of[agent].sample() for agent in episode.get_agents_to_act()} for episode in episodes
-            ]
-        elif to_module:
-            runners = self.config.num_env_runners or 1
-            with self.metrics.log_time(RLMODULE_INFERENCE_TIMER):
-                if explore:
-                    taken = self.num_env_steps_sampled_lifetime // runners * runners
-                    outputs = self.module.forward_exploration(to_module, t=taken)
-                else:
-                    outputs = self.module.forward_inference(to_module)
-            to_env = self._module_to_env(
-                rl_module=self.module, batch=outputs, episodes=episodes, explore=explore,
-                shared_data=self._shared_data, metrics=self.metrics, metrics_prefix_key=(MODULE_TO_ENV_CONNECTOR,),
-            )  # fmt: skip
-        self._shared_data["vector_env_episodes_map"] = {}
-        actions = to_env.pop(Columns.ACTIONS, [{} for _ in ready])
-        actions_for_env = to_env.pop(Columns.ACTIONS_FOR_ENV, actions)
-        for place, env_id in enumerate(ready):
-            of_agents: dict[AgentID, dict[Any, Any]] = {}
-            for column, of_envs in to_env.items():
-                for agent, value in of_envs[place].items():
-                    own = of_agents.setdefault(agent, {WEIGHTS_SEQ_NO: self._weights_seq_no})
-                    own[column] = value
-            self._waiting[env_id] = actions[place], of_agents
-        self._ready = []
-        assert self.env is not None
-        self.env.send(actions_for_env, ready)
-
-    def _add(self, env_id: int, dicts: Sequence[dict[Any, Any]]) -> int:
-        """Add the result of one environment to its episode; returns by how much it counts as sampled."""
-        observations, rewards, terminateds, truncateds, infos = dicts
-        actions, outputs = self._waiting.pop(env_id)
-        episode = self._ongoing_episodes[env_id]
-        if not episode.is_reset:
-            episode.add_env_reset(observations=observations, infos=infos)
-            self._make_on_episode_callback("on_episode_start", env_id, self._ongoing_episodes)
-            return 0
-        episode.add_env_step(
-            observations=observations, actions=actions, rewards=rewards, infos=infos, terminateds=terminateds,
-            truncateds=truncateds, extra_model_outputs=outputs,
-        )  # fmt: skip
-        self._log_env_steps(metric=self._metrics_num_env_steps_sampled, num_steps=1)
-        env_steps: int = self._increase_sampled_metrics(1, observations, episode)
-        self._make_on_episode_callback("on_episode_step", env_id, self._ongoing_episodes)
-        return env_steps if self.config.count_steps_by == "env_steps" else len(observations)
-
-    def _finish(self, env_id: int) -> Any:
-        """Begin an episode without data in place of one that is done; returns the latter."""
-        self._make_on_episode_callback("on_episode_end", env_id, self._ongoing_episodes)
-        episode = self._ongoing_episodes[env_id]
-        self._prune_zero_len_sa_episodes(episode)
-        self._new_episode(env_id, self._ongoing_episodes)
-        self._shared_data["vector_env_episodes_map"][episode.id_] = self._ongoing_episodes[env_id].id_
-        return episode
-
-    def _prepare(self, results: Any, finished: list[Any], explore: bool) -> None:
-        """Prepare what the module reads for the next actions of the environments whose results have come."""
-        env_ids, *dicts = results
-        self._ready = [*env_ids]
-        if self.module is not None:
-            columns = (Columns.OBS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, Columns.INFOS)
-            arguments = {
-                **dict(zip(columns, dicts)), "explore": explore, "rl_module": self.module,
-                "shared_data": self._shared_data,
-            }  # fmt: skip
-            if finished:  # for their last observations
-                self._env_to_module(batch={}, episodes=finished, metrics=None, **arguments)
-            self._cached_to_module = self._env_to_module(
-                batch={}, episodes=[self._ongoing_episodes[env_id] for env_id in env_ids], metrics=self.metrics,
-                metrics_prefix_key=(ENV_TO_MODULE_CONNECTOR,), **arguments,
-            )  # fmt: skip
-        if self.episodes_to_numpy:
-            for episode in finished:
-                episode.to_numpy()
-
-    def _cut(self) -> list[Any]:
-        """Cut the episodes that go on, and return what has been sampled of them."""
-        chunks = []
-        for env_id, episode in enumerate(self._ongoing_episodes):
-            if episode.env_t == episode.env_t_started:
-                continue  # nothing new
-            self._ongoing_episodes[env_id] = episode.cut(len_lookback_buffer=self.config.episode_lookback_horizon)
-            episode.validate()
-            self._ongoing_episodes_for_metrics[episode.id_].append(episode)
-            self._prune_zero_len_sa_episodes(episode)
-            chunks.append(episode.to_numpy() if self.episodes_to_numpy else episode)
-        return chunks
 
     def _num_workers(self) -> int:
         workers = usable_cpus()

@@ -24,7 +24,7 @@ from marl_parallel.backends.interpreter import thread_variables
 from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.memory import Block
 
-pytestmark = [pytest.mark.release_independent, linux_only]
+pytestmark = [pytest.mark.release_independent, pytest.mark.starts_anew, linux_only]
 
 
 # The state of a worker
@@ -336,7 +336,7 @@ def test_nothing_leaks() -> None:
     cycle(0)
     before = held()
     children = {child.pid for child in psutil.Process().children(recursive=True)}
-    for number in range(10):
+    for number in range(6):
         cycle(number)
     assert held() == before
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= children

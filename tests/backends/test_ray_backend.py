@@ -1,4 +1,4 @@
-"""Workers in Ray actors: placement, transfer, deaths, connecting to clusters and shutting down.
+"""Workers on the nodes of a Ray cluster: placement, transfer, deaths, connecting to clusters and shutting down.
 
 Equality with the other backends is tested with `pytest --setups=ray`.
 """
@@ -10,12 +10,10 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from helpers.batches import grouped_actions, same
 from helpers.comparison import assert_same
 from helpers.processes import gone, wait_for
 from helpers.ray_clusters import CPUS_EACH, NODES, RayClusters
-from helpers.reference import Reference, ReferenceEnv
+from helpers.reference import Reference
 from helpers.restart_comparison import actions_for, many_fates, play
 from helpers.setups import Setup
 from mpe2 import simple_tag_v3
@@ -35,8 +33,10 @@ from simulators.deterministic import Hunt, Skirmish
 from simulators.failing import Fragile, hard_exit, killed_by
 
 from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, RecyclePolicy, Rollout, WorkerCrashed
-from marl_parallel.backends import ray_backend
-from marl_parallel.backends.ray_worker import Result, exitcode_of
+from marl_parallel.backends import ray_cluster, ray_exchange
+from marl_parallel.backends.ray_actor import Results
+from marl_parallel.backends.ray_exchange import Actor
+from marl_parallel.backends.ray_placement import Placement
 from marl_parallel.vector import StackedVecEnv
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")]
@@ -57,22 +57,23 @@ def three_nodes(ray_clusters: RayClusters) -> Any:
 
 
 def all_free() -> bool:
-    return bool(wait_for(lambda: ray.available_resources().get("CPU") == NODES * CPUS_EACH))
+    return bool(wait_for(lambda: ray.available_resources().get("CPU") == NODES * CPUS_EACH, timeout=60))
 
 
 def node_of(_: Any) -> str:
-    return str(ray.get_runtime_context().get_node_id())
+    return os.environ["RAY_NODE_ID"]
 
 
 def pid_of(_: Any) -> int:
     return os.getpid()
 
 
-def actor_of(env: ParallelEnv, worker: int) -> Any:
-    """The handle of a worker's actor."""
+def actors_of(env: ParallelEnv) -> list[Actor]:
+    """The actor of each worker."""
     backend = env.runner.pool.backend
     assert isinstance(backend, RayBackend)
-    return backend._actors[worker].handle
+    actors = [backend._workers.actor_of(worker) for worker in range(env.num_workers)]
+    return [actor for actor in actors if actor is not None]
 
 
 def actions_of(make: Callable[..., Any], count: int, time_: int = 0) -> list[dict[Any, Any]]:
@@ -81,32 +82,46 @@ def actions_of(make: Callable[..., Any], count: int, time_: int = 0) -> list[dic
     return [actions_for(make, rng) for _ in range(count)]
 
 
+def marks_of(infos: tuple[dict, ...]) -> list[bool]:
+    return ["restarted" in one.get("__common__", {}) for one in infos]
+
+
 # -- placement ---------------------------------------------------------------------------------------------------------
 
 
-def test_spread_and_pack_placement(three_nodes):
-    with ParallelEnv([Skirmish] * 6, backend="ray", num_workers=3) as env:
-        nodes = env.call(node_of)
-        assert nodes[0::2] == nodes[1::2]  # two environments to an actor
-        assert {*nodes} == {node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU")}
+def test_placement(three_nodes):
+    """An actor has all workers of its node, unless there is a limit; workers know their node."""
+    nodes = {node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU")}
+    with ParallelEnv([Skirmish] * 12, backend="ray") as env:
+        assert env.num_workers == NODES * CPUS_EACH
+        places = env.call(node_of)
+        assert places[0::2] == places[1::2]  # two environments in a worker
+        assert len({*zip(places[0::2], actors_of(env), strict=True)}) == len(nodes) == len({*actors_of(env)})
+        assert {*places} == nodes
+        assert len({*env.call(pid_of)}) == 6
+        assert ray.available_resources().get("CPU", 0) == 0
     assert all_free()
-    with ParallelEnv([Skirmish] * 4, backend=RayBackend(placement="PACK"), num_workers=2) as env:
-        assert len({*env.call(node_of)}) == 1
+    with ParallelEnv([Skirmish] * 3, backend=RayBackend(), num_workers=3) as env:
+        assert [len({*env.call(node_of)}), len({*actors_of(env)})] == [2, 2]
     assert all_free()
-    with ParallelEnv([Skirmish] * 2, backend=RayBackend(num_cpus=2, placement="PACK"), num_workers=2) as env:
-        assert len({*env.call(node_of)}) == 2  # there is no room for both on one
+    with ParallelEnv([Skirmish] * 3, backend=RayBackend(placement="SPREAD"), num_workers=3) as env:
+        assert {*env.call(node_of)} == nodes
+    assert all_free()
+    with ParallelEnv([Skirmish] * 2, backend=RayBackend(workers_per_node=1), num_workers=2) as env:
+        assert [len({*env.call(node_of)}), len({*actors_of(env)})] == [1, 2]
+    assert all_free()
+    with ParallelEnv([Skirmish] * 4, backend=RayBackend(num_cpus=2)) as env:
+        assert len({*env.call(node_of)}) == env.num_workers == 3
 
 
-@pytest.mark.parametrize("nodes", [{}, {"num_nodes": 3}], ids=str)
-def test_workers_that_take_no_cpus(nodes, three_nodes):
-    """They start although all CPUs are set aside; also the spares of `recycle=` and the replacements of dead ones."""
+def test_workers_that_take_no_cpus(three_nodes):
+    """They start although all CPUs are set aside; also those of `recycle=` and the replacements of dead ones."""
     with ParallelEnv([Skirmish] * 3, backend=RayBackend(num_cpus=2), num_workers=3):
         assert ray.available_resources().get("CPU", 0) == 0
-        backend = RayBackend(num_cpus=0, **nodes)
+        backend = RayBackend(num_cpus=0, placement="SPREAD")
         arguments = {"seed": 1, "on_error": "restart", "recycle": RecyclePolicy(max_episodes=1)}
         with ParallelEnv([Skirmish] * 3, backend=backend, num_workers=3, **arguments) as env:
-            first = env.call(node_of) if not nodes else []
-            assert len({*first}) == (0 if nodes else 3)
+            assert len({*env.call(node_of)}) == 3
             env.reset()
             os.kill(env.call(pid_of)[1], signal.SIGKILL)
             assert wait_for(lambda: env.step(actions_of(Skirmish, 3)) and env.stats().restarts == 1, timeout=60)
@@ -114,6 +129,20 @@ def test_workers_that_take_no_cpus(nodes, three_nodes):
     assert all_free()
     with ParallelEnv([Skirmish] * 9, backend=RayBackend(num_cpus=0)) as env:
         assert env.num_workers == 6
+    with ParallelEnv([Skirmish] * 9, backend=RayBackend(num_cpus=0), num_workers=9) as env:
+        assert len({*actors_of(env)}) == len({*env.call(node_of)}) >= 3
+
+
+def test_gpus_of_workers(single_node):
+    """Each worker sees its own; those of an actor see all of the actor."""
+
+    def seen(workers_per_node: int | None) -> set[str]:
+        backend = RayBackend(resources={"GPU": 1}, workers_per_node=workers_per_node)
+        with ParallelEnv([Skirmish] * 2, backend=backend) as env:
+            return {*env.call(lambda _: os.environ["CUDA_VISIBLE_DEVICES"])}
+
+    assert seen(None) == {"0", "1"}
+    assert seen(2) == {"0,1"}
 
 
 def identity(_: object) -> tuple[str, tuple[int, ...], bool]:
@@ -121,59 +150,13 @@ def identity(_: object) -> tuple[str, tuple[int, ...], bool]:
     return process.name, process._identity, parent is not None and parent.is_alive()
 
 
-@pytest.mark.parametrize("nodes", [{}, {"num_nodes": 3}], ids=str)
-def test_identity_of_workers(nodes, three_nodes):
+def test_identity_of_workers(three_nodes):
     """In `multiprocessing`; also on different nodes, no two have the same."""
-    with ParallelEnv([Skirmish] * 3, backend=RayBackend(**nodes), num_workers=3) as env:
+    with ParallelEnv([Skirmish] * 4, backend=RayBackend(placement="SPREAD"), num_workers=4) as env:
         names, numbers, alive = zip(*env.call(identity), strict=True)
-        assert len({*names}) == len({*numbers}) == 3
+        assert len({*names}) == len({*numbers}) == 4
         assert all(alive)
         assert names[0] == f"ParallelEnvWorker-{':'.join(map(str, numbers[0]))}"
-
-
-def test_default_number_of_workers_is_the_clusters_cpus(three_nodes):
-    with ParallelEnv([Skirmish] * 8, backend="ray") as env:
-        assert env.num_workers == 6
-    with ParallelEnv([Skirmish] * 8, backend=RayBackend(num_cpus=2)) as env:
-        assert env.num_workers == 3
-
-
-def test_removed_node(three_nodes):
-    """The batch continues on other nodes; other trajectories equal the reference before and after."""
-    constructors = [Skirmish] * 3
-    with ParallelEnv(constructors, "SAME_STEP", backend="ray", num_workers=3, on_error="restart") as env:
-        nodes = env.call(node_of)
-        alone = [ReferenceEnv(make, i, 42 + i, AutoresetMode.SAME_STEP) for i, make in enumerate(constructors)]
-        assert_same(env.reset(), tuple(zip(*(one.reset() for one in alone), strict=True)))
-        (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[1])
-        three_nodes.remove_node(doomed, allow_graceful=False)
-        marks, since, time_, deadline = 0, 0, 0, time.monotonic() + 60
-        while since < 10:  # steps after the mark; the node's processes do not end at once
-            assert time.monotonic() < deadline
-            since += marks
-            actions = actions_of(Skirmish, 3, time_)
-            batch = env.step(actions)
-            for i in (0, 2):
-                expected = alone[i].step(actions[i])
-                assert_same(tuple(dicts[i] for dicts in batch), expected, f"environment {i}, step {time_}")
-            marks += "error" in batch[4][1].get("__common__", {})
-            time_ += 1
-        assert marks == 1
-        fresh = env.call(node_of)
-        assert fresh[0::2] == nodes[0::2]
-        assert fresh[1] in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        assert (env.stats().restarts, env.stats().faults) == (1, 1)  # also if Ray tries that node again
-
-
-def test_removed_node_with_on_error_raise(three_nodes):
-    with ParallelEnv([Skirmish] * 3, backend="ray", num_workers=3) as env:
-        env.reset()
-        nodes = env.call(node_of)
-        (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[2])
-        three_nodes.remove_node(doomed, allow_graceful=False)
-        with pytest.raises(WorkerCrashed, match=r"worker 2 \(environment 2\) died") as caught:
-            wait_for(lambda: env.step(actions_of(Skirmish, 3)) and False, timeout=60)
-        assert caught.value.env_ids == (2,)
 
 
 # -- too few CPUs, and unreachable clusters ---------------------------------------------------------------------------
@@ -184,27 +167,44 @@ def test_too_little_room(single_node):
     with pytest.raises(ParallelEnvError) as caught:
         ParallelEnv([Skirmish] * 4, backend=backend, num_workers=4)
     message = str(caught.value)
-    assert "4 workers want 3 CPU, 1 licence each" in message
-    assert "8 CPU (8 free), 0 licence (0 free)" in message
+    assert "4 workers want 3 CPU, 1 licence each, the 1 node has 8 CPU (8 free), 0 licence (0 free)" in message
+    with pytest.raises(ParallelEnvError, match="3 workers want 3 CPU each, with 3 in an actor, the 1 node has 8 CPU"):
+        ParallelEnv([Skirmish] * 3, backend=RayBackend(num_cpus=3, workers_per_node=3, placement_timeout=0.5))
     with ParallelEnv([Skirmish] * 2, backend="ray", num_workers=2) as env:  # no resources are reserved
         env.reset()
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_nodes": 1}])
-def test_slow_start(arguments, single_node, monkeypatch):
+def test_slow_start(single_node, monkeypatch):
     """There is room, so the error does not ask for more nodes."""
-    backend = RayBackend(**arguments)
-    reserve = backend._reserve
+    reserve = Placement.reserve
 
-    def reserve_and_hurry(*reserved):
-        reserve(*reserved)
-        backend._placement_timeout = 0.01
+    def reserve_and_hurry(placement, count):
+        places = reserve(placement, count)
+        placement.timeout = 0.01
+        return places
 
-    monkeypatch.setattr(backend, "_reserve", reserve_and_hurry)
+    monkeypatch.setattr(Placement, "reserve", reserve_and_hurry)
     with pytest.raises(ParallelEnvError, match=r"within 0\.01 s: Ray has set aside what it needs") as caught:
-        ParallelEnv([Skirmish], backend=backend, num_workers=1)
+        ParallelEnv([Skirmish], backend="ray", num_workers=1)
     assert "Raise RayBackend(placement_timeout=)" in str(caught.value)
     assert "Add nodes" not in str(caught.value)
+
+
+def test_actor_that_does_not_set_memory_aside_in_time(single_node, monkeypatch):
+    """Construction ends with an error, not never, if a node is frozen then."""
+    backend = RayBackend()
+    control = Actor.control
+
+    def frozen(actor: Actor, method: str, *arguments: Any, **keywords: Any) -> Any:
+        if method != "allocate":
+            return control(actor, method, *arguments, **keywords)
+        backend._placement.timeout = 0.3
+        return ray.remote(lambda: time.sleep(60)).options(num_cpus=0).remote()
+
+    monkeypatch.setattr(Actor, "control", frozen)
+    with pytest.raises(ParallelEnvError, match=r"workers \[0, 1\], did not set memory aside within 0.3 s") as caught:
+        ParallelEnv([Hunt] * 3, backend=backend, num_workers=2)
+    assert caught.value.env_ids == (0, 1, 2)
 
 
 def test_no_room_for_a_replacement(three_nodes):
@@ -212,7 +212,7 @@ def test_no_room_for_a_replacement(three_nodes):
     backend = RayBackend(num_cpus=2, placement_timeout=60)
     with ParallelEnv([Skirmish] * 3, backend=backend, num_workers=3, on_error="restart") as env:
         env.reset()
-        backend._placement_timeout = 5.0
+        backend._placement.timeout = 5.0
         nodes = env.call(node_of)
         (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[1])
         three_nodes.remove_node(doomed, allow_graceful=False)
@@ -267,7 +267,7 @@ def test_stale_address_file(ray_clusters, monkeypatch, tmp_path):
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert ray_backend._announced() is None
+    assert ray_cluster._announced() is None
 
 
 def test_second_cluster_is_refused(single_node):
@@ -283,6 +283,7 @@ def test_second_cluster_is_refused(single_node):
         ({"num_cpus": "two"}, "CPU"),
         ({"resources": {"GPU": -1}}, "GPU"),
         ({"num_threads": 0}, "num_threads"),
+        ({"workers_per_node": 0}, "workers_per_node"),
         ({"num_threads": 1.5}, "num_threads"),
         ({"placement_timeout": "x"}, "placement_timeout"),
     ],
@@ -291,6 +292,12 @@ def test_second_cluster_is_refused(single_node):
 def test_bad_arguments(arguments, word):
     with pytest.raises(ValueError, match=word):
         RayBackend(**arguments)
+
+
+def test_other_systems_are_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(RuntimeError, match="needs Linux on this machine and on all nodes, and this is darwin"):
+        RayBackend()
 
 
 def test_ray_client_is_refused(ray_clusters):
@@ -357,32 +364,12 @@ def test_ray_shutdown_by_the_user(ray_clusters):
 # -- what travels ------------------------------------------------------------------------------------------------------
 
 
-class Counted:
-    """Counts calls to workers and records the replies."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.sent = 0
-        self.results: list[Result] = []
-        send, unpack = RayBackend._send, ray_backend.unpack
-
-        def counting(backend: RayBackend, *arguments: Any) -> None:
-            self.sent += 1
-            send(backend, *arguments)
-
-        def keeping(packed: Any) -> Result:
-            self.results.append(unpack(packed))
-            return self.results[-1]
-
-        monkeypatch.setattr(RayBackend, "_send", counting)
-        monkeypatch.setattr(ray_backend, "unpack", keeping)
-
-
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
 def test_stacked_arrays_and_rollouts_equal_serial_ones(mode, single_node):
     constructors = [functools.partial(simple_tag_v3.parallel_env, max_cycles=9)] * 3
     marks = ("present", "present_next", "acting", "terminated", "truncated", "done", "final_observations")
     with (
-        StackedVecEnv(ParallelEnv(constructors, mode, 5, backend="ray", num_workers=2)) as env,
+        StackedVecEnv(ParallelEnv(constructors, mode, 5, backend=RayBackend(workers_per_node=1), num_workers=2)) as env,
         StackedVecEnv(ParallelEnv(constructors, mode, 5, backend="serial")) as serial,
     ):
         assert same(env.reset()[0], serial.reset()[0])
@@ -399,59 +386,132 @@ def test_stacked_arrays_and_rollouts_equal_serial_ones(mode, single_node):
             assert same(actual, expected), field
 
 
-@pytest.mark.parametrize("on_error", ["raise", "restart"])
-def test_one_round_trip_per_actor_and_batch(on_error, single_node, monkeypatch, tmp_path):
-    """One call and one array for all environments of an actor; nothing else if infos are empty."""
+@pytest.mark.parametrize(("workers_per_node", "on_error"), [(None, "raise"), (1, "restart")])
+def test_one_exchange_per_actor_and_batch(workers_per_node, on_error, single_node, monkeypatch, tmp_path):
+    """One call and one array for all workers of an actor; nothing pickled in a step without infos."""
     constructors = [functools.partial(Fragile, {}, tmp_path, length=4)] * 8
-    with ParallelEnv(constructors, backend="ray", num_workers=2, on_error=on_error) as env:
+    backend = RayBackend(workers_per_node=workers_per_node)
+    with ParallelEnv(constructors, backend=backend, num_workers=4, on_error=on_error) as env:
         env.reset()
-        counted = Counted(monkeypatch)
+        results: list[Results] = []
+        unpack = ray_exchange.unpack
+
+        def keeping(packed: Any) -> Results:
+            results.append(unpack(packed))
+            return results[-1]
+
+        monkeypatch.setattr(ray_exchange, "unpack", keeping)
+        actors = [*dict.fromkeys(actors_of(env))]
+        each = 4 // len(actors)
+        assert len(actors) == (1 if workers_per_node is None else 4)
+        orders = [actor.orders for actor in actors]
         for _ in range(9):
             env.step([{"a": 0, "b": 0}] * 8)
-        assert counted.sent == len(counted.results) == 2 * 9
-        for result in counted.results:
-            (reply,) = result.replies
-            assert not reply.results
+        assert [actor.orders - before for actor, before in zip(actors, orders, strict=True)] == [9] * len(actors)
+        assert len(results) == 9 * len(actors)
+        for result in results:
+            assert [None if reply is None else reply.results or None for _, _, reply in result.replies] == [None] * each
+            assert not result.statuses
             assert result.records is not None
             assert result.records.dtype == np.uint8
             assert result.records.flags.c_contiguous
-            assert len(result.records) == 4
-        sizes = {result.records.nbytes for result in counted.results if result.records is not None}
+            assert len(result.records) == 2 * each
+        sizes = {result.records.nbytes for result in results if result.records is not None}
         assert len(sizes) == 2  # last observations travel with the steps that end an episode, and with no others
+        assert env.stats().steps == 8 * 9
+
+
+def test_results_in_order_of_completion(single_node, tmp_path):
+    """A slow worker delays neither the results of others on its node, nor what is sent to them meanwhile."""
+
+    class Slow(Fragile):
+        def step(self, actions: dict) -> tuple:
+            time.sleep(0.5 if self.env_id == 1 else 0.0)
+            return super().step(actions)
+
+    def constructor(seed: int, env_id: int) -> Any:
+        return Slow({}, tmp_path, 1000, seed=seed, env_id=env_id)
+
+    with ParallelEnv([constructor] * 3, backend="ray", num_workers=3) as env:
+        env.reset()
+        received: list[int] = []
+        env.send([{"a": 0, "b": 0}] * 3)
+        while 1 not in received:
+            batch = env.recv(min_envs=1)
+            received += batch.env_ids
+            again = [env_id for env_id in batch.env_ids if env_id != 1]
+            if again:
+                env.send([{"a": 0, "b": 0}] * len(again), again)
+        assert received.count(0) > 3
+        assert received.count(2) > 3
+        while env.pending:
+            env.recv()
 
 
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 
 def test_killed_actor(single_node):
-    with ParallelEnv([Skirmish] * 4, backend="ray", num_workers=2) as env:
+    with ParallelEnv([Skirmish] * 4, backend=RayBackend(workers_per_node=1), num_workers=2) as env:
         env.reset()
-        ray.kill(actor_of(env, 1))
+        ray.kill(actors_of(env)[1].handle)
         with pytest.raises(WorkerCrashed, match=r"worker 1 \(environments 2 to 3\) died: .*ray\.kill") as caught:
-            step_often(env)  # Ray does not kill at once
+            wait_for(lambda: env.step(actions_of(Skirmish, 4)) and False, timeout=60)  # Ray does not kill at once
         assert caught.value.env_ids == (2, 3)
 
 
-def step_often(env: ParallelEnv) -> None:
-    for time_ in range(300):
-        env.step(actions_of(Skirmish, 4, time_))
+def test_removed_node_with_on_error_raise(three_nodes):
+    with ParallelEnv([Skirmish] * 3, backend=RayBackend(placement="SPREAD"), num_workers=3) as env:
+        env.reset()
+        nodes = env.call(node_of)
+        (doomed,) = (node for node in three_nodes.worker_nodes if node.node_id == nodes[2])
+        three_nodes.remove_node(doomed, allow_graceful=False)
+        with pytest.raises(WorkerCrashed, match=r"worker 2 \(environment 2\) died") as caught:
+            wait_for(lambda: env.step(actions_of(Skirmish, 3)) and False, timeout=60)
+        assert caught.value.env_ids == (2,)
 
 
-def test_killed_actor_with_restarts(single_node):
+@pytest.mark.parametrize(("end", "num_cpus"), [("node", 1), ("actor", 0.5)])
+def test_lost_actor(end, num_cpus, three_nodes):
+    """Its environments are restarted, each counts once; the others equal the reference.
+
+    Of the lost node, two workers go to different nodes, since each has room for one more.
+    """
     reference = Reference([Skirmish] * 4, AutoresetMode.SAME_STEP, 42)
-    with ParallelEnv([Skirmish] * 4, backend="ray", num_workers=2, on_error="restart") as env:
+    backend = RayBackend(num_cpus=num_cpus, placement="SPREAD", placement_timeout=300)
+    with ParallelEnv([Skirmish] * 4, backend=backend, num_workers=4, on_error="restart") as env:
         assert_same(env.reset(), reference.reset())
-        ray.kill(actor_of(env, 1))
-        marks = []
-        for time_ in range(300):  # Ray does not kill at once
+        before, nodes, actors = env.call(pid_of), env.call(node_of), actors_of(env)
+        assert len({*nodes}) == len({*actors}) == 3
+        (fullest,) = (node for node, count in Counter(nodes).items() if count == 2)
+        doomed_ids = [env_id for env_id in range(4) if nodes[env_id] == fullest]
+        others = [env_id for env_id in range(4) if nodes[env_id] != fullest]
+        if end == "actor":
+            ray.kill(actors[doomed_ids[0]].handle)
+        else:
+            (doomed,) = (one for one in three_nodes.worker_nodes if one.node_id == fullest)
+            three_nodes.remove_node(doomed, allow_graceful=False)
+        marks, since, time_, deadline = [False] * 4, 0, 0, time.monotonic() + 300
+        while since < 5:
+            assert time.monotonic() < deadline
             actions = actions_of(Skirmish, 4, time_)
             batch, expected = env.step(actions), reference.step(actions)
-            for dicts, others in zip(batch, expected, strict=True):
-                assert_same(dicts[:2], others[:2])
-            marks.append(["restarted" in infos.get("__common__", {}) for infos in batch[4]])
-            if [False, False, True, True] in marks[:-10]:
-                break
-        assert [mark for mark in marks if any(mark)] == [[False, False, True, True]]
+            for dicts, references in zip(batch, expected, strict=True):
+                assert_same([dicts[i] for i in others], [references[i] for i in others])
+            new = marks_of(batch[4])
+            assert not any(mark and known for mark, known in zip(new, marks, strict=True))
+            marks = [mark or known for mark, known in zip(new, marks, strict=True)]
+            since += any(marks)
+            time_ += 1
+        assert [env_id for env_id, mark in enumerate(marks) if mark] == doomed_ids
+        assert (env.stats().restarts, env.stats().faults) == (2, 2)
+        after = env.call(pid_of)
+        assert [old == new for old, new in zip(before, after, strict=True)] == [not mark for mark in marks]
+        places = env.call(node_of)
+        assert [places[i] for i in others] == [nodes[i] for i in others]
+        assert {places[i] for i in doomed_ids} == ({fullest} if end == "actor" else {nodes[i] for i in others})
+        assert len({*actors_of(env)}) == (3 if end == "actor" else 4)
+    assert gone([*before, *after], 30)
 
 
 @pytest.mark.parametrize(
@@ -465,22 +525,28 @@ def test_error_names_the_running_environment(fault, word, single_node, tmp_path)
         env.reset()
         with pytest.raises(WorkerCrashed, match=rf"died in step of environment 2.*{word}") as caught:
             env.step([{"a": 0, "b": 0}] * 4)
-        assert caught.value.env_ids == (2,)
+        assert (caught.value.env_ids, caught.value.worker) == ((2,), 1)
         assert ("test_ray_backend" in caught.value.stack or "failing.py" in caught.value.stack) == (word != "SIGKILL")
 
 
-def test_exit_code_of_a_process_that_is_reaped_late():
-    """Ray reaps workers, possibly late; until then the exit code is unknown."""
-    process = subprocess.Popen([sys.executable, "-c", "import os; os._exit(7)"])
-    handle = os.pidfd_open(process.pid)
-    wait([handle])
-    threading.Timer(0.3, process.wait).start()
-    assert exitcode_of(handle) == 7
-    os.close(handle)
+def test_killed_worker(single_node):
+    """Only its environments are restarted; the others, and those of other workers, equal the reference."""
+    reference = Reference([Skirmish] * 4, AutoresetMode.SAME_STEP, 42)
+    with ParallelEnv([Skirmish] * 4, backend="ray", num_workers=2, on_error="restart") as env:
+        assert_same(env.reset(), reference.reset())
+        os.kill(env.call(pid_of)[2], signal.SIGKILL)
+        marks = []
+        for time_ in range(20):
+            actions = actions_of(Skirmish, 4, time_)
+            batch, expected = env.step(actions), reference.step(actions)
+            for dicts, others in zip(batch, expected, strict=True):
+                assert_same(dicts[:2], others[:2])
+            marks.append(marks_of(batch[4]))
+        assert [mark for mark in marks if any(mark)] == [[False, False, True, True]]
 
 
 def test_results_before_a_death_are_returned(single_node, tmp_path):
-    """Of an actor with four environments, the first two had stepped: their results arrive with infos."""
+    """Of a worker with four environments, the first two had stepped: their results arrive with infos."""
 
     class Talking(Fragile):
         def step(self, actions: dict) -> tuple:
@@ -504,12 +570,13 @@ def test_results_before_a_death_are_returned(single_node, tmp_path):
         assert ["__common__" in one for one in infos] == [False, False, True, True]
 
 
-@pytest.mark.parametrize("ways", [("SIGKILL", "os._exit"), ("raise", "SIGSEGV")], ids="-".join)
-def test_restarts_equal_the_reference(ways, single_node):
+@pytest.mark.parametrize(("ways", "workers_per_node"), [(("SIGKILL", "os._exit"), None), (("raise", "SIGSEGV"), 1)])
+def test_restarts_equal_the_reference(ways, workers_per_node, single_node):
     """For every fault in every method: dicts, marks, seeds and counts are the same as with processes."""
 
     def build(constructors: list[Any], setup: Setup, mode: AutoresetMode, **more: Any) -> ParallelEnv:
-        return ParallelEnv(constructors, mode, **{**setup._asdict(), **more})
+        backend = RayBackend(workers_per_node=workers_per_node)
+        return ParallelEnv(constructors, mode, **{**setup._asdict(), "backend": backend, **more})
 
     play(build, Setup("ray", True, 2), "skirmish", AutoresetMode.SAME_STEP, many_fates(*ways))
 

@@ -6,23 +6,22 @@ import functools
 import os
 import signal
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 import ray
-from gymnasium.vector import AutoresetMode
 from helpers.processes import wait_for
 from helpers.ray_clusters import CPUS_EACH, NODES, RayClusters
 from ray._private import worker as ray_worker
 from ray.core.generated import autoscaler_pb2
 from simulators.counting import ACTIONS, Counting
 
-from marl_parallel import ParallelEnv, RayBackend
-from marl_parallel.backends.ray_backend import moves_between
+from marl_parallel import ParallelEnv, RayBackend, RecyclePolicy
+from marl_parallel.core.messages import Message, Request
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")]
 LENGTH = 5
-each_kind = pytest.mark.parametrize("kind", [{}, {"num_nodes": 1}], ids=["an actor per worker", "an actor per node"])
 
 
 @pytest.fixture
@@ -59,15 +58,17 @@ class Watched:
                 assert "recycled" not in infos[env_id].get("__common__", {})
 
     def step_until(self, nodes: Any) -> None:
-        """Step until a condition on the set of nodes holds; not during the steps of a spare that is not up yet."""
-        assert wait_for(lambda: self.step() or nodes({*workers_by_node(self.env)}), timeout=90)
+        """Step until a condition on the set of nodes holds; not during the steps of a standby that is not up yet."""
+        assert wait_for(lambda: self.step() or nodes(nodes_of(self.env)), timeout=90)
 
 
-def workers_by_node(env: ParallelEnv) -> list[str]:
-    """The node of each worker that has environments."""
-    backend = env.runner.pool.backend
-    assert isinstance(backend, RayBackend)
-    return [backend._node_id(worker) for worker in env.runner.pool.present_shares()]
+def node_of(_: Any) -> str:
+    return os.environ["RAY_NODE_ID"]
+
+
+def nodes_of(env: ParallelEnv) -> set[str]:
+    """The nodes that environments are on."""
+    return {*env.call(node_of)}
 
 
 def drain(node: str) -> None:
@@ -78,30 +79,20 @@ def drain(node: str) -> None:
     assert accepted, why
 
 
-def test_as_few_moves_as_possible():
-    assert moves_between({}, {"a": 3}) == {}
-    assert moves_between({0: "a", 1: "a", 2: "a"}, {}) == {}
-    assert moves_between({0: "a", 1: "b"}, {"a": 1, "c": 5}) == {}
-    assert moves_between({0: "a", 1: "a", 2: "a", 3: "a"}, {"a": 0, "b": 8}) == {0: "b", 1: "b"}
-    assert moves_between({0: "a", 1: "a", 2: "a", 3: "a"}, {"b": 1, "c": 0}) == {0: "b"}
-    assert moves_between(dict.fromkeys(range(6), "a"), {"b": 9, "c": 9}) == {0: "b", 1: "c", 2: "b", 3: "c"}
+@pytest.mark.parametrize(("workers_per_node", "recycle"), [(None, 2), (1, None)])
+def test_announced_end_of_a_node(workers_per_node, recycle, three_nodes):
+    """Its environments move where their episodes end; then the machine goes, and nobody notices.
 
-
-@each_kind
-@pytest.mark.parametrize("has_spares", [False, True], ids=["", "with spares there"])
-def test_announced_end_of_a_node(has_spares, kind, three_nodes):
-    """Its environments move where their episodes end; then the machine goes, and nobody notices."""
-    constructors = [functools.partial(Slow, LENGTH)] * 4
-    backend = RayBackend(placement="PACK", **kind)
-    with ParallelEnv(constructors, "SAME_STEP", 1, backend=backend, num_workers=2, on_error="restart") as env:
-        (node,) = {*workers_by_node(env)}
+    With `recycle=`, others may be there already to take their places: on the same node, so that they are of no use.
+    """
+    backend = RayBackend(workers_per_node=workers_per_node)
+    policy = recycle and RecyclePolicy(max_episodes=recycle)
+    options = {"num_workers": 2, "on_error": "restart", "recycle": policy}
+    with ParallelEnv([functools.partial(Slow, LENGTH)] * 4, "SAME_STEP", 1, backend=backend, **options) as env:
+        (node,) = nodes_of(env)
         watched = Watched(env)
         for _ in range(3):
             watched.step()
-        if has_spares:  # on the same node, so that others are constructed elsewhere
-            pool = env.runner.pool
-            pool._add_spares(pool.recycler, 0, time.monotonic())
-            assert wait_for(lambda: watched.step() or all(map(pool._is_prepared, pool._slots_of(0))), timeout=90)
         drain(node)
         watched.step_until(lambda nodes: node not in nodes)
         (doomed,) = (one for one in three_nodes.worker_nodes if one.node_id == node)
@@ -109,21 +100,37 @@ def test_announced_end_of_a_node(has_spares, kind, three_nodes):
         for _ in range(3 * LENGTH):
             watched.step()
         stats = env.stats()
-        assert (stats.recycled, stats.restarts, stats.faults) == (4, 0, 0)
+        assert (stats.restarts, stats.faults) == (0, 0)
+        assert stats.recycled >= 4 if recycle else stats.recycled == 4
         assert len({*env.seed()}) == 4
 
 
-@each_kind
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED], ids=lambda mode: mode.name)
-def test_rebalance(mode, kind, three_nodes):
+def test_announced_end_if_no_node_has_room_for_all(three_nodes):
+    """Two workers of an actor move to two nodes, with room for one each."""
+    options = {"backend": RayBackend(placement="SPREAD"), "num_workers": 4, "on_error": "restart"}
+    with ParallelEnv([functools.partial(Slow, LENGTH)] * 4, "SAME_STEP", 1, **options) as env:
+        before = env.call(node_of)
+        (fullest,) = (node for node, count in Counter(before).items() if count == 2)
+        drain(fullest)
+        Watched(env).step_until(lambda nodes: fullest not in nodes)
+        after = env.call(node_of)
+        assert sorted(Counter(after).values()) == [2, 2]
+        assert [old == new for old, new in zip(before, after, strict=True)] == [node != fullest for node in before]
+        assert (env.stats().recycled, env.stats().faults) == (2, 0)
+        (doomed,) = (one for one in three_nodes.worker_nodes if one.node_id == fullest)
+        three_nodes.remove_node(doomed)  # it takes nothing any more
+
+
+@pytest.mark.parametrize(("mode", "workers_per_node"), [("SAME_STEP", None), ("DISABLED", 1)])
+def test_rebalance(mode, workers_per_node, three_nodes):
     """Workers of a crowded node move to others, and only those; a second call finds nothing to do."""
-    constructors = [functools.partial(Slow, LENGTH)] * 4
-    backend = RayBackend(placement="PACK", **kind)
-    with ParallelEnv(constructors, mode, 1, backend=backend, num_workers=2, on_error="restart") as env:
-        (node,) = {*workers_by_node(env)}
+    backend = RayBackend(workers_per_node=workers_per_node)
+    options = {"backend": backend, "num_workers": 2, "on_error": "restart"}
+    with ParallelEnv([functools.partial(Slow, LENGTH)] * 4, mode, 1, **options) as env:
+        (node,) = nodes_of(env)
         assert env.rebalance() == 1
         assert env.rebalance() == 0
-        if mode is AutoresetMode.SAME_STEP:
+        if mode == "SAME_STEP":
             Watched(env).step_until(lambda nodes: len(nodes) == 2)
         else:
             env.reset()
@@ -133,25 +140,23 @@ def test_rebalance(mode, kind, three_nodes):
                     *_, truncateds, _ = env.step([ACTIONS] * 4)
                 assert all(flags["__all__"] for flags in truncateds)
                 env.reset()
-                return len({*workers_by_node(env)}) == 2
+                return len(nodes_of(env)) == 2
 
             assert wait_for(play, timeout=90)
-        assert node in workers_by_node(env)
+        assert node in nodes_of(env)
         assert env.rebalance() == 0
         stats = env.stats()
         assert (stats.recycled, stats.faults) == (2, 0)
     assert wait_for(lambda: ray.available_resources().get("CPU") == NODES * CPUS_EACH, timeout=60)
 
 
-@each_kind
-def test_node_that_joins_late(kind, three_nodes, caplog):
+def test_node_that_joins_late(three_nodes, caplog):
     """Environments of a lost node wait for room longer than `start_timeout`; they are restarted once, on a new node."""
     constructors = [functools.partial(Counting, LENGTH)] * 6
-    nodes = dict.fromkeys(kind, NODES)
-    backend = RayBackend(num_cpus=CPUS_EACH / 2, placement_timeout=120, **nodes)
+    backend = RayBackend(placement_timeout=120)
     options = {"on_error": "restart", "start_timeout": 4.0, "warn_after": 2.0}
     with ParallelEnv(constructors, "SAME_STEP", 1, backend=backend, num_workers=6, **options) as env:
-        before = workers_by_node(env)
+        before = env.call(node_of)
         env.reset()
         (doomed,) = (one for one in three_nodes.worker_nodes if one.node_id == before[-1])
         three_nodes.remove_node(doomed, allow_graceful=False)
@@ -173,45 +178,51 @@ def test_node_that_joins_late(kind, three_nodes, caplog):
         assert marks == [int(one) for one in lost]
         assert (env.stats().faults, env.stats().restarts) == (sum(lost), sum(lost))
         assert "It waits for room in the cluster" in caplog.text
-        after = workers_by_node(env)
-        assert [old != new for old, new in zip(before, after)] == lost
+        after = env.call(node_of)
+        assert [old != new for old, new in zip(before, after, strict=True)] == lost
         assert {*after} - {*before} <= {one.node_id for one in three_nodes.worker_nodes}
 
 
-@each_kind
-def test_target_that_goes(kind, three_nodes, caplog):
+def test_target_that_goes(three_nodes, caplog):
     """A worker that cannot start where it is to move stays, and the batch goes on."""
-    backend = RayBackend(placement="PACK", **kind)
+    backend = RayBackend()
     with ParallelEnv([functools.partial(Slow, LENGTH)] * 2, True, 1, backend=backend, num_workers=2) as env:
-        nodes = workers_by_node(env)
+        nodes = env.call(node_of)
         watched = Watched(env)
-        backend._targets[1], backend._placement_timeout = "ff" * 28, 3.0
-        env.runner.pool.recycler.next_look = 0.0
-        assert wait_for(lambda: watched.step() or "could not be constructed in another" in caplog.text, timeout=60)
-        assert workers_by_node(env) == nodes
-        assert not backend.leaving()
+        backend._workers.targets[1], backend._placement.timeout = "ff" * 28, 3.0
+        assert wait_for(lambda: watched.step() or not backend.leaving(), timeout=60)
+        assert env.call(node_of) == nodes
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
         for _ in range(2 * LENGTH):
             watched.step()
 
 
-@each_kind
-def test_spares_that_are_dropped_before_there_is_room(kind, three_nodes):
-    """No step waits for their machine, neither at once nor after `placement_timeout`."""
-    backend = RayBackend(placement="PACK", **kind)
-    with ParallelEnv([functools.partial(Slow, LENGTH)] * 2, True, 1, backend=backend, num_workers=2) as env:
-        watched, pool = Watched(env), env.runner.pool
-        backend._targets[1], backend._placement_timeout = "ff" * 28, 4.0
-        pool.recycler.next_look = 0.0
-        watched.step()
-        (spare,) = {*pool._queues} - {0, 1}
+def test_worker_that_is_dropped_before_there_is_room(three_nodes):
+    """Nobody waits for its machine, neither at once nor after `placement_timeout`, and its resources are free."""
+    nodes = {node["NodeID"] for node in ray.nodes() if node["Resources"].get("CPU")}
+    backend = RayBackend(num_cpus=CPUS_EACH)
+    backend.start([range(1)], 1)
+    try:
+        others = ray.util.placement_group([{"CPU": CPUS_EACH}] * (NODES - 1))
+        assert others.wait(30)
+        backend._workers.targets[0] = min(nodes - {backend._workers.node_of(0)})
+        backend._placement.timeout = 1.0
+        backend.add(1, (0,), 0)
+        backend.post({1: Request(Message.CLOSE)})
+        assert backend.wait(0.1) == []
         began = time.monotonic()
-        pool._drop_spares(spare)
+        assert backend.remove(1, kill=True)
         assert time.monotonic() < began + 2
-        for _ in range(5):
-            pool.recycler.note_failed(pool.slots, began)  # so that no other one is tried for 16 s
-        while time.monotonic() < began + 6:
-            watched.step()
-        assert {*pool._queues} == {0, 1}
+        assert not backend.leaving()
+        backend.post({0: Request(Message.CLOSE)})
+        while time.monotonic() < began + 1.5:
+            assert all(worker == 0 for worker, _ in backend.wait(0.1))
+        states = [one["state"] for one in ray.util.placement_group_table().values()]
+        assert states.count("CREATED") == 2
+        assert "PENDING" not in states
+        ray.util.remove_placement_group(others)
+    finally:
+        backend.stop(1.0)
 
 
 class Hanging(Counting):
@@ -227,18 +238,17 @@ class Hanging(Counting):
         return super().step(actions)
 
 
-@each_kind
-def test_timeouts_while_another_node_does_not_answer(kind, three_nodes):
+def test_timeouts_while_another_node_does_not_answer(three_nodes):
     """A machine that is stopped costs time, but what hangs elsewhere is ended."""
-    nodes = dict.fromkeys(kind, 2)
-    backend = RayBackend(num_cpus=CPUS_EACH, **nodes)
+    backend = RayBackend(num_cpus=CPUS_EACH)
     options = {"on_error": "restart", "step_timeout": 2.0}
     with ParallelEnv([Hanging] * 2, True, 1, backend=backend, num_workers=2, **options) as env:
         env.reset()
         for _ in range(2):
             env.step([ACTIONS] * 2)
-        stopped = backend._node_of[0].handle if kind else backend._actors[0].monitor
-        pid = ray.get(stopped.__ray_call__.remote(lambda _: os.getpid()))
+        actor = backend._workers.actor_of(0)
+        assert actor is not None
+        pid = ray.get(actor.handle.__ray_call__.remote(lambda _: os.getpid()))
         env.send([ACTIONS] * 2)
         os.kill(pid, signal.SIGSTOP)
         try:

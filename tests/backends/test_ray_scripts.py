@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -35,17 +33,17 @@ def started(env_id):
 
 env = ParallelEnv([crashing(Hunt, {{}}, started=started)] * 2, backend="ray", num_workers=2)
 env.reset()
-print("pids", *env.call(lambda _: os.getpid()), flush=True)
+print(*env.call(lambda _: os.environ["RAY_NODE_ID"])[:1], *env.call(lambda _: os.getpid()), flush=True)
 {ending}
 """
 
 
-def child_reapers(mark: str) -> list[int]:
-    """The processes that outlive a driver to end what its workers leave, of clusters that were started with a mark."""
+def of_workers_on(node: str) -> list[int]:
+    """The workers on a node, and the processes that start them and end what they leave."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # gone meanwhile, or another user's
-            if "marl_parallel-child-reaper" in process.cmdline() and process.environ().get("STARTED_BY") == mark:
+            if process.environ().get("RAY_NODE_ID") == node:
                 found.append(process.pid)
     return found
 
@@ -53,14 +51,15 @@ def child_reapers(mark: str) -> list[int]:
 @pytest.mark.parametrize(
     ("ending", "cluster"),
     [
-        *itertools.product(["", "env.close()", "raise SystemExit(3)", "time.sleep(600)"], ["own"]),
+        ("", "own"),
+        ("raise SystemExit(3)", "own"),
+        ("time.sleep(600)", "own"),
         ("time.sleep(600)", "another's"),
     ],
 )
-def test_end_of_a_script(ending, cluster, ray_clusters, monkeypatch):
-    """Without `close`, with `close`, by an exception and killed: workers and their simulators' children end."""
-    mark, children = f"{os.getpid()} {time.monotonic()}", Children(os.getpid())
-    monkeypatch.setenv("STARTED_BY", mark)
+def test_end_of_a_script(ending, cluster, ray_clusters):
+    """Without `close`, by an exception and killed: workers and their simulators' children end."""
+    children = Children(os.getpid())
     ray_clusters.shut_down()
     if cluster != "own":
         ray_clusters.one_node()
@@ -70,24 +69,25 @@ def test_end_of_a_script(ending, cluster, ray_clusters, monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environ)
     with process:
         assert process.stdout is not None
-        pids = [*map(int, next(line for line in process.stdout if line.startswith("pids")).split()[1:])]
+        node, *numbers = next(line for line in process.stdout if re.match(r"[0-9a-f]{56} \d+ \d+$", line)).split()
+        pids = [*map(int, numbers)]
         if "sleep" in ending:
             assert wait_for(lambda: len(children.running()) == 8)
-            assert len(child_reapers(mark)) == 1
+            assert {*pids} < {*of_workers_on(node)}
             process.kill()
         assert process.wait(60) == {"raise SystemExit(3)": 3, "time.sleep(600)": -signal.SIGKILL}.get(ending, 0)
     assert gone(pids, 30)
     assert children.gone(30)
-    assert wait_for(lambda: not child_reapers(mark))
+    assert wait_for(lambda: not of_workers_on(node))
 
 
 def test_page_and_example(ray_clusters):
     ray_clusters.one_node()
     blocks = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / "ray.md").read_text(), re.DOTALL | re.MULTILINE)
-    (block,) = (block for block in blocks if "RayBackend" in block and "num_nodes" not in block)
+    (block,) = (block for block in blocks if "RayBackend" in block and "workers_per_node" not in block)
     address = ray.get_runtime_context().gcs_address
     environ = {**os.environ, "RAY_ADDRESS": address}
-    example = [str(ROOT / "examples" / "ray_cluster.py"), "--steps", "20", "--envs", "8", "--actors", "2"]
+    example = [str(ROOT / "examples" / "ray_cluster.py"), "--steps", "20", "--envs", "8", "--workers", "2"]
     benchmark = [str(ROOT / "benchmarks" / "ray_scaling.py"), "--quick"]
     for arguments in (["-c", block], benchmark, example):
         done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environ)

@@ -1,12 +1,11 @@
 """Definitions of the caller's script, in workers: decorated functions, classes that simulators pickle, child processes.
 
-One script is run as a file, in a process that `multiprocessing` has spawned, in a notebook and by pytest, each with the
-usual and with portable workers.
+One script is run as a file, in a process that `multiprocessing` has spawned, in a notebook and by pytest; in the
+notebook also with portable workers.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -318,14 +317,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("portable", ["", "1"], ids=["usual workers", "portable workers"])
-def test_definitions_of_a_script(portable, tmp_path):
+def test_definitions_of_a_script(tmp_path):
     """Also where `multiprocessing` has spawned the process whose script it is."""
     (tmp_path / "program.py").write_text(HEAD + CHECKS + END)
-    environ = {**os.environ, "MARL_PARALLEL_PORTABLE": portable}
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=180
-    )
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split("\n")[:2] == ["checked in __main__", "checked in __mp_main__"], done.stdout
     assert not done.stderr

@@ -66,7 +66,7 @@ def test_each_death_is_reported_once(portable):
     assert "spawn.py" in portable.stack(0)
     portable.post({1: Request(Message.CLOSE)})
     ((worker, reply),) = received(portable, 1)
-    assert (worker, reply.message) == (1, Message.CLOSE)
+    assert (worker, reply.request) == (1, Message.CLOSE)
     portable.post(dict.fromkeys((0, 1), Request(Message.CLOSE)))
     replies = dict(received(portable, 2))
     assert portable.stack(1) == ""
@@ -105,7 +105,7 @@ def test_replacement_that_dies_during_its_start(portable, monkeypatch):
     portable.replace(1)
     portable.post({1: Request(Message.CLOSE)})
     ((worker, reply),) = received(portable, 1)
-    assert (worker, reply.message) == (1, Message.CLOSE)
+    assert (worker, reply.request) == (1, Message.CLOSE)
 
 
 def start_with(monkeypatch, program):
@@ -204,7 +204,7 @@ def test_replacements_start_while_others_work(portable, monkeypatch, tmp_path):
     assert portable.wait(0.05) == []
     flag.touch()
     ((worker, reply),) = received(portable, 1)
-    assert (worker, reply.message) == (1, Message.CLOSE)
+    assert (worker, reply.request) == (1, Message.CLOSE)
 
 
 # On other systems

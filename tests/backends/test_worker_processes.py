@@ -34,7 +34,7 @@ from simulators.failing import Fragile, SimulatorError, hang, hard_exit, killed_
 from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
 from marl_parallel.backends.spawn import PortableProcessBackend
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.starts_anew]
 
 
 @pytest.fixture

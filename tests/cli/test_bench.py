@@ -132,7 +132,7 @@ def test_bench_of_a_function_in_a_file(bench, file):
 
 def test_working_directory_is_on_the_path(file, tmp_path):
     """As with `python -m`, in place of the console script's own directory."""
-    arguments = [*BRIEF, "--backend", "serial"]
+    arguments = [*BRIEF, "--backends", "serial"]
     result = python(
         "-P" if sys.version_info >= (3, 11) else "-B",
         "-c",

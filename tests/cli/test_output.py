@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.release_independent
 
-BENCH = ("--num-envs", "1", "--workers", "1", "--backend", "serial", "--seconds", "0.001", "--repeats", "1")
+BENCH = ("--num-envs", "1", "--workers", "1", "--backends", "serial", "--seconds", "0.001", "--repeats", "1")
 TUNE = ("--workers", "1", "--envs-per-worker", "1", "--seconds", "0.001")
 CHECK = ("--backends", "serial", "--seconds", "0.01", "--steps", "2")
 FILE = """
@@ -95,16 +95,19 @@ def test_json_output_excludes_prints_of_the_simulator(command, arguments, folder
     assert "wrote new/result.json" in done.stderr.splitlines()
 
 
-@pytest.mark.parametrize(("command", "arguments"), [("bench", BENCH), ("tune", TUNE)])
-def test_names_with_markup_and_ascii_terminals(command, arguments, folder):
-    done = run(command, "wordy.py:Talkative", *arguments, folder=folder, PYTHONIOENCODING="ascii", COLUMNS="200")
+def test_names_with_markup_and_ascii_terminals(folder):
+    done = run("bench", "wordy.py:Talkative", *BENCH, folder=folder, PYTHONIOENCODING="ascii", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert "v[/2]/wordy.py:Talkative" in done.stdout
 
 
-@pytest.mark.parametrize("streams", [["stdout"], ["stdout", "stderr"]], ids=["stdout", "both"])
 @pytest.mark.parametrize(
-    ("command", "arguments"), [("check", [*CHECK, "--output", "out.json"]), ("bench", [*BENCH, "--output", "out.json"])]
+    ("command", "arguments", "streams"),
+    [
+        ("check", [*CHECK, "--output", "out.json"], ["stdout"]),
+        ("bench", [*BENCH, "--output", "out.json"], ["stdout", "stderr"]),
+    ],
+    ids=["check", "bench"],
 )
 def test_reader_that_has_ended(command, arguments, streams, folder):
     """As in `marl-parallel check ENV | head`: no error, and the command does the rest of its work."""

@@ -166,8 +166,7 @@ def test_exit_in_close(fault, tmp_path):
     assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well.")
 
 
-@pytest.mark.parametrize("how", ["hangs in close", "hangs at exit"])
-@pytest.mark.parametrize("fault", ["os._exit", "loop"])
+@pytest.mark.parametrize(("fault", "how"), [("os._exit", "hangs at exit"), ("loop", "hangs in close")])
 def test_timeout_after_the_replay(fault, how, tmp_path):
     """In a child process, or in that of the command."""
     done = command(fails_at_the_end(tmp_path, fault, how), "--timeout", "1")

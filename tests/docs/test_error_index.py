@@ -23,7 +23,7 @@ MANY = {"AttributeError", "ImportError", "Mismatch", "ModuleNotFoundError", "Typ
 MODULES = [
     *(PACKAGE / f"{name}.py" for name in ("making", "monitoring", "parallel_env", "recording", "rollout", "runner")),
     *sorted((PACKAGE / "vector").glob("*.py")),
-    *(PACKAGE / "backends" / f"{name}.py" for name in ("interpreter", "ray_backend", "ray_nodes")),
+    *(PACKAGE / "backends" / f"{name}.py" for name in ("interpreter", "ray_backend", "ray_cluster", "ray_placement")),
 ]
 # By file, function and class of the error, what its row says besides the class.
 ERRORS = {
@@ -52,20 +52,17 @@ ERRORS = {
     ("vector/stepper", "receive", "NoAsyncCallError"): "`step_wait`",
     ("vector/stepper", "receive_reset", "NoAsyncCallError"): "`reset_wait`",
     ("vector/stepper", "_check_may_step", "AlreadyPendingCallError"): "in flight",
-    ("vector/rllib", "_sample", "RuntimeError"): "RLlib's runner",
     ("vector/sb3", "_env_ids", "IndexError"): "`SB3VecEnv`",
     ("vector/tensors", "page_lock", "RuntimeError"): "`torch(pin=True)`",
     ("vector/torchrl", "_indices", "AlreadyPendingCallError"): "in flight",
     ("vector/torchrl", "_indices", "NotImplementedError"): "`TorchRLEnv.async_step_send`",
     ("backends/interpreter", "executable", "RuntimeError"): "without a Python interpreter",
-    ("backends/ray_backend", "start", "ParallelEnvError"): "Ray cannot start a worker",
-    ("backends/ray_backend", "_reserve", "ParallelEnvError"): "without room",
-    ("backends/ray_backend", "_late_starts", "ParallelEnvError"): "not ready within `placement_timeout`",
-    ("backends/ray_backend", "_note_death", "ParallelEnvError"): "not ready within `placement_timeout`",
-    ("backends/ray_backend", "connect", "ConnectionError"): "no Ray cluster",
-    ("backends/ray_nodes", "_note_node_lost", "ParallelEnvError"): "Ray cannot start a worker",
-    ("backends/ray_nodes", "_check_start", "ParallelEnvError"): "not ready within `placement_timeout`",
-    ("backends/ray_nodes", "allocate", "ParallelEnvError"): "not ready within `placement_timeout`",
+    ("backends/ray_backend", "__init__", "RuntimeError"): "`RayBackend` on macOS or Windows",
+    ("backends/ray_backend", "_note_lost", "ParallelEnvError"): "Ray cannot start a worker",
+    ("backends/ray_backend", "_check_start", "ParallelEnvError"): "not ready within `placement_timeout`",
+    ("backends/ray_backend", "allocate", "ParallelEnvError"): "not ready within `placement_timeout`",
+    ("backends/ray_cluster", "connect", "ConnectionError"): "no Ray cluster",
+    ("backends/ray_placement", "reserve", "ParallelEnvError"): "without room",
 }
 # Methods of the stand-in for one environment of RLlib, which no caller has; an error of RLlib's own; a dict's own.
 INTERNAL = {

@@ -95,8 +95,20 @@ def files(tmp_path_factory, request) -> list[str]:
     return [str(folder / f"{name}.py") for name in texts]
 
 
+USE = """
+from marl_parallel import make
+reveal_type(make("CartPole-v1"))
+reveal_type(make("CartPole-v1", facade="gymnasium", num_envs=2, on_error="restart"))
+"""
+
+
 def test_mypy(files, tmp_path):
-    checked("mypy", *MYPY, "--cache-dir", str(tmp_path / "cache"), *files, cwd=Path(files[0]).parent)
+    """It finds the package from outside of the checkout, in a project that uses it."""
+    with_cache = ["mypy", *MYPY, "--cache-dir", str(tmp_path / "cache")]
+    checked(*with_cache, *files, cwd=Path(files[0]).parent)
+    (tmp_path / "use.py").write_text(USE)
+    types = re.findall(r'Revealed type is "(.*)"', checked(*with_cache, "use.py", cwd=tmp_path))
+    assert types == ["marl_parallel.parallel_env.ParallelEnv", "marl_parallel.vector.gymnasium.GymnasiumVectorEnv"]
 
 
 def test_pyright(files):
@@ -107,23 +119,8 @@ def test_pyright(files):
     checked("pyright", "--pythonpath", sys.executable, cwd=folder)
 
 
-USE = """
-from marl_parallel import make
-reveal_type(make("CartPole-v1"))
-reveal_type(make("CartPole-v1", facade="gymnasium", num_envs=2, on_error="restart"))
-"""
-
-
-def test_mypy_resolves_an_editable_install(tmp_path):
-    """From outside the checkout, in a project that uses the package."""
-    (tmp_path / "use.py").write_text(USE)
-    output = checked("mypy", "--cache-dir", str(tmp_path / "cache"), "use.py", cwd=tmp_path)
-    types = re.findall(r'Revealed type is "(.*)"', output)
-    assert types == ["marl_parallel.parallel_env.ParallelEnv", "marl_parallel.vector.gymnasium.GymnasiumVectorEnv"]
-
-
 def test_pyright_resolves_an_editable_install(tmp_path):
-    """The same, as an editor does it."""
+    """From outside of the checkout, as an editor does it."""
     (tmp_path / "use.py").write_text(USE)
     output = checked("pyright", "--pythonpath", sys.executable, "use.py", cwd=tmp_path)
     assert re.findall(r'Type of "make.*" is "(\w+)"', output) == ["ParallelEnv", "GymnasiumVectorEnv"]

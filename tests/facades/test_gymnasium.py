@@ -113,9 +113,14 @@ def as_dicts(actions: Any, agents: list[str], acting: tuple[list[str], ...]) -> 
     ]
 
 
-@MODES
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("how", "name", "mode"),
+    [
+        *[("serial", name, mode) for name in MAKERS for mode in ("NEXT_STEP", "SAME_STEP")],
+        *[("process", "variable", mode) for mode in ("NEXT_STEP", "SAME_STEP")],
+        *[("pickled", "returning dicts", "NEXT_STEP"), ("pickled", "variable", "SAME_STEP")],
+    ],
+)
 def test_rows_equal_the_dicts_of_the_core(how, name, mode):
     facade, plain = facade_and_core(MAKERS[name], mode, **HOWS[how])
     facade.action_space.seed(7)
@@ -151,9 +156,14 @@ def assert_partial_reset(facade: GymnasiumVectorEnv, plain: ParallelEnv, rows: E
             rows.assert_infos(infos, row, {})
 
 
-@pytest.mark.parametrize("waits", [False, True], ids=["reset", "reset_async"])
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("how", "name", "waits"),
+    [
+        *[("serial", name, False) for name in MAKERS],
+        *[(how, "variable", waits) for how in ("process", "pickled") for waits in (False, True)],
+        ("serial", "returning dicts", True),
+    ],
+)
 def test_disabled_resets_are_the_callers(how, name, waits):
     """Rows of an environment that is over stay done until the caller resets it, by `over` as the mask."""
     facade, plain = facade_and_core(MAKERS[name], "DISABLED", **HOWS[how])

@@ -285,18 +285,10 @@ def test_vector_rewards_are_scalarized():
 # -- agents that come back ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["step", "send"])
-def test_an_agent_that_comes_back_is_refused(how, build):
+def test_an_agent_that_comes_back_is_refused(build):
     """RLlib's episodes have no place for it. The environments go on."""
     env, core = (build([returning_agents.ReturningAgents] * 2, SETUPS[0], "NEXT_STEP") for _ in range(2))
     facade = RLlibVectorMultiAgentEnv(env)
-
-    def stepped(actions: list[dict]) -> None:
-        if how == "step":
-            facade.step(actions)
-        else:
-            facade.send(actions, [0, 1])
-            facade.recv(2)
 
     dead: set[tuple[int, str]] = set()
     facade.reset(seed=3)
@@ -308,8 +300,8 @@ def test_an_agent_that_comes_back_is_refused(how, build):
         if back := {(i, agent) for i, seen in enumerate(observations) for agent in seen} & dead - ended:
             break
         dead |= ended
-        stepped(actions)
+        facade.step(actions)
     env_id, agent = min(back)
     with pytest.raises(ValueError, match=f"^environment {env_id}: agent '{agent}' has come back after its end"):
-        stepped(actions)
+        facade.step(actions)
     assert_same(facade.reset(seed=4)[0], [*core.reset(seed=4)[0]])  # nothing is closed

@@ -21,14 +21,10 @@ def test_actions_and_observations(name):
         assert [*spaces_of.values()] == [zero] * 3
     assert env.single_action_space["chief_0"] == env.envs[1].observation_space["chief_0"] == zero
     observations, _ = env.reset()
-    for number in range(4):
+    for _ in range(4):
         actions = [{agent: zero.sample() for agent in acting} for acting in env.parallel_env.acting]
         actions = [{a: np.asarray(one, np.int64)[()] for a, one in of_env.items()} for of_env in actions]  # as RLlib's
-        if number == 2:
-            env.send(actions, [0, 1])
-            _, observations, *_ = env.recv(2)
-        else:
-            observations, *_ = env.step(actions)
+        observations, *_ = env.step(actions)
         for env_id, (of_env, seen) in enumerate(zip(actions, observations)):
             assert all(map(zero.contains, seen.values()))
             for agent, action in of_env.items():

@@ -6,8 +6,6 @@ import functools
 import os
 import subprocess
 import sys
-import time
-import warnings
 from typing import Any
 
 import gymnasium
@@ -15,14 +13,12 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from helpers import ROOT
 from helpers.comparison import assert_same
 from helpers.restart_comparison import OFTEN
 from pettingzoo.classic import tictactoe_v3
 from ray.rllib.env.env_context import EnvContext
-from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.utils.error import EnvError as RLlibEnvError
 from ray.tune import register_env
@@ -72,11 +68,8 @@ def incremented_seeds(runner: Any) -> list[int]:
         (DyingRLlibAgents, {"num_workers": 2}),
         (Reborn, {"backend": "serial"}),
         (Spread, {"backend": "serial"}),
-        (DyingRLlibAgents, {"num_workers": 2, "min_envs": 4}),
-        (Reborn, {"backend": "serial", "min_envs": 4}),
-        (Spread, {"backend": "serial", "min_envs": 4}),
     ],
-    ids=["fading", "reborn", "spread", "fading, min_envs", "reborn, min_envs", "spread, min_envs"],
+    ids=["fading", "reborn", "spread"],
 )
 def test_episodes_equal_rllibs_own_runner(make, options, runner_of, monkeypatch):
     """With the same seeds, to the bit; additionally only what RLlib loses."""
@@ -97,64 +90,6 @@ def test_episodes_equal_rllibs_own_runner(make, options, runner_of, monkeypatch)
             )
             info.pop("__common__", None)
     assert_same(ours, theirs)
-
-
-class OneIsSlow(MultiAgentEnv):
-    """Observes the number of the environment, the time, and the last action; environment 0 is slow."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__()
-        self.env_id = context.vector_index
-        self.possible_agents = self.agents = ["a"]
-        self.observation_spaces = {"a": spaces.Box(-1.0, 100.0, (3,), np.float32)}
-        self.action_spaces = {"a": spaces.Discrete(5)}
-
-    def seen(self, action: int) -> Any:
-        return {"a": np.array([self.env_id, self.time, action], np.float32)}
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> Any:
-        self.time = 0
-        return self.seen(-1), {}
-
-    def step(self, actions: Any) -> Any:
-        if self.env_id == 0:
-            time.sleep(1.0)
-        self.time += 1
-        over = self.time == 7
-        flags = {"a": over, "__all__": over}
-        return self.seen(actions["a"]), {"a": float(self.time)}, flags, {"a": False, "__all__": False}, {}
-
-
-def test_slow_environment_holds_up_nobody(runner_of):
-    """Episodes are complete and consistent across samples, and the slow one goes on, too."""
-    config = with_random_policies(config_for(OneIsSlow, parallel_env={"num_workers": 4, "min_envs": 1}), "a")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
-        runner = runner_of(config)
-    steps: dict[int, int] = {}
-    sampled = [one for _ in range(4) for one in runner.sample(num_timesteps=40, random_actions=False)]
-    for episode in sampled:
-        of_agent = episode.agent_episodes["a"]
-        observations, actions = of_agent.get_observations(), of_agent.get_actions()
-        env_id = int(observations[0][0])
-        steps[env_id] = steps.get(env_id, 0) + len(actions)
-        assert (observations[:, 0] == env_id).all()
-        assert np.diff(observations[:, 1]).tolist() == [1] * len(actions)
-        assert observations[1:, 2].tolist() == actions.tolist()
-        assert of_agent.get_rewards().tolist() == observations[1:, 1].tolist()
-        assert episode.is_done == (observations[-1][1] == 7)
-    assert 160 <= sum(steps.values()) < 180
-    assert sum(steps.values()) - steps.get(0, 0) > 100
-    assert sum(episode.is_done for episode in sampled) > 15
-    complete = runner.sample(num_episodes=2)
-    assert [len(episode) for episode in complete] == [7, 7]
-    metrics = runner.get_metrics()
-    assert metrics["num_env_steps_sampled"].peek() > 170
-
-
-def test_min_envs_of_more_than_there_are(runner_of):
-    with pytest.raises(ValueError, match="min_envs=9, but a runner has num_envs_per_env_runner"):
-        runner_of(config_for(OneIsSlow, parallel_env={"min_envs": 9}))
 
 
 def test_dead_agents_in_results(runner_of):
@@ -323,8 +258,9 @@ def test_options(runner_of):
         with pytest.raises(ValueError, match=rf"env_config\['parallel_env'\] may not have {name}"):
             ParallelMultiAgentEnvRunner(config=config_for(DyingRLlibAgents, parallel_env={name: False}))
     for name, message in (
+        ("min_envs", "ParallelEnv does not know: min_envs"),
         ("on_eror", "ParallelEnv does not know: on_eror; did you mean on_error"),
-        ("xyz", "ParallelEnv does not know: xyz; it takes .*min_envs, num_workers.*scalarize"),
+        ("xyz", "ParallelEnv does not know: xyz; it takes .*num_workers, on_error.*scalarize"),
     ):
         with pytest.raises(TypeError, match=rf"env_config\['parallel_env'\] has arguments that {message}"):
             ParallelMultiAgentEnvRunner(config=config_for(DyingRLlibAgents, parallel_env={name: 3}))

@@ -19,7 +19,7 @@ from helpers.start_methods import START_METHODS
 
 from marl_parallel.backends import interpreter
 
-pytestmark = [linux_only, pytest.mark.release_independent]
+pytestmark = [linux_only, pytest.mark.release_independent, pytest.mark.starts_anew]
 
 
 SCRIPT = """

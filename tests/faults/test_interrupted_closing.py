@@ -29,7 +29,7 @@ from marl_parallel.core.pool import pool as pool_module
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.worker_status import WorkerStatus
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.starts_anew]
 
 
 class IdleWorkers(Backend):

@@ -60,11 +60,8 @@ def step_all(env: Any, how: str) -> tuple[Any, ...]:
     ("fault", "mode", "setup", "how", "late"),
     [
         ("stop", SAME_STEP, Setup("process", True, 1), "step", 1),
-        ("stop", NEXT_STEP, Setup("process", True, 1), "step", 0),
         ("stop", DISABLED, Setup("process", True, 1), "step", 2),
-        ("stop", SAME_STEP, Setup("process", False, 3), "step", 1),
-        ("stop", NEXT_STEP, Setup("process", True, 3), "async", 0),
-        ("stop", SAME_STEP, Setup("process", True, 1), "async", 1),
+        ("stop", NEXT_STEP, Setup("process", False, 3), "async", 0),
         ("stop", SAME_STEP, Setup("portable", True, 1), "step", 1),
         ("pause", SAME_STEP, Setup("process", True, 1), "step", 0),
         ("pause", DISABLED, Setup("portable", True, 3), "step", 1),

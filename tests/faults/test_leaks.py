@@ -40,6 +40,7 @@ def use(env: ParallelEnv) -> None:
     env.call("pid")
 
 
+@pytest.mark.starts_anew
 @pytest.mark.parametrize("cycles", [10, rest(CYCLES)])
 def test_closed_worker_processes_leave_nothing(cycles):
     check(lambda: closed(backend="process"), cycles)
@@ -61,7 +62,7 @@ def test_large_arrays_in_constructors_leave_nothing(backend):
     def cycle() -> None:
         with ParallelEnv([functools.partial(Prices, table)] * 2, num_workers=2, backend=backend) as env:
             use(env)
-        with pytest.raises(SimulatorError, match="no 3 prey"):
+        with pytest.raises(EnvError, match="no 3 prey"):
             ParallelEnv([functools.partial(Prices, table), lambda: fault(3)], num_workers=2, backend=backend)
 
     check(cycle, cycles=10)
@@ -149,10 +150,10 @@ def test_memory_of_the_caller(more, caplog):
         env.reset()
         tracemalloc.start()
         try:
-            held = [replace_workers(env, 30) for _ in range(3)]
+            held = [replace_workers(env, 12) for _ in range(3)]
         finally:
             tracemalloc.stop()
-    assert held[2] - held[1] < 30_000
+    assert held[2] - held[1] < 12_000
 
 
 def replace_workers(env: ParallelEnv, count: int) -> int:

@@ -18,7 +18,7 @@ from helpers import TESTS
 from helpers.launching import LauncherHarness, linux_only, server_of
 from helpers.processes import alive, all_gone, wait_for
 
-pytestmark = [pytest.mark.release_independent, linux_only]
+pytestmark = [pytest.mark.release_independent, pytest.mark.starts_anew, linux_only]
 
 
 @pytest.mark.parametrize("end", ["kill", "SIGKILL", "stopped", "close"])

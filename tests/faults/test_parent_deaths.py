@@ -22,7 +22,7 @@ from helpers import ROOT, TESTS
 from helpers.processes import gone, wait_for, workers
 from simulators.failing import Fragile
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.starts_anew]
 
 
 SCRIPT = """

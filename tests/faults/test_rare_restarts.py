@@ -9,14 +9,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers.setups import Setup
 
-from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
+from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, Rules, WorkerCrashed, WorkerTimeout
 
 pytestmark = pytest.mark.release_independent
 
@@ -363,6 +364,53 @@ def test_death_while_the_first_observation_is_written(setup, build):
         {"a": 13.0, "b": 13.0},
         {"a": 0.0, "b": 0.0},
     )
+
+
+class TakesTurns(MultiAgentEnv):
+    """Its first process dies while the second observation is written."""
+
+    rules, metadata, render_mode, state_space = Rules.PETTINGZOO, MappingProxyType({}), None, None
+    possible_agents: ClassVar = ["a", "b"]
+    observation_spaces = MappingProxyType(dict.fromkeys("ab", Clock.observation_space["a"]))
+    action_spaces = MappingProxyType(dict.fromkeys("ab", spaces.Discrete(2)))
+    reset_keywords = frozenset({"seed"})
+
+    def __init__(self, restarts: int = 0) -> None:
+        self.clock = Clock(restarts)
+
+    def seen(self) -> dict[str, Any]:
+        fatal = (self.clock.restarts, self.clock.time) == (0, 1)
+        return {agent: ComputedObservation(self.clock.now(), fatal=fatal) for agent in "ab"}
+
+    def reset(self, *, seed: int | None = None) -> tuple[dict, dict]:
+        self.clock.reset()
+        return self.seen(), {}
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        dicts = self.clock.step(actions)
+        return self.seen(), *dicts[1:]
+
+    def turn(self) -> str:
+        return "ab"[self.clock.time % 2]
+
+    def render(self) -> None: ...
+    def state(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_death_while_a_result_of_a_turn_based_environment_is_written(mode):
+    """All agents that were alive are truncated, not only the one whose turn it was."""
+    with ParallelEnv([TakesTurns], mode, num_workers=1, on_error="restart") as env:
+        env.reset()
+        observations, rewards, terminateds, truncateds, infos = (one[0] for one in env.step([ACTIONS]))
+        assert rewards == {"a": 0.0, "b": 0.0}
+        assert terminateds == {"a": False, "b": False, "__all__": False}
+        assert truncateds == {"a": True, "b": True, "__all__": True}
+        assert infos["__common__"]["restarted"] is True
+        last = {agent: infos[agent]["final_obs"] for agent in "ab"} if mode == "SAME_STEP" else observations
+        assert {agent: float(value[0]) for agent, value in last.items()} == {"a": 0.0, "b": 0.0}
+        assert env.finished_episodes[0].lengths == {"a": 1, "b": 1}
 
 
 class StopsOnce(Clock):

@@ -142,7 +142,7 @@ def test_raised_error_names_a_file(setup, kind, mode, build, again, tmp_path):
 
 @pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
 def test_recycled_environments(setup, mode, build, again, tmp_path):
-    """A new environment has seeds of its own; its failures before it has taken a place have no file."""
+    """A standby has its own seeds; the failures of one that is only a standby have no file."""
     how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
     env = build([Tank] * 4, setup, mode, recycle=RecyclePolicy(max_episodes=2), **how)
     reports = play(env, 60)
@@ -310,7 +310,6 @@ def test_fewer_steps_than_the_episode(build, again, tmp_path):
         for _ in range(10):
             env.step([ACTIONS] * 2)
     path = file_of(str(caught.value))
-    assert [*tmp_path.iterdir()] == [path]
     crash = read_crash(path)
     assert (crash.step, crash.first_step, crash.complete) == (10, 7, False)
     outcome, printed = again(path)
@@ -318,6 +317,18 @@ def test_fewer_steps_than_the_episode(build, again, tmp_path):
     assert "the file has only the last 4 of 10 steps" in printed
     assert "pass replay=10 or more" in printed
     assert "next:" not in printed
+
+
+def test_not_more_than_these_steps_are_stored(build, tmp_path):
+    failing = crashing(functools.partial(Counting, 20), {(1, 0): Fate("raise", "step", 8)})
+    env = build([failing] * 2, APART, replay=4, replay_dir=tmp_path)
+    env.reset()
+    with pytest.raises(EnvError):  # noqa: PT012
+        for _ in range(20):
+            assert [*tmp_path.iterdir()] == []
+            env.step([ACTIONS] * 2)
+    crash = read_crash(next(tmp_path.iterdir()))
+    assert crash.step - crash.first_step + 1 == 4 < crash.step
 
 
 def test_off_by_default(build, tmp_path, monkeypatch):
@@ -397,11 +408,13 @@ def test_wrong_values_are_refused(wrong, error, text, tmp_path, monkeypatch):
 
 
 def test_make_passes_it_on(tmp_path):
-    constructor = crashing(Counting, {(1, 0): Fate("raise", "step")})
-    with make(constructor, 2, num_workers=1, seed=42, replay=4, replay_dir=tmp_path) as env:
+    failing = crashing(Counting, {(1, 0): Fate("raise", "step", 2)})
+    with make(failing, 2, num_workers=1, replay=4, replay_dir=tmp_path) as env:
         env.reset()
-        with pytest.raises(EnvError, match="marl-parallel replay"):
-            env.step([ACTIONS] * 2)
+        with pytest.raises(EnvError):  # noqa: PT012
+            for _ in range(9):
+                env.step([ACTIONS] * 2)
+    assert read_crash(next(tmp_path.iterdir())).env_id == 1
 
 
 @pytest.mark.parametrize(("name", "most"), [("mpe2.simple_spread_v3", 30.0), ("mpe2.simple_speaker_listener_v4", 8.0)])
@@ -499,7 +512,7 @@ def test_failed_reset_after_the_end_of_an_episode(setup, build, again, tmp_path)
 @pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
 @pytest.mark.parametrize("options", [None, {"level": 9.0}], ids=str)
 def test_recycled_after_the_end_of_an_episode(setup, options, build, again, tmp_path):
-    """The caller's reset ends an episode right after its beginning, and is done by the new environment."""
+    """The caller's reset ends an episode right after its beginning, and is done by the standby."""
     how: dict[str, Any] = {"replay": 50, "replay_dir": tmp_path}
     env = build([Tank] * 2, setup, recycle=RecyclePolicy(max_episodes=2), **how)
     env.reset()
@@ -613,7 +626,7 @@ def test_isolated_generators_and_explicit_seeds(constructor, setup, build, again
 @pytest.mark.parametrize("constructor", [SharedTank, SeedlessTank])
 @pytest.mark.filterwarnings("ignore:.*seed:UserWarning")
 def test_isolated_generators_of_recycled_environments(constructor, options, setup, build, again, tmp_path):
-    """The new one has drawn for its first episode already; the caller's reset begins another one with the same seed."""
+    """A standby has drawn for its first episode already; the caller's reset begins another one with the same seed."""
     how: dict[str, Any] = {"isolate_rng": True, "replay": 50, "replay_dir": tmp_path}
     env = build([constructor] * 2, setup, recycle=RecyclePolicy(max_episodes=2), **how)
     env.reset()

@@ -32,8 +32,6 @@ each_way = pytest.mark.parametrize(
     ("fault", "setup"),
     [
         ("raise", Setup("serial", True, 2)),
-        ("raise", Setup("thread", True, 2)),
-        ("raise", Setup("process", True, 2)),
         ("SIGKILL", Setup("process", True, 2)),
     ],
     ids=str,

@@ -1,11 +1,10 @@
 """Restarts compared with a reference: results of the restarted environment and of all others.
 
-For simulators with fates (`crashing`), `restart_reference` computes what the design requires.
+Each kind of fault happens in real workers here. When it happens, and to which environments, is tested in
+`tests/simulation`. For simulators with fates (`crashing`), `restart_reference` computes what the design requires.
 """
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 from gymnasium.vector import AutoresetMode
@@ -13,17 +12,17 @@ from helpers.comparison import assert_same
 from helpers.reference import Reference
 from helpers.restart_comparison import SIMULATORS, RestartComparison, actions_for, many_fates, play
 from helpers.restart_reference import RestartReference
-from helpers.setups import ALL_SETUPS, PROCESS_SETUPS, Setup
+from helpers.setups import BACKEND_SETUPS, Setup
 from simulators.crashing import DEADLY, HANGING, RAISED, Fate, crashing
 
 pytestmark = pytest.mark.release_independent
 
 MODES = [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED]
-# One kind of simulator in all setups, the others in some. What draws with pygame breaks by itself where two of it are
-# made in two threads at a time.
+SHARING, APART, PICKLED = Setup("process", True, 2), Setup("process", True, 4), Setup("process", False, 2)
+# One kind of simulator on all backends, the others on one.
 COMBINED = [
-    *[("skirmish", setup) for setup in ALL_SETUPS],
-    *[(name, setup) for name in SIMULATORS if name != "skirmish" for setup in PROCESS_SETUPS[:3]],
+    *[("skirmish", setup) for setup in [*BACKEND_SETUPS, PICKLED]],
+    *[(name, SHARING) for name in SIMULATORS if name != "skirmish"],
 ]
 each_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 
@@ -38,10 +37,7 @@ def test_simulators_that_raise(name, setup, mode, build):
 
 
 @each_mode
-@pytest.mark.parametrize(
-    "setup", [Setup("process", *how) for how in itertools.product([True, False], [1, 2, 4])], ids=str
-)
-@pytest.mark.parametrize("name", ["skirmish", "hunt"])
+@pytest.mark.parametrize(("name", "setup"), [("skirmish", SHARING), ("hunt", APART), ("skirmish", PICKLED)], ids=str)
 def test_simulators_that_die(name, setup, mode, build):
     """Environments that share a worker die together."""
     going = play(build, setup, name, mode, many_fates("os._exit", "SIGSEGV"))
@@ -50,33 +46,28 @@ def test_simulators_that_die(name, setup, mode, build):
 
 
 @pytest.mark.rest
-@each_mode
 @pytest.mark.parametrize("fault", [*RAISED, *DEADLY])
 @pytest.mark.parametrize("place", ["step", "reset", "constructor"])
-@pytest.mark.parametrize("setup", [Setup("process", True, 1), Setup("process", True, 4)], ids=str)
-def test_every_fault_in_every_method(setup, place, fault, mode, build):
-    """With all environments in one worker, and one in each."""
+def test_every_fault_in_every_method(place, fault, build):
     fates = {(1, 0): Fate("raise", "step", 2), (1, 1): Fate(fault, place, 0), (2, 0): Fate(fault, "reset", 1)}
-    play(build, setup, "hunt", mode, fates, steps=14)
+    play(build, SHARING, "hunt", AutoresetMode.SAME_STEP, fates, steps=14)
 
 
 @pytest.mark.rest
-@each_mode
 @pytest.mark.parametrize("fault", HANGING)
 @pytest.mark.parametrize("place", ["step", "reset"])
-def test_simulators_that_hang(place, fault, mode, build):
+def test_simulators_that_hang(place, fault, build):
     fates = {(1, 0): Fate(fault, place, 1), (3, 0): Fate(fault, "step", 3)}
     limits = {"step_timeout": 1.0, "reset_timeout": 1.0}
-    going = play(build, Setup("process", True, 2), "skirmish", mode, fates, steps=14, **limits)
+    going = play(build, SHARING, "skirmish", AutoresetMode.SAME_STEP, fates, steps=14, **limits)
     assert going.world.restarts[1] > 0
     assert going.world.restarts[3] > 0
 
 
 @each_mode
-@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
-def test_views_with_restarts(fault, mode, process_setup, build):
+def test_views_with_restarts(mode, build):
     """With `copy=False`."""
-    play(build, process_setup, "hunt", mode, many_fates(fault, fault), copy=False)
+    play(build, SHARING, "hunt", mode, many_fates("raise", "SIGKILL"), copy=False)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
@@ -86,13 +77,12 @@ def test_portable_workers(shared_memory, build):
 
 
 @each_mode
-@pytest.mark.parametrize("fault", [*RAISED, *DEADLY])
-@pytest.mark.parametrize("name", ["hunt"])
-def test_other_environments_are_unaffected(name, fault, mode, build):
+@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
+def test_other_environments_are_unaffected(fault, mode, build):
     """Equal to the bit to a run without faults, seeds included."""
-    make = SIMULATORS[name]
+    make = SIMULATORS["hunt"]
     fates = {(1, 0): Fate(fault, "step", 3), (1, 1): Fate(fault, "step", 4), (1, 2): Fate(fault, "constructor")}
-    env = build([crashing(make, fates)] * 4, PROCESS_SETUPS[2], mode, on_error="restart")
+    env = build([crashing(make, fates)] * 4, APART, mode, on_error="restart")
     untroubled = Reference([make] * 4, mode, 42)
     others = [0, 2, 3]
     going = RestartComparison(env, RestartReference(make, 4, 4, mode, fates), make, mode)

@@ -28,12 +28,10 @@ pytestmark = pytest.mark.release_independent
 AT_MOST_S = 60.0  # far more than any timeout here, even on a busy machine, and far less than forever
 
 # A message in a file of its own, one that goes through the socket, and the portable backend's.
-SENT = [
-    pytest.param("forkserver", {"moment": "file"}, id="forkserver-file"),
-    pytest.param("forkserver", {"moment": "socket", "inline": True}, id="forkserver-socket"),
-    pytest.param("portable", {"moment": "connection"}, id="portable"),
-]
-sending = pytest.mark.parametrize(("start_method", "how"), SENT)
+FILE = pytest.param("forkserver", {"moment": "file"}, id="forkserver-file")
+SOCKET = pytest.param("forkserver", {"moment": "socket", "inline": True}, id="forkserver-socket")
+PORTABLE = pytest.param("portable", {"moment": "connection"}, id="portable")
+names = "start_method", "how"
 
 
 def opened(start_method: str, make: Any, **more: Any) -> ParallelEnv:
@@ -50,9 +48,9 @@ def send_until_worker_stops(env: ParallelEnv, flag: Path, step: int = 0) -> None
 @pytest.mark.parametrize(
     ("start_method", "how", "fault"),
     [
-        *(pytest.param(*sent.values, "stop", id=f"stop-{sent.id}") for sent in SENT),
+        *(pytest.param(*sent.values, "stop", id=f"stop-{sent.id}") for sent in (FILE, PORTABLE)),
         # Not in the portable backend: its one system call for a message does not need the interpreter's lock.
-        *(pytest.param(*sent.values, "lock", id=f"lock-{sent.id}") for sent in SENT[:2]),
+        pytest.param(*SOCKET.values, "lock", id="lock-forkserver-socket"),
     ],
 )
 def test_step_timeout(start_method, how, fault, tmp_path):
@@ -69,7 +67,7 @@ def test_step_timeout(start_method, how, fault, tmp_path):
     assert gone(pids)
 
 
-@sending
+@pytest.mark.parametrize(names, [SOCKET, PORTABLE])
 def test_step_timeout_with_restarts(start_method, how, tmp_path):
     """The neighbour's results equal a plain loop's, and the stopped worker is replaced."""
     flag = tmp_path / "flag"
@@ -96,7 +94,7 @@ def test_step_timeout_with_restarts(start_method, how, tmp_path):
         assert_same(tuple(part[1] for part in history[step]), tuple(part[1] for part in expected[step]))
 
 
-@sending
+@pytest.mark.parametrize(names, [FILE, SOCKET, PORTABLE])
 def test_recv_timeout(start_method, how, tmp_path):
     """Nothing is lost: once the worker continues, results equal a plain loop's."""
     flag = tmp_path / "flag"
@@ -118,7 +116,7 @@ def test_recv_timeout(start_method, how, tmp_path):
     assert batch.infos[place]["a"] == {"image": bytes(1 << 25)}
 
 
-@sending
+@pytest.mark.parametrize(names, [FILE, PORTABLE])
 def test_close_from_another_thread(start_method, how, tmp_path):
     """Without a timeout: the blocked call raises `ClosedEnvironmentError`."""
     flag = tmp_path / "flag"

@@ -95,7 +95,7 @@ def test_stopped_and_looping_processes(fault, killable_setup, build, tmp_path):
 @pytest.mark.parametrize("place", ["step", "reset"])
 def test_timeouts_are_per_environment(place, build, tmp_path):
     """Four environments of one worker that run one after the other are not late in sum."""
-    slow = {place: functools.partial(time.sleep, 0.5)}
+    slow = {place: functools.partial(time.sleep, 0.4)}
     limits = {"step_timeout": 1.5, "reset_timeout": 1.5}
     env = build(fleet(tmp_path, slow, faulty=range(4)), Setup("process", True, 1), **limits)
     env.reset()

@@ -7,8 +7,6 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from marl_parallel.backends import ray_backend
-
 NODES, CPUS_EACH = 3, 2
 _QUIET = {"prestart_worker_first_driver": False}
 _DEATHS_SEEN_SOON = {
@@ -23,15 +21,14 @@ class RayClusters:
     """Keeps the current cluster until a different one is requested."""
 
     def __init__(self) -> None:
-        self._connected = False
         self._cluster: Any = None
 
     def one_node(self) -> None:
-        """A node with eight CPUs."""
-        if not self._connected or not ray.is_initialized():
+        """A node with eight CPUs, and two GPUs for Ray's accounts."""
+        if self._cluster is not None or not ray.is_initialized():
             self.shut_down()
-            ray.init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, _system_config=_QUIET)
-            self._connected = ray_backend.connect(None)  # so that its node monitors stay, too
+            options = {"include_dashboard": False, "log_to_driver": False, "_system_config": _QUIET}
+            ray.init("local", num_cpus=8, num_gpus=2, **options)
 
     def three_nodes(self) -> Any:
         """A cluster of three nodes, and a head without actors."""
@@ -51,9 +48,6 @@ class RayClusters:
 
     def shut_down(self) -> None:
         """Shut down the current cluster."""
-        if self._connected:
-            ray_backend.disconnect()
-            self._connected = False
         ray.shutdown()
         if self._cluster is not None:
             self._cluster.shutdown()

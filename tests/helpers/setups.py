@@ -31,19 +31,20 @@ class Setup(NamedTuple):
         return f"{self.backend}-{'shared' if self.shared_memory else 'pickled'}-{self.num_workers}"
 
 
-# All numbers of workers with processes, two with the others. Whatever travels to Ray's actors is pickled.
+# How values travel and how many workers there are matters most to processes; a thread steps as serial does. Whatever
+# travels to Ray's actors is pickled.
 ALL_SETUPS = [
     Setup(backend, *how)
     for backend in BACKENDS
     for how in ((True, 1), (True, 2), (True, 4), (False, 2))
-    if backend == "process" or how == (True, 2) or (backend != "ray" and how == (False, 2))
+    if backend == "process" or how == (True, 2) or (backend == "serial" and how == (False, 2))
 ]
-TWO_WORKERS = [setup for setup in ALL_SETUPS if setup.num_workers == 2]
+TWO_WORKERS = [one for one in ALL_SETUPS if one.num_workers == 2 and (one.shared_memory or one.backend == "process")]
 BACKEND_SETUPS = [setup for setup in TWO_WORKERS if setup.shared_memory]
 CONCURRENT_SETUPS = [Setup(backend, True, 2) for backend in BACKENDS[1:]]
 CONCURRENT_OR_PORTABLE = [*CONCURRENT_SETUPS, Setup("portable", True, 2)]
 PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" and setup.shared_memory]
-KILLABLE_SETUPS = [setup for setup in ALL_SETUPS if setup.backend in ("process", "ray") and setup.shared_memory]
+KILLABLE_SETUPS = [setup for setup in BACKEND_SETUPS if setup.backend in ("process", "ray")]
 
 
 def rest(*values: Any) -> Any:
@@ -55,7 +56,7 @@ def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
     """The tests that a run with `--setups=choice` leaves out."""
     if choice == "all":
         return []
-    if choice in ("ray", "ray-nodes"):
+    if choice == "ray":
         return [item for item in items if (setup := _setup_of(item)) is None or setup.backend != "ray"]
     one = _on_one_setup(_once_per_backend(items))
     return [item for item in items if (item in one) == (choice == "rest")]

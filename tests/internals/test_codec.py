@@ -226,16 +226,15 @@ def transitions(draw: st.DrawFn, declared: list[spaces.Space[Any]]) -> Any:
 
 
 thorough = settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 
 
-@pytest.mark.parametrize("auto_reset", [True, False, "NEXT_STEP"])
 @pytest.mark.parametrize("name", OBSERVATIONS)
 @pytest.mark.filterwarnings("ignore")
 @thorough
 @given(data=st.data())
-def test_any_transitions(name, auto_reset, data):
+def test_any_transitions(name, data):
     """Results, errors and bytes are the same for whatever simulators return."""
     declared = OBSERVATIONS[name]
     scripts = [[data.draw(transitions(declared)) for _ in range(3)] for _ in range(3)]
@@ -243,6 +242,7 @@ def test_any_transitions(name, auto_reset, data):
     discrete = [spaces.Discrete(3)] * 3
     arguments = {"scripts": scripts, "declared": declared, "action_spaces": discrete, "actions": steps}
     with_infos, copies = data.draw(st.booleans()), data.draw(st.booleans())
+    auto_reset = data.draw(st.sampled_from([True, False, "NEXT_STEP"]))
     assert_equal_with_both(with_infos, **arguments, auto_reset=auto_reset, copy=copies)
 
 

@@ -92,8 +92,7 @@ def test_whole_records_arrive_without_actions():
         here.transitions.write(env_id, results_of(env_id, last=env_id == 1))
         here.actions.write(env_id, dict.fromkeys(AGENTS, 7))
         there.actions.write(env_id, dict.fromkeys(AGENTS, 5))
-    places = [here.slices.place(env_id) for env_id in (1, 2)]
-    there.slices.put_records((1, 2), b"".join([bytes(here.buffer[start:stop]) for start, stop in places]))
+    there.slices.put_records((1, 2), here.slices.records((1, 2)))
     for env_id in (1, 2):
         np.testing.assert_equal(there.transitions.read(env_id, {})[0], here.transitions.read(env_id, {})[0])
         assert there.actions.read(env_id, {}) == dict.fromkeys(AGENTS, 5)

@@ -13,7 +13,7 @@ from helpers import ROOT
 from helpers.comparison import assert_same
 from simulators.deterministic import Hunt
 
-from marl_parallel import ParallelEnv, make
+from marl_parallel import EnvError, ParallelEnv, make
 from marl_parallel.vector import GymnasiumVectorEnv
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
@@ -70,8 +70,9 @@ def test_gyms_asynchronous_example():
     assert env.call_wait(timeout=60.0) == (True, True, True)
     env.set_attr("spec", ["a", "b", "c"])
     assert env.get_attr("spec") == ("a", "b", "c")
-    with pytest.raises(ZeroDivisionError, match="environment 1"):
+    with pytest.raises(EnvError, match="environment 1") as caught:
         env.step(np.array([1, 0, 2]))
+    assert isinstance(caught.value.original, ZeroDivisionError)
     env.close(terminate=True)
 
 

@@ -147,7 +147,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base
 
 
 @pytest.mark.parametrize("shared_memory", [True, rest(False)])
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=SLOW)
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=SLOW)
 @given(script=scripts(), mode=modes, copy=st.booleans())
 def test_serial(shared_memory, script, mode, copy):
     check(script, mode, copy, backend="serial", shared_memory=shared_memory)

@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--last", type=int, default=100_000, help="the number after the last history")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--pure", action="store_true", help="without compiled code")
+    parser.add_argument("--until-failure", action="store_true", help="end at the first history that fails")
     parser.add_argument("--progress", type=Path, default=Path(".simulation-progress.json"))
     options = parser.parse_args(arguments)
     if options.number is not None:
@@ -70,6 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
             progress["failed"].update({str(number): error for number, error in failed.items()})
             for number, error in failed.items():
                 print(f"history {number} fails: {error.splitlines()[0]}", flush=True)
+            if failed and options.until_failure:
+                pool.shutdown(cancel_futures=True)
+                return 1
             partial = options.progress.with_suffix(".partial")
             partial.write_text(json.dumps(progress))
             partial.replace(options.progress)

@@ -55,6 +55,8 @@ class Rates(NamedTuple):
     late_values: float = 0.0
     infos: float = 0.0
     unreadable: float = 0.0
+    differs: float = 0.0  # of environments that are constructed again, how many declare other spaces
+    stopped: float = 0.0  # of workers that hang, how many go on when their stack is taken
     often_at: str = ""  # a point at which faults are more frequent
 
 
@@ -84,6 +86,9 @@ class SimulatedWorker:
         request: What it carries out, with the environment that is running and its phase: "inside" the simulator,
             "returned" from it, "failed" or "written" where a reply is sent ahead, or "replying".
         settled: The environment that was running last, if the request, or the part of it, has been carried out.
+        is_late: Whether it is past its timeout; if it was only stopped, it may go on while its stack is taken.
+        late, culprits: What that has interrupted, by environment; and the environments that it counts against.
+        is_closed: Whether its environments have been closed, as the pool knows.
         counts: How many steps and resets have ended, as its statistics must have them: those of a request are added
             when it has been carried out.
         steps: How many steps have ended.
@@ -106,6 +111,9 @@ class SimulatedWorker:
         self.running: int | None = None
         self.phase, self.activity = "", ""
         self.settled: int | None = None
+        self.is_late = self.is_closed = False
+        self.late: dict[int, Any] = {}
+        self.culprits: list[Any] | None = None
         self.counts, self._more, self.steps = Counter[str](), Counter[str](), 0
         self._fails = False
         self._greenlet = Watched(self._main)
@@ -142,7 +150,7 @@ class SimulatedWorker:
             self.point("early", life, may_fail=False)
         self.replies.append((request, reply))
         self.expected -= reply.last
-        # Not after a result: what the next one reports has no observations and no agents then.
+        # Not after a result: whether it or the report of the death comes first is not known to the model.
         if life is not None and is_early and (reply.failures or reply.env_ids == ()):
             self.point("sent", life, may_fail=False)
         if is_complete:
@@ -217,9 +225,9 @@ class SimulatedBackend(Backend):
     pickles = False
     side_by_side = False
 
-    def __init__(self, number: int, rates: Rates, *, spares: bool, left_out: frozenset[Fault] = frozenset()) -> None:
+    def __init__(self, number: int, rates: Rates, *, standbys: bool, left_out: frozenset[Fault] = frozenset()) -> None:
         self.number, self.rates, self._left_out = number, rates, left_out
-        self.has_spares = spares  # type: ignore[misc]
+        self.has_standbys = standbys  # type: ignore[misc]
         self.moment = np.array([_BEGINS_AT])
         self.now = _BEGINS_AT
         self.clock: Callable[[], float] = lambda: self.now
@@ -236,6 +244,7 @@ class SimulatedBackend(Backend):
         self._events: list[tuple[float, int, SimulatedWorker]] = []
         self._order = itertools.count()
         self._lives: Counter[int] = Counter()
+        self.lives: list[Life] = []
         self._interrupted = False
         self._last_reply, self._waits = self.now, 0  # when it was, and how often `wait` has been called since
         self._owner, self._has_thread = threading.get_ident(), False
@@ -247,7 +256,8 @@ class SimulatedBackend(Backend):
 
     def new_life(self, env_id: int, worker: SimulatedWorker, origin: str, seed: int, restarts: int) -> Life:
         self._lives[env_id] += 1
-        return Life(env_id, self._lives[env_id], worker, origin, seed, restarts)
+        self.lives.append(Life(env_id, self._lives[env_id], worker, origin, seed, restarts))
+        return self.lives[-1]
 
     def draw(self, life: Life, purpose: int) -> float:
         return draw(self.number, life.env_id, life.number, life.points, purpose)
@@ -278,7 +288,7 @@ class SimulatedBackend(Backend):
 
     def writes_late(self, life: Life) -> bool:
         request = life.worker.request
-        if request is not None and request.message is Message.CALL:
+        if request is not None and request.message in (Message.CALL, Message.RENDER, Message.STATE):
             return False  # such an observation is written by a later request
         return self.draw(life, 3) < self.rates.late_values
 
@@ -294,7 +304,20 @@ class SimulatedBackend(Backend):
         chance = self.draw(life, 5)
         if chance >= self.rates.infos:
             return ""
-        return "number" if chance < self.rates.infos / 2 else "text"
+        return ("number", "text", "object")[int(3 * chance / self.rates.infos)]
+
+    def differs(self, life: Life) -> bool:
+        """Whether an environment declares other spaces than the others."""
+        fault = Fault(life.env_id, life.number, 0)
+        is_first = life.worker.request is not None and life.worker.request.message is Message.ACCESS
+        if not self.troubled or fault in self._left_out or (is_first and life.env_id == 0):
+            return False
+        if self.draw(life, 6) >= self.rates.differs:
+            return False
+        self.faults.append(fault)
+        self.kinds["differs in constructor"] += 1
+        self.note(f"environment {life.env_id} (life {life.number}) declares other spaces")
+        return True
 
     def at(self, moment: float, worker: SimulatedWorker) -> None:
         heapq.heappush(self._events, (moment, next(self._order), worker))
@@ -321,11 +344,15 @@ class SimulatedBackend(Backend):
         self.advance(moment)
         if self.workers.get(worker.number) is worker and worker.state == "ready":
             worker.state = "running"
-            if threading.get_ident() == self._owner:
+            if self._is_owner:
                 worker.resume()
             else:  # greenlets belong to one thread
                 self._jobs.put(worker.resume)
                 self._job_done.get()
+
+    @property
+    def _is_owner(self) -> bool:
+        return threading.get_ident() == self._owner
 
     def call_in_thread(self, call: Callable[[], None]) -> None:
         """Start a thread that calls a function, which interrupts `wait`; `serve` must follow when that has returned."""
@@ -366,7 +393,7 @@ class SimulatedBackend(Backend):
         if not kill and (present.state not in ("ended", "dead") or self.now < present.ends_at):
             return False
         if kill:
-            self.model.spares_fail = True
+            self.model.standbys_fail = True
             self.model.seeds.note_used_up(self.workers[worker].share)
         self.workers.pop(worker).state = "dead"
         return True
@@ -445,7 +472,7 @@ class SimulatedBackend(Backend):
 
     def end(self, worker: int) -> Sequence[Reply]:
         ended = self.workers[worker]
-        ended.why = "hangs" if ended.state == "hung" else "is killed"
+        ended.why = "hangs" if ended.is_late else "is killed"
         ended.state = "dead"
         self.model.ended(ended, ended.why)
         replies = [reply for _, reply in ended.replies]
@@ -474,6 +501,14 @@ class SimulatedBackend(Backend):
         return ""
 
     def stack(self, worker: int, *, harmless: bool = False) -> str:
+        hung = self.workers[worker]
+        if hung.state == "hung" and not harmless:
+            hung.is_late = True
+            self.model.timed_out(hung)
+            if draw(self.number, worker, len(self.all_workers), 13) < self.rates.stopped and self._is_owner:
+                self.note(f"worker {worker}, which was stopped, goes on")
+                hung.state = "running"
+                hung.resume()
         return ""
 
     def stop(self, timeout: float) -> list[int]:

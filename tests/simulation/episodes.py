@@ -16,7 +16,7 @@ class Episodes:
     """The running episode of one environment."""
 
     env_id: int
-    same_step: bool
+    mode: str
     returns: Counter[str] = field(default_factory=Counter)
     lengths: Counter[str] = field(default_factory=Counter)
     steps: int = 0
@@ -30,10 +30,12 @@ class Episodes:
         _, rewards, terminateds, truncateds, _ = dicts
         terminated, truncated = terminateds[ALL], truncateds[ALL]
         was_over, is_over = self.over, terminated or truncated
-        if was_over:
-            if not is_over:  # the step has begun the next one
-                self._begin()
+        if was_over and is_over:
             return []
+        if was_over:
+            self._begin()
+            if self.mode == "NEXT_STEP":  # a step that only resets
+                return []
         self.steps += 1
         ended = [agent for flags in (terminateds, truncateds) for agent, flag in flags.items() if flag and agent != ALL]
         for agent in {**rewards, **dict.fromkeys(ended)}:
@@ -43,7 +45,7 @@ class Episodes:
             return []
         finished = self.env_id, dict(self.returns), dict(self.lengths), self.steps, bool(terminated), bool(truncated)
         self._begin()
-        self.over = not self.same_step
+        self.over = self.mode != "SAME_STEP"
         return [finished]
 
     def _begin(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from marl_parallel.core.messages import Message, Reply, Request
+from marl_parallel.core.messages import Message, Refusal, Reply, Request
 from marl_parallel.types import RestartPolicy
 from simulation.episodes import Episodes, Finished
 from simulation.seeds import Seeds
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 COMMON = "__common__"
 ANY_TEXT = object()
 Dicts = tuple[dict[Any, Any], ...]
+_CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE, Message.SEED)
 _RESULTS = (Message.STEP, Message.RESET, Message.ADOPT, Message.REBUILD)
 
 
@@ -40,6 +41,8 @@ class After(NamedTuple):
     alive: list[str]
     over: tuple[bool, bool] | None  # the flags of `__all__`; None if the episode goes on
     unused: bool = False  # whether it has been rebuilt and waits for a reset
+    waits: bool = False  # likewise, also if a step has returned nothing since
+    turn: str = ""  # the only agent who acts next; empty if all do
 
 
 class Cut(NamedTuple):
@@ -65,7 +68,7 @@ class EnvModel:
     cuts: list[Cut] = field(default_factory=list)  # of a fault that is not reported yet: what it may have interrupted
     rebuilt: Did | None = None  # the reset of the environment that has been rebuilt
     ready: bool = False  # whether it has been rebuilt
-    failed: bool = False  # whether a fault is to lead to a rebuild
+    must_be_rebuilt: bool = False  # whether that has not been requested yet, after a fault
     renewing: bool = False  # whether the next episode begins in another environment
     ending: Did | None = None  # with SAME_STEP, the last step: until its result is received, another one may go on
     held: tuple[Dicts, After] | None = None  # the result if that was interrupted, and the state after it
@@ -76,6 +79,7 @@ class EnvModel:
     seed: int | None = None  # of that reset
     ended: int = 0  # how many episodes of the present environment its caller has seen end
     restarts: Counter[str] = field(default_factory=Counter)  # by kind
+    latest_fault: str = ""  # the kind of its `RestartEvent`
     recycled: int = 0
     faults: list[float] = field(default_factory=list)  # when those were that count against it
 
@@ -91,6 +95,8 @@ class Model:
         recycles: Whether environments are replaced.
         seeds: The seeds of all environments.
         clock: Returns the time.
+        steps_on: Whether a step reaches environments whose episode is over.
+        in_block: Whether results are in shared memory, and known if a worker fails before it can send them.
 
     Attributes:
         finished: The episodes that the results of the latest call have ended.
@@ -111,16 +117,19 @@ class Model:
         recycles: bool,
         seeds: Seeds,
         clock: Callable[[], float],
+        steps_on: bool,
+        in_block: bool,
     ) -> None:
         self.envs = [EnvModel(env_id, number) for number, share in enumerate(shares) for env_id in share]
-        self.episodes = [Episodes(env.env_id, mode == "SAME_STEP") for env in self.envs]
+        self.episodes = [Episodes(env.env_id, mode) for env in self.envs]
         self.finished: list[Finished] = []
         self.mode, self.restarts, self.seeds = mode, policy is not None, seeds
+        self._steps_on, self._in_block = steps_on, in_block
         self._policy, self._clock = policy or RestartPolicy(), clock
         self.fatal: list[str] = []
         self.limits: list[int] = []
         self.errors = self.errors_before = self.faults = 0
-        self.most_episodes, self.recycles, self.spares_fail = most_episodes, recycles, False
+        self.most_episodes, self.recycles, self.standbys_fail = most_episodes, recycles, False
         self._called: set[int] = set()
         self.checked = 0
 
@@ -209,14 +218,14 @@ class Model:
     def posted(self, worker: SimulatedWorker, request: Request) -> None:
         """The pool has sent a request."""
         message = request.message
-        if self._called and (message is Message.CALL or (message is Message.REBUILD and self._is_called(request))):
+        if self._called and (message in _CALLS or (message is Message.REBUILD and self._is_called(request))):
             self.errors_before, self._called = self.errors, set()
         if message not in _RESULTS:
             return
         for env_id in worker.share if request.env_ids is None else request.env_ids:
             env = self.envs[env_id]
             if message is Message.REBUILD:
-                env.failed = False
+                env.must_be_rebuilt = False
                 self.seeds.note_rebuild(env_id, request)
             if message is Message.STEP:
                 env.renewing = False
@@ -237,24 +246,31 @@ class Model:
             env.excused |= self._is_split(worker, env)
 
     def _is_called(self, request: Request) -> bool:
-        """Whether a rebuild is the caller's: the others come right after faults."""
-        return request.env_ids is not None and not any(self.envs[env_id].failed for env_id in request.env_ids)
+        """Whether a rebuild is the caller's, and does not follow a fault."""
+        return request.env_ids is not None and not any(self.envs[env_id].must_be_rebuilt for env_id in request.env_ids)
 
     def delivered(self, worker: SimulatedWorker, request: Request, reply: Reply) -> None:
         """The pool has received a reply."""
         if reply.request is Message.ACCESS:
             for env_id in reply.results:
                 self.envs[env_id].life = worker.lives[env_id]
+        refused = [env_id for env_id, result in reply.results.items() if isinstance(result, Refusal)]
+        failed = [*reply.failures, *refused]
+        worker.is_closed |= reply.request is Message.CLOSE
         if reply.request is Message.PREPARE:
-            self.spares_fail |= bool(reply.failures)
-            self.seeds.note_used_up(reply.failures)
-            for env_id in reply.failures:
+            self.standbys_fail |= bool(failed)
+            self.seeds.note_used_up(failed)
+            for env_id in failed:
                 env = self.envs[env_id]
                 if env.host == worker.number and (env.renewing or env.ending is not None):
                     env.renewing, env.done = True, None
                     self._fails(env, self._cut(env, "inside", "constructor"), "exception")
             return
-        if reply.request is Message.CALL:
+        if reply.request in _CALLS:
+            for env_id in {*(request.env_ids or ())} - reply.failures.keys():
+                life = self.envs[env_id].life
+                if life is not None and life.did:  # reset, so that it could be called
+                    life.early, life.did = life.did, []
             for env_id in reply.failures:
                 self._fails(self.envs[env_id], self._cut(self.envs[env_id], "", ""), "exception")
             return
@@ -266,7 +282,9 @@ class Model:
             if env.awaiting is not request:
                 continue
             env.awaiting = None
-            if env_id in reply.failures:
+            if env_id in worker.late:
+                continue
+            if env_id in failed:
                 raised = worker.lives[env_id].raised
                 stage = "returned" if raised == "writing" else "inside"
                 self._fails(env, self._cut(env, stage, raised.removesuffix("-end")), "exception")
@@ -284,6 +302,16 @@ class Model:
             self.fatal.append(f"worker {worker.number} is gone")
         self.ended(worker, worker.why)
 
+    def timed_out(self, worker: SimulatedWorker) -> None:
+        """A worker is past its timeout. What it may finish while its stack is taken is late all the same."""
+        worker.culprits, request = self._culprits(worker, "hangs"), worker.request
+        if worker.phase == "replying" and request is not None and not request.each:
+            return  # all of them have been carried out in time, and only their reply is missing
+        for env in worker.culprits:
+            if env.done is None and env.awaiting is not None:
+                is_running = env.env_id == worker.running and env.awaiting is request
+                worker.late[env.env_id] = self._cut(env, *((worker.phase, worker.activity) if is_running else ("", "")))
+
     def ended(self, worker: SimulatedWorker, why: str) -> None:
         """A worker is gone, or the pool ends it, since it is past a timeout or has too much memory."""
         for env in self._culprits(worker, why):
@@ -291,6 +319,8 @@ class Model:
 
     def _culprits(self, worker: SimulatedWorker, why: str) -> list[EnvModel]:
         """The environments that fail if a worker dies, hangs, or is killed for its memory: all, if it is not known."""
+        if worker.is_late and worker.culprits is not None:
+            return worker.culprits
         hosted = [env for env in self.envs if env.host == worker.number]
         running = worker.running if worker.phase != "replying" else None
         if why == "is killed":
@@ -325,10 +355,10 @@ class Model:
                 for env in [self.envs[env_id] for env_id in ids[len(finished) :]]:
                     env.state = env.state if env.state.unused else env.state._replace(last={})
             for env in [self.envs[env_id] for env_id in finished]:
-                if env.awaiting is current:
+                if env.awaiting is current and env.env_id not in worker.late:
                     env.awaiting = None
                     self._completed(env, worker, current.message)  # type: ignore[union-attr]
-        self.spares_fail |= bool(_before(worker))
+        self.standbys_fail |= bool(_before(worker))
         culprits = self._culprits(worker, why)
         # Of one that was to take the place of another in another worker.
         self.seeds.note_used_up([env.env_id for env in culprits if env.host != worker.number])
@@ -339,7 +369,8 @@ class Model:
             stage, activity = "", ""
             if env.env_id == running and env.awaiting is current:
                 stage, activity = worker.phase, worker.activity
-            self._fails(env, self._cut(env, stage, activity), kind if env in culprits else "neighbour")
+            cuts = worker.late.get(env.env_id) or self._cut(env, stage, activity)
+            self._fails(env, cuts, kind if env in culprits else "neighbour")
 
     # -- what the design says ------------------------------------------------------------------------------------------
 
@@ -363,6 +394,12 @@ class Model:
         assert env.life is not None
         env.excused |= self._is_split(worker, env)
         did, env.life.did = env.life.did, []
+        if self.mode == "NEXT_STEP" and env.request == "step" and env.life.early:
+            if did:
+                raise Wrong(f"environment {env.env_id}: it was reset to be called, and again by a step")
+            did = env.life.early
+        if did:
+            env.life.early = []
         env.life.begun |= bool(did)
         steps, resets = [one for one in did if one.what == "step"], [one for one in did if one.what == "reset"]
         if any(one.unreadable for one in (resets[-1:] if env.request == "reset" or env.renewing else did)):
@@ -381,34 +418,37 @@ class Model:
                 dicts = _marked(dicts, {"recycled": True})
             if env.cuts:
                 dicts = _marked(dicts, {"restarted": True, "error": ANY_TEXT})
-            self._finish(env, [dicts], After(first.observations, first.alive, None))
+            self._finish(env, [dicts], _state(first))
         elif steps and steps[0].over and self.mode == "SAME_STEP":
             if len(steps) > 1:
                 raise Wrong(f"environment {env.env_id}: one request has stepped it twice")
             self._check_action(env, steps[0])
             env.ended += 1
-            self._finish(
-                env, [_renewed(steps[0][1:6], resets[0])], After(resets[0].observations, resets[0].alive, None)
-            )
+            self._finish(env, [_renewed(steps[0][1:6], resets[0])], _state(resets[0]))
             if self.recycles:
                 env.ending = steps[0]
         elif steps:
             if len(steps) + len(resets) > 1:
                 raise Wrong(f"environment {env.env_id}: one request has led to {did}")
             self._check_action(env, steps[0])
-            env.ended += steps[0].over
+            env.ended += steps[0].over and env.state.over is None
             flags = (steps[0].terminateds[ALL], steps[0].truncateds[ALL]) if steps[0].over else None
-            self._finish(env, [steps[0][1:6]], After(steps[0].observations, steps[0].alive, flags))
+            self._finish(env, [steps[0][1:6]], _state(steps[0], flags))
         elif resets:
             if env.state.over is None or self.mode == "DISABLED":
                 raise Wrong(f"environment {env.env_id}: a step has reset it")
             self._check_recycling(env)
-            self._finish(env, [resets[-1][1:6]], After(resets[-1].observations, resets[-1].alive, None))
+            self._finish(env, [resets[-1][1:6]], _state(resets[-1]))
         else:
-            if env.state.over is None or self.mode != "DISABLED":
+            must_be_stepped = self._steps_on and not env.state.waits
+            if env.state.over is None or self.mode != "DISABLED" or must_be_stepped:
                 raise Wrong(f"environment {env.env_id}: its simulator has not been stepped")
             terminated, truncated = env.state.over
-            self._finish(env, [({}, {}, {ALL: terminated}, {ALL: truncated}, {})], After({}, [], env.state.over))
+            self._finish(
+                env,
+                [({}, {}, {ALL: terminated}, {ALL: truncated}, {})],
+                env.state._replace(last={}, alive=[], unused=False),
+            )
 
     def _check_reset(self, env: EnvModel, first: Did) -> None:
         """Check the options that a reset has received."""
@@ -419,7 +459,7 @@ class Model:
     def _check_recycling(self, env: EnvModel) -> None:
         """An episode begins in the same environment."""
         limit = self.most_episodes
-        may_stay = env.cuts or env.excused or self.spares_fail or not env.has_reset
+        may_stay = env.cuts or env.excused or self.standbys_fail or not env.has_reset
         if limit is not None and env.ended >= limit and not may_stay:
             raise Wrong(f"environment {env.env_id}: not replaced after {env.ended} episodes, with max_episodes={limit}")
 
@@ -450,11 +490,11 @@ class Model:
             elif kind == "reset" or first is not None:
                 continue
             else:
-                state = After(dicts[0], [], (False, True), unused=True)
+                state = After(dicts[0], [], (False, True), unused=True, waits=True)
             allowed.append(_marked(dicts, {"restarted": True, "error": ANY_TEXT}))
         if first is not None:
             self._check_reset(env, first)
-            state = After(first.observations, first.alive, None)
+            state = _state(first)
         self._finish(env, allowed, state)
 
     def _fails(self, env: EnvModel, cuts: list[Cut], kind: str) -> None:
@@ -466,14 +506,17 @@ class Model:
             env.cuts = cuts
         if env.held is not None:
             env.after_held = env.after_held or [Cut("", _interrupted(env.held[1].last, env.held[1].alive))]
-        env.ready, env.rebuilt, env.awaiting, env.failed = False, None, None, True
+        env.ready, env.rebuilt, env.awaiting, env.must_be_rebuilt = False, None, None, True
         env.renewing, env.moved = False, False
         if env.done is None:
             env.ending = None
         env.restarts[kind] += 1
         env.ended = 0
+        env.latest_fault = "neighbour" if kind == "neighbour" else "fault"
         if kind == "exception":
             self._count(env)
+            if self._policy.exceptions is not None:  # no exception of an environment is of these types
+                self.fatal.append(f"environment {env.env_id}: an exception that the policy excludes")
         self.errors += 1
         self.faults += 1
 
@@ -495,7 +538,9 @@ class Model:
         did = [] if env.life is None else env.life.did
         steps, resets = [one for one in did if one.what == "step"], [one for one in did if one.what == "reset"]
         zeros = {agent: np.zeros(BOX.shape) for agent in alive}
-        if stage == "replying" and not env.state.unused:  # the record has been written, its result is lost
+        if (
+            stage == "replying" and not env.state.unused and self._in_block
+        ):  # the record has been written, its result is lost
             written = [*steps, *resets][-1]
             return [Cut("step", _interrupted(written.observations, [] if written.over else written.alive))]
         if stage == "replying":  # the caller has seen nothing of the new environment
@@ -511,6 +556,10 @@ class Model:
         if resets or activity == "reset":
             return [Cut("reset")]
         return [Cut("step", _interrupted(last, alive))]
+
+
+def _state(did: Did, over: tuple[bool, bool] | None = None) -> After:
+    return After(did.observations, did.alive, over, turn=did.turn)
 
 
 def _before(worker: SimulatedWorker) -> list[SimulatedWorker]:

@@ -6,7 +6,10 @@ Each call has draws of its own, so that the others stay what they are when it is
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import random
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,19 +27,25 @@ from marl_parallel import (
     RecyclePolicy,
     RestartLimitExceeded,
     RestartPolicy,
+    WorkerCrashed,
     WorkerTimeout,
 )
 from marl_parallel.core.backend import share_out
+from marl_parallel.core.pickling import loads
+from marl_parallel.core.replay_file import Crash, read_crash
 from marl_parallel.types import RestartEvent
 from marl_parallel.vector import Arrays, ArrayStepper
 from simulation.backend import Fault, Rates, SimulatedBackend
 from simulation.draws import draw
-from simulation.model import Model, Wrong
+from simulation.model import COMMON, Model, Wrong
 from simulation.seeds import Seeds
-from simulation.simulator import AGENTS, POINTS, SimulatedEnv
+from simulation.simulator import AGENTS, KINDS, POINTS, Life
 
 MOST_CALLS = 30
 _SEED = 7
+_KEPT = 5  # steps of an episode, for replays
+_REPLAY = re.compile(r"marl-parallel replay (\S+)")
+_TRACE = "trace.json"
 _NO_LIMITS = RestartPolicy(max_restarts=None, rate_limit=None)
 _MODES = ("SAME_STEP", "NEXT_STEP", "DISABLED")
 
@@ -50,12 +59,17 @@ class Setup(NamedTuple):
     on_error: str
     rates: Rates
     recycle: RecyclePolicy | None
-    spares: bool
+    standbys: bool
     warn_after: float | None
     arrays: bool  # whether it is stepped by a facade
     callback: bool  # whether `on_restart` is passed
     replay: bool  # whether failures can be replayed
     policy: RestartPolicy
+    begins_troubled: bool  # whether faults occur while all environments are constructed
+    traced: bool
+    kind: str  # of environments
+    shares_memory: bool
+    copies: bool  # whether observations are copies, no views
 
 
 class Call(NamedTuple):
@@ -94,6 +108,8 @@ def setup_of(number: int) -> Setup:
         }
         recycle = RecyclePolicy(**limits) if any(limits.values()) else None
     policy = _policy_of(rng) if recycle is None else _NO_LIMITS
+    arrays = rng.random() < 0.15
+    kinds = ["pettingzoo", "pettingzoo", "pettingzoo", "turns", "pettingzoo" if arrays else "dict"]
     return Setup(
         num_envs,
         rng.randint(1, num_envs),
@@ -102,19 +118,26 @@ def setup_of(number: int) -> Setup:
         Rates(
             fails=rng.choice([0.0, 0.01, 0.03]),
             dies=rng.choice([0.0, 0.01, 0.03]),
-            hangs=rng.choice([0.0, 0.0, 0.02]),
+            hangs=rng.choice([0.0, 0.0, 0.03]),
             late_values=rng.choice([0.0, 0.5]),
             infos=rng.choice([0.0, 0.5]),
             unreadable=rng.choice([0.0, 0.0, 0.01, 0.1]),
+            differs=rng.choice([0.0, 0.0, 0.0, 0.03]),
+            stopped=rng.choice([0.0, 0.8]) if recycle is None else 0.0,  # the model knows no late result of a move
             often_at=rng.choice(["", "", "", *POINTS]),
         ),
         recycle,
         rng.random() < 0.8,
         rng.choice([None, 2.0]),
-        rng.random() < 0.1,
+        arrays,
         on_error == "restart" and rng.random() < 0.3,
-        on_error == "restart" and rng.random() < 0.03,
+        on_error == "restart" and rng.random() < 0.06,
         policy,
+        rng.random() < 0.06,
+        rng.random() < 0.03,
+        rng.choice(kinds),
+        rng.random() < 0.9,
+        rng.random() < 0.8,
     )
 
 
@@ -123,22 +146,26 @@ def _policy_of(rng: random.Random) -> RestartPolicy:
         return replace(_NO_LIMITS, max_restarts=rng.randint(0, 3))
     if rng.random() < 0.1:
         return replace(_NO_LIMITS, rate_limit=rng.randint(0, 3), rate_period_s=rng.choice([0.02, 0.1, 0.5]))
-    return _NO_LIMITS
+    return replace(_NO_LIMITS, exceptions=(KeyError,)) if rng.random() < 0.05 else _NO_LIMITS
 
 
 def calls_of(number: int) -> list[Call]:
     rng = random.Random(-number - 1)
     names, weights = zip(*_CALLS.items(), strict=True)
     chosen = rng.choices(names, [weight for weight, _ in weights], k=MOST_CALLS)
+    if rng.random() < 0.2:
+        chosen += ["close_inside", rng.choice(names)]
     return [Call(name, rng.randrange(1 << 30)) for name in chosen]
 
 
 class History:
     """A `ParallelEnv` on the simulated backend, and its model."""
 
-    def __init__(self, number: int, left_out: frozenset[Fault], replay_dir: Path) -> None:
+    env: ParallelEnv
+
+    def __init__(self, number: int, left_out: frozenset[Fault], folder: Path) -> None:
         self.setup = setup = setup_of(number)
-        self.backend = SimulatedBackend(number, setup.rates, spares=setup.spares, left_out=left_out)
+        self.backend = SimulatedBackend(number, setup.rates, standbys=setup.standbys, left_out=left_out)
         most = None if setup.recycle is None else setup.recycle.max_episodes
         shares = share_out(setup.num_envs, setup.num_workers)
         self.model = self.backend.model = Model(
@@ -149,14 +176,24 @@ class History:
             recycles=setup.recycle is not None,
             seeds=Seeds(setup.num_envs, _SEED, derives=setup.replay),
             clock=self.backend.clock,
+            steps_on=setup.kind == "dict",
+            in_block=setup.shares_memory,
         )
         self.actions = 0
         self.ids = range(setup.num_envs)
         self.number, self.events = number, 0
         self.closes = False  # whether `close` has been called in the middle of a call
         self.wrong: list[str] = []  # what callbacks have noticed
+        self.call = ""  # that is carried out
+        self.views: dict[int, tuple[Any, Any, Any]] = {}  # by environment, its latest observations, and copies
+        self.folder = folder
+
+    def open(self) -> None:
+        """Construct all environments."""
+        setup = self.setup
+        self.backend.troubled = setup.begins_troubled
         self.env = ParallelEnv(
-            [SimulatedEnv] * setup.num_envs,
+            [KINDS[setup.kind]] * setup.num_envs,
             setup.mode,
             _SEED,
             num_workers=setup.num_workers,
@@ -169,9 +206,12 @@ class History:
             warn_after=setup.warn_after,
             recycle=setup.recycle,
             forward_logs=False,
+            shared_memory=setup.shares_memory,
+            copy=setup.copies,
             on_restart=self._on_restart if setup.callback else None,
-            replay=5 if setup.replay else None,
-            replay_dir=replay_dir if setup.replay else None,
+            replay=_KEPT if setup.replay else None,
+            replay_dir=self.folder if setup.replay else None,
+            trace=self.folder / _TRACE if setup.traced else None,
         )
         self.stepper = ArrayStepper(self.env, self) if setup.arrays else None
 
@@ -180,6 +220,7 @@ class History:
         self.backend.troubled = True
         self._reset(self.ids)
         for call in calls:
+            self.call = call.name
             _CALLS[call.name][1](self, random.Random(call.seed))
             if self.env.pending != tuple(self.model.in_flight):
                 raise Wrong(f"pending is {self.env.pending} in place of {self.model.in_flight}")
@@ -196,9 +237,50 @@ class History:
     def _received(self, env_ids: Sequence[int], batch: Any) -> None:
         """Check results, and the episodes that they have ended."""
         self.model.received(env_ids, batch)
+        for infos in batch[4] or ():
+            if path := _REPLAY.search(str(infos.get(COMMON, {}).get("error", ""))):
+                self._check_replay(read_crash(Path(path[1])))
         finished = sorted(map(tuple, self.env.finished_episodes))
         if finished != sorted(self.model.finished):
             raise Wrong(f"finished_episodes is {finished} in place of {self.model.finished}")
+        if not self.setup.copies and self.stepper is None:
+            for env_id, observations in zip(env_ids, batch[0], strict=True):
+                self.views[env_id] = observations, copy.deepcopy(observations), self.model.envs[env_id].life
+
+    def _check_views(self) -> None:
+        """Check that observations are what they were until their environment is next used."""
+        for env_id, (views, copies, life) in self.views.items():
+            env = self.model.envs[env_id]
+            if env.request or env.cuts or env.life is not life:
+                continue
+            if any(not np.array_equal(views[agent], copies[agent]) for agent in views):
+                raise Wrong(f"environment {env_id}: the view {views} was {copies}")
+
+    def _check_replay(self, crash: Crash) -> None:
+        """Check the file of a fault: its episode and its actions are those that the simulator has received."""
+        self.backend.kinds["replay"] += 1
+        lives = [one for one in self.backend.lives if (one.env_id, one.seed) == (crash.env_id, crash.constructor_seed)]
+        if any(life.worker.is_late for life in lives) or crash.method == "unpickle":
+            return  # it may have gone on
+        if not lives and self.model.seeds.was_requested(crash.env_id, crash.constructor_seed):
+            return  # its worker has failed before it was constructed
+        actions = [next(iter(of_step.values()), -1) for of_step in loads(crash.actions)]
+        got = crash.step, crash.first_step, actions, crash.seed, crash.number, crash.restarts
+        allowed = [
+            (len(played), max(len(played) - _KEPT, 0) + 1, played[-_KEPT:], *seeding, life.restarts)
+            for life in lives
+            for played, seeding in [(life.actions, life.seeding), *([] if life.actions else [life.last_episode])]
+        ]
+        if got not in allowed:
+            raise Wrong(f"environment {crash.env_id}: a replay of {got} in place of {allowed}")
+
+    def check_trace(self) -> None:
+        """Check the trace of workers that have been closed: a slice for each step."""
+        slices = [one for one in json.loads((self.folder / _TRACE).read_text())["traceEvents"] if one["ph"] == "X"]
+        steps = sum(one["name"] == "step" and one["cat"] == "simulator" for one in slices)
+        expected = sum(worker.steps for worker in self.backend.all_workers if worker.is_closed)
+        if steps != expected or any(one["dur"] < 0 for one in slices):
+            raise Wrong(f"the trace has {steps} steps in place of {expected}")
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -224,7 +306,8 @@ class History:
             self._reset(waiting)
 
     def _must_reset(self, env: Any) -> bool:
-        return not env.has_reset or (self.setup.mode == "DISABLED" and env.state.over is not None)
+        stays_over = self.setup.mode == "DISABLED" and env.state.over is not None
+        return not env.has_reset or (stays_over and (self.setup.kind != "dict" or env.state.waits))
 
     def step(self, rng: random.Random) -> None:
         if self.model.in_flight:
@@ -240,10 +323,13 @@ class History:
 
     def _step(self, env_ids: Sequence[int], action: int, actions: Any, some: Sequence[int] | None) -> None:
         if self.stepper is not None:
-            arrays = self.stepper.step({agent: np.full(len(self.ids), action) for agent in AGENTS}, some)
+            arrays = self.stepper.step(self._arrays(action), some)
             self._received(env_ids, _as_dicts(arrays, env_ids))
         else:
             self._received(env_ids, self.env.step(actions, some))
+
+    def _arrays(self, action: int) -> dict[str, Any]:
+        return {agent: np.full(len(self.ids), action) for agent in AGENTS}
 
     def step_some(self, rng: random.Random) -> None:
         if self.model.in_flight or not all(env.has_reset for env in self.model.envs):
@@ -261,7 +347,13 @@ class History:
 
     def send(self, rng: random.Random) -> None:
         free = [env.env_id for env in self.model.envs if not env.request and not self._must_reset(env)]
-        if not free or self.stepper is not None:
+        if not free or (self.stepper is not None and len(free) < len(self.ids)):
+            return
+        if self.stepper is not None:
+            action, _ = self._actions(self.ids)
+            self.note(f"stepper.send(action {action})")
+            self.model.sends("step", self.ids, action)
+            self.stepper.send(self._arrays(action))
             return
         ids = rng.sample(free, rng.randint(1, len(free)))
         action, actions = self._actions(ids)
@@ -282,15 +374,24 @@ class History:
             self._recv(rng.randint(0, in_flight), rng.choice([None, None, 0.0, 0.001, 0.1]), rng.choice([None, 0.01]))
 
     def _recv(self, least: int, timeout: float | None, window: float | None = None) -> None:
+        if self.stepper is not None:
+            least, window = len(self.ids), None
         self.note(f"recv(min_envs={least}, timeout={timeout}, window={window})")
         began = self.backend.now
         try:
+            if self.stepper is not None:
+                self._received(self.ids, _as_dicts(self.stepper.receive(timeout), self.ids))
+                return
             batch = self.env.recv(least, timeout, window=window)
         except ParallelEnvError:
             raise
         except TimeoutError:
-            if timeout is None or self.backend.now - began < timeout - 1e-6 or len(self.model.surely_ready) >= least:
-                raise Wrong("recv has timed out too early") from None
+            # A step of all environments also waits for the reply that follows results which were sent ahead.
+            must_be_here = self.stepper is None or not any(one.expected for one in self.backend.workers.values())
+            are_ready = must_be_here and len(self.model.surely_ready) >= least
+            if timeout is None or self.backend.now - began < timeout - 1e-6 or are_ready:
+                passed = self.backend.now - began
+                raise Wrong(f"recv has timed out after {passed} s, with {self.model.ready}") from None
             return
         surely, possibly = {*self.model.surely_ready}, {*self.model.ready}
         if len(batch.env_ids) < least or not surely <= {*batch.env_ids} <= possibly:
@@ -304,14 +405,29 @@ class History:
         self.backend.pass_time(seconds)
 
     def call(self, rng: random.Random) -> None:
+        """A method, an attribute, a frame or the global state of some environments."""
         if self.model.in_flight:
             return
         ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
-        name = rng.choice(["where", "where", "number"])
+        name = rng.choice(["where", "number", "mark", "set_attr", "render", "state", "seed", "seed"])
+        if name in ("render", "state") and not all(self.model.envs[env_id].has_reset for env_id in ids):
+            return
+        ids = [*self.ids] if name == "seed" else ids
         self.note(f"call({name!r}, env_ids={ids})")
         self.model.calls(ids)
+        value = rng.randint(1, 99)
         try:
-            answers = self.env.call(name, env_ids=ids)
+            if name == "set_attr":
+                self.env.set_attr("mark", value, ids)
+                answers: Sequence[Any] = [value for _ in ids]
+            elif name == "render":
+                answers = self.env.render(env_ids=ids)
+            elif name == "state":
+                answers = [tuple(state.tolist()) for state in self.env.state(env_ids=ids)]
+            elif name == "seed":
+                answers = self.env.seed()
+            else:
+                answers = self.env.call(name, env_ids=ids)
         except ParallelEnvError:
             if not self.model.fatal and self.model.restarts:
                 self.model.check_errors(raised=True)
@@ -319,15 +435,18 @@ class History:
             raise
         self.model.check_errors(raised=False)
         lives = [self.model.envs[env_id].life for env_id in ids]
-        numbers = [(life.env_id, life.number, life.episodes, life.steps) for life in lives if life is not None]
-        expected = numbers if name == "where" else [number for _, number, *_ in numbers]
+        expected = [_ANSWERS.get(name, _where)(life) for life in lives if life is not None]
         if [*answers] != expected:
-            raise Wrong(f"call() returned {answers} in place of {expected}")
+            raise Wrong(f"call({name}) returned {answers} in place of {expected}")
 
     def restart(self, rng: random.Random) -> None:
         if self.model.in_flight:
             return
         ids = rng.sample(self.ids, rng.randint(1, len(self.ids)))
+        # Those that are being rebuilt would be constructed twice, and a failure of the first one would count, too.
+        ids = [env_id for env_id in ids if not self.model.envs[env_id].cuts or self.model.envs[env_id].ready]
+        if not ids:
+            return
         self.note(f"restart(env_ids={ids})")
         self.model.rebuilds(ids)
         try:
@@ -342,16 +461,18 @@ class History:
     def close_inside(self, rng: random.Random) -> None:
         """From now on, `close` is called in the middle of a call: by a signal handler, or another thread."""
         how = rng.choice([self._close, self._close_in_thread])
-        self.backend.interrupt_after = rng.randint(0, 8), how
+        self.backend.interrupt_after = rng.choice([0, 0, 1, 2, 8]), how
 
     def _close(self) -> None:
         self.closes = True
+        self.backend.kinds[f"close in {self.call}"] += 1
         self.note("close() by a signal handler")
         with contextlib.suppress(EnvError):  # of an environment's own close
             self.env.close(timeout=1.0)
 
     def _close_in_thread(self) -> None:
         self.closes = True
+        self.backend.kinds[f"close by a thread in {self.call}"] += 1
         self.note("close() in another thread")
 
         def close() -> None:
@@ -365,8 +486,8 @@ class History:
         env = self.model.envs[event.env_id]
         if event.seed not in self.model.seeds.latest[event.env_id]:
             self.wrong.append(f"{event} has another seed than {self.model.seeds.latest[event.env_id]}")
-        if event.restarts != env.restarts.total():
-            self.wrong.append(f"{event} in place of {env.restarts.total()} restarts")
+        if (event.kind, event.restarts) != (env.latest_fault, env.restarts.total()):
+            self.wrong.append(f"{event} in place of {env.latest_fault}, {env.restarts.total()} restarts")
         chance = draw(self.number, self.events, 11)
         if chance < 0.2:
             raise ValueError("on_restart raises")
@@ -385,8 +506,10 @@ class History:
 
     def _check_acting(self) -> None:
         for env, acting in zip(self.model.envs, self.env.acting, strict=True):
-            if not env.request and acting != env.state.alive:
-                raise Wrong(f"environment {env.env_id}: {acting} act next in place of {env.state.alive}")
+            alive, turn = env.state.alive, env.state.turn
+            expected = [agent for agent in alive if turn in ("", agent)]
+            if not env.request and acting != expected:
+                raise Wrong(f"environment {env.env_id}: {acting} act next in place of {expected}")
 
     def _check_stats(self) -> None:
         stats = self.env.stats()
@@ -416,12 +539,23 @@ class History:
 
     def _check_noticed(self) -> None:
         """Check what has been noticed in the middle of calls."""
+        self._check_views()
         if wrong := [*self.wrong, *self.model.seeds.wrong]:
             raise Wrong(wrong[0])
         if self.model.fatal:
             raise Wrong(f"no error after {self.model.fatal}")
 
 
+def _where(life: Life) -> Any:
+    return life.env_id, life.number, life.episodes, life.steps
+
+
+_ANSWERS: dict[str, Callable[[Life], Any]] = {
+    "number": lambda life: life.number,
+    "mark": lambda life: life.mark,
+    "set_attr": lambda life: life.mark,
+    "seed": lambda life: life.current_seed,
+}
 _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "step": (40, History.step),
     "step_some": (8, History.step_some),
@@ -430,7 +564,7 @@ _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "send_reset": (8, History.send_reset),
     "recv": (30, History.recv),
     "wait": (4, History.wait),
-    "call": (4, History.call),
+    "call": (8, History.call),
     "restart": (2, History.restart),
     "close_inside": (0.5, History.close_inside),
 }
@@ -459,9 +593,9 @@ def run(number: int, calls: Sequence[Call] | None = None, left_out: frozenset[Fa
     chosen = [*(calls_of(number) if calls is None else calls)]
     result = Result(number, setup_of(number), chosen)
     generators = random.getstate(), np.random.get_state()  # workers seed those of their process
-    folder = tempfile.TemporaryDirectory() if result.setup.replay else contextlib.nullcontext("")
-    with folder as replay_dir:
-        _run(History(number, left_out, Path(replay_dir)), result)
+    needs_folder = result.setup.replay or result.setup.traced
+    with tempfile.TemporaryDirectory() if needs_folder else contextlib.nullcontext("") as folder:
+        _run(History(number, left_out, Path(folder)), result)
     random.setstate(generators[0])
     np.random.set_state(generators[1])
     return result
@@ -470,14 +604,15 @@ def run(number: int, calls: Sequence[Call] | None = None, left_out: frozenset[Fa
 def _run(history: History, result: Result) -> None:
     try:
         try:
-            history.run(result.calls)
+            if _open(history):
+                history.run(result.calls)
         except ClosedEnvironmentError:
             if not history.closes:
                 raise
             history.backend.serve()
             _check_closed(history)
         except ParallelEnvError as error:
-            is_hung = any(worker.state == "hung" for worker in history.backend.workers.values())
+            is_hung = any(worker.state == "hung" or worker.is_late for worker in history.backend.workers.values())
             if not history.model.fatal and not (isinstance(error, WorkerTimeout) and is_hung):
                 raise Wrong(f"an error without a fault: {error!r}") from error
             limits = history.model.limits
@@ -495,12 +630,35 @@ def _run(history: History, result: Result) -> None:
     finally:
         history.backend.troubled = False
         try:
-            history.env.close(terminate=True)
+            if hasattr(history, "env"):
+                history.env.close(terminate=not result.setup.traced)
+                if result.setup.traced and not result.error:
+                    history.check_trace()
         except Exception as error:
             result.error = result.error or f"close() raised {error!r}"
         history.backend.drop()
     result.log, result.faults, result.kinds = history.backend.log, history.backend.faults, history.backend.kinds
     result.checked = history.model.checked
+
+
+def _open(history: History) -> bool:
+    """Construct all environments; returns False if that has failed, as it must then."""
+    try:
+        history.open()
+    except (ParallelEnvError, ValueError) as error:
+        failed = [kind for outcome, kind in _ERRORS.items() if history.backend.kinds[f"{outcome} in constructor"]]
+        if not isinstance(error, tuple(failed)):
+            raise Wrong(f"{error!r} in place of {failed}") from error
+        if not history.backend.stopped:
+            raise Wrong("an error has not freed everything") from error
+        history.model.fatal.clear()
+        return False
+    if history.backend.faults:
+        raise Wrong(f"no error after {history.backend.kinds}")
+    return True
+
+
+_ERRORS = {"fails": EnvError, "dies": WorkerCrashed, "hangs": WorkerTimeout, "differs": ValueError}
 
 
 def _check_closed(history: History) -> None:

@@ -75,6 +75,10 @@ class Seeds:
         self._numbers[env_id], self._used_up[env_id] = {*seeds.values()}, 0
         self.latest[env_id] = {*seeds}
 
+    def was_requested(self, env_id: int, seed: int) -> bool:
+        """Whether an environment was to be constructed again with a seed."""
+        return any(seed in seeds for (of_env, _), (seeds, _) in self._rebuilds.items() if of_env == env_id)
+
     def check_constructed(self, life: Life, request: Request) -> None:
         """Check the keywords of a constructor; those of an environment beside the present one are checked later."""
         if request.message is Message.ACCESS:
@@ -95,6 +99,7 @@ class Seeds:
 
     def check_reset(self, life: Life, request: Request, seed: int | None, passed: int | None) -> None:
         """Check the seed of a reset; `passed` is what the caller has passed to it, if it is the caller's."""
+        life.last_episode, life.actions = (life.actions, life.seeding), []
         expected = passed if request.message is Message.RESET else None
         if expected is not None:
             life.current_seed = expected

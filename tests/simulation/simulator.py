@@ -7,6 +7,7 @@ At a point, `SimulatedWorker.point` decides whether it goes on, raises, dies or 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import greenlet
@@ -48,6 +49,7 @@ class Did(NamedTuple):
     action: int | None = None
     unreadable: bool = False  # whether its infos cannot be unpickled
     option: int = 0  # of a reset
+    turn: str = ""  # the only agent who acts next; empty if all do
 
     @property
     def over(self) -> bool:
@@ -72,11 +74,15 @@ class Life:
     episodes: int = 0
     steps: int = 0  # in the present episode
     did: list[Did] = field(default_factory=list)  # what no delivered result has reported
+    early: list[Did] = field(default_factory=list)  # a reset that no caller has asked for
+    mark: int = 0  # an attribute that callers set
     points: int = 0
     raised: str = ""  # the point at which it has raised last
     begun: bool = False  # whether it has an episode that its caller knows of, or will
     current_seed: int = 0  # the last one that its caller has passed, or that of the constructor
     seeding: tuple[int, int] = (0, 0)  # that of the last reset with a seed, and how many have followed without
+    actions: list[int] = field(default_factory=list)  # of the present episode
+    last_episode: tuple[list[int], tuple[int, int]] = ([], (0, 0))  # the actions and the `seeding` of the one before
 
     def __post_init__(self) -> None:
         self.current_seed, self.seeding = self.seed, (self.seed, 0)
@@ -104,6 +110,13 @@ class LateValue:
 
     def __deepcopy__(self, memo: Any) -> LateValue:
         return self
+
+
+@dataclass(frozen=True)
+class Token:
+    """A value in infos that only a pickle can have."""
+
+    number: int
 
 
 class Unreadable:
@@ -134,11 +147,11 @@ class SimulatedEnv(MultiAgentEnv):
 
     rules = Rules.PETTINGZOO
     possible_agents: ClassVar[list[Any]] = AGENTS
-    observation_spaces: ClassVar[Any] = dict.fromkeys(AGENTS, BOX)
+    observation_spaces: Any = MappingProxyType(dict.fromkeys(AGENTS, BOX))
     action_spaces: ClassVar[Any] = dict.fromkeys(AGENTS, DISCRETE)
-    state_space = None
+    state_space = spaces.Box(-1e9, 1e9, (4,), np.float64)
     metadata: ClassVar[Any] = {}
-    render_mode = None
+    render_mode = "numbers"
     reset_keywords = frozenset({"seed", "options"})
 
     def __init__(self, env_id: int, seed: int, restarts: int) -> None:
@@ -147,6 +160,8 @@ class SimulatedEnv(MultiAgentEnv):
         self.life = worker.new_life(env_id, seed, restarts)
         self.number, self.option, self.length, self.agents = self.life.number, 0, 0, list(AGENTS)
         worker.point("constructor", self.life)
+        if worker.backend.differs(self.life):
+            self.observation_spaces = dict.fromkeys(AGENTS, spaces.Box(0.0, 1.0, (2,), np.float64))
 
     def _observe(self, agents: list[str], actions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Observations for the caller and for the model."""
@@ -178,6 +193,8 @@ class SimulatedEnv(MultiAgentEnv):
             return {"a": {"steps": life.steps}}
         if kind == "text":
             return {"a": {"text": f"episode {life.episodes}", "list": [life.steps]}, "more": 1}
+        if kind == "object":
+            return {"a": {"object": Token(life.steps)}}
         if kind == "unreadable":
             return {"a": {"value": Unreadable()}}
         return {}
@@ -200,7 +217,7 @@ class SimulatedEnv(MultiAgentEnv):
         infos = self._infos()
         no = {**dict.fromkeys(AGENTS, False), ALL: False}
         did = Did("reset", known, dict.fromkeys(AGENTS, 0.0), no, no, infos, None, _is_unreadable(infos))
-        life.did.append(did._replace(option=self.option))
+        life.did.append(did._replace(option=self.option, turn=self.turn() or ""))
         life.worker.phase = "returned"
         return returned, infos
 
@@ -213,11 +230,12 @@ class SimulatedEnv(MultiAgentEnv):
     def _step(self, actions: Any) -> Any:
         life = self.life
         life.begun = True
+        life.actions.append(next((int(action) for action in actions.values()), -1))
         life.worker.point("step", life)
         life.steps += 1
-        ends, leaves = life.steps >= self.length, life.episodes % 2 == 0 and life.steps == 2
+        ends, leaves = self._ends(), life.episodes % 2 == 0 and life.steps == 2
         life.worker.point("step-end", life)
-        agents = self.agents
+        agents = self._present(ends)
         returned, known = self._observe(agents, actions)
         is_cut = life.episodes % 3 == 0  # truncated, else terminated
         flags = {agent: ends or (leaves and agent == "b") for agent in agents} | {ALL: ends}
@@ -227,7 +245,8 @@ class SimulatedEnv(MultiAgentEnv):
         self.agents = [agent for agent in agents if not flags[agent]]
         infos = self._infos()
         action = next((int(action) for action in actions.values()), None)
-        life.did.append(Did("step", known, rewards, terminateds, truncateds, infos, action, _is_unreadable(infos)))
+        did = Did("step", known, rewards, terminateds, truncateds, infos, action, _is_unreadable(infos))
+        life.did.append(did._replace(turn=self.turn() or ""))
         life.worker.phase = "returned"
         return returned, rewards, terminateds, truncateds, infos
 
@@ -237,14 +256,54 @@ class SimulatedEnv(MultiAgentEnv):
         life.worker.point("call", life)
         return life.env_id, life.number, life.episodes, life.steps
 
+    @property
+    def mark(self) -> int:
+        return self.life.mark
+
+    @mark.setter
+    def mark(self, value: int) -> None:
+        self.life.worker.point("call", self.life)
+        self.life.mark = value
+
     def agents_left(self) -> list[Any]:
         return self.agents
 
     def render(self) -> Any:
-        return None
+        return self.where()
 
     def state(self) -> Any:
-        return None
+        return np.array(self.where(), np.float64)
+
+    def _ends(self) -> bool:
+        return self.life.steps >= self.length
+
+    def _present(self, ends: bool) -> list[str]:
+        """The agents that a step returns."""
+        return self.agents
 
     def close(self) -> None:
         self.life.worker.point("close", self.life)
+
+
+class SimulatedDictEnv(SimulatedEnv):
+    """It is stepped on when its episode is over: two steps later, it begins another one by itself."""
+
+    rules = Rules.DICT
+
+    def _ends(self) -> bool:
+        return self.life.steps >= self.length and (self.life.steps - self.length) % 5 < 2
+
+    def _present(self, ends: bool) -> list[str]:
+        if self.life.steps > self.length:
+            self.agents = list(AGENTS)
+        return self.agents
+
+
+class SimulatedTurnEnv(SimulatedEnv):
+    """One agent acts at a time."""
+
+    def turn(self) -> Any:
+        return self.agents[self.life.steps % len(self.agents)] if self.agents else None
+
+
+KINDS = {"pettingzoo": SimulatedEnv, "dict": SimulatedDictEnv, "turns": SimulatedTurnEnv}

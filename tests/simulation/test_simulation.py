@@ -47,5 +47,10 @@ def test_that_faults_of_all_kinds_occur():
     for outcome in ("fails", "dies", "hangs"):
         for place in ("constructor", "reset", "step", "writing", "close"):
             assert kinds[f"{outcome} in {place}"], f"no environment {outcome} in {place}"
-    assert kinds["dies in reply"]
-    assert kinds["unreadable infos"]
+    for place in ("reply", "early", "sent", "call"):
+        assert kinds[f"dies in {place}"], f"no worker dies in {place}"
+    for kind in ("unreadable infos", "differs in constructor", "replay"):
+        assert kinds[kind], f"nothing of the kind: {kind}"
+    for call in ("step", "step_some", "reset", "recv", "call", "restart"):
+        closed = kinds[f"close in {call}"] + kinds[f"close by a thread in {call}"]
+        assert closed, f"no close in the middle of {call}"

@@ -68,6 +68,7 @@ class Pool:
         self.closed = False
         self._closing = False  # whether a thread is closing everything at present
         self.freed = False  # whether that has been done
+        self._final_stats: Stats | None = None  # once everything has been freed
         self._extensions: list[Extension] = []
         self._hooks = Hooks()
         self._lean_patience: float | None = None
@@ -629,6 +630,8 @@ class Pool:
 
     def stats(self) -> Stats:
         """Counts and times so far, with those of workers that have been replaced."""
+        if self._final_stats is not None:
+            return self._final_stats
         if not self.closed:
             self.backend.look()
         with self._counting:
@@ -710,6 +713,8 @@ class Pool:
                 "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
                 worker, self.backend.stack(worker),
             )  # fmt: skip
+        self._final_stats = self.stats()
+        self._set_extensions([])  # which refer to this object
 
     def _close_environments(self, deadline: float) -> EnvError | None:
         for before_close in self._hooks.before_close:

@@ -161,7 +161,7 @@ class Recycling(Extension):
                 standby = None
             workers = {slot.worker for slot in slots}
             past = any(self._is_past_limit(worker, now) for worker in workers)
-            if standby is None and self._backend.has_spares and self._may_begin(position, now):
+            if standby is None and self._backend.has_standbys and self._may_begin(position, now):
                 if past or self._waiting(share) or self._is_soon(slots, now):
                     self._begin_standby(position, now)
                 standby = self._standbys.get(position)
@@ -215,7 +215,7 @@ class Recycling(Extension):
         position, now = self._pool.position(slot.worker), self._pool.clock()
         limit = self._policy.max_episodes
         has_had_all = limit is not None and self._episodes(slot) + ends >= limit
-        if not self._backend.has_spares:
+        if not self._backend.has_standbys:
             return (has_had_all or self._is_past_age(slot, now)) and self._may_try(position, now)
         standby = self._standbys.get(position)
         if standby is None and has_had_all and position not in self._split:
@@ -393,7 +393,7 @@ class Recycling(Extension):
     def _begin_move(self, slot: Slot) -> None:
         """Let the next episode of an environment begin in the new one, as soon as this is ready."""
         self._records[slot.env_id].phase = Phase.WAITING
-        if not self._backend.has_spares:
+        if not self._backend.has_standbys:
             self._prepare_in_place(slot)
             return
         standby = self._standbys.get(self._pool.position(slot.worker))

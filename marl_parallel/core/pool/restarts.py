@@ -248,7 +248,7 @@ class Restarts(Extension):
             return _Unreported(held.message, held.dicts)
         activity, partially_written = None, False
         if running is not None and running.env_id == slot.env_id:
-            activity, partially_written = running.activity, not running.inside
+            activity, partially_written = running.activity, not (running.inside or idle)
         auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
         if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
             return _Unreported(Message.RESET, _NO_DICTS)

@@ -9,7 +9,8 @@ from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.pool.extensions import Extension
 
-_BEGIN_EPISODES = frozenset({Message.RESET, Message.ADOPT})
+_BEGIN = frozenset({Message.RESET, Message.ADOPT})
+"""Requests with which an episode begins, in an environment that may have been constructed before the reset."""
 
 
 class SettingsAtResets(Extension):
@@ -30,7 +31,7 @@ class SettingsAtResets(Extension):
         return env_ids
 
     def before_post(self, worker: int, request: Request) -> Request:
-        if request.message not in _BEGIN_EPISODES or self._sent.get(worker) is self.present:
+        if request.message not in _BEGIN or self._sent.get(worker) is self.present:
             return request
         self._sent[worker] = self.present
         return request._replace(settings=self.present)

@@ -7,6 +7,7 @@ has not begun a request, the request's own timeout runs from when the worker was
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -185,14 +186,15 @@ class Timeouts(Extension):
             pool.goes_on(late)
             return
         fault = fault_here(None)
-        ids = {slot.env_id for slot in late}
-        replies = []
+        ids, replies = {slot.env_id for slot in late}, []
+        owners = deque(owner for _, _, owner, _ in queue.requests)
         for reply in backend.end(worker):
-            applies = ids.isdisjoint(reply.env_ids or ()) if reply.request is Message.REBUILD else pool.in_flight > 0
-            if applies:
-                results = {env_id: result for env_id, result in reply.results.items() if env_id not in ids}
-                failures = {env_id: failure for env_id, failure in reply.failures.items() if env_id not in ids}
-                replies.append((worker, reply._replace(results=results, failures=failures)))
+            owner = owners.popleft() if reply.last else owners[0]
+            if not ids.isdisjoint(reply.env_ids or ()) if owner is not None else pool.in_flight == 0:
+                reply = reply._replace(env_ids=(), results={}, failures={})
+            results = {env_id: result for env_id, result in reply.results.items() if env_id not in ids}
+            failures = {env_id: failure for env_id, failure in reply.failures.items() if env_id not in ids}
+            replies.append((worker, reply._replace(results=results, failures=failures)))
         pool.apply(replies)
         fault = fault._replace(running=backend.statuses[worker].running)
         try:

@@ -1,8 +1,8 @@
-"""The actor of one node of a Ray cluster. Its workers are processes of a `ProcessBackend`, whose memory they share.
+"""An actor on a node of a Ray cluster. Its workers are processes of a `ProcessBackend`, whose memory they share.
 
-    driver (ray_nodes.py) --- exchange: requests, all actions in one array -----> RayNode --- queues ---> worker
-                          <-- all replies that are here, results in one array ---          <-- queues ---    processes
-                          --- post, look, stack, end, ... at any time ---------->
+    caller                 --- exchange: requests, all actions in one array -----> RayActor --- queues ---> worker
+    (ray_exchange.py)      <-- all replies that are here, results in one array ---          <-- queues ---    processes
+                           --- post, look, stack, end, ... at any time ---------->
 
 `exchange` runs in a thread of its own and returns when there are enough replies. All other methods run beside it, in
 other threads; one at a time uses the `ProcessBackend`. Orders are carried out by number, since calls that run in
@@ -31,13 +31,15 @@ from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordPlaces,
 
 __doctest_requires__ = ["ray"]
 
+NODE_VARIABLE = "RAY_NODE_ID"
+"""The environment variable of workers with the id of their node: they are no processes of Ray."""
 CONCURRENCY_GROUPS = {"exchange": 1, "control": 4}
 _LARGE_NBYTES = 1 << 20
 _ORDER_WITHIN_S = 60.0
 
 
 class Order(NamedTuple):
-    """What a node is to do: start workers, then pass on requests."""
+    """What an actor is to do: start workers, then pass on requests."""
 
     number: int  # from 1
     # Workers, new or in the place of others: each with how often it was started, and its environments.
@@ -49,7 +51,7 @@ class Order(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The replies, statuses and records of a node since the last exchange."""
+    """The replies, statuses and records of an actor's workers since the last exchange."""
 
     number: int  # of the exchange, from 1; `end` returns 0
     now: float  # `time.monotonic` on its machine
@@ -114,15 +116,16 @@ class _Turns:
             self._lock.release()
 
 
-class RayNode:
-    """The actor of one node; folders of the driver's module search path that exist here are searched last."""
+class RayActor:
+    """The workers of one actor; folders of the caller's module search path that exist here are searched last."""
 
     def __init__(self, num_threads: int | None, path: Sequence[str], identity: interpreter.Identity) -> None:
         interpreter.take_identity(identity)  # its workers add a number to it
         sys.path += [folder for folder in path if folder not in sys.path and os.path.exists(folder)]
+        os.environ[NODE_VARIABLE] = self._node = ray.get_runtime_context().get_node_id()
         self._backend = ProcessBackend(threads=num_threads)
         self._turns = _Turns(self._backend.interrupt)
-        self._shares: dict[int, Sequence[int]] = {}  # by worker, as the driver numbers them
+        self._shares: dict[int, Sequence[int]] = {}  # by worker, as the caller numbers them
         self._places: dict[int, int] = {}  # by worker, its number in the `ProcessBackend`
         self._workers: dict[int, int] = {}  # by its number there, the worker
         self._starts: dict[int, int] = {}  # how often each worker was started
@@ -151,7 +154,7 @@ class RayNode:
         for place, (worker, share) in enumerate(shares.items()):
             self._shares[worker], self._owed[worker], self._starts[worker] = share, 0, 0
             self._places[worker], self._workers[place] = place, worker
-        return ray.get_runtime_context().get_node_id(), time.monotonic()
+        return self._node, time.monotonic()
 
     def allocate(self, places: RecordPlaces) -> None:
         with self._turns.first():
@@ -249,10 +252,10 @@ class RayNode:
             if isinstance(reply, Lost):
                 lost += [env_id for env_id in self._shares[worker] if self._owners.get(env_id) == worker]
                 statuses[worker] = self._status(worker)
-            elif reply.message in WITH_RESULTS:
+            elif reply.request in WITH_RESULTS:
                 written = self._shares[worker] if reply.env_ids is None else reply.env_ids
-                states |= reply.message is Message.STATE
-            if not isinstance(reply, Lost) and reply.message is not Message.STEP:
+                states |= reply.request is Message.STATE
+            if not isinstance(reply, Lost) and reply.request is not Message.STEP:
                 statuses[worker] = self._status(worker)
             replied.append((worker, start, None if reply is STEPPED else reply))
             env_ids.append(written)
@@ -285,10 +288,10 @@ class RayNode:
             return self._backend.stack(self._places[worker], harmless=harmless)
 
     def end(self, worker: int, after: int, seen: int, start: int) -> Packed:
-        """End a worker, after the order of a number; returns all its replies that the driver has not seen.
+        """End a worker, after the order of a number; returns all its replies that the caller has not seen.
 
-        `seen` is the number of the last exchange whose results the driver has, `start` how often the worker was
-        started: if the driver did not wait for this call, it may have been started again.
+        `seen` is the number of the last exchange whose results the caller has, `start` how often the worker was
+        started: if the caller did not wait for this call, it may have been started again.
         """
         with self._order_done:
             self._await_order(after)

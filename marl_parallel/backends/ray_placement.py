@@ -1,0 +1,204 @@
+"""What Ray sets aside for the workers of a `RayBackend`, and which of them move where.
+
+Each worker has a bundle of a placement group, on the node that its actor is to be on; with a number of workers for each
+actor, each actor has one. The bundles of the start are in one group, so that all or none have room. When a node goes,
+Ray finds others for its bundles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from marl_parallel.backends.ray_cluster import SLOT, draining_nodes
+from marl_parallel.core.backend import share_out
+from marl_parallel.core.reports import logger
+from marl_parallel.types import ParallelEnvError
+
+__doctest_requires__ = ["ray"]
+
+_WARN_AFTER_S = 3.0
+_ANYWHERE = {"memory": 1}
+"""What a worker without CPUs takes, since a placement group has to reserve something: a byte."""
+_NODE_LABEL = "ray.io/node-id"  # which Ray gives each node
+_WITH_OPTIONS = frozenset({"CPU", "GPU", "memory"})
+
+
+class Place(NamedTuple):
+    """What is set aside for a worker, or for several of one actor: a bundle of a placement group."""
+
+    group: PlacementGroup
+    bundle: int
+    workers: int  # how many it is for
+
+
+class Placement:
+    """What Ray sets aside for the workers of one `RayBackend`.
+
+    Args:
+        resources: Of each worker, by name; the amount of CPUs may be 0.
+        strategy: "PACK" for as few nodes as possible, "SPREAD" for as many.
+        workers_per_node: The most workers of an actor; None for all of its node.
+        timeout: Seconds to wait for room.
+
+    Attributes:
+        by_node: Whether all workers of a node share an actor. Else those with the same place do; also if they want
+            GPUs, since an actor sees those of its own place only.
+    """
+
+    def __init__(
+        self, resources: Mapping[str, float], strategy: str, workers_per_node: int | None, timeout: float
+    ) -> None:
+        self._resources = {**({} if resources["CPU"] else _ANYWHERE), **resources}
+        # Without CPUs, nothing says how many workers a node has room for: all would be on one.
+        self._strategy = strategy if resources["CPU"] else "SPREAD"
+        self._each, self.timeout = workers_per_node or 1, timeout
+        self.by_node = workers_per_node is None and "GPU" not in resources
+        self._groups: list[PlacementGroup] = []  # the first one is that of the start
+
+    def take_slots(self) -> None:
+        """In a cluster started for this program alone, have workers take no CPUs: there may be more workers."""
+        self._resources = {SLOT: 1, **{name: n for name, n in self._resources.items() if name != "CPU"}}
+
+    # -- room ------------------------------------------------------------------------------------------------------
+
+    def capacity(self) -> int:
+        """How many workers the nodes have room for if nobody else uses them; at least as many as an actor has."""
+        each = {**self._resources, "CPU": self._resources.get("CPU", 1) or 1}  # in an own cluster, slots
+        room = [_count(node["Resources"], each) for node in ray.nodes() if node["Alive"]]
+        return max(sum(count // self._each * self._each for count in room), self._each)
+
+    def room(self) -> dict[str, int]:
+        """By id of each node that stays, for how many more workers there is room."""
+        alive, free = {node["NodeID"] for node in ray.nodes() if node["Alive"]}, available_resources_per_node()
+        return {node: _count(free[node], self._resources) for node in alive & free.keys() - {*draining_nodes()}}
+
+    # -- setting aside ---------------------------------------------------------------------------------------------
+
+    def reserve(self, count: int) -> list[Place]:
+        """Set aside what the first workers need, and wait until there is room; returns the place of each."""
+        places = self.elsewhere(count)
+        group, before_warning = places[0].group, min(_WARN_AFTER_S, self.timeout)
+        if not group.wait(before_warning):
+            logger.warning("waiting for room in the Ray cluster: %s", self._shortage(count))
+            if not group.wait(self.timeout - before_warning):
+                raise ParallelEnvError(
+                    f"the Ray cluster has no room after {self.timeout:g} s: {self._shortage(count)}. Ask for fewer "
+                    "workers (num_workers=) or less for each (RayBackend(num_cpus=, resources=)), or add nodes"
+                )
+        return places
+
+    def elsewhere(self, count: int, node: str | None = None) -> list[Place]:
+        """Places for some workers, on a node or on any; Ray waits for room."""
+        sizes = [*map(len, share_out(count, -(-count // self._each)))]
+        where: dict[str, Any] = {} if node is None else {"bundle_label_selector": [{_NODE_LABEL: node}] * len(sizes)}
+        group = placement_group([self._bundle(size) for size in sizes], strategy=self._strategy, **where)
+        self._groups.append(group)
+        return [Place(group, bundle, size) for bundle, size in enumerate(sizes) for _ in range(size)]
+
+    def nodes_of(self, places: Iterable[Place]) -> dict[Place, str]:
+        """By place, the id of its node; empty while Ray looks for one, as after a node is gone."""
+        chosen = {*places}
+        tables = {group: placement_group_table(group)["bundles_to_node_id"] for group in {one.group for one in chosen}}
+        nodes = {place: tables[place.group].get(place.bundle) or "" for place in chosen}
+        return {place: node if node.strip("f") else "" for place, node in nodes.items()}  # an id of nobody is ff...f
+
+    def free_unused(self, used: Iterable[Place]) -> None:
+        """Free what is set aside for none of these places, but nothing of the start."""
+        groups = {place.group for place in used}
+        for group in self._groups[1:]:
+            if group not in groups:
+                self._remove(group)
+
+    def free_all(self) -> None:
+        for group in [*self._groups]:
+            self._remove(group)
+
+    def _remove(self, group: PlacementGroup) -> None:
+        self._groups.remove(group)
+        remove_placement_group(group)
+
+    def options(self, place: Place) -> dict[str, Any]:
+        """The options of an actor at a place: Ray has arguments of their own for some resources."""
+        resources = self._bundle(place.workers)
+        strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
+        return {
+            "num_cpus": resources.get("CPU", 0),
+            "num_gpus": resources.get("GPU", 0),
+            "memory": resources.get("memory"),
+            "resources": {name: amount for name, amount in resources.items() if name not in _WITH_OPTIONS},
+            "scheduling_strategy": strategy,
+        }
+
+    def _bundle(self, workers: int) -> dict[str, float]:
+        """The resources of some workers; Ray wants whole numbers above 1, except of CPUs."""
+        amounts = {name: round(workers * amount, 4) for name, amount in self._resources.items()}
+        return {name: math.ceil(n) if n > 1 and name != "CPU" else n for name, n in amounts.items()}
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def why_not_started(self, place: Place, reason: str) -> str:
+        """Why there is no actor at a place within the timeout, if no reason is known, and what to do."""
+        to_do = "Add nodes, or raise RayBackend(placement_timeout=)"
+        if not reason and self.nodes_of([place])[place]:
+            reason = "Ray has set aside what it needs, but its process is not ready yet"
+            to_do = (
+                "Raise RayBackend(placement_timeout=), as the node may be busy or install a runtime_env, or read Ray's "
+                "logs on that node"
+            )
+        reason = reason or f"it wants {_listed(self._shown(place.workers))}{self._there()}"
+        return f"within {self.timeout:g} s: {reason}. {to_do}"
+
+    def _shortage(self, count: int) -> str:
+        wants, each = ("it wants", "") if count == 1 else (f"{count} workers want", " each")
+        together = f", with {self._each} in an actor" if self._each > 1 else ""
+        return f"{wants} {_listed(self._shown(1))}{each}{together}{self._there()}"
+
+    def _shown(self, workers: int) -> dict[str, float]:
+        amounts = self._bundle(workers)
+        return {name: amount for name, amount in amounts.items() if name != SLOT} or amounts
+
+    def _there(self) -> str:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        amounts = ", ".join(f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in self._shown(1))
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        return f", the {nodes} node{'s have' if nodes != 1 else ' has'} {amounts} together"
+
+
+def _listed(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in amounts.items())
+
+
+def _count(amounts: Mapping[str, float], each: Mapping[str, float]) -> int:
+    """How many times there is what each worker needs."""
+    return int(min(amounts.get(name, 0) / amount for name, amount in each.items() if amount) + 1e-6)
+
+
+def moves_between(workers: Mapping[int, str], room: Mapping[str, int]) -> dict[int, str]:
+    """Which workers have to move where so that nodes have equal numbers, as far as there is room.
+
+    Args:
+        workers: By worker, the id of its node.
+        room: By node, for how many more workers there is room.
+    """
+    counts, left = Counter(workers.values()), {**room}
+    moves: dict[int, str] = {}
+    while True:
+        goals = [node for node, more in left.items() if more > 0]
+        if not counts or not goals:
+            return moves
+        fullest, goal = max(counts, key=lambda node: counts[node]), min(goals, key=lambda node: counts[node])
+        if counts[fullest] - counts[goal] < 2:
+            return moves
+        worker = next(worker for worker, node in workers.items() if node == fullest and worker not in moves)
+        moves[worker] = goal
+        counts[fullest] -= 1
+        counts[goal] += 1
+        left[goal] -= 1

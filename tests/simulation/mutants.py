@@ -1,0 +1,306 @@
+"""Faults that `mutations.py` puts into the pool, one at a time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """A fault: in a file of `marl_parallel/core`, one text in place of another that occurs there once."""
+
+    name: str
+    file: str
+    before: str
+    after: str
+    blind: bool = False  # whether it was written without having read the simulation
+    survives: str = ""  # why no history can find it, if so
+
+
+MUTATIONS = [
+    Mutation(
+        "a saved result is lost",
+        "pool/restarts.py",
+        "self._records[slot.env_id].saved = extras",
+        "pass",
+    ),
+    Mutation(
+        "a reset that waits for a rebuild is dropped",
+        "pool/restarts.py",
+        ("                self._pool.post({slot.worker: request})\n            elif"),
+        ("                pass\n            elif"),
+    ),
+    Mutation(
+        "a reset after a fault has no report",
+        "pool/restarts.py",
+        "result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))",
+        "result = fresh",
+    ),
+    Mutation(
+        "results of neighbours that had finished are lost",
+        "pool/restarts.py",
+        "            if pool.expects_result(pool.slots[finished]):\n",
+        "            if False:\n",
+    ),
+    Mutation(
+        "a result that is here is overwritten by a rebuild",
+        "pool/restarts.py",
+        ("            if slot.state is State.DONE:\n                self._save_result(slot)\n            faults"),
+        "            faults",
+    ),
+    Mutation(
+        "what was noted before the stack is taken is forgotten",
+        "pool/restarts.py",
+        ("        if record.noted is not None:\n            return record.noted\n"),
+        "",
+    ),
+    Mutation(
+        "results of an environment that is being ended count",
+        "pool/restarts.py",
+        "return record.noted is not None or record.is_rebuilding",
+        "return record.is_rebuilding",
+    ),
+    Mutation(
+        "agents of an environment that needs a reset are alive",
+        "pool/restarts.py",
+        "[] if record.needs_reset else alive",
+        "alive",
+    ),
+    Mutation(
+        "the rate limit counts for twice as long",
+        "pool/restarts.py",
+        "now - record.recent[0] > policy.rate_period_s",
+        "now - record.recent[0] > 2 * policy.rate_period_s",
+    ),
+    Mutation(
+        "results that had come before a timeout are lost",
+        "pool/timeouts.py",
+        "        pool.apply(replies)\n",
+        "        pool.apply([])\n",
+    ),
+    Mutation(
+        "options of a reset are lost when an environment moves",
+        "pool/recycling.py",
+        "if keywords is None or not loads(keywords):",
+        "if True:",
+    ),
+    Mutation(
+        "standbys keep the seeds that have changed",
+        "pool/recycling.py",
+        (
+            "        for standby in self._standbys.values():\n"
+            "            self._prepare(standby, [env_id for env_id in env_ids if env_id in "
+            "standby.environments])\n"
+        ),
+        "",
+    ),
+    Mutation(
+        "a result is lost where the old environment goes on",
+        "pool/recycling.py",
+        (
+            "            record.phase = Phase.GOES_ON\n"
+            "            self._pool.take_result(slot, *record.result)\n"
+            "            return"
+        ),
+        ("            record.phase = Phase.GOES_ON\n            return"),
+    ),
+    Mutation(
+        "a fault while an environment moves interrupts nothing",
+        "pool/recycling.py",
+        ("        if record.phase is Phase.STAYS:\n            return None\n        if record.ending"),
+        ("        if record.phase is not None:\n            return None\n        if record.ending"),
+    ),
+    Mutation(
+        "old workers are never freed",
+        "pool/recycling.py",
+        "        if self._pool.remove(worker, kill=late):",
+        "        if late and self._pool.remove(worker, kill=late):",
+    ),
+    Mutation(
+        "requests of a worker that was replaced stay in its queue",
+        "pool/pool.py",
+        (
+            "        self._owned -= sum(owner is not None for _, _, owner, _ in queue.requests)\n"
+            "        queue.requests.clear()\n"
+            "        queue.posted = 0\n"
+        ),
+        "        queue.posted = 0\n",
+    ),
+    Mutation(
+        "extras of an earlier result come once more",
+        "pool/pool.py",
+        "slot.request, slot.state, slot.result = None, State.IDLE, None",
+        "slot.request, slot.state = None, State.IDLE",
+    ),
+    Mutation(
+        "failures of close are not raised",
+        "pool/pool.py",
+        ("                    failures.update(reply.failures)\n                    self.note_closed"),
+        "                    self.note_closed",
+    ),
+    Mutation(
+        "a replay has the steps of the episode before",
+        "pool/replay.py",
+        "        history.steps.clear()\n",
+        "",
+    ),
+    Mutation(
+        "derived seeds are those of the next restart",
+        "pool/rebuilds.py",
+        "np.random.SeedSequence((self.base_seed, env_id, count))",
+        "np.random.SeedSequence((self.base_seed, env_id, count + 1))",
+    ),
+    Mutation(
+        "request numbers go on in a new worker",
+        "pool/pool.py",
+        ("        queue.requests.clear()\n        queue.posted = 0\n"),
+        "        queue.requests.clear()\n",
+        blind=True,
+    ),
+    Mutation(
+        "quick steps skip what restarts must see",
+        "pool/pool.py",
+        ("self._is_lean = len(done) == len(self.slots) and all(is_quiet() for is_quiet in self._hooks.is_quiet)"),
+        "self._is_lean = len(done) == len(self.slots)",
+        blind=True,
+    ),
+    Mutation(
+        "last step's extras lost before a deadly reset",
+        "pool/pool.py",
+        "if env_id in reply.failures or reply.env_ids == ():",
+        "if env_id in reply.failures:",
+        blind=True,
+    ),
+    Mutation(
+        "second removed worker's statistics replace the first's",
+        "pool/pool.py",
+        "self._past[queue.position] += done",
+        "self._past[queue.position] = done",
+        blind=True,
+    ),
+    Mutation(
+        "a fault counts against the worker's neighbours too",
+        "pool/restarts.py",
+        ("        for env_id in error.env_ids:\n            record"),
+        ("        for env_id in self._pool.queues[error.worker].share:\n            record"),
+        blind=True,
+    ),
+    Mutation(
+        "options of an interrupted reset are lost",
+        "pool/restarts.py",
+        "            keywords=self._records[slot.env_id].keywords,\n",
+        "            keywords=None,\n",
+        blind=True,
+    ),
+    Mutation(
+        "a waiting reset is sent after later restarts",
+        "pool/restarts.py",
+        "record.keywords, record.waiting_reset = record.waiting_reset, None",
+        "record.keywords = record.waiting_reset",
+        blind=True,
+    ),
+    Mutation(
+        "an idle environment's restart is reported twice",
+        "pool/restarts.py",
+        ("                result = record.fault.next_result\n                self._set_fault(slot, None)\n"),
+        "                result = record.fault.next_result\n",
+        blind=True,
+    ),
+    Mutation(
+        "first reset not noted when a neighbour crashes",
+        "pool/restarts.py",
+        ("        if slot.request is Message.RESET:\n            slot.has_reset = True\n        if type(slot.result)"),
+        "        if type(slot.result)",
+        blind=True,
+    ),
+    Mutation(
+        "a late result is taken after a timeout",
+        "pool/restarts.py",
+        "return record.noted is not None or record.is_rebuilding",
+        "return record.is_rebuilding",
+        blind=True,
+    ),
+    Mutation(
+        "recycling does not change the derived seed",
+        "pool/rebuilds.py",
+        "np.random.SeedSequence((self.base_seed, env_id, count))",
+        "np.random.SeedSequence((self.base_seed, env_id, self.restarts(env_id)))",
+        blind=True,
+    ),
+    Mutation(
+        "a rebuilt worker stops writing states and rollouts",
+        "pool/rebuilds.py",
+        "reset=reset, keywords=keywords, watch=self.watch)",
+        "reset=reset, keywords=keywords)",
+        blind=True,
+    ),
+    Mutation(
+        "reset_timeout alone never ends hanging automatic resets",
+        "pool/timeouts.py",
+        "    Message.STEP: (Activity.STEP, Activity.RESET),",
+        "    Message.STEP: (Activity.STEP,),",
+        blind=True,
+    ),
+    Mutation(
+        "timeout runs over all environments of a worker",
+        "pool/timeouts.py",
+        "started = max(queue.since, state[1], self._backend.ready_since(worker))",
+        "started = max(queue.since, self._backend.ready_since(worker))",
+        blind=True,
+    ),
+    Mutation(
+        "finishing just before its end is waited forever",
+        "pool/timeouts.py",
+        ("            pool.goes_on(late)\n            return\n"),
+        "            return\n",
+        blind=True,
+    ),
+    Mutation(
+        "the old one's last episode counts again",
+        "pool/recycling.py",
+        "record.first_episode += self._episodes(slot) + ends",
+        "record.first_episode += self._episodes(slot)",
+        blind=True,
+    ),
+    Mutation(
+        "a replaced environment ignores reset options",
+        "pool/recycling.py",
+        "if keywords is None or not loads(keywords):",
+        'if keywords is None or "seed" not in loads(keywords):',
+        blind=True,
+    ),
+    Mutation(
+        "an outdated standby environment is used unchanged",
+        "pool/recycling.py",
+        ("                standby.environments[env_id] = Prepared.FAILED\n                outdated.append(env_id)\n"),
+        "                standby.environments[env_id] = Prepared.READY\n",
+        blind=True,
+    ),
+    Mutation(
+        "memory fault always counts against the first environment",
+        "pool/recycling.py",
+        "env_id = counted if counted is not None and counted in share else share[0]",
+        "env_id = share[0]",
+        blind=True,
+    ),
+    Mutation(
+        "replay misses the automatic reset before a reset",
+        "pool/replay.py",
+        ("                self._catch_up(env_id, history)\n                self._begin(history, {**"),
+        "                self._begin(history, {**",
+        blind=True,
+    ),
+    Mutation(
+        "the step that resets counts in replays",
+        "pool/replay.py",
+        ("            self._begin(history, history.postponed or {})\n            return False\n"),
+        ("            self._begin(history, history.postponed or {})\n            return True\n"),
+        blind=True,
+    ),
+    Mutation(
+        "next long call is warned of too late",
+        "pool/long_calls.py",
+        ("            if known != state:\n                after = self._after\n"),
+        "",
+        blind=True,
+    ),
+]
