@@ -220,7 +220,8 @@ class RecyclePolicy:
         max_memory_mb: The most memory of a worker process and the processes that its simulators have started, in MB of
             10**6 bytes. Past it, all environments of the worker are replaced.
         max_episodes: The number of episodes of each environment. It is exact, so that runs can be repeated: if the new
-            environment is not ready yet, the step waits for it.
+            environment is not ready yet, the step waits for it. One that reaches its limit again before all others of
+            its worker have been replaced goes on until they have.
         max_age_s: The most seconds since the environment was constructed, or has taken the place of another.
         kill_above_mb: The memory, measured as for `max_memory_mb`, above which a worker is killed at once, in the
             middle of episodes. That is one fault, of the environment that was running, or that ran last; it needs
