@@ -340,9 +340,7 @@ class Pool:
         deadline = None if timeout is None else self.clock() + timeout
         ids = None if slots is self.slots else {slot.env_id for slot in slots}
         while True:
-            queues = [*self.queues.values()]
-            if ids is not None:
-                queues = [self.queues[worker] for worker in dict.fromkeys([slot.worker for slot in slots])]
+            queues = [*self.queues.values()]  # also of workers that the slots have left
             missing = at_least - (self._done if ids is None else sum([slot.state is State.DONE for slot in slots]))
             patience = None if deadline is None else max(deadline - self.clock(), 0.0)
             batches = sum([queue.one_reply if ids is None else queue.owes_one_reply(ids) for queue in queues])
