@@ -711,7 +711,8 @@ class Pool:
                 "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
                 worker, self.backend.stack(worker),
             )  # fmt: skip
-        self._final_stats = self.stats()
+        if hasattr(self.backend, "statuses"):  # else it did not start
+            self._final_stats = self.stats()
         self._set_extensions([])  # which refer to this object
 
     def _close_environments(self, deadline: float) -> EnvError | None:
