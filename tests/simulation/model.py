@@ -389,7 +389,7 @@ class Model:
                 self._report(env)
             elif env.ending is not None and env.held is None and (first := env.rebuilt) is not None:
                 dicts = _marked(_renewed(env.ending[1:6], first), {"restarted": True, "error": ANY_TEXT})
-                env.held = dicts, After(first.observations, first.alive, None)
+                env.held = dicts, _state(first)
             return
         assert env.life is not None
         env.excused |= self._is_split(worker, env)

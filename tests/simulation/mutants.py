@@ -80,7 +80,7 @@ MUTATIONS = [
     Mutation(
         "options of a reset are lost when an environment moves",
         "pool/recycling.py",
-        "if keywords is None or not loads(keywords):",
+        "if keywords is None or _is_empty(keywords):",
         "if True:",
     ),
     Mutation(
@@ -264,7 +264,7 @@ MUTATIONS = [
     Mutation(
         "a replaced environment ignores reset options",
         "pool/recycling.py",
-        "if keywords is None or not loads(keywords):",
+        "if keywords is None or _is_empty(keywords):",
         'if keywords is None or "seed" not in loads(keywords):',
         blind=True,
     ),

@@ -28,7 +28,7 @@ from simulation.mutants import MUTATIONS, Mutation  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 MOST = 2000
-_HANGS_AFTER_S = 1200
+_HANGS_AFTER_S = 300
 
 
 def mutated(mutation: Mutation) -> str:
@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     progress: dict[str, Any] = json.loads(options.progress.read_text()) if options.progress.exists() else {}
     chosen = [mutation for mutation in MUTATIONS if options.name in mutation.name]
+    for mutation in chosen:
+        mutated(mutation)  # raises if the code has changed
     for mutation in chosen:
         key = json.dumps(mutation[:4])
         if key in progress:

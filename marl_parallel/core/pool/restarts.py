@@ -165,7 +165,8 @@ class Restarts(Extension):
         replaces = fault.env_id is None
         if replaces and not pool.survives_faults:
             return False
-        if fault.kinds and not self._is_restarted(fault.kinds):
+        is_exception = fault.kinds or fault.failure is not None
+        if is_exception and not self._is_restarted(fault.kinds):
             if fault.failure is None or fault.env_id is None:
                 return False
             raise reports.env_error(fault.env_id, worker, fault.failure, _EXCEPTIONS_ADVICE)
