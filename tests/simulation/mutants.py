@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "old workers are never freed",
         "pool/recycling.py",
-        "        if self._pool.remove(worker, kill=late):",
-        "        if late and self._pool.remove(worker, kill=late):",
+        "        if self._pool.remove(worker, kill=kill):",
+        "        if kill and self._pool.remove(worker, kill=kill):",
     ),
     Mutation(
         "requests of a worker that was replaced stay in its queue",
@@ -257,8 +257,8 @@ MUTATIONS = [
     Mutation(
         "the old one's last episode counts again",
         "pool/recycling.py",
-        "record.first_episode += self._episodes(slot) + ends",
-        "record.first_episode += self._episodes(slot)",
+        "record.first_episode = self._ended[slot.env_id] + ends",
+        "record.first_episode = self._ended[slot.env_id]",
         blind=True,
     ),
     Mutation(

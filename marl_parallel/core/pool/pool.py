@@ -422,6 +422,7 @@ class Pool:
                 self._results.update(reply.results)
         self._check_not_closed()
         for env_id in sorted(failures):
+            self._check_not_closed()  # by `on_restart`
             failure, worker = failures[env_id], self.slots[env_id].worker
             activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
             running = Running(env_id, activity, 0.0, inside=not failure.partially_written)
@@ -432,6 +433,7 @@ class Pool:
                 del error  # as `fault` says
         for worker, reply in replies:
             if isinstance(reply, Lost) and worker in self.queues:
+                self._check_not_closed()
                 share, last = self.queues[worker].environments, self.backend.statuses[worker].running
                 tail = self.backend.log_tail(worker)
                 crash = reports.crashed(worker, share, reply, last, self.advice, tail)
@@ -508,7 +510,10 @@ class Pool:
     def unreadable(self, slot: Slot, error: EnvError) -> None:
         """The result of an environment cannot be unpickled."""
         kinds = [name_of(kind) for kind in type(error.__cause__).__mro__]
-        self.fault(Fault(slot.worker, slot.env_id, error, None, kinds))
+        try:
+            self.fault(Fault(slot.worker, slot.env_id, error, None, kinds))
+        finally:
+            del error  # as `fault` says
 
     def note_dealt_with(self, error: ParallelEnvError) -> None:
         """Note that environments are rebuilt after a fault; a call or restart that is waited for raises the error."""

@@ -152,7 +152,12 @@ class Recycling(Extension):
         self._episodes_seen = episodes
         self._measure(now)
         for worker, (_, deadline) in [*self._closing.items()]:
-            self._remove_closed(worker, late=now >= deadline)
+            if now >= deadline and self._pool.queues[worker].requests:
+                logger.warning(
+                    "worker %d, whose environments %s have been replaced, did not close in time, and is ended",
+                    worker, [*self._pool.queues[worker].built],
+                )  # fmt: skip
+            self._remove_closed(worker, kill=now >= deadline)
         for position, share in enumerate(self._pool.shares):
             slots = [self._pool.slots[env_id] for env_id in share]
             standby = self._standbys.get(position)
@@ -477,7 +482,7 @@ class Recycling(Extension):
         """Note that an environment is new, and how many ends of the old one's episodes are still to be received."""
         record = self._records[slot.env_id]
         record.built = self._pool.clock()
-        record.first_episode += self._episodes(slot) + ends
+        record.first_episode = self._ended[slot.env_id] + ends
         self._episodes_seen = -1
 
     # -- the old worker ------------------------------------------------------------------------------------------------
@@ -489,13 +494,8 @@ class Recycling(Extension):
         self._pool.note_closed(worker, reply)
         self._next_look = 0.0
 
-    def _remove_closed(self, worker: int, *, late: bool) -> None:
-        if late and self._pool.queues[worker].requests:
-            logger.warning(
-                "worker %d, whose environments %s have been replaced, did not close in time, and is ended",
-                worker, [*self._pool.queues[worker].built],
-            )  # fmt: skip
-        if self._pool.remove(worker, kill=late):
+    def _remove_closed(self, worker: int, *, kill: bool) -> None:
+        if self._pool.remove(worker, kill=kill):
             del self._closing[worker]
             self._next_look = 0.0
             self._forget(worker)
@@ -513,7 +513,7 @@ class Recycling(Extension):
             return False
         if fault.worker in self._closing:
             logger.warning("%s. %s", first_line(fault.error), _REPLACED_ALREADY)
-            self._remove_closed(fault.worker, late=True)
+            self._remove_closed(fault.worker, kill=True)
         else:
             self._note_failed(queue.position, fault.error.env_ids, str(fault.error))
         return True
