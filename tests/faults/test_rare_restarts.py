@@ -17,7 +17,7 @@ import pytest
 from gymnasium import spaces
 from helpers.setups import Setup
 
-from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, Rules, WorkerCrashed, WorkerTimeout
+from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, RestartPolicy, Rules, WorkerCrashed, WorkerTimeout
 
 pytestmark = pytest.mark.release_independent
 
@@ -276,6 +276,15 @@ def test_replacement_with_other_spaces(mode, setup, build):
     now = env.call("now")
     assert [seen["b"] for seen in observations] == list(now)
     assert [int(own[0]) // 100 for own in now] == [2, 1]
+
+
+def test_replacement_with_other_spaces_counts_as_an_exception(build):
+    """A policy that restarts after some types only does not restart after it."""
+    policy = RestartPolicy(exceptions=(KeyError,))
+    env = build([OtherSpacesAfterRestart] * 2, Setup("process", True, 2), on_error="restart", restart_policy=policy)
+    env.reset()
+    with pytest.raises(EnvError, match="the environment differs after its restart"):
+        env.step([ACTIONS] * 2)
 
 
 class HangsInFirstResetAfterRestart(Clock):
