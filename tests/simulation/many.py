@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from marl_parallel.core import codec
+from simulation.backend import Stuck
 from simulation.schedule import run
+
+_MOST_S = 60  # for one history, which takes some hundredths of a second
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Let what takes longer, since it goes on for ever without a wait, raise `Stuck`; where there are alarms."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Stuck("it goes on for ever, without a wait")
+
+    if hasattr(signal, "SIGALRM"):
+        signal.signal(signal.SIGALRM, stop)
+        signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        if hasattr(signal, "SIGALRM"):
+            signal.alarm(0)
 
 
 class Done(NamedTuple):
@@ -32,7 +54,8 @@ def carry_out(first: int, last: int) -> Done:
     """Carry out histories."""
     done = Done(first, 0, Counter(), {})
     for number in range(first, last):
-        result = run(number)
+        with limited(_MOST_S):
+            result = run(number)
         done = done._replace(checked=done.checked + result.checked)
         done.kinds.update(result.kinds)
         if result.error:
