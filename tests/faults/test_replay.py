@@ -151,7 +151,7 @@ def test_recycled_environments(setup, mode, build, again, tmp_path):
     assert len(reports) == stats.faults >= 5
     crashes = [same(report, again) for report in reports]
     assert {crash.restarts for crash in crashes} > {0}
-    assert {crash.number for crash in crashes} == {0, 1}
+    assert {crash.number for crash in crashes} >= {0, 1}  # more beside neighbours with long episodes
 
 
 @pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
