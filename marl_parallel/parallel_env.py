@@ -348,7 +348,9 @@ class ParallelEnv:
             if restarts:
                 pool.extend(Restarts(pool, rebuilds, batch, restart_policy, on_restart))
             seed_check = None if seeds[0] is None else SeedCheck(built, "seed" in schema.reset_keywords)
-            self.runner = BatchRunner(pool, batch, schema, seeds, local_modules, seed_check, rebuilds)
+            self.runner = BatchRunner(
+                pool, batch, schema, seeds, local_modules, seed_check, rebuilds, restarts=restarts
+            )
             if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):
                 self.runner.default_seed = DefaultSeed(pool)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):

@@ -87,6 +87,8 @@ class BatchRunner:
         local_modules: list[ModuleType] | None = None,
         seed_check: SeedCheck | None = None,
         rebuilds: Rebuilds | None = None,
+        *,
+        restarts: bool = False,
     ) -> None:
         self.pool, self.batch, self.schema = pool, batch, schema
         self.rebuilds = rebuilds  # None for native simulators
@@ -94,7 +96,7 @@ class BatchRunner:
         self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": batch.mode}, schema.render_mode
         self.seeds: tuple[int | None, ...] = tuple(seeds)  # the seed that each environment got, or declared last
         self.takes_options = "options" in schema.reset_keywords
-        self.restarts = isinstance(pool, Pool) and pool.survives_faults  # whether failed environments are rebuilt
+        self.restarts = restarts  # whether failed environments are rebuilt
         self.guard = CallGuard(pool.check_open)  # one call at a time
         self.local_modules = [] if local_modules is None else local_modules  # modules that workers cannot import
         self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
