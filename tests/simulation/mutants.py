@@ -131,6 +131,7 @@ MUTATIONS = [
         "pool/pool.py",
         "slot.request, slot.state, slot.result = None, State.IDLE, None",
         "slot.request, slot.state = None, State.IDLE",
+        survives="nothing is wrong: each result is set before it is read",
     ),
     Mutation(
         "failures of close are not raised",
