@@ -495,6 +495,8 @@ class Recycling(Extension):
         self._next_look = 0.0
 
     def _remove_closed(self, worker: int, *, kill: bool) -> None:
+        if not kill and self._pool.queues[worker].requests:
+            return  # it has not answered: if it has died, the backend says so
         if self._pool.remove(worker, kill=kill):
             del self._closing[worker]
             self._next_look = 0.0
