@@ -32,7 +32,7 @@ class Message(Enum):
     PREPARE = 14  # construct an environment that is to take the place of another, and begin its first episode
     ADOPT = 15  # write the first transition of that episode into the record of the other one
     RESULT = 16  # the answer to a request that has been carried out
-    EXCEPTION = 17  # likewise, but some of its environments have raised
+    EXCEPTION = 17  # the answer to a request in which environments have raised
 
 
 class Request(NamedTuple):

@@ -418,7 +418,7 @@ def test_seed_with_which_nothing_can_be_constructed(fails, setup, build, caplog)
             for env_id, infos in enumerate(env.step([ACTIONS] * 4)[4]):
                 if "recycled" in infos.get("__common__", {}):
                     seeds[env_id].append(env.seed()[env_id])
-    assert "tried again in 1 s" in caplog.text
+    assert "next attempt in 1 s" in caplog.text
     assert seeds[1][0] == seed_of(42, 1, 2)
     assert seeds[0][0] == seed_of(42, 0, 1)
     assert seeds[3][:2] == [seed_of(42, 3, 1), seed_of(42, 3, 2)]

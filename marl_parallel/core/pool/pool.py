@@ -58,7 +58,7 @@ class Pool:
         self.backend, self.shares, self.clock = backend, shares, backend.clock
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
         self.queues = {worker: WorkerQueue(share, worker, share) for worker, share in enumerate(shares)}
-        self.batch_size = len(self.slots)  # results come in any number
+        self.batch_size = len(self.slots)  # any number of results may arrive at once
         self.called = 0.0
         self.in_flight = 0  # how many environments have been sent to and not received
         self.survives_faults = False
@@ -741,7 +741,7 @@ class Pool:
             self._look()
         if pending:
             logger.warning(
-                "worker %s did not close in time, and is ended: %s",
+                "worker %s did not close in time and was killed: %s",
                 " and ".join(map(str, sorted(pending))),
                 ", ".join(reports.environments(self.queues[worker].share) for worker in sorted(pending)),
             )

@@ -73,7 +73,10 @@ class _Record:
     recycled: int = 0
     phase: Phase = Phase.STAYS
     ending: Snapshot | None = None  # with SAME_STEP, from WAITING on: the last step of the old environment
-    result: tuple[bytes | None, float] = None, 0.0  # likewise: the old one's extras, and when they came
+    result: tuple[bytes | None, float] = (
+        None,
+        0.0,
+    )  # with SAME_STEP, from WAITING on: the old one's extras, and when they came
     request: Request | None = None  # otherwise: what the old one would have got, for it alone
 
 
@@ -154,7 +157,7 @@ class Recycling(Extension):
         for worker, (_, deadline) in [*self._closing.items()]:
             if now >= deadline and self._pool.queues[worker].requests:
                 logger.warning(
-                    "worker %d, whose environments %s have been replaced, did not close in time, and is ended",
+                    "worker %d, whose environments %s have been replaced, did not close in time and was killed",
                     worker, [*self._pool.queues[worker].built],
                 )  # fmt: skip
             self._remove_closed(worker, kill=now >= deadline)
@@ -350,8 +353,8 @@ class Recycling(Extension):
         seconds = min(2 * last, _RETRY_AT_LEAST_EVERY_S)
         self._retry[position] = self._pool.clock() + seconds, seconds
         logger.warning(
-            "environments %s could not be constructed in another worker; the present ones go on, and it is tried "
-            "again in %.0f s. %s", [*env_ids], seconds, error,
+            "could not build replacements for environments %s; the current ones keep running; next attempt in %.0f s. "
+            "%s", [*env_ids], seconds, error,
         )  # fmt: skip
 
     # -- moves ---------------------------------------------------------------------------------------------------------

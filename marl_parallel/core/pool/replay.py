@@ -4,7 +4,7 @@ Each request is noted before it is posted, when the action records in the block 
 
     STEP               the bytes of the action record, and the pickled extras
     RESET, REBUILD     a new episode: its seed and options; the steps before it are dropped
-    ADOPT              likewise, in an environment that takes the place of another: `on_taken_over` has been called
+    ADOPT              a new episode, in an environment that takes the place of another (`on_taken_over`)
     a fault            a file for each environment that failed; the report names it
 
 Episodes that begin without a seed of the caller's have a derived one (`episode.derived_seed`), so that each episode can

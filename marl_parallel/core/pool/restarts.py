@@ -65,9 +65,13 @@ class _Record:
     needs_reset: bool = False  # whether it has been rebuilt and has returned nothing since, so that no agent is alive
     reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be torn
     latest: bytes | None = None  # the pickled extras of the latest result: the unpickled ones belong to the caller
-    saved: bytes | None = None  # likewise of the last step of an episode whose automatic reset has not ended yet
+    saved: bytes | None = (
+        None  # the pickled extras of the last step of an episode whose automatic reset has not ended yet
+    )
     keywords: bytes | None = None  # the pickled keywords of a reset in flight
-    waiting_reset: bytes | None = None  # likewise of a reset that begins when the environment has been rebuilt
+    waiting_reset: bytes | None = (
+        None  # the pickled keywords of a reset that begins when the environment has been rebuilt
+    )
     noted: _Unreported | None = None  # what is interrupted if the worker is ended now
 
     @property
