@@ -250,7 +250,7 @@ class Worker:
         self._episodes[env_id] = Episode(
             env, env_id, plan.mode, self._status, derives_from, seeds_generators=plan.isolate_rng and plan.derived_seeds
         )
-        self._all = tuple(self._seeds)
+        self._all = tuple(sorted(self._seeds))  # however they came: the pool knows who is before whom
         self._restarts = plan.restarts
         return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source))
 

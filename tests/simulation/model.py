@@ -61,6 +61,9 @@ class EnvModel:
     life: Life | None = None
     request: str = ""  # "step" or "reset", from when it is sent until its result has been received
     action: int | None = None
+    requests: list[tuple[int | None, int | None]] = field(
+        default_factory=list
+    )  # all: actions of steps, seeds of resets
     awaiting: Request | None = None  # that the worker carries out for it
     done: list[Dicts] | None = None  # the results that are allowed, once the pool must have one
     state: After = field(default_factory=lambda: After({}, [], None))
@@ -146,6 +149,7 @@ class Model:
             if kind == "reset" and env.has_reset and env.state.over is None and not env.cuts:
                 env.ended += 1
             env.request, env.action, env.done = kind, action, None
+            env.requests.append((action, env.seed))
             env.excused = env.life is not None and self._is_split(env.life.worker, env)
             if not env.cuts:
                 env.renewing = True  # unless it is posted to the same environment
@@ -267,6 +271,8 @@ class Model:
                     self._fails(env, self._cut(env, "inside", "constructor"), "exception")
             return
         if reply.request in _CALLS:
+            if worker.is_late:  # the call raises that, and all are rebuilt
+                return
             for env_id in {*(request.env_ids or ())} - reply.failures.keys():
                 life = self.envs[env_id].life
                 if life is not None and life.did:  # reset, so that it could be called
@@ -306,7 +312,10 @@ class Model:
         """A worker is past its timeout. What it may finish while its stack is taken is late all the same."""
         worker.culprits, request = self._culprits(worker, "hangs"), worker.request
         if worker.phase == "replying" and request is not None and not request.each:
-            return  # all of them have been carried out in time, and only their reply is missing
+            # All of them have been carried out in time, and only their reply is missing. The pool does not know that of
+            # those after the last one whose simulator was called.
+            worker.late.update({env.env_id: self._cut(env, "", "") for env in self._untouched(worker)})
+            return
         for env in worker.culprits:
             if env.done is None and env.awaiting is not None:
                 is_running = env.env_id == worker.running and env.awaiting is request
@@ -351,9 +360,8 @@ class Model:
             ids = [*(worker.share if current.env_ids is None else current.env_ids)]
         if running in ids:
             finished = ids[: ids.index(running) + (worker.phase == "replying")]
-            if worker.phase == "replying":  # the records of the others, which are over and stay it, are empty now
-                for env in [self.envs[env_id] for env_id in ids[len(finished) :]]:
-                    env.state = env.state if env.state.unused else env.state._replace(last={})
+            if worker.phase == "replying":
+                self._untouched(worker)
             for env in [self.envs[env_id] for env_id in finished]:
                 if env.awaiting is current and env.env_id not in worker.late:
                     env.awaiting = None
@@ -371,6 +379,23 @@ class Model:
                 stage, activity = worker.phase, worker.activity
             cuts = worker.late.get(env.env_id) or self._cut(env, stage, activity)
             self._fails(env, cuts, kind if env in culprits else "neighbour")
+
+    def _untouched(self, worker: SimulatedWorker) -> list[EnvModel]:
+        """Of a request with one reply, the environments after the last one whose simulator was called.
+
+        They are over and stay it, so that their records are empty now, or they have been reset before.
+        """
+        request = worker.request
+        assert request is not None
+        ids = [*(worker.share if request.env_ids is None else request.env_ids)]
+        if worker.running not in ids:
+            return []
+        after = [self.envs[env_id] for env_id in ids[ids.index(worker.running) + 1 :]]
+        untouched = [env for env in after if env.awaiting is request]
+        for env in untouched:
+            if not env.state.unused and not (env.life and env.life.early):
+                env.state = env.state._replace(last={})
+        return untouched
 
     # -- what the design says ------------------------------------------------------------------------------------------
 
@@ -545,14 +570,16 @@ class Model:
             return [Cut("step", _interrupted(written.observations, [] if written.over else written.alive))]
         if stage == "replying":  # the caller has seen nothing of the new environment
             return [Cut("step", _interrupted(last, alive))]
-        if steps and steps[0].over and self.mode == "SAME_STEP":
+        is_lost = bool(steps) and steps[0].unreadable and not self._in_block  # what the worker has sent of that step
+        if steps and steps[0].over and self.mode == "SAME_STEP" and not is_lost:
             if resets and stage == "returned":
                 step = _ended(steps[0])
                 return [Cut("step", step), Cut("step", _torn(step))]
             if activity == "reset":
                 return [Cut("step", _ended(steps[0]))]
         if steps:
-            return [Cut("step", _interrupted(zeros, alive))]
+            is_inside = is_lost and activity == "reset" and not resets
+            return [Cut("step", _interrupted(last if is_inside else zeros, alive))]
         if resets or activity == "reset":
             return [Cut("reset")]
         return [Cut("step", _interrupted(last, alive))]

@@ -266,10 +266,22 @@ class History:
             return  # its worker has failed before it was constructed
         actions = [next(iter(of_step.values()), -1) for of_step in loads(crash.actions)]
         got = crash.step, crash.first_step, actions, crash.seed, crash.number, crash.restarts
-        allowed = [
-            (len(played), max(len(played) - _KEPT, 0) + 1, played[-_KEPT:], *seeding, life.restarts)
+        played = [
+            (life, *of_episode)
             for life in lives
-            for played, seeding in [(life.actions, life.seeding), *([] if life.actions else [life.last_episode])]
+            for of_episode in [(life.actions, life.seeding), *([] if life.actions else [life.last_episode])]
+        ]
+        if not crash.method:  # its worker was in no simulator: it may not have begun what was requested
+            played += [
+                (life, [*actions, action], seeding)
+                if action is not None
+                else (life, [], (seed, 0) if seed is not None else (seeding[0], seeding[1] + 1))
+                for life, actions, seeding in played
+                for action, seed in self.model.envs[crash.env_id].requests
+            ]
+        allowed = [
+            (len(actions), max(len(actions) - _KEPT, 0) + 1, actions[-_KEPT:], *seeding, life.restarts)
+            for life, actions, seeding in played
         ]
         if got not in allowed:
             raise Wrong(f"environment {crash.env_id}: a replay of {got} in place of {allowed}")
