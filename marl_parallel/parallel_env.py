@@ -31,7 +31,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import get_ident
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -51,7 +50,7 @@ from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct
-from marl_parallel.core.exclusive import CALL, CallGuard, exclusive
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.messages import Answer, Message, Refusal, Request
 from marl_parallel.core.native import NativePool, NativeSimulator
 from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, loads
@@ -351,6 +350,7 @@ class ParallelEnv:
             self.runner = BatchRunner(
                 pool, batch, schema, seeds, local_modules, seed_check, rebuilds, restarts=restarts
             )
+            self._guard = self.runner.guard
             if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):
                 self.runner.default_seed = DefaultSeed(pool)
             if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):
@@ -432,10 +432,6 @@ class ParallelEnv:
         """Close the pool when the interpreter exits or this object is collected, unless `close` has freed all."""
         _live.add(pool)
         self._finalizer = weakref.finalize(self, pool.close)
-
-    @property
-    def _guard(self) -> CallGuard:
-        return self.runner.guard
 
     # -- what the environments are ---------------------------------------------------------------------------------
 
@@ -579,6 +575,7 @@ class ParallelEnv:
         observations, _, _, _, infos = runner.batch.read(ids, extras)
         return observations, infos
 
+    @exclusive("step")
     def step(
         self, actions: Sequence[Mapping[AgentID, Any]], env_ids: Sequence[int] | None = None
     ) -> tuple[Dicts, Dicts, Dicts, Dicts, Dicts]:
@@ -601,17 +598,10 @@ class ParallelEnv:
             ResetNeeded: An environment has never been reset.
         """
         runner = self.runner
-        guard, entry = runner.guard, ("step", get_ident())
-        try:
-            if (first := guard.setdefault(CALL, entry)) is not entry:
-                guard.refuse(entry, first)
-            ids, batch = runner.ids_to_step(env_ids), runner.batch
-            if type(actions) is not list or len(actions) != len(ids):  # a quick check first
-                arguments.check_one_for_each(actions, ids)
-            return batch.read(ids, runner.step(ids, batch.write_actions(ids, actions)))
-        finally:
-            if guard[CALL] is entry:
-                del guard[CALL]
+        ids, batch = runner.ids_to_step(env_ids), runner.batch
+        if type(actions) is not list or len(actions) != len(ids):  # a quick check first
+            arguments.check_one_for_each(actions, ids)
+        return batch.read(ids, runner.step(ids, batch.write_actions(ids, actions)))
 
     @exclusive("restart")
     def restart(self, env_ids: Sequence[int] | None = None) -> None:

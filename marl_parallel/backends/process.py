@@ -19,6 +19,7 @@ set may wake the parent too early, never too late.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -32,6 +33,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from marl_parallel.backends.descendants import memory_of, started_at
 from marl_parallel.backends.launching import Launcher, WorkerProcess
@@ -79,29 +83,38 @@ class Queue:
     """A queue of codes that one process writes and another reads, as a circular buffer.
 
     `ready` counts the codes that are written and not yet taken; `times` has a moment of `time.monotonic` for each code.
+    `counts` are the numbers of codes that this process has written and read. `addresses` are what `exchange` needs.
     """
 
-    __slots__ = ("capacity", "codes", "read", "ready", "times", "written")
+    __slots__ = ("addresses", "capacity", "codes", "counts", "ready", "times")
 
     def __init__(self, buffer: mmap.mmap, semaphore: int, codes: int, capacity: int) -> None:
         self.ready = Semaphore(buffer, semaphore)
         self.capacity = capacity
         view = memoryview(buffer)[codes : codes + _CODE_NBYTES * capacity]
         self.codes, self.times = view[: 8 * capacity].cast("Q"), view[8 * capacity :].cast("d")
-        self.written = self.read = 0
+        self.counts = (ctypes.c_int64 * 2)()
+        self.addresses = (
+            self.ready.address - semaphore + codes, self.ready.address, ctypes.addressof(self.counts), capacity
+        )  # fmt: skip
 
     def put(self, code: int, moment: float = 0.0) -> None:
         """Write a code and wake the reader; the caller ensures that there is room."""
-        place = self.written % self.capacity
+        place = self.counts[0] % self.capacity
         self.codes[place], self.times[place] = code, moment
-        self.written += 1
+        self.counts[0] += 1
         self.ready.post()
 
     def take(self) -> int:
         """The next code; only after `ready` was taken."""
-        code = self.codes[self.read % self.capacity]
-        self.read += 1
+        code = self.codes[self.counts[1] % self.capacity]
+        self.counts[1] += 1
         return code
+
+    @property
+    def moment(self) -> float:
+        """The moment of the code taken last."""
+        return self.times[(self.counts[1] - 1) % self.capacity]
 
 
 class QueuePair:
@@ -133,8 +146,8 @@ class Spin:
     """
 
     def __init__(self, wait: str, own_cpu: bool) -> None:
-        self._adapts = wait == "adaptive" and own_cpu
-        self.tries = self._adapts or wait == "spin"
+        self.adapts = wait == "adaptive" and own_cpu
+        self.tries = self.adapts or wait == "spin"
         self._mean = 0.0
         self.seconds = _MOST_SPIN_S if wait == "spin" else 0.0
 
@@ -145,10 +158,14 @@ class Spin:
         began = time.monotonic()
         seconds = self.seconds if patience is None else min(self.seconds, patience)
         taken = _try_for(semaphore, seconds) or semaphore.take(patience)
-        if self._adapts:
-            self._mean += (min(time.monotonic() - began, _MOST_SPIN_S) - self._mean) / 4
-            self.seconds = min(2 * self._mean, _MOST_SPIN_S) if self._mean < 0.75 * _MOST_SPIN_S else 0.0
+        if self.adapts:
+            self.note(time.monotonic() - began)
         return taken
+
+    def note(self, seconds: float) -> None:
+        """Adapt to a wait that took so long."""
+        self._mean += (min(seconds, _MOST_SPIN_S) - self._mean) / 4
+        self.seconds = min(2 * self._mean, _MOST_SPIN_S) if self._mean < 0.75 * _MOST_SPIN_S else 0.0
 
 
 def _try_for(semaphore: Semaphore, seconds: float) -> bool:
@@ -332,6 +349,7 @@ class ProcessBackend(Backend):
         self._handles: dict[int, _Handle] = {}
         self._partial: dict[int, int] = {}  # by worker, the code of a partially received message
         self._wakes_once = False  # whether all pending requests were posted together
+        self._exchanged: tuple[Mapping[int, Request], NDArray[np.int64], list[_Handle]] | None = None  # see `step_all`
         self._looked = 0.0  # when deaths were last looked for
         self._interrupted = False
         self._control, self._records, self._arrays = Block(), Block(), Block()
@@ -381,6 +399,7 @@ class ProcessBackend(Backend):
                 return  # closed while it was launched
             raise
         self._handles[worker] = _Handle(process, channel, queues, share, log, started_at(process.pid))
+        self._exchanged = None
         self.statuses[worker] = queues.status
 
     def remove(self, worker: int, *, kill: bool) -> bool:
@@ -395,6 +414,7 @@ class ProcessBackend(Backend):
                 return False
         handle.channel.close()
         self._partial.pop(worker, None)
+        self._exchanged = None
         del self._handles[worker]
         return True
 
@@ -423,7 +443,9 @@ class ProcessBackend(Backend):
         if self._launcher is None:
             return []  # closed meanwhile by a signal handler
         self._await_death(self._handles[worker], patience=0.0)
-        return [reply for _, reply in self._received_from(worker) if type(reply) is Reply]
+        replies: list[tuple[int, Reply | Lost]] = []
+        self._receive_from(worker, self._handles[worker], replies)
+        return [reply for _, reply in replies if type(reply) is Reply]
 
     def replace(self, worker: int) -> None:
         if self._launcher is None:
@@ -458,16 +480,44 @@ class ProcessBackend(Backend):
                 code = _ON_CHANNEL
                 if message is Message.STEP and payload is None and (env_ids is None or span is not None):
                     code = _code_of(_STEP | each * _EACH, span)
-            queue = handle.queues.requests  # as `Queue.put`, which would cost as much again
-            place = queue.written % queue.capacity
-            queue.codes[place] = code
-            queue.written += 1
-            queue.ready.post()
+            handle.queues.requests.put(code)
             if code == _ON_CHANNEL:
                 try:
                     handle.channel.put(request)
                 except Gone:
                     continue  # `wait` finds out how it died
+
+    def step_all(self, requests: Mapping[int, Request], patience: float) -> bool:
+        exchanged = self._exchanged
+        if exchanged is None or exchanged[0] is not requests:
+            exchanged = self._exchanged = self._exchange_of(requests)
+        if exchanged is None:
+            self.post(requests, together=True)
+            return False
+        assert codec.exchange is not None
+        spin, wake, countdown = self._spin, self._wake.address, self._countdown.address
+        seconds = codec.exchange(exchanged[1], wake, countdown, _STEP, _ALL_DONE, spin.seconds, min(patience, _TICK_S))
+        if seconds < 0:
+            if self._launcher is not None:  # else closed meanwhile by a signal handler
+                for handle in exchanged[2]:
+                    handle.expected += 1
+            return False
+        if spin.adapts:
+            spin.note(seconds)
+        self._bring_records()
+        return True
+
+    def _exchange_of(
+        self, requests: Mapping[int, Request]
+    ) -> tuple[Mapping[int, Request], NDArray[np.int64], list[_Handle]] | None:
+        """What `exchange` needs to send these requests; None if it cannot."""
+        if codec.exchange is None or self._launcher is None or any(one is not STEP_ALL for one in requests.values()):
+            return None
+        handles = [self._handles[worker] for worker in requests]
+        if any(handle.lost is not None for handle in handles):
+            return None
+        addresses = [handle.queues.requests.addresses + handle.queues.replies.addresses for handle in handles]
+        return requests, np.array(addresses, np.int64), handles
 
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -494,11 +544,14 @@ class ProcessBackend(Backend):
                 self._look_for_deaths()
                 self._relay.bring(all_is_here=False)
         self._interrupted = False
+        self._bring_records()
+        return replies
+
+    def _bring_records(self) -> None:
         relay = self._relay
         # Whether there is something, without a call: this is in every step.
         if relay.pipes or ((rings := relay.rings) is not None and rings.counts.tobytes() != rings.seen):
             relay.bring()
-        return replies
 
     def _complete(self, replies: list[tuple[int, Reply | Lost]], at_least: int) -> bool:
         """Whether there are enough replies; else the doorbell is set to ring for the last missing one."""
@@ -520,25 +573,12 @@ class ProcessBackend(Backend):
         if time.monotonic() - self._looked > _TICK_S:
             self._look_for_deaths()  # also while others reply all the time
         for worker, handle in self._handles.items():
-            if not handle.expected:
-                continue
-            queue = handle.queues.replies
-            place = queue.read % queue.capacity
-            # Fast path: the one expected reply has come, with nothing on the channel.
-            if handle.expected == 1 and worker not in self._partial and not queue.ready.try_wait():
-                queue.read += 1
-                if queue.codes[place] == _ALL_DONE:
-                    handle.expected = 0
-                    replies.append((worker, STEPPED))
-                    continue
-                self._partial[worker] = queue.codes[place]
-            replies += self._received_from(worker)
+            if handle.expected:
+                self._receive_from(worker, handle, replies)
         return replies
 
-    def _received_from(self, worker: int) -> list[tuple[int, Reply | Lost]]:
+    def _receive_from(self, worker: int, handle: _Handle, replies: list[tuple[int, Reply | Lost]]) -> None:
         """Take the replies of one worker, then its loss if it died with requests before it."""
-        replies: list[tuple[int, Reply | Lost]] = []
-        handle = self._handles[worker]
         queue = handle.queues.replies
         if handle.channel.unsent:
             with contextlib.suppress(Gone):  # noticed below
@@ -553,8 +593,7 @@ class ProcessBackend(Backend):
             if code == _ALL_DONE:
                 replies.append((worker, STEPPED))
             elif code & _KIND == _DONE:
-                moment = queue.times[(queue.read - 1) % queue.capacity]  # of the code taken last
-                stepped = answer(Message.STEP, _env_ids_of(code), {}, {}, moment, last=bool(code & _LAST))
+                stepped = answer(Message.STEP, _env_ids_of(code), {}, {}, queue.moment, last=bool(code & _LAST))
                 replies.append((worker, stepped))
             else:
                 try:
@@ -572,7 +611,6 @@ class ProcessBackend(Backend):
             handle.expected = 0
             self._partial.pop(worker, None)
             replies.append((worker, handle.lost))
-        return replies
 
     def _look_for_deaths(self) -> None:
         self._looked = time.monotonic()
@@ -580,7 +618,7 @@ class ProcessBackend(Backend):
             launcher.collect()
             for handle in self._handles.values():
                 if handle.process.exitcode is not None:
-                    handle.lost = Lost(handle.process.exitcode, handle.process.crash_report)
+                    handle.lost, self._exchanged = Lost(handle.process.exitcode, handle.process.crash_report), None
 
     def _await_death(self, handle: _Handle, patience: float = 1.0) -> None:
         """Wait `patience` seconds for the death of a worker that has hung up or is to end, then kill it."""
@@ -590,7 +628,7 @@ class ProcessBackend(Backend):
                 launcher.kill(handle.process)
                 launcher.wait_gone([handle.process], 1.0)
             self._look_for_deaths()
-        handle.lost = handle.lost or Lost(None, "")
+        handle.lost, self._exchanged = handle.lost or Lost(None, ""), None
 
     def interrupt(self) -> None:
         self._interrupted = True
@@ -606,7 +644,7 @@ class ProcessBackend(Backend):
         return self._handles[worker].log.tail()
 
     def stop(self, timeout: float) -> list[int]:
-        launcher, self._launcher = self._launcher, None
+        launcher, self._launcher, self._exchanged = self._launcher, None, None
         with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
             at_last.callback(self._release)
             at_last.callback(self._relay.close)
@@ -624,6 +662,7 @@ class ProcessBackend(Backend):
         return []
 
     def _release(self) -> None:
+        self._exchanged = None
         self._partial.clear()
         for handle in self._handles.values():
             handle.expected = 0

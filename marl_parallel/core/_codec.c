@@ -1,5 +1,5 @@
 /* The fast path of records: plain transitions and actions between Python objects and the block of shared memory. And
-   `try_for`, with which processes wait for each other without sleeping.
+   how processes wait for each other: `try_for`, and `exchange` for a step of all environments.
 
    A `Codec` does for many environments in one call what `records.py` and `episode.py` do for one:
 
@@ -30,6 +30,7 @@
 #include <stdint.h>
 #include <string.h>
 #ifdef __linux__
+#include <dlfcn.h>
 #include <sched.h>
 #include <semaphore.h>
 #include <time.h>
@@ -1283,6 +1284,9 @@ static PyType_Spec codec_spec = {
 
 enum { PAUSES = 16 };
 
+/* `sem_clockwait`, which waits until a moment of the monotonic clock; NULL where the C library has none. */
+static int (*clock_wait)(sem_t *, clockid_t, const struct timespec *);
+
 /* Leave the core to its other thread for some cycles. */
 static void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
@@ -1292,23 +1296,114 @@ static void relax(void) {
 #endif
 }
 
+/* Take a semaphore, trying for so long without sleeping, while other processes may use this CPU. Between two tries, the
+   other thread of this core, which may be the caller's, has it for itself. */
+static int tried_for(sem_t *semaphore, double seconds) {
+    for (double until = monotonic() + seconds; sem_trywait(semaphore);) {
+        if (monotonic() >= until) return 0;
+        for (int i = 0; i < PAUSES; i++) relax();
+        sched_yield();
+    }
+    return 1;
+}
+
 PyDoc_STRVAR(try_for_doc,
     "try_for(address, seconds) -> bool\n--\n\n"
-    "Take the semaphore at an address, trying for so long without sleeping, while other processes may use this CPU.\n"
-    "Between two tries, the other thread of this core, which may be the parent's, has it for itself.");
+    "Take the semaphore at an address, trying for so long without sleeping, while other processes may use this CPU.");
 
 static PyObject *try_for(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_ssize_t address;
     double seconds;
     if (!PyArg_ParseTuple(args, "nd:try_for", &address, &seconds)) return NULL;
-    int missed;
+    int taken;
     Py_BEGIN_ALLOW_THREADS
-    for (double until = monotonic() + seconds; (missed = sem_trywait((sem_t *)address)) && monotonic() < until;) {
-        for (int i = 0; i < PAUSES; i++) relax();
-        sched_yield();
-    }
+    taken = tried_for((sem_t *)address, seconds);
     Py_END_ALLOW_THREADS
-    return PyBool_FromLong(!missed);
+    return PyBool_FromLong(taken);
+}
+
+/* A worker's queues, as `Queue.addresses` in `process.py` has them, of requests and of replies: of the codes, of the
+   semaphore, of the numbers of codes that have been written and read; and how many codes there is room for. */
+typedef struct {
+    int64_t codes, ready, counts, capacity;
+} Queue;
+
+static uint64_t *code_in(const Queue *queue, int is_read) {
+    return (uint64_t *)queue->codes + ((int64_t *)queue->counts)[is_read] % queue->capacity;
+}
+
+/* Take a semaphore: try without sleeping, then sleep. Returns how long it took; -1 if it was not posted, in time or
+   before a signal came. */
+static double wait_for(sem_t *semaphore, double seconds, double patience) {
+    double began = monotonic();
+    if (seconds > 0 && tried_for(semaphore, seconds < patience ? seconds : patience)) return monotonic() - began;
+    struct timespec until;
+    clock_gettime(clock_wait == NULL ? CLOCK_REALTIME : CLOCK_MONOTONIC, &until);
+    double left = patience - (monotonic() - began);
+    int64_t nanoseconds = until.tv_nsec + (int64_t)(1e9 * (left > 0 ? left : 0));
+    until.tv_sec += nanoseconds / 1000000000;
+    until.tv_nsec = nanoseconds % 1000000000;
+    int missed = clock_wait == NULL ? sem_timedwait(semaphore, &until)
+                                    : clock_wait(semaphore, CLOCK_MONOTONIC, &until);
+    return missed ? -1.0 : monotonic() - began;
+}
+
+/* Take the replies of all workers if each has replied with a code; else none. */
+static int take_replies(const Queue *queues, Py_ssize_t size, uint64_t code) {
+    Py_ssize_t taken = 0;
+    int all = 1;
+    for (; all && taken < size; taken += all) {
+        const Queue *replies = queues + 2 * taken + 1;
+        all = sem_trywait((sem_t *)replies->ready) == 0;
+        if (all && *code_in(replies, 1) != code) {
+            sem_post((sem_t *)replies->ready);
+            all = 0;
+        }
+    }
+    for (Py_ssize_t i = 0; i < taken; i++) {
+        const Queue *replies = queues + 2 * i + 1;
+        if (all) ((int64_t *)replies->counts)[1] += 1;
+        else sem_post((sem_t *)replies->ready);
+    }
+    return all;
+}
+
+PyDoc_STRVAR(exchange_doc,
+    "exchange(queues, wake, countdown, request, reply, seconds, patience) -> float\n--\n\n"
+    "Write a code to each worker and wait for a code of each, at most `patience` seconds, of which so many `seconds`\n"
+    "without sleeping. `queues` is an int64 array `(workers, 8)` of the addresses of their queues; `wake` and `countdown`\n"
+    "are the addresses of the doorbell's semaphores.\n\n"
+    "Returns how many seconds that took; -1.0 if not all have sent the code `reply`, or a signal has come: then no reply\n"
+    "has been taken.");
+
+static PyObject *exchange(PyObject *Py_UNUSED(self), PyObject *args) {
+    PyObject *array;
+    Py_ssize_t wake, countdown;
+    unsigned long long request, reply;
+    double seconds, patience;
+    if (!PyArg_ParseTuple(args, "O!nnKKdd:exchange", &PyArray_Type, &array, &wake, &countdown, &request, &reply,
+                          &seconds, &patience))
+        return NULL;
+    if (PyArray_TYPE((PyArrayObject *)array) != NPY_INT64 || !PyArray_ISCARRAY_RO((PyArrayObject *)array) ||
+        PyArray_SIZE((PyArrayObject *)array) % 8 != 0 || PyArray_SIZE((PyArrayObject *)array) == 0) {
+        PyErr_SetString(PyExc_ValueError, "queues must be int64 (workers, 8), contiguous");
+        return NULL;
+    }
+    const Queue *queues = PyArray_DATA((PyArrayObject *)array);
+    Py_ssize_t size = PyArray_SIZE((PyArrayObject *)array) / 8;
+    double waited;
+    sem_init((sem_t *)countdown, 1, (unsigned)(size - 1)); /* the last worker to reply rings */
+    for (Py_ssize_t i = 0; i < size; i++) {
+        const Queue *requests = queues + 2 * i;
+        *code_in(requests, 0) = request;
+        ((int64_t *)requests->counts)[0] += 1;
+        sem_post((sem_t *)requests->ready);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    waited = wait_for((sem_t *)wake, seconds, patience);
+    Py_END_ALLOW_THREADS
+    if (waited >= 0 && !take_replies(queues, size, reply)) waited = -1.0;
+    return PyFloat_FromDouble(waited);
 }
 
 #endif
@@ -1316,6 +1411,7 @@ static PyObject *try_for(PyObject *Py_UNUSED(self), PyObject *args) {
 static PyMethodDef functions[] = {
 #ifdef __linux__
     {"try_for", try_for, METH_VARARGS, try_for_doc},
+    {"exchange", exchange, METH_VARARGS, exchange_doc},
 #endif
     {NULL, NULL, 0, NULL},
 };
@@ -1335,6 +1431,9 @@ PyMODINIT_FUNC PyInit__codec(void) {
     if (collections == NULL) return NULL;
     defaultdict = PyObject_GetAttrString(collections, "defaultdict");
     Py_DECREF(collections);
+#ifdef __linux__
+    *(void **)&clock_wait = dlsym(RTLD_DEFAULT, "sem_clockwait");
+#endif
     name_fast = PyUnicode_InternFromString("fast");
     name_infos = PyUnicode_InternFromString("infos");
     name_metadata = PyUnicode_InternFromString("metadata");

@@ -161,6 +161,15 @@ class Backend(ABC):
         `together`, the caller waits until it has all the replies, so that it need be woken only once.
         """
 
+    def step_all(self, requests: Mapping[int, Request], patience: float) -> bool:
+        """Post requests, each to step all environments of a worker, and wait for at most `patience` seconds.
+
+        Returns True if every worker has replied `STEPPED`, which it has taken then. Else `wait` returns the replies. No
+        worker has any other request before it. `requests` is another object if there is anything else in it.
+        """
+        self.post(requests, together=True)
+        return False
+
     @abstractmethod
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         """Wait for `at_least` so many replies; returns all that are here, in the order of each worker's requests.

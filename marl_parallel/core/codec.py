@@ -1,4 +1,4 @@
-"""What is compiled (`_codec.c`): the fast path of records, for a layout, and a wait that does not sleep.
+"""What is compiled (`_codec.c`): the fast path of records, for a layout, and how processes wait for each other.
 
 The package is built without it if there is no compiler, and `MARL_PARALLEL_PURE=1` leaves it out. Then Python reads and
 writes records one by one, and waits. Both ways pass the same tests; only with compiled code do infos travel in the
@@ -27,6 +27,8 @@ except ImportError:
 Codec = getattr(_codec, "Codec", None)
 try_for = getattr(_codec, "try_for", None)
 """`try_for(address, seconds)` takes a semaphore, trying for so long; None without compiled code, and outside Linux."""
+exchange = getattr(_codec, "exchange", None)
+"""Sends a code to each worker of `process.py` and waits for theirs; None likewise."""
 
 codec = "python" if Codec is None else "c"
 """Which one runs."""

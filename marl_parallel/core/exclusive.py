@@ -24,8 +24,8 @@ R = TypeVar("R")
 class CallGuard(dict[str, tuple[str, int]]):
     """The call in progress under the key `CALL`: its method and its thread; empty if there is none.
 
-    Without it, two threads that step the same environments would read each other's results. A method on the hot path
-    does in its own body what `exclusive` does. `check_open` raises if everything has been closed.
+    Without it, two threads that step the same environments would read each other's results. `check_open` raises if
+    everything has been closed.
     """
 
     def __init__(self, check_open: Callable[[], None]) -> None:

@@ -34,6 +34,8 @@ class Message(Enum):
     RESULT = 16  # the answer to a request that has been carried out
     EXCEPTION = 17  # the answer to a request in which environments have raised
 
+    __hash__ = object.__hash__  # that of `Enum` is written in Python
+
 
 class Request(NamedTuple):
     """Work for one worker."""

@@ -35,7 +35,7 @@ def own_calls(env: ParallelEnv, actions: list[dict[str, int]]) -> list[str]:
     return called
 
 
-@pytest.mark.parametrize(("on_error", "most"), [("raise", 23), ("restart", 26)])
+@pytest.mark.parametrize(("on_error", "most"), [("raise", 14), ("restart", 14)])
 def test_calls_of_a_step_of_four_environments_on_two_workers(on_error, most):
     with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2, on_error=on_error) as env:
         env.reset()

@@ -20,7 +20,7 @@ import numpy as np
 from marl_parallel import Backend
 from marl_parallel.core.backend import most_workers
 from marl_parallel.core.caller_settings import WorkerSettings
-from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 from simulation.draws import draw
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _PLACES = {name: place for place, name in enumerate(POINTS)}
 _BEGINS_AT = 1000.0
 _LONGEST_WAIT_S = 100.0
+_LONGEST_EXCHANGE_S = 0.02
+_GIVES_UP = 0.1  # how often an exchange ends although everything is here, as a doorbell may ring too early
 _MOST_EVENTS = 20_000  # in one wait
 _STOPPED = "stopped"
 _ENDS_WITHIN_S = 0.1
@@ -413,6 +415,35 @@ class SimulatedBackend(Backend):
                 worker.state = "ready"
                 self.at(self.now + 0.0005 * draw(self.number, number, next(self._order)), worker)
 
+    def step_all(self, requests: Mapping[int, Request], patience: float) -> bool:
+        self.post(requests, together=True)
+        workers, deadline = [self.workers[number] for number in requests], self.now + min(patience, _LONGEST_EXCHANGE_S)
+        while not self._interrupted and any(not worker.replies and worker.state != "dead" for worker in workers):
+            if self._is_interrupted_now():
+                continue
+            if not self._events or self._events[0][0] > deadline:
+                self.advance(deadline)
+                return False
+            self._next_event()
+        if draw(self.number, next(self._order), 17) < _GIVES_UP or self._interrupted:
+            return False
+        if any(len(worker.replies) != 1 or worker.replies[0][1] is not STEPPED for worker in workers):
+            return False
+        self._last_reply, self._waits = self.now, 0
+        for worker in workers:
+            self.model.delivered(worker, *worker.replies.pop())
+        return True
+
+    def _is_interrupted_now(self) -> bool:
+        """Whether a call of `interrupt_after` has been due, and has been carried out."""
+        if self.interrupt_after is None:
+            return False
+        left, call = self.interrupt_after
+        self.interrupt_after = (left - 1, call) if left > 0 else None
+        if left <= 0:
+            call()
+        return left <= 0
+
     def _arrived(self) -> list[tuple[SimulatedWorker, Reply | Lost]]:
         arrived: list[tuple[SimulatedWorker, Reply | Lost]] = []
         losses: list[tuple[SimulatedWorker, Reply | Lost]] = []
@@ -443,12 +474,8 @@ class SimulatedBackend(Backend):
                 self.advance(deadline)
                 arrived += self._arrived()
                 break
-            if self.interrupt_after is not None:
-                left, call = self.interrupt_after
-                self.interrupt_after = (left - 1, call) if left > 0 else None
-                if left <= 0:
-                    call()
-                    continue
+            if self._is_interrupted_now():
+                continue
             self._next_event()
             events += 1
             if events > _MOST_EVENTS or self.now > began + _LONGEST_WAIT_S:

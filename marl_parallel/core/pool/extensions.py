@@ -48,7 +48,7 @@ class Extension:
     """A feature of the pool. Every hook has a default that does nothing.
 
     Attributes:
-        lean_patience: How many seconds a step of all may take before `look` is called; None if `patience` says that.
+        lean_patience: How many seconds a step of all may take before `patience` is asked; None: it is asked first.
     """
 
     lean_patience: float | None = math.inf

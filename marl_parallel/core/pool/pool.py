@@ -15,6 +15,7 @@ calls, replays, traces. Without one that deals with it, a fault is raised, and e
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +34,8 @@ from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
+_NO_EXTRAS: Mapping[int, Any] = {}
+_WAITING_FOR = {message: f"waiting for {message.name.lower()}" for message in Message}  # as slices of a trace say
 _INTERRUPTED_WITHIN_S = 0.5  # how long `close` waits at least for a thread that it has interrupted in a call
 
 
@@ -71,7 +74,7 @@ class Pool:
         self._final_stats: Stats | None = None  # once everything has been freed
         self._extensions: list[Extension] = []
         self._hooks = Hooks()
-        self._lean_patience: float | None = None
+        self._lean_patience = math.inf
         self._lean_asked: list[Callable[[float], float | None]] = []
         self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
@@ -95,8 +98,7 @@ class Pool:
     def _set_extensions(self, extensions: list[Extension]) -> None:
         self._extensions, self._hooks = extensions, Hooks.of(extensions)
         known = [one.lean_patience for one in extensions if one.lean_patience is not None]
-        shortest = min(known, default=float("inf"))
-        self._lean_patience = None if shortest == float("inf") else shortest
+        self._lean_patience = min(known, default=math.inf)
         self._lean_asked = [one.patience for one in extensions if one.lean_patience is None]
 
     # -- requests of the caller ------------------------------------------------------------------------------------
@@ -136,29 +138,8 @@ class Pool:
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Mapping[int, Any]:
         """`send` and `recv` in one call, while nothing is in flight; returns the extras of the results."""
-        if self.around is not None and (context := self.around(f"waiting for {message.name.lower()}")):
-            with context:
-                return self.run(message, env_ids, payloads)
-        with self._lock:
-            if self.closed:
-                self.check_open()
-            self.called = now = self.clock()  # the time of the caller counts
-            try:
-                for begin in self._hooks.begin:
-                    begin(now)
-                if self._is_lean and message is Message.STEP and payloads is None and len(env_ids) == len(self.slots):
-                    extras = self._step_all_at_once(now)
-                    if extras is not None:
-                        return extras
-                else:
-                    self._send(message, env_ids, payloads, together=True)
-                results = self._recv(len(env_ids), None, self.slots)
-                assert results is not None  # there is no timeout
-                more: Mapping[int, Any] = results.extras
-                return more
-            except BaseException as error:
-                self._close_after(error)
-                raise
+        extras: Mapping[int, Any] = self.call(_WAITING_FOR[message], self._run, message, env_ids, payloads)
+        return extras
 
     def execute(self, requests: Mapping[int, Request], owner: OnReply | None = None) -> dict[int, Any]:
         """Carry out requests, by worker, other than steps and resets, while nothing is in flight.
@@ -166,9 +147,9 @@ class Pool:
         Returns the results by environment, unless an `owner` gets the replies. After a `ParallelEnvError` everything
         has been closed, or the environments that failed have been rebuilt.
         """
-        what = next(iter(requests.values())).message.name.lower() if requests else "nothing"
+        what = _WAITING_FOR[next(iter(requests.values())).message] if requests else ""
         results: dict[int, Any]
-        results, errors = self.call(f"waiting for {what}", self._execute, requests, owner)
+        results, errors = self.call(what, self._execute, requests, owner)
         if errors:
             raise errors[0]  # its environments have been rebuilt
         return results
@@ -202,7 +183,8 @@ class Pool:
             with context:
                 return self.call(name, function, *arguments)
         with self._lock:
-            self.check_open()
+            if self.closed:
+                self.check_open()
             self.called = self.clock()  # the time of the caller counts
             try:
                 for begin in self._hooks.begin:
@@ -213,6 +195,18 @@ class Pool:
                 raise
 
     # -- sending and receiving -------------------------------------------------------------------------------------
+
+    def _run(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Mapping[int, Any]:
+        if self._is_lean and message is Message.STEP and payloads is None and len(env_ids) == len(self.slots):
+            extras = self._step_all_at_once()
+            if extras is not None:
+                return extras
+        else:
+            self._send(message, env_ids, payloads, together=True)
+        results = self._recv(len(env_ids), None, self.slots)
+        assert results is not None  # there is no timeout
+        more: Mapping[int, Any] = results.extras
+        return more
 
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
         self._is_lean = False
@@ -234,27 +228,34 @@ class Pool:
             slot.request, slot.state = message, State.BUSY
         self.in_flight += len(env_ids)
 
-    def _step_all_at_once(self, now: float) -> Mapping[int, Any] | None:
+    def _step_all_at_once(self) -> Mapping[int, Any] | None:
         """Step all environments with the actions in the block, without a look at any slot.
 
         Returns the extras of the results; None if something else has happened, which has been applied to the slots.
         """
         self._is_lean = False
-        requests, queues = self._step_all, self.queues
-        for worker, request in requests.items():
-            queue = queues[worker]
-            queue.posted += 1
-            queue.requests.append((request, queue.posted, None, True))
-            queue.since = now
+        requests, queues, now = self._step_all, self.queues, self.called
         for before_step_all in self._hooks.before_step_all:
             before_step_all()
         patience = self._lean_patience
         for ask in self._lean_asked:
             seconds = ask(now)
-            if seconds is not None and (patience is None or seconds < patience):
+            if seconds is not None and seconds < patience:
                 patience = seconds
-        self.backend.post(requests, together=True)
-        replies = self.backend.wait(patience, len(requests))
+        for worker in requests:
+            queues[worker].posted += 1
+        if patience > 0 and not self._owned:
+            if self.backend.step_all(requests, patience) and not self.closed:
+                self._is_lean = True
+                return _NO_EXTRAS
+        else:
+            self.backend.post(requests, together=True)
+        for worker, request in requests.items():
+            queue = queues[worker]
+            queue.requests.append((request, queue.posted, None, True))
+            queue.since = now
+        limits = [one for ask in self._hooks.patience if (one := ask(now)) is not None]
+        replies = self.backend.wait(max(min(limits), 0.0) if limits else None, len(requests))
         extras: dict[int, Any] = {}
         complete, reads = 0, not self._hooks.on_result
         for _, reply in replies:
@@ -586,12 +587,9 @@ class Pool:
         """Set the environments of a worker."""
         queue = self.queues[worker]
         queue.share = share
-        if not share:
-            self._step_all.pop(worker, None)
-        elif tuple(share) == tuple(queue.built):
-            self._step_all[worker] = STEP_ALL
-        else:
-            self._step_all[worker] = Request(Message.STEP, share)
+        step = STEP_ALL if tuple(share) == tuple(queue.built) else Request(Message.STEP, share)
+        others = {other: request for other, request in self._step_all.items() if other != worker}
+        self._step_all = {**others, worker: step} if share else others
 
     def replace(self, worker: int) -> None:
         """Start a new worker in the place of one that is gone."""

@@ -143,7 +143,8 @@ class Timeouts(Extension):
         self._pool = pool
         self._deadlines = Deadlines(pool.backend, limits, pool.queues)
         self.limits = self._deadlines.limits
-        self.lean_patience = math.inf if self._deadlines.shortest[Message.STEP] is None else None
+        shortest = self._deadlines.shortest[Message.STEP]
+        self.lean_patience = math.inf if shortest is None else shortest
 
     def patience(self, now: float) -> float | None:
         self._deadlines.looked = max(self._deadlines.looked, self._pool.called)  # the time of the caller counts

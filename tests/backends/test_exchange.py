@@ -1,0 +1,87 @@
+"""One exchange of codes with all workers, in compiled code."""
+
+from __future__ import annotations
+
+import mmap
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.needs("_codec"), pytest.mark.release_independent]
+
+process = pytest.importorskip("marl_parallel.backends.process")
+
+
+class Exchange:
+    """The queues of two workers, which this process has at both ends."""
+
+    def __init__(self) -> None:
+        buffer = mmap.mmap(-1, process.control_nbytes(2, 8))
+        self.wake, self.countdown = process.Semaphore(buffer, 0), process.Semaphore(buffer, process.Semaphore.SIZE)
+        self.wake.init(0)
+        self.pairs = [process.QueuePair(buffer, worker, 8, new=True) for worker in range(2)]
+        addresses = [pair.requests.addresses + pair.replies.addresses for pair in self.pairs]
+        self.addresses = np.array(addresses, np.int64)
+
+    def reply(self, worker: int, code: int) -> None:
+        self.pairs[worker].replies.put(code)
+        if self.countdown.try_wait():
+            self.wake.post()
+
+    def run(self, seconds: float = 0.0, patience: float = 5.0) -> float:
+        arguments = self.wake.address, self.countdown.address, 7, 9, seconds, patience
+        waited: float = process.codec.exchange(self.addresses, *arguments)
+        return waited
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_exchange(seconds):
+    exchange = Exchange()
+
+    def work() -> None:
+        for worker, pair in enumerate(exchange.pairs):
+            assert pair.requests.ready.take(5.0)
+            assert pair.requests.take() == 7
+            exchange.reply(worker, 9)
+
+    for _ in range(20):  # more than there is room for
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert 0.0 <= exchange.run(seconds) < 5.0
+        thread.join()
+    assert not any(pair.replies.ready.try_take() for pair in exchange.pairs)
+
+
+@pytest.mark.parametrize("codes", [{}, {0: 9}, {1: 9}, {0: 9, 1: 5}, {0: 5, 1: 9}])
+@pytest.mark.parametrize("rings", [False, True])
+def test_exchange_takes_all_or_nothing(codes, rings):
+    """Also if the doorbell rings for another reason, such as a death."""
+    exchange = Exchange()
+    for worker, code in codes.items():
+        exchange.pairs[worker].replies.put(code)
+    if rings:
+        exchange.wake.post()
+    began = time.monotonic()
+    assert exchange.run(patience=0.03) == -1.0
+    assert rings or time.monotonic() - began >= 0.03
+    for worker, pair in enumerate(exchange.pairs):
+        assert pair.requests.ready.try_take()
+        assert pair.replies.ready.try_take() == (worker in codes)
+        assert worker not in codes or pair.replies.take() == codes[worker]
+
+
+def test_signal_ends_an_exchange():
+    exchange, handled = Exchange(), []
+    before = signal.signal(signal.SIGALRM, lambda *_: handled.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        began = time.monotonic()
+        assert exchange.run(patience=30.0) == -1.0
+        assert time.monotonic() - began < 20.0
+        assert handled
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
