@@ -659,7 +659,7 @@ class ParallelEnv:
         if isinstance(runner.pool, NativePool):
             return 0
         pool = runner.pool
-        return int(pool.call("", self._rebalance, pool))
+        return int(pool.alone("", self._rebalance, pool))
 
     def _rebalance(self, pool: Pool) -> int:
         moved = pool.backend.rebalance([*pool.present_shares()])
@@ -1056,7 +1056,9 @@ class ParallelEnv:
             for slices in results.values():
                 if self._tracing is not None:
                     self._tracing.add(worker, slices)
-        pool.call("", pool.note_outdated, range(self.num_envs))  # standbys trace from their construction on, or no more
+        pool.alone(
+            "", pool.note_outdated, range(self.num_envs)
+        )  # standbys trace from their construction on, or no more
         return fault
 
     def stats(self) -> Stats:

@@ -163,7 +163,7 @@ class BatchRunner:
 
     def _note_outdated(self, env_ids: Sequence[int]) -> None:
         assert isinstance(self.pool, Pool)
-        self.pool.call("", self.pool.note_outdated, env_ids)
+        self.pool.alone("", self.pool.note_outdated, env_ids)
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
         """Begin new episodes and return; `recv` has the results. Arguments and errors are those of `reset`."""

@@ -119,11 +119,7 @@ MUTATIONS = [
     Mutation(
         "requests of a worker that was replaced stay in its queue",
         "pool/pool.py",
-        (
-            "        self._owned -= sum(owner is not None for _, _, owner, _ in queue.requests)\n"
-            "        queue.requests.clear()\n"
-            "        queue.posted = 0\n"
-        ),
+        "        queue.requests.clear()\n        queue.posted = 0\n",
         "        queue.posted = 0\n",
     ),
     Mutation(
@@ -161,7 +157,7 @@ MUTATIONS = [
     Mutation(
         "quick steps skip what restarts must see",
         "pool/pool.py",
-        ("self._is_lean = len(done) == len(self.slots) and all(is_quiet() for is_quiet in self._hooks.is_quiet)"),
+        ("self._is_lean = len(done) == len(self.slots) and not self._owes_extensions() and self._are_quiet()"),
         "self._is_lean = len(done) == len(self.slots)",
         blind=True,
     ),
@@ -252,7 +248,7 @@ MUTATIONS = [
     Mutation(
         "finishing just before its end is waited forever",
         "pool/timeouts.py",
-        ("            pool.goes_on(late)\n            return\n"),
+        ("            pool.call_off_end(late)\n            return\n"),
         "            return\n",
         blind=True,
     ),

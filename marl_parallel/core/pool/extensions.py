@@ -11,9 +11,8 @@ In a step of all environments in which nothing goes wrong and every extension `i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from marl_parallel.adapters.protocol import Dicts
 from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request
@@ -21,6 +20,8 @@ from marl_parallel.core.pool.slots import Slot
 from marl_parallel.core.worker_status import Running
 from marl_parallel.types import EnvError, ParallelEnvError, WorkerStats
 
+P = ParamSpec("P")
+R = TypeVar("R")
 HELD: Any = object()
 """In place of a result: the caller gets it later."""
 
@@ -89,14 +90,14 @@ class Extension:
         """Something has gone wrong; returns whether it has been dealt with. Else the error is raised."""
         return False
 
-    def interrupted(self, slot: Slot) -> Interrupted | None:
+    def what_is_interrupted(self, slot: Slot) -> Interrupted | None:
         """What a fault interrupts of an environment whose result this extension holds."""
         return None
 
     def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
         """A worker may be ended in the middle of these environments: note what their records hold now."""
 
-    def goes_on(self, slots: Sequence[Slot]) -> None:
+    def on_end_called_off(self, slots: Sequence[Slot]) -> None:
         """The worker of `before_end` is not ended after all."""
 
     def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
@@ -121,7 +122,7 @@ class Extension:
     def on_raise(self, error: EnvError) -> None:
         """This error is about to be raised, and everything closed."""
 
-    def on_interrupt(self) -> None:
+    def on_ctrl_c(self) -> None:
         """The caller has pressed Ctrl-C, and everything is about to be closed."""
 
     def before_close(self) -> None:
@@ -138,41 +139,16 @@ class Extension:
         return WorkerStats()
 
 
-@dataclass(slots=True)
 class Hooks:
-    """The hooks of all extensions that override them, in their order."""
+    """The hooks that extensions override, in the order of the extensions."""
 
-    begin: list[Callable[[float], None]] = field(default_factory=list)
-    before_step_all: list[Callable[[], None]] = field(default_factory=list)
-    is_quiet: list[Callable[[], bool]] = field(default_factory=list)
-    before_send: list[Callable[[Message, Sequence[int], Any], Sequence[int]]] = field(default_factory=list)
-    before_post: list[Callable[[int, Request], Request]] = field(default_factory=list)
-    holds: list[Callable[[Slot], bool]] = field(default_factory=list)
-    on_result: list[Callable[[Slot, bytes | None, Any, float], Any]] = field(default_factory=list)
-    on_last_step: list[Callable[[Slot, bytes | None], None]] = field(default_factory=list)
-    on_fault: list[Callable[[Fault], bool]] = field(default_factory=list)
-    interrupted: list[Callable[[Slot], Interrupted | None]] = field(default_factory=list)
-    before_end: list[Callable[[Sequence[Slot], Running | None], None]] = field(default_factory=list)
-    goes_on: list[Callable[[Sequence[Slot]], None]] = field(default_factory=list)
-    on_rebuild: list[Callable[[Sequence[Slot], Sequence[int]], None]] = field(default_factory=list)
-    on_outdated: list[Callable[[Sequence[int]], None]] = field(default_factory=list)
-    on_taken_over: list[Callable[[Slot, Rebuild], None]] = field(default_factory=list)
-    on_replaced: list[Callable[[int], None]] = field(default_factory=list)
-    patience: list[Callable[[float], float | None]] = field(default_factory=list)
-    look: list[Callable[[float], None]] = field(default_factory=list)
-    on_raise: list[Callable[[EnvError], None]] = field(default_factory=list)
-    on_interrupt: list[Callable[[], None]] = field(default_factory=list)
-    before_close: list[Callable[[], None]] = field(default_factory=list)
-    on_close: list[Callable[[int, Reply], None]] = field(default_factory=list)
-    after_close: list[Callable[[], None]] = field(default_factory=list)
-    stats: list[Callable[[Sequence[int]], WorkerStats]] = field(default_factory=list)
+    def __init__(self, extensions: Sequence[Extension] = ()) -> None:
+        self._by_hook = {
+            hook: [getattr(one, name) for one in extensions if getattr(type(one), name) is not hook]
+            for name, hook in vars(Extension).items()
+            if callable(hook)
+        }
 
-    @classmethod
-    def of(cls, extensions: Iterable[Extension]) -> Hooks:
-        """Collect the hooks of extensions."""
-        hooks = cls()
-        for extension in extensions:
-            for one in fields(cls):
-                if getattr(type(extension), one.name) is not getattr(Extension, one.name):
-                    getattr(hooks, one.name).append(getattr(extension, one.name))
-        return hooks
+    def of(self, hook: Callable[Concatenate[Any, P], R]) -> list[Callable[P, R]]:
+        """Those of one kind; `hook` is a method of `Extension`."""
+        return self._by_hook[hook]

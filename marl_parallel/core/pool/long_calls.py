@@ -48,7 +48,7 @@ class LongCalls(Extension):
                 to_do = f". It times out after {limit:g} s"
             self._log(long, to_do)
 
-    def on_interrupt(self) -> None:
+    def on_ctrl_c(self) -> None:
         for long in self._found(self._pool.clock(), _LONG_AT_CTRL_C_S):
             self._log(long)
 

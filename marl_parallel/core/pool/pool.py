@@ -72,15 +72,11 @@ class Pool:
         self._closing = False  # whether a thread is closing everything at present
         self.freed = False  # whether that has been done
         self._final_stats: Stats | None = None  # once everything has been freed
-        self._extensions: list[Extension] = []
-        self._hooks = Hooks()
-        self._lean_patience = math.inf
-        self._lean_asked: list[Callable[[float], float | None]] = []
+        self._set_extensions([])
         self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
         self._is_lean = False  # whether every slot is idle, and the results of a step of all need not be seen
         self._done = 0  # how many slots are done
-        self._owned = 0  # how many requests of extensions have no last reply
         self._results: dict[int, Any] = {}  # of `execute`, by environment
         self._errors: list[ParallelEnvError] | None = None  # of faults in the present `execute` that were dealt with
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
@@ -96,7 +92,8 @@ class Pool:
         self._set_extensions([one for one in self._extensions if one is not extension])
 
     def _set_extensions(self, extensions: list[Extension]) -> None:
-        self._extensions, self._hooks = extensions, Hooks.of(extensions)
+        self._extensions, self._hooks = extensions, Hooks(extensions)
+        self._at_begin, self._at_step_all = self._hooks.of(Extension.begin), self._hooks.of(Extension.before_step_all)
         known = [one.lean_patience for one in extensions if one.lean_patience is not None]
         self._lean_patience = min(known, default=math.inf)
         self._lean_asked = [one.patience for one in extensions if one.lean_patience is None]
@@ -108,7 +105,7 @@ class Pool:
 
         `payloads` are pickled, by environment. With `together`, all of them are received at once, which is faster.
         """
-        self.call(f"send {message.name.lower()}", self._send, message, env_ids, payloads, together)
+        self.alone(f"send {message.name.lower()}", self._send, message, env_ids, payloads, together)
 
     def recv(
         self,
@@ -128,7 +125,7 @@ class Pool:
             ClosedEnvironmentError: Another thread has closed everything.
         """
         slots = self.slots if env_ids is None else [self.slots[env_id] for env_id in env_ids]
-        results: Results | None = self.call("waiting", self._recv, at_least, timeout, slots, window)
+        results: Results | None = self.alone("waiting", self._recv, at_least, timeout, slots, window)
         if results is None:
             raise NotReadyInTime(
                 f"{sum(slot.state is State.DONE for slot in slots)} of at least {at_least} environments were ready "
@@ -138,7 +135,7 @@ class Pool:
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Mapping[int, Any]:
         """`send` and `recv` in one call, while nothing is in flight; returns the extras of the results."""
-        extras: Mapping[int, Any] = self.call(_WAITING_FOR[message], self._run, message, env_ids, payloads)
+        extras: Mapping[int, Any] = self.alone(_WAITING_FOR[message], self._run, message, env_ids, payloads)
         return extras
 
     def execute(self, requests: Mapping[int, Request], owner: OnReply | None = None) -> dict[int, Any]:
@@ -149,7 +146,7 @@ class Pool:
         """
         what = _WAITING_FOR[next(iter(requests.values())).message] if requests else ""
         results: dict[int, Any]
-        results, errors = self.call(what, self._execute, requests, owner)
+        results, errors = self.alone(what, self._execute, requests, owner)
         if errors:
             raise errors[0]  # its environments have been rebuilt
         return results
@@ -160,11 +157,11 @@ class Pool:
 
     def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
         """Begin what `execute_in` does, and return; `finish_in` comes next, and nothing else before it."""
-        self.call("", self._begin, self.requests(message, env_ids, payload), None)
+        self.alone("", self._begin, self.requests(message, env_ids, payload), None)
 
     def finish_in(self, timeout: float | None) -> dict[int, Any]:
         """The results of `begin_in`, as of `execute`; `TimeoutError` after so many seconds, which loses nothing."""
-        results = self.call("waiting", self._finish_all, timeout)
+        results = self.alone("waiting", self._finish_all, timeout)
         if results is None:
             raise NotReadyInTime(f"the calls were not finished within {timeout:g} s; nothing is lost, wait again")
         if results[1]:
@@ -177,17 +174,17 @@ class Pool:
             {worker: Request(message, share[:1], payload) for worker, share in self.present_shares().items()}
         )
 
-    def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def alone(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that changes the state of the pool, alone; close everything if it raises."""
         if self.around is not None and name and (context := self.around(name)):
             with context:
-                return self.call(name, function, *arguments)
+                return self.alone(name, function, *arguments)
         with self._lock:
             if self.closed:
                 self.check_open()
             self.called = self.clock()  # the time of the caller counts
             try:
-                for begin in self._hooks.begin:
+                for begin in self._at_begin:
                     begin(self.called)
                 return function(*arguments)
             except BaseException as error:
@@ -211,7 +208,7 @@ class Pool:
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
         self._is_lean = False
         self._note_sent(message, env_ids)
-        for before_send in self._hooks.before_send:
+        for before_send in self._hooks.of(Extension.before_send):
             env_ids = before_send(message, env_ids, payloads)
         alone = together and not any(queue.requests for queue in self.queues.values())
         self.post(self.requests(message, env_ids, payloads, each=not together), together=alone)
@@ -235,7 +232,7 @@ class Pool:
         """
         self._is_lean = False
         requests, queues, now = self._step_all, self.queues, self.called
-        for before_step_all in self._hooks.before_step_all:
+        for before_step_all in self._at_step_all:
             before_step_all()
         patience = self._lean_patience
         for ask in self._lean_asked:
@@ -244,7 +241,7 @@ class Pool:
                 patience = seconds
         for worker in requests:
             queues[worker].posted += 1
-        if patience > 0 and not self._owned:
+        if patience > 0:
             if self.backend.step_all(requests, patience) and not self.closed:
                 self._is_lean = True
                 return _NO_EXTRAS
@@ -254,10 +251,10 @@ class Pool:
             queue = queues[worker]
             queue.requests.append((request, queue.posted, None, True))
             queue.since = now
-        limits = [one for ask in self._hooks.patience if (one := ask(now)) is not None]
+        limits = [one for ask in self._hooks.of(Extension.patience) if (one := ask(now)) is not None]
         replies = self.backend.wait(max(min(limits), 0.0) if limits else None, len(requests))
         extras: dict[int, Any] = {}
-        complete, reads = 0, not self._hooks.on_result
+        complete, reads = 0, not self._hooks.of(Extension.on_result)
         for _, reply in replies:
             if reply is STEPPED:
                 complete += 1
@@ -307,15 +304,19 @@ class Pool:
             return
         now, posted = self.clock(), {}
         for worker, request in requests.items():
-            for before_post in self._hooks.before_post:
+            for before_post in self._hooks.of(Extension.before_post):
                 request = before_post(worker, request)
             posted[worker], queue = request, self.queues[worker]
             if not queue.requests:
                 queue.since = now
             queue.requests.append((request, queue.posted + 1, owner, is_awaited))
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
-            self._owned += owner is not None
+        self._is_lean = self._is_lean and owner is None
         self.backend.post(posted, together=together)
+
+    def _owes_extensions(self) -> bool:
+        """Whether a worker owes a reply to an extension."""
+        return any(owner is not None for queue in self.queues.values() for _, _, owner, _ in queue.requests)
 
     def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot], window: float = 0.0) -> Results | None:
         """The results of all slots, or of some that are all waited for; None after the timeout."""
@@ -333,8 +334,11 @@ class Pool:
             slot.request, slot.state, slot.result = None, State.IDLE, None
         self.in_flight -= len(done)
         self._done -= len(done)
-        self._is_lean = len(done) == len(self.slots) and all(is_quiet() for is_quiet in self._hooks.is_quiet)
+        self._is_lean = len(done) == len(self.slots) and not self._owes_extensions() and self._are_quiet()
         return Results(tuple([slot.env_id for slot in done]), resets, extras)
+
+    def _are_quiet(self) -> bool:
+        return all(is_quiet() for is_quiet in self._hooks.of(Extension.is_quiet))
 
     def _wait_for(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> bool:
         """Wait for so many results of all slots, or of some that are all waited for; False after the timeout."""
@@ -347,7 +351,7 @@ class Pool:
             batches = sum([queue.one_reply if ids is None else queue.owes_one_reply(ids) for queue in queues])
             if ids is not None and missing <= 0 and not batches:
                 return True
-            replies = 1 if self._owned else max(min(missing, batches or missing), 1)
+            replies = 1 if self._owes_extensions() else max(min(missing, batches or missing), 1)
             self.wait_once(patience if missing > 0 or batches else 0.0, replies)
             if ids is None and self._done >= at_least and not sum([queue.one_reply for queue in self.queues.values()]):
                 return True
@@ -375,7 +379,7 @@ class Pool:
             if patience == 0.0:
                 return None
             patience = None if deadline is None else max(deadline - self.clock(), 0.0)
-            self.wait_once(patience, 1 if self._owned else busy)
+            self.wait_once(patience, 1 if self._owes_extensions() else busy)
         errors = self._errors
         assert errors is not None
         results, self._results, self._errors = self._results, {}, None
@@ -390,14 +394,14 @@ class Pool:
     def wait_once(self, patience: float | None, at_least: int) -> None:
         """Wait for so many replies, at most so many seconds or until an extension wants to look, and apply them."""
         now = self.clock()
-        limits = [patience, *[ask(now) for ask in self._hooks.patience]]
+        limits = [patience, *[ask(now) for ask in self._hooks.of(Extension.patience)]]
         shortest = min([one for one in limits if one is not None], default=None)
         self.apply(self.backend.wait(None if shortest is None else max(shortest, 0.0), at_least))
         self._look()
         self._check_not_closed()  # by `on_restart`, say
 
     def _look(self) -> None:
-        for look in self._hooks.look:
+        for look in self._hooks.of(Extension.look):
             look(self.clock())
 
     def apply(self, replies: Sequence[tuple[int, Reply | Lost]]) -> None:
@@ -410,7 +414,6 @@ class Pool:
             request, _, owner, _ = queue.requests[0]
             if reply.last:
                 queue.requests.popleft()
-                self._owned -= owner is not None
                 if queue.requests:
                     queue.since = self.clock()
             if owner is not None:
@@ -449,7 +452,7 @@ class Pool:
 
     def _apply_results(self, worker: int, request: Request, reply: Reply, failures: Mapping[int, Failure]) -> None:
         results = reply.results
-        for on_last_step in self._hooks.on_last_step:
+        for on_last_step in self._hooks.of(Extension.on_last_step):
             for env_id, extras in results.items():
                 if env_id in reply.failures or reply.env_ids == ():  # the automatic reset failed, or has not ended yet
                     on_last_step(self.slots[env_id], extras)
@@ -461,7 +464,7 @@ class Pool:
 
     def expects_result(self, slot: Slot) -> bool:
         """Whether the result of a slot is to come from its worker."""
-        return slot.state is State.BUSY and not any(holds(slot) for holds in self._hooks.holds)
+        return slot.state is State.BUSY and not any(holds(slot) for holds in self._hooks.of(Extension.holds))
 
     def take_result(self, slot: Slot, extras: bytes | None, completed: float) -> None:
         """Take the result of a step or reset, with its pickled extras, unless an extension holds it back."""
@@ -472,7 +475,7 @@ class Pool:
             except EnvError as error:
                 self.unreadable(slot, error)
                 return
-        for on_result in self._hooks.on_result:
+        for on_result in self._hooks.of(Extension.on_result):
             result = on_result(slot, extras, result, completed)
             if result is HELD:
                 return
@@ -500,7 +503,7 @@ class Pool:
         No caller may hold the error in a variable when this raises: its traceback would refer to the caller's frame,
         and the cycle would keep everything from being freed.
         """
-        for on_fault in self._hooks.on_fault:
+        for on_fault in self._hooks.of(Extension.on_fault):
             if on_fault(fault):
                 return
         try:
@@ -541,35 +544,35 @@ class Pool:
             return ()
         return env_ids[: env_ids.index(last) + (running is None)]
 
-    def interrupted(self, slot: Slot) -> Interrupted | None:
+    def what_is_interrupted(self, slot: Slot) -> Interrupted | None:
         """What a fault interrupts of an environment whose result an extension holds; None if none does."""
-        held = [one for ask in self._hooks.interrupted if (one := ask(slot)) is not None]
+        held = [one for ask in self._hooks.of(Extension.what_is_interrupted) if (one := ask(slot)) is not None]
         return held[0] if held else None
 
     def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
         """Have what the records of environments hold now noted: their worker may be ended."""
-        for before_end in self._hooks.before_end:
+        for before_end in self._hooks.of(Extension.before_end):
             before_end(slots, running)
 
-    def goes_on(self, slots: Sequence[Slot]) -> None:
+    def call_off_end(self, slots: Sequence[Slot]) -> None:
         """The worker of `before_end` is not ended after all."""
-        for goes_on in self._hooks.goes_on:
-            goes_on(slots)
+        for on_end_called_off in self._hooks.of(Extension.on_end_called_off):
+            on_end_called_off(slots)
 
     def note_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
         """Note that environments are about to be constructed again; so many ends of episodes are to be received."""
-        for on_rebuild in self._hooks.on_rebuild:
+        for on_rebuild in self._hooks.of(Extension.on_rebuild):
             on_rebuild(slots, ends)
         self._is_lean, self.seeds_stale = False, True
 
     def note_outdated(self, env_ids: Sequence[int]) -> None:
         """Note that what environments are constructed with has changed, such as their seeds."""
-        for on_outdated in self._hooks.on_outdated:
+        for on_outdated in self._hooks.of(Extension.on_outdated):
             on_outdated(env_ids)
 
     def note_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
         """Note that the environment of a rebuild takes the place of another one."""
-        for on_taken_over in self._hooks.on_taken_over:
+        for on_taken_over in self._hooks.of(Extension.on_taken_over):
             on_taken_over(slot, rebuild)
         self.seeds_stale = True
 
@@ -594,14 +597,13 @@ class Pool:
     def replace(self, worker: int) -> None:
         """Start a new worker in the place of one that is gone."""
         queue = self.queues[worker]
-        self._owned -= sum(owner is not None for _, _, owner, _ in queue.requests)
         queue.requests.clear()
         queue.posted = 0
         with self._counting:
             queue.past = self._done_by(worker)
             self.backend.replace(worker)
         self.set_share(worker, queue.share)
-        for on_replaced in self._hooks.on_replaced:
+        for on_replaced in self._hooks.of(Extension.on_replaced):
             on_replaced(worker)
 
     def add(self, worker: int, env_ids: Sequence[int], beside: int) -> None:
@@ -619,7 +621,6 @@ class Pool:
         with self._counting:
             done, queue = self._done_by(worker), self.queues.pop(worker)
             self._past[queue.position] += done
-        self._owned -= sum(owner is not None for _, _, owner, _ in queue.requests)
         return True
 
     # -- statistics ------------------------------------------------------------------------------------------------
@@ -641,7 +642,7 @@ class Pool:
     def _stats_of(self, position: int) -> WorkerStats:
         workers = [worker for worker, queue in [*self.queues.items()] if queue.position == position]
         done = sum(map(self._done_by, workers), self._past[position])
-        return sum([stats(self.shares[position]) for stats in self._hooks.stats], done)
+        return sum([stats(self.shares[position]) for stats in self._hooks.of(Extension.stats)], done)
 
     def _done_by(self, worker: int) -> WorkerStats:
         """The steps, resets and seconds of a worker and those that it has replaced after faults."""
@@ -689,7 +690,7 @@ class Pool:
                 patience = max(deadline - self.clock(), 0.0)
         except KeyboardInterrupt:
             if locked:
-                self._on_interrupt()
+                self._on_ctrl_c()
             raise
         finally:
             try:
@@ -707,7 +708,7 @@ class Pool:
         # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
         self.backend.interrupt()
         self.freed = True
-        for after_close in self._hooks.after_close:
+        for after_close in self._hooks.of(Extension.after_close):
             after_close()
         for worker in left:
             logger.warning(
@@ -719,7 +720,7 @@ class Pool:
         self._set_extensions([])  # which refer to this object
 
     def _close_environments(self, deadline: float) -> EnvError | None:
-        for before_close in self._hooks.before_close:
+        for before_close in self._hooks.of(Extension.before_close):
             before_close()
         pending = {worker for worker, queue in self.queues.items() if queue.share}
         failures: dict[int, Failure] = {}
@@ -727,7 +728,10 @@ class Pool:
             self.queues[worker].requests.clear()  # the workers leave them out
         self.post({worker: Request(Message.CLOSE) for worker in pending})
         while pending and (left := deadline - self.clock()) > 0:
-            limits = [left, *[seconds for ask in self._hooks.patience if (seconds := ask(self.clock())) is not None]]
+            limits = [
+                left,
+                *[seconds for ask in self._hooks.of(Extension.patience) if (seconds := ask(self.clock())) is not None],
+            ]
             for worker, reply in self.backend.wait(max(min(limits), 0.0)):
                 if isinstance(reply, Lost):
                     pending.discard(worker)
@@ -750,7 +754,7 @@ class Pool:
 
     def note_closed(self, worker: int, reply: Reply) -> None:
         """Note that a worker has closed its environments."""
-        for on_close in self._hooks.on_close:
+        for on_close in self._hooks.of(Extension.on_close):
             on_close(worker, reply)
 
     def _close_after(self, error: BaseException) -> None:
@@ -758,7 +762,7 @@ class Pool:
         if isinstance(error, ClosedEnvironmentError):
             return
         if isinstance(error, EnvError):
-            for on_raise in self._hooks.on_raise:
+            for on_raise in self._hooks.of(Extension.on_raise):
                 on_raise(error)
         if isinstance(error, WorkerTimeout):
             while_closing = self.close(ask=False, timeout=0.0)
@@ -768,15 +772,15 @@ class Pool:
             # Interrupted (Ctrl-C): it is not known which replies are still to come.
             try:
                 if isinstance(error, KeyboardInterrupt):
-                    self._on_interrupt()
+                    self._on_ctrl_c()
             finally:  # also after a second Ctrl-C
                 while_closing = self.close(ask=not self.backend.can_kill, timeout=1.0)
         if while_closing is not None:
             logger.warning("while closing after another error: %s", while_closing)
 
-    def _on_interrupt(self) -> None:
-        for on_interrupt in self._hooks.on_interrupt:
-            on_interrupt()
+    def _on_ctrl_c(self) -> None:
+        for on_ctrl_c in self._hooks.of(Extension.on_ctrl_c):
+            on_ctrl_c()
 
     def abandon(self) -> None:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""

@@ -523,7 +523,7 @@ class Recycling(Extension):
             self._note_failed(queue.position, fault.error.env_ids, str(fault.error))
         return True
 
-    def interrupted(self, slot: Slot) -> Interrupted | None:
+    def what_is_interrupted(self, slot: Slot) -> Interrupted | None:
         record = self._records[slot.env_id]
         if record.phase is Phase.STAYS:
             return None

@@ -160,7 +160,7 @@ class Restarts(Extension):
         for slot in slots:
             self._records[slot.env_id].noted = self._cut_off(slot, running)
 
-    def goes_on(self, slots: Sequence[Slot]) -> None:
+    def on_end_called_off(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             self._records[slot.env_id].noted = None
 
@@ -247,7 +247,7 @@ class Restarts(Extension):
             return record.noted
         if record.fault is not None and (record.is_rebuilding or idle):
             return record.fault  # the first fault has interrupted it, and is not reported yet
-        held = self._pool.interrupted(slot)
+        held = self._pool.what_is_interrupted(slot)
         if held is not None:
             record.keywords = held.keywords
             return _Unreported(held.message, held.dicts)

@@ -184,7 +184,7 @@ class Timeouts(Extension):
         late = [slot for slot in late if slot.state is not State.DONE]
         pool.before_end(late, running)
         if self._deadlines.changed(worker):
-            pool.goes_on(late)
+            pool.call_off_end(late)
             return
         fault = fault_here(None)
         ids, replies = {slot.env_id for slot in late}, []
