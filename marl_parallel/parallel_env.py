@@ -379,6 +379,7 @@ class ParallelEnv:
         env._close_at_exit(pool)
         schema = replace(simulator.schema, metadata=simulator.metadata, render_mode=simulator.render_mode)
         env.runner = BatchRunner(pool, pool, schema, simulator.seeds)
+        env._guard = env.runner.guard
         return env
 
     @classmethod
