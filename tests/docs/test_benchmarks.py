@@ -206,6 +206,7 @@ def test_recovery(tmp_path):
     assert "| simple_spread_v3 | its worker is killed | 4 |" in shown
 
 
+@pytest.mark.rest
 def test_many_agents(tmp_path):
     run("many_agents.py", "--quick", "--output", str(tmp_path))
     results = json.loads((tmp_path / "many_agents.json").read_text())["results"]
@@ -536,6 +537,7 @@ def test_calibration_of_microseconds(synthetic):
     assert 0.5e-3 < np.median(took) < 2e-3
 
 
+@pytest.mark.rest
 def test_isolated_generators(tmp_path):
     run("isolated_generators.py", "--steps", "5", "--repeats", "1", "--output", str(tmp_path))
     shown = run("isolated_generators.py", "--markdown", "--output", str(tmp_path)).stdout
@@ -552,6 +554,7 @@ def test_all(synthetic):
     assert page == f"before\n{mark}{run('recovery.py', '--markdown').stdout.strip()}\n<!-- end -->\nafter\n"
 
 
+@pytest.mark.rest
 def test_recycling(tmp_path):
     run("recycling.py", "--seconds", "0.5", "--episodes", "3", "--age", "0.5", "--output", str(tmp_path))
     rows = json.loads((tmp_path / "recycling.json").read_text())["rows"]

@@ -102,6 +102,7 @@ reveal_type(make("CartPole-v1", facade="gymnasium", num_envs=2, on_error="restar
 """
 
 
+@pytest.mark.rest  # pyright finds nearly the same
 def test_mypy(files, tmp_path):
     """It finds the package from outside of the checkout, in a project that uses it."""
     with_cache = ["mypy", *MYPY, "--cache-dir", str(tmp_path / "cache")]
