@@ -40,7 +40,7 @@
 enum { VIEWS = 0, COPIES = 1, SCALARS = 2 };
 
 /* What a function did with one value or one environment. */
-typedef enum { FAILED = -1, LEFT = 0, DONE = 1, DONE_BUT_INFOS = 2 } Outcome;
+typedef enum { FAILED_BEFORE = -2, FAILED = -1, LEFT = 0, DONE = 1, DONE_BUT_INFOS = 2 } Outcome;
 
 typedef enum { ARRAY, NUMBER, DICT, TUPLE } Kind;
 
@@ -71,12 +71,21 @@ typedef struct {
     Py_ssize_t infos, infos_nbytes;   /* the area for infos; no bytes if they are always pickled */
     PyObject *number_types, *reward_types; /* tuples of types, by tag */
     Py_ssize_t floats;         /* so many of the reward types are floats; the others are integers */
-    PyObject *np_false;
+    PyObject *np_false, *flags[4]; /* the flags by code, borrowed */
+    PyObject *np_true;
     PyObject *no_values, *no_flags, *no_np_flags, *only_all; /* dicts, of which each environment gets copies */
     int64_t step_activity;
     PyObject **values;         /* of one dict, by agent */
     PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
     double *rewards;
+    char *there;               /* by agent: whether it is in a dict */
+    PyObject *places;          /* a dict of the places of agents */
+    PyObject **fasts;          /* by record: the `fast` of the episode that `lives` belongs to */
+    unsigned char *lives;      /* by record: the bits ALIVE and ENDED of each agent */
+    unsigned char *scratch;    /* of one transition: the rest of the header after the rewards; then new lives */
+    unsigned char *states;     /* by record: the bits ALIVE and ACTING of each agent after what was read last; then
+                                  whether they are known */
+    int in_infos;              /* whether infos have the statistics of agents that end */
     PyObject *totals_array;    /* None, or what plain transitions that are read are added to: */
     double *totals;            /* by record: each agent's sum of rewards, and steps; all steps. NULL for None */
     double inside;             /* seconds in simulators since the last `sums` */
@@ -89,9 +98,13 @@ typedef struct {
 /* As in `records.py`. */
 enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, UNKNOWN = 0xC4 };
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
-enum { FLAG_BITS = 12, INFOS_BIT = 16, ACTING_BIT = 64, EVERYWHERE = 127 };
+enum {
+    OBSERVED_BIT = 1, REWARDED_BIT = 2, TERMINATED_BIT = 4, TRUNCATED_BIT = 8, FLAG_BITS = 12, INFOS_BIT = 16,
+    ALIVE_BIT = 32, ACTING_BIT = 64, EVERYWHERE = 127
+};
+enum { ENDED_BIT = 1 }; /* of lives: a flag has been set since the agent was last seen alive */
 enum { SOME = 0, ALL_IN_ORDER = 1, STACKED = 2 };
-enum { NP_FALSE_CODE = 2, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
+enum { NP_FALSE_CODE = 2, NP_TRUE_CODE = 3, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
 #define STEP_TIMES 112 /* `StepTimes.SIZE` */
 
@@ -615,6 +628,19 @@ static Outcome check_flags(const Codec *codec, PyObject *flags, int *code, int *
     return DONE;
 }
 
+/* A reward that is a number as a double that holds it exactly. */
+static Outcome double_of(const Codec *codec, PyObject *reward, int tag, double *number) {
+    long long integer;
+    if ((tag & TYPE_OF_TAG) < codec->floats) {
+        *number = PyFloat_AsDouble(reward);
+        return *number == -1.0 && PyErr_Occurred() ? FAILED : DONE;
+    }
+    Outcome outcome = integer_of(reward, &integer);
+    if (outcome != DONE) return outcome;
+    *number = (double)integer;
+    return integer > LARGEST_EXACT || integer < -LARGEST_EXACT ? LEFT : DONE;
+}
+
 /* Convert rewards, all of one type, to doubles that hold them exactly. */
 static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag, PyObject **keys) {
     Outcome outcome = values_in_order(codec, rewards, codec->values, keys);
@@ -623,17 +649,10 @@ static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag, 
     if (*tag < 0) return LEFT;
     for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++) {
         PyObject *reward = codec->values[i];
-        long long number;
         if (Py_TYPE(reward) != Py_TYPE(codec->values[0])) return LEFT;
         if (*tag > TYPE_OF_TAG && tag_of(codec->reward_types, reward) != *tag) return LEFT;
         if ((reward = number_in(reward, *tag)) == NULL) return FAILED;
-        if ((*tag & TYPE_OF_TAG) < codec->floats) {
-            codec->rewards[i] = PyFloat_AsDouble(reward);
-            if (codec->rewards[i] == -1.0 && PyErr_Occurred()) outcome = FAILED;
-        } else if ((outcome = integer_of(reward, &number)) == DONE) {
-            if (number > LARGEST_EXACT || number < -LARGEST_EXACT) outcome = LEFT;
-            codec->rewards[i] = (double)number;
-        }
+        outcome = double_of(codec, reward, *tag, &codec->rewards[i]);
         Py_DECREF(reward);
     }
     return outcome;
@@ -702,6 +721,194 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     return code & INFOS ? DONE_BUT_INFOS : DONE;
 }
 
+/* The place of an agent; LEFT if it is none of them, or if comparing it may run any code. */
+static Outcome place_of(const Codec *codec, PyObject *key, Py_ssize_t *place) {
+    if (!PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return LEFT;
+    PyObject *found = PyDict_GetItemWithError(codec->places, key);
+    if (found == NULL) return PyErr_Occurred() ? FAILED : LEFT;
+    *place = PyLong_AsSsize_t(found);
+    return DONE;
+}
+
+/* The code of a flag, as in `FLAGS` in `records.py`; -1 for anything else. */
+static int code_of_flag(const Codec *codec, PyObject *flag) {
+    for (int code = 0; code <= NP_TRUE_CODE; code++)
+        if (flag == codec->flags[code]) return code;
+    PyArrayObject *array = (PyArrayObject *)flag;
+    if (!PyArray_CheckExact(flag) || PyArray_SIZE(array) != 1 || PyArray_TYPE(array) != NPY_BOOL) return -1;
+    return NP_FALSE_CODE + (*(npy_bool *)PyArray_DATA(array) != 0);
+}
+
+/* Note the flags of one dict; `all` becomes true if `__all__` is among them, which must be false. */
+static Outcome note_flags(const Codec *codec, PyObject *dict, unsigned char *codes, unsigned char *presence, int bit,
+                          int *all, int *any) {
+    Py_ssize_t position = 0, agent;
+    PyObject *key, *flag;
+    Outcome outcome = DONE;
+    if (!is_dict(dict)) return LEFT;
+    while (outcome == DONE && PyDict_Next(dict, &position, &key, &flag)) {
+        int code = code_of_flag(codec, flag);
+        if (code < 0) return LEFT;
+        int is_all = same_key(key, codec->all, NULL);
+        if (is_all < 0) return FAILED;
+        if (is_all) {
+            if (code & 1) return LEFT;
+            codes[codec->n] = (unsigned char)code;
+            *all = 1;
+        } else if ((outcome = place_of(codec, key, &agent)) == DONE) {
+            codes[agent] = (unsigned char)code;
+            presence[agent] |= (unsigned char)bit;
+            *any = 1;
+        }
+    }
+    return outcome;
+}
+
+/* Note rewards, each with the tag of its type. */
+static Outcome note_rewards(const Codec *codec, PyObject *dict, unsigned char *tags, unsigned char *presence) {
+    Py_ssize_t position = 0, agent;
+    PyObject *key, *reward;
+    Outcome outcome = DONE;
+    if (!is_dict(dict)) return LEFT;
+    while (outcome == DONE && PyDict_Next(dict, &position, &key, &reward)) {
+        int tag = tag_of(codec->reward_types, reward);
+        if (tag < 0) return LEFT;
+        if ((outcome = place_of(codec, key, &agent)) != DONE) return outcome;
+        PyObject *number = number_in(reward, tag);
+        if (number == NULL) return FAILED;
+        outcome = double_of(codec, number, tag, &codec->rewards[agent]);
+        Py_DECREF(number);
+        tags[agent] = (unsigned char)tag;
+        presence[agent] |= REWARDED_BIT;
+    }
+    return outcome;
+}
+
+/* Note who is observed; the values are borrowed. */
+static Outcome note_observations(const Codec *codec, PyObject *dict, unsigned char *presence) {
+    Py_ssize_t position = 0, agent;
+    PyObject *key, *value;
+    Outcome outcome = DONE;
+    if (!is_dict(dict)) return LEFT;
+    while (outcome == DONE && PyDict_Next(dict, &position, &key, &value)) {
+        if ((outcome = place_of(codec, key, &agent)) != DONE) return outcome;
+        codec->values[agent] = value;
+        presence[agent] |= OBSERVED_BIT;
+    }
+    return outcome;
+}
+
+/* Note which agents have an info; `are_empty` becomes false if one has anything in it, or is not of an agent. */
+static Outcome note_infos(const Codec *codec, PyObject *infos, unsigned char *presence, int *are_empty) {
+    Py_ssize_t position = 0, agent;
+    PyObject *key, *info;
+    if (!PyDict_CheckExact(infos)) return LEFT;
+    while (PyDict_Next(infos, &position, &key, &info)) {
+        if (!PyDict_CheckExact(info)) return LEFT;
+        Outcome outcome = PyDict_Size(info) == 0 ? place_of(codec, key, &agent) : LEFT;
+        if (outcome == FAILED) return FAILED;
+        if (outcome == DONE) presence[agent] |= INFOS_BIT;
+        else *are_empty = 0;
+    }
+    for (agent = 0; !*are_empty && agent < codec->n; agent++) presence[agent] &= (unsigned char)~INFOS_BIT;
+    return DONE;
+}
+
+/* Who is alive after a step, as `Episode` decides it; LEFT if an agent has come back after its end. */
+static Outcome note_lives(const Codec *codec, const unsigned char *before, const unsigned char *const flags[2],
+                          unsigned char *presence, unsigned char *lives) {
+    for (Py_ssize_t i = 0; i < codec->n; i++) {
+        int observed = presence[i] & OBSERVED_BIT, ends = (flags[0][i] | flags[1][i]) & 1, ended = before[i] & ENDED_BIT;
+        if (ended && observed && !ends) return LEFT;
+        int alive = !ended && !ends && (observed || before[i] & ALIVE_BIT);
+        lives[i] = (unsigned char)((alive ? ALIVE_BIT : 0) | (ended || ends ? ENDED_BIT : 0));
+        presence[i] |= (unsigned char)((alive ? ALIVE_BIT : 0) | (alive && observed ? ACTING_BIT : 0));
+    }
+    return DONE;
+}
+
+/* Under PettingZoo's rules, whether an agent is left that has not ended; LEFT if none is. */
+static Outcome note_left(const Codec *codec, PyObject *agents_left, const unsigned char *lives) {
+    PyObject *left = PyObject_CallNoArgs(agents_left);
+    if (left == NULL) return FAILED;
+    Outcome outcome = LEFT;
+    if (left == Py_None) {
+        for (Py_ssize_t i = 0; outcome == LEFT && i < codec->n; i++) outcome = lives[i] & ALIVE_BIT ? DONE : LEFT;
+    } else if (PyList_CheckExact(left)) {
+        for (Py_ssize_t i = 0, agent; outcome == LEFT && i < PyList_Size(left); i++) {
+            outcome = place_of(codec, PyList_GetItem(left, i), &agent);
+            if (outcome == LEFT) break; /* Python knows whether it counts */
+            if (outcome == DONE) outcome = lives[agent] & ENDED_BIT ? LEFT : DONE;
+        }
+    }
+    Py_DECREF(left);
+    return outcome;
+}
+
+/* The code of a header, with what makes it plain, as in `records.py`. */
+static uint64_t code_of(const Codec *codec, uint64_t code, const unsigned char *tags, const unsigned char *const flags[2],
+                        const unsigned char *presence, int no_infos, int only_all) {
+    int everywhere = EVERYWHERE & ~(code || no_infos ? INFOS_BIT : 0) & ~(only_all ? FLAG_BITS : 0);
+    int flag = flags[0][0];
+    Py_ssize_t n = codec->n, acting = 0, turn = 0;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (presence[i] & ACTING_BIT && ++acting == 1) turn = i + 1;
+    if (acting != 1 || n == 1) turn = 0;
+    if ((flag & 1) || flags[0][n] || flags[1][n]) return code;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        int expected = turn && turn != i + 1 ? everywhere & ~ACTING_BIT : everywhere;
+        if (presence[i] != expected || tags[i] != tags[0] || flags[0][i] != flag || flags[1][i] != flag) return code;
+    }
+    code |= PLAIN | (uint64_t)tags[0] << REWARD_SHIFT | (uint64_t)flag << FLAG_SHIFT | (uint64_t)turn << TURN_SHIFT;
+    return code | (no_infos ? NO_INFOS : 0) | (only_all ? ONLY_ALL : 0);
+}
+
+/* Write any transition of known agents and numbers whose episode goes on, and update who is alive. `rules` are those of
+   the attribute `fast` of `Episode`. */
+static Outcome write_any(const Codec *codec, char *record, PyObject *dicts, PyObject *rules, unsigned char *before,
+                         PyObject *is_forked) {
+    size_t n = (size_t)codec->n;
+    unsigned char *tags = codec->scratch, *flags[2] = {tags + n, tags + 2 * n + 1}, *presence = tags + 3 * n + 2;
+    unsigned char *lives = presence + n;
+    const unsigned char *const both[2] = {flags[0], flags[1]};
+    int all[2] = {0, 0}, any = 0, are_empty = 1;
+    Outcome outcome;
+    if (!PyTuple_CheckExact(dicts) || PyTuple_Size(dicts) != 5 || codec->observations == NULL) return LEFT;
+    PyObject *infos = PyTuple_GetItem(dicts, 4), *agents_left = PyTuple_GetItem(rules, 0);
+    memset(codec->scratch, 0, 5 * n + 2);
+    memset(codec->rewards, 0, 8 * n);
+    for (int i = 0; i < 2; i++) {
+        int bit = i ? TRUNCATED_BIT : TERMINATED_BIT;
+        outcome = note_flags(codec, PyTuple_GetItem(dicts, 2 + i), flags[i], presence, bit, &all[i], &any);
+        if (outcome != DONE) return outcome;
+    }
+    if ((outcome = note_observations(codec, PyTuple_GetItem(dicts, 0), presence)) != DONE) return outcome;
+    if ((outcome = note_rewards(codec, PyTuple_GetItem(dicts, 1), tags, presence)) != DONE) return outcome;
+    if ((outcome = note_infos(codec, infos, presence, &are_empty)) != DONE) return outcome;
+    if ((outcome = note_lives(codec, before, both, presence, lives)) != DONE) return outcome;
+    for (size_t i = 0; i < n; i++)
+        if (presence[i] & OBSERVED_BIT) Py_INCREF(codec->values[i]); /* what follows may run any code */
+    if (agents_left != Py_None && !(all[0] && all[1])) outcome = note_left(codec, agents_left, lives);
+    if (outcome == DONE && *PyByteArray_AsString(is_forked)) outcome = LEFT; /* Python ends this process */
+    for (size_t i = 0; i < n; i++) {
+        if (!(presence[i] & OBSERVED_BIT)) continue;
+        if (outcome == DONE) outcome = write_value(codec, &codec->observations[i], record, codec->values[i]);
+        Py_DECREF(codec->values[i]);
+    }
+    if (outcome != DONE) return outcome;
+    char *header = record + codec->header;
+    volatile uint64_t *word = (volatile uint64_t *)header;
+    uint64_t code = 0;
+    *word = 0; /* a worker that dies here leaves no code that does not hold */
+    if (!are_empty) code = write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
+    code = code_of(codec, code, tags, both, presence, PyDict_Size(infos) == 0, !any);
+    memcpy(header + 8, codec->rewards, 8 * n);
+    memcpy(header + 8 + 8 * n, codec->scratch, 4 * n + 2);
+    *word = code;
+    memcpy(before, lives, n);
+    return code & INFOS ? DONE_BUT_INFOS : DONE;
+}
+
 /* A dict for a value of each agent; copying one and replacing its values is quicker than letting a new one grow. */
 static PyObject *new_dict(const Codec *codec) {
     return codec->n > 5 ? PyDict_Copy(codec->no_values) : PyDict_New();
@@ -740,64 +947,116 @@ static char *record_of(const Codec *codec, PyObject *env_id, Py_ssize_t *number)
     return NULL;
 }
 
+static unsigned char *state_of(const Codec *codec, Py_ssize_t record) {
+    return codec->states + record * (codec->n + 1);
+}
+
+/* The agents that have a bit, as a new list. */
+static PyObject *agents_with(const Codec *codec, const unsigned char *presence, int bit) {
+    PyObject *agents = PyList_New(0);
+    for (Py_ssize_t i = 0; agents != NULL && i < codec->n; i++)
+        if (presence[i] & bit && PyList_Append(agents, PyTuple_GetItem(codec->agents, i)) < 0) Py_CLEAR(agents);
+    return agents;
+}
+
+/* Note who is alive and acts now; if that has changed, append it to a list: the place, and the lists of those who act and
+   are alive, None if these are the same as before. */
+static int note_state(const Codec *codec, Py_ssize_t record, const unsigned char *presence, Py_ssize_t place,
+                      PyObject *changed) {
+    unsigned char *state = state_of(codec, record);
+    int known = state[codec->n], alive_too = !known, acting_too = !known;
+    for (Py_ssize_t i = 0; i < codec->n; i++) {
+        unsigned char now = presence[i] & (ALIVE_BIT | ACTING_BIT);
+        alive_too |= (state[i] ^ now) & ALIVE_BIT;
+        acting_too |= (state[i] ^ now) & ACTING_BIT;
+        state[i] = now;
+    }
+    state[codec->n] = 1;
+    if (!alive_too && !acting_too) return 0;
+    PyObject *acting = agents_with(codec, presence, ACTING_BIT);
+    PyObject *alive = alive_too ? agents_with(codec, presence, ALIVE_BIT) : Py_None;
+    if (!alive_too) Py_INCREF(Py_None);
+    PyObject *one = acting == NULL || alive == NULL ? NULL : Py_BuildValue("(nOO)", place, acting, alive);
+    int failed = one == NULL || PyList_Append(changed, one) < 0;
+    Py_XDECREF(one);
+    Py_XDECREF(acting);
+    Py_XDECREF(alive);
+    return failed ? -1 : 0;
+}
+
 /* -- methods ------------------------------------------------------------------------------------------------------ */
 
 PyDoc_STRVAR(write_doc,
-    "write(env_ids, actions, first, turns, all_count) -> int\n--\n\n"
-    "Write dicts of actions from the place `first` on, of all agents in order, or of the one whose turn it is; other\n"
-    "entries are left out, unless they `all_count`. `turns` has an int32 for each environment, -1 if it is to be left\n"
-    "out; None if all agents act in each. Returns the place where it stopped: Python writes that environment's actions.");
+    "write(env_ids, actions, first, all_count, needs_all) -> int\n--\n\n"
+    "Write dicts of actions from the place `first` on: those of the agents that act, or, if they `all_count`, all that are\n"
+    "in the dict, which may be less unless it `needs_all`. Who acts is known from `read`. Returns the place where it\n"
+    "stopped: Python writes that environment's actions.");
 
-/* Write the action of the one agent whose turn it is; LEFT if the dict has none, or others that count. */
-static Outcome write_turn(const Codec *codec, char *record, PyObject *dict, Py_ssize_t turn, int all_count) {
-    Py_ssize_t agent = turn - 1;
-    char *header = record + codec->action_header;
-    if (!PyDict_CheckExact(dict) || (all_count && PyDict_Size(dict) != 1)) return LEFT;
-    PyObject *value = PyDict_GetItemWithError(dict, PyTuple_GetItem(codec->agents, agent));
-    if (value == NULL) return PyErr_Occurred() ? FAILED : LEFT;
-    Py_INCREF(value);
-    Outcome outcome = write_value(codec, &codec->actions[agent], record, value);
-    Py_DECREF(value);
+/* Write the action of one agent; LEFT if it does not fit. */
+static Outcome write_action(const Codec *codec, char *record, Py_ssize_t agent, PyObject *action) {
+    Py_INCREF(action);
+    Outcome outcome = write_value(codec, &codec->actions[agent], record, action);
+    Py_DECREF(action);
+    if (outcome == DONE) codec->there[agent] = 1;
+    return outcome;
+}
+
+/* Write the actions of some agents; LEFT if one that is needed is missing, or one that is there has no place. */
+static Outcome write_some(const Codec *codec, char *record, PyObject *dict, const unsigned char *state, int all_count,
+                          int needs_all) {
+    if (!PyDict_CheckExact(dict)) return LEFT;
+    char *form = record + codec->action_header;
+    memset(codec->there, 0, (size_t)codec->n);
+    Outcome outcome = DONE;
+    Py_ssize_t position = 0, agent;
+    PyObject *key, *action;
+    while (all_count && outcome == DONE && PyDict_Next(dict, &position, &key, &action)) {
+        outcome = place_of(codec, key, &agent);
+        if (outcome == DONE) outcome = write_action(codec, record, agent, action);
+    }
+    for (agent = 0; outcome == DONE && (!all_count || needs_all) && agent < codec->n; agent++) {
+        if (!(state[agent] & ACTING_BIT) || codec->there[agent]) continue;
+        action = PyDict_GetItemWithError(dict, PyTuple_GetItem(codec->agents, agent));
+        if (action == NULL) return PyErr_Occurred() ? FAILED : LEFT;
+        outcome = write_action(codec, record, agent, action);
+    }
     if (outcome != DONE) return outcome;
-    header[0] = SOME;
-    memset(header + 1, 0, (size_t)codec->n);
-    header[turn] = 1;
+    int everyone = !all_count; /* else the order counts, as in `values_in_order` */
+    for (agent = 0; everyone && agent < codec->n; agent++) everyone = codec->there[agent];
+    form[0] = everyone ? ALL_IN_ORDER : SOME;
+    if (!everyone) memcpy(form + 1, codec->there, (size_t)codec->n);
     return DONE;
 }
 
 static PyObject *codec_write(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *actions, *turn_bytes;
-    Py_ssize_t place, turns = 0;
-    char *all_turns = NULL;
-    int all_count;
-    if (!PyArg_ParseTuple(args, "O!OnOp:write", &PyTuple_Type, &env_ids, &actions, &place, &turn_bytes, &all_count))
+    PyObject *env_ids, *actions;
+    Py_ssize_t place;
+    int all_count, needs_all;
+    if (!PyArg_ParseTuple(args, "O!Onpp:write", &PyTuple_Type, &env_ids, &actions, &place, &all_count, &needs_all))
         return NULL;
-    if (turn_bytes != Py_None && PyBytes_AsStringAndSize(turn_bytes, &all_turns, &turns) < 0) return NULL;
-    turns /= (Py_ssize_t)sizeof(int32_t);
     Py_ssize_t size = PyTuple_Size(env_ids);
     if (codec->actions == NULL) return PyLong_FromSsize_t(place);
     for (; place < size; place++) {
         Py_ssize_t number;
         char *record = record_of(codec, PyTuple_GetItem(env_ids, place), &number);
         if (record == NULL) return NULL;
-        int32_t turn = 0;
-        if (all_turns != NULL) {
-            if (place >= turns) break;
-            memcpy(&turn, all_turns + place * (Py_ssize_t)sizeof turn, sizeof turn);
-            if (turn < 0 || turn > codec->n) break;
-        }
+        const unsigned char *state = state_of(codec, number);
+        if (!state[codec->n]) break;
         PyObject *of_env = PySequence_GetItem(actions, place);
         if (of_env == NULL) return NULL;
-        Outcome outcome = turn > 0 ? write_turn(codec, record, of_env, turn, all_count)
-                                   : write_values(codec, codec->actions, record, of_env);
+        Outcome outcome = LEFT;
+        int everyone = PyDict_CheckExact(of_env) && PyDict_Size(of_env) == codec->n;
+        for (Py_ssize_t i = 0; everyone && !all_count && i < codec->n; i++) everyone = state[i] & ACTING_BIT;
+        if (everyone) outcome = write_values(codec, codec->actions, record, of_env);
+        if (outcome == DONE) record[codec->action_header] = ALL_IN_ORDER;
+        if (outcome == LEFT) outcome = write_some(codec, record, of_env, state, all_count, needs_all);
         Py_DECREF(of_env);
         if (outcome == FAILED) {
             if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL; /* Ctrl-C */
             PyErr_Clear(); /* Python raises it again */
         }
         if (outcome != DONE) break;
-        if (turn == 0) record[codec->action_header] = ALL_IN_ORDER;
     }
     return PyLong_FromSsize_t(place);
 }
@@ -809,26 +1068,105 @@ static PyObject *pickled_infos(PyObject *extras, PyObject *env_id) {
     return PyDict_GetItemWithError(own, name_infos);
 }
 
-/* Add the rewards of a plain record, and one step, to its totals. */
-static void add_totals(const Codec *codec, Py_ssize_t number) {
-    const double *rewards = (const double *)(codec->base + number * codec->stride + codec->header + 8);
-    double *totals = codec->totals + number * (2 * codec->n + 1);
-    for (Py_ssize_t i = 0; i < codec->n; i++) totals[i] += rewards[i];
-    for (Py_ssize_t i = codec->n; i <= 2 * codec->n; i++) totals[i] += 1;
+/* The parts of the header of a transition. */
+typedef struct {
+    uint64_t code;
+    const double *rewards;
+    const unsigned char *tags, *flags[2], *presence;
+} Header;
+
+static Header header_of(const Codec *codec, const char *record) {
+    size_t n = (size_t)codec->n;
+    const char *header = record + codec->header;
+    const unsigned char *tags = (const unsigned char *)header + 8 + 8 * n;
+    return (Header){
+        *(const uint64_t *)header, (const double *)(header + 8), tags, {tags + n, tags + 2 * n + 1}, tags + 3 * n + 2,
+    };
 }
 
-/* Put the five dicts of one record into the lists, or only infos that are not all empty; LEFT if it is not plain. */
+/* Whether Python has to read a record that is not plain: its episode is over, or something is damaged, or beyond what
+   this file knows. */
+static int is_left(const Codec *codec, const Header *header) {
+    Py_ssize_t types = PyTuple_Size(codec->reward_types);
+    if (header->code & ~(uint64_t)(INFOS | INFOS_IN_BLOCK)) return 1;
+    for (Py_ssize_t i = 0; i < codec->n; i++) {
+        int bits = header->presence[i];
+        if (bits & ~EVERYWHERE || (bits & REWARDED_BIT && (header->tags[i] & TYPE_OF_TAG) >= types)) return 1;
+        if (codec->in_infos && (bits & (REWARDED_BIT | ALIVE_BIT)) == REWARDED_BIT) return 1;
+        for (int j = 0; j < 2; j++) {
+            int flag = header->flags[j][i], is_there = bits & (j ? TRUNCATED_BIT : TERMINATED_BIT);
+            if (is_there && (flag > NP_TRUE_CODE || (flag & 1 && codec->in_infos))) return 1;
+        }
+    }
+    return (header->flags[0][codec->n] | header->flags[1][codec->n]) & ~NP_FALSE_CODE;
+}
+
+/* Add the rewards of a record, and one step, to its totals: of the agents that have a reward, or a flag that is set. */
+static void add_totals(const Codec *codec, Py_ssize_t number, const Header *header) {
+    Py_ssize_t n = codec->n;
+    double *totals = codec->totals + number * (2 * n + 1);
+    if (totals[2 * n] < 0) { /* a reset, which does not count */
+        memset(totals, 0, (size_t)(2 * n + 1) * sizeof(double));
+        return;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        int bits = header->presence[i], rewarded = bits & REWARDED_BIT;
+        int ends = (bits & TERMINATED_BIT && header->flags[0][i] & 1) || (bits & TRUNCATED_BIT && header->flags[1][i] & 1);
+        if (rewarded) totals[i] += header->rewards[i];
+        if (rewarded || ends) totals[n + i] += 1;
+    }
+    totals[2 * n] += 1;
+}
+
+static PyObject *read_observations(const Codec *codec, const Header *header, char *record, int copy) {
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
+        if (header->presence[i] & OBSERVED_BIT)
+            set_value(codec, &dict, i, read_value(codec, &codec->observations[i], record, copy));
+    return dict;
+}
+
+static PyObject *read_some_rewards(const Codec *codec, const Header *header) {
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
+        if (header->presence[i] & REWARDED_BIT)
+            set_value(codec, &dict, i, read_reward(codec, header->rewards[i], header->tags[i]));
+    return dict;
+}
+
+static PyObject *read_flags(const Codec *codec, const Header *header, int which) {
+    PyObject *dict = PyDict_New(), *flag;
+    int bit = which ? TRUNCATED_BIT : TERMINATED_BIT;
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++) {
+        if (!(header->presence[i] & bit)) continue;
+        flag = codec->flags[header->flags[which][i]];
+        Py_INCREF(flag);
+        set_value(codec, &dict, i, flag);
+    }
+    flag = codec->flags[header->flags[which][codec->n]];
+    if (dict != NULL && PyDict_SetItem(dict, codec->all, flag) < 0) Py_CLEAR(dict);
+    return dict;
+}
+
+/* Empty infos for the agents that have one; None if only those that are not empty are wanted. */
+static PyObject *read_empty_infos(const Codec *codec, const Header *header) {
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
+        if (header->presence[i] & INFOS_BIT) set_value(codec, &dict, i, PyDict_New());
+    return dict;
+}
+
+/* Put the five dicts of one record into the lists, or only infos that are not all empty; LEFT if Python has to do it. */
 static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, int only_infos,
-                           PyObject **lists, Py_ssize_t at, Py_ssize_t *turn, int *has_mask) {
+                           PyObject **lists, Py_ssize_t at, PyObject *changed, int *has_mask) {
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return FAILED;
-    char *header = record + codec->header;
-    uint64_t code = *(uint64_t *)header;
-    int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT & 0xFF);
-    if (!(code & PLAIN) || code & UNKNOWN || (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types)) return LEFT;
-    *turn = (Py_ssize_t)(code >> TURN_SHIFT);
-    if (*turn > codec->n) return LEFT;
+    const Header header = header_of(codec, record);
+    const uint64_t code = header.code;
+    int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT & 0xFF), plain = code & PLAIN;
+    if (plain && (code & UNKNOWN || (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types))) return LEFT;
+    if (!plain && is_left(codec, &header)) return LEFT;
     PyObject *infos = pickled_infos(extras, env_id);
     if (infos == NULL && PyErr_Occurred()) return FAILED;
     if ((infos != NULL) != ((code & INFOS) != 0)) return LEFT;
@@ -843,20 +1181,27 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     } else if (infos != NULL) {
         Py_INCREF(infos);
     }
-    const double *rewards = (const double *)(header + 8);
-    if (codec->totals != NULL) add_totals(codec, number);
+    if (note_state(codec, number, header.presence, at, changed) < 0) {
+        Py_XDECREF(infos);
+        return FAILED;
+    }
+    if (codec->totals != NULL) add_totals(codec, number, &header);
     if (only_infos) {
         if (infos == NULL) Py_INCREF(infos = Py_None);
         return PyList_SetItem(lists[4], at, infos) < 0 ? FAILED : DONE;
     }
     PyObject *no_flags = code & ONLY_ALL ? codec->only_all : flag_code ? codec->no_np_flags : codec->no_flags;
-    PyObject *dicts[5] = {
-        read_values(codec, codec->observations, record, copy), NULL, NULL, NULL, infos,
-    };
-    if (dicts[0] != NULL) dicts[1] = read_rewards(codec, rewards, tag);
-    if (dicts[1] != NULL) dicts[2] = PyDict_Copy(no_flags);
-    if (dicts[2] != NULL) dicts[3] = PyDict_Copy(no_flags);
-    if (dicts[3] != NULL && infos == NULL) dicts[4] = code & NO_INFOS ? PyDict_New() : empty_infos(codec);
+    PyObject *dicts[5] = {NULL, NULL, NULL, NULL, infos};
+    dicts[0] = plain ? read_values(codec, codec->observations, record, copy)
+                     : read_observations(codec, &header, record, copy);
+    if (dicts[0] != NULL)
+        dicts[1] = plain ? read_rewards(codec, header.rewards, tag) : read_some_rewards(codec, &header);
+    for (int i = 2; i < 4; i++)
+        if (dicts[i - 1] != NULL) dicts[i] = plain ? PyDict_Copy(no_flags) : read_flags(codec, &header, i - 2);
+    if (dicts[3] != NULL && infos == NULL) {
+        if (plain) dicts[4] = code & NO_INFOS ? PyDict_New() : empty_infos(codec);
+        else dicts[4] = read_empty_infos(codec, &header);
+    }
     int failed = 0;
     for (int i = 0; i < 5; i++) {
         failed |= dicts[i] == NULL;
@@ -867,19 +1212,19 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
 
 PyDoc_STRVAR(read_doc,
     "read(env_ids, extras, copy, only_infos)\n"
-    "    -> (observations, rewards, terminateds, truncateds, infos, left, masked, turns)\n"
+    "    -> (observations, rewards, terminateds, truncateds, infos, left, masked, changed)\n"
     "--\n\n"
-    "Read plain records: five lists of dicts, None for the environments whose places are in `left`. `extras` is a\n"
-    "dict by environment; arrays are copies, or views of the block. With `only_infos`, the other lists are empty, and\n"
-    "infos are None if all are. `masked` are the places of environments that have an action mask among the infos in the\n"
-    "block; `turns`, pairs of the places of an environment and of the one agent that acts there. Rewards are added to the\n"
-    "totals that the Codec was made with.");
+    "Read records: five lists of dicts, None for the environments whose places are in `left`. `extras` is a dict by\n"
+    "environment; arrays are copies, or views of the block. With `only_infos`, the other lists are empty, and infos are\n"
+    "None if all are. `masked` are the places of environments that have an action mask among the infos in the block.\n"
+    "`changed` has the environments in which others act or are alive than after what was read last, or after `forget`:\n"
+    "places, and the lists of agents that act and are alive, None if these are the same. Rewards are added to the totals\n"
+    "that the Codec was made with.");
 
 static PyObject *codec_read(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *extras, *lists[8] = {NULL}; /* the last three: left, masked, turns */
+    PyObject *env_ids, *extras, *lists[8] = {NULL}; /* the last three: left, masked, changed */
     int copy, only_infos, has_mask;
-    Py_ssize_t turn;
     if (!PyArg_ParseTuple(args, "O!O!pp:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy, &only_infos))
         return NULL;
     Py_ssize_t size = PyTuple_Size(env_ids);
@@ -888,17 +1233,10 @@ static PyObject *codec_read(PyObject *self, PyObject *args) {
         if ((lists[i] = PyList_New(first <= i && i < 5 ? size : 0)) == NULL) goto failed;
     for (Py_ssize_t place = 0; place < size; place++) {
         Outcome outcome = LEFT;
-        turn = 0;
         if (codec->observations != NULL)
-            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, only_infos, lists, place, &turn,
-                                  &has_mask);
+            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, only_infos, lists, place,
+                                  lists[7], &has_mask);
         if (outcome == FAILED) goto failed;
-        if (outcome == DONE && turn) {
-            PyObject *pair = Py_BuildValue("(nn)", place, turn - 1);
-            int failed = pair == NULL || PyList_Append(lists[7], pair) < 0;
-            Py_XDECREF(pair);
-            if (failed) goto failed;
-        }
         if (outcome == DONE && !has_mask) continue;
         PyObject *number = PyLong_FromSsize_t(place);
         if (number == NULL) goto failed;
@@ -916,8 +1254,18 @@ failed:
     return NULL;
 }
 
-PyDoc_STRVAR(add_plain_doc, "add_plain(start, stop)\n--\n\n"
-             "Add neighbouring records, which are plain and have no vector rewards, to the totals.");
+PyDoc_STRVAR(forget_doc, "forget(env_id)\n--\n\nForget who acts and is alive in an environment: its record does not say so.");
+
+static PyObject *codec_forget(PyObject *self, PyObject *env_id) {
+    Py_ssize_t number;
+    if (record_of((Codec *)self, env_id, &number) == NULL) return NULL;
+    state_of((Codec *)self, number)[((Codec *)self)->n] = 0;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(add_plain_doc, "add_plain(start, stop) -> changed\n--\n\n"
+             "Add neighbouring records, which are plain and have no vector rewards, to the totals. `changed` is as of\n"
+             "`read`, with numbers of environments.");
 
 static PyObject *codec_add_plain(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
@@ -927,8 +1275,13 @@ static PyObject *codec_add_plain(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_IndexError, "no such records");
         return NULL;
     }
-    for (; codec->totals != NULL && number < stop; number++) add_totals(codec, number);
-    Py_RETURN_NONE;
+    PyObject *changed = PyList_New(0);
+    for (; changed != NULL && number < stop; number++) {
+        const Header header = header_of(codec, codec->base + number * codec->stride);
+        if (codec->totals != NULL) add_totals(codec, number, &header);
+        if (note_state(codec, number, header.presence, number, changed) < 0) Py_CLEAR(changed);
+    }
+    return changed;
 }
 
 PyDoc_STRVAR(infos_doc, "infos(env_id)\n--\n\nRead what `put_infos` wrote, or `run`.");
@@ -975,6 +1328,64 @@ static void count_step(int64_t *times, double seconds) {
     times[place < 0 ? 0 : place < STEP_TIMES ? place : STEP_TIMES - 1] += 1;
 }
 
+/* Write a plain transition, if a function of `fast` says that all agents go on, or whose turn it is. */
+static Outcome write_plain(const Codec *codec, char *record, PyObject *dicts, PyObject *fast, PyObject *is_forked) {
+    PyObject *check = PyTuple_GetItem(fast, 1);
+    Py_ssize_t turn = 0;
+    if (check != Py_None) {
+        PyObject *found = PyObject_CallNoArgs(check);
+        int goes_on = found == NULL ? -1 : found == Py_None ? 1 : PyObject_IsTrue(found);
+        if (goes_on == 1 && PyTuple_GetItem(fast, 2) == Py_True) {
+            turn = PyLong_AsSsize_t(found);
+            goes_on = PyErr_Occurred() ? -1 : turn > 0 && turn <= codec->n;
+        }
+        Py_XDECREF(found);
+        if (goes_on < 0) return FAILED_BEFORE;
+        if (goes_on == 0 || *PyByteArray_AsString(is_forked)) return LEFT;
+    }
+    return write_transition(codec, record, dicts, turn);
+}
+
+/* The lives of a record's agents: those that `fast` came with, unless steps have gone on from there. */
+static unsigned char *lives_of(const Codec *codec, Py_ssize_t number, PyObject *fast) {
+    unsigned char *lives = codec->lives + number * codec->n;
+    PyObject *before = codec->fasts[number];
+    if (before == fast) return lives;
+    PyObject *bytes = PyTuple_GetItem(PyTuple_GetItem(fast, 3), 1);
+    char *own;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(bytes, &own, &size) < 0) return NULL;
+    if (size != codec->n) {
+        PyErr_SetString(PyExc_ValueError, "expected a byte for each agent");
+        return NULL;
+    }
+    memcpy(lives, own, (size_t)size);
+    Py_INCREF(fast);
+    codec->fasts[number] = fast;
+    Py_XDECREF(before);
+    return lives;
+}
+
+/* Write a transition whose agents' lives are known here: a plain one, the most frequent, or any other. */
+static Outcome write_alive(const Codec *codec, char *record, Py_ssize_t number, PyObject *dicts, PyObject *fast,
+                           PyObject *is_forked) {
+    unsigned char *lives = lives_of(codec, number, fast);
+    PyObject *rules = PyTuple_GetItem(fast, 3), *agents_left = PyTuple_GetItem(rules, 0);
+    if (lives == NULL) return FAILED_BEFORE;
+    int all = 1;
+    for (Py_ssize_t i = 0; all && i < codec->n; i++) all = lives[i] == ALIVE_BIT;
+    if (all) {
+        if (agents_left != Py_None) {
+            Outcome left = note_left(codec, agents_left, lives);
+            if (left != DONE) return left == FAILED ? FAILED_BEFORE : LEFT;
+            if (*PyByteArray_AsString(is_forked)) return LEFT;
+        }
+        Outcome outcome = write_transition(codec, record, dicts, 0);
+        if (outcome != LEFT) return outcome;
+    }
+    return write_any(codec, record, dicts, rules, lives, is_forked);
+}
+
 /* Step one environment. `result` is what Python has to go on with: NULL if nothing is left to do or after FAILED. */
 static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t *status, int64_t *times,
                         PyObject *is_forked, PyObject **result) {
@@ -998,28 +1409,14 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
     codec->steps += 1;
     running[0] = -running[0];
     if (*result == NULL) return FAILED;
-    PyObject *check = PyTuple_GetItem(fast, 1);
-    Py_ssize_t turn = 0;
-    if (check != Py_None) {
-        PyObject *found = PyObject_CallNoArgs(check);
-        int goes_on = found == NULL ? -1 : found == Py_None ? 1 : PyObject_IsTrue(found);
-        if (goes_on == 1 && PyTuple_GetItem(fast, 2) == Py_True) {
-            turn = PyLong_AsSsize_t(found);
-            goes_on = PyErr_Occurred() ? -1 : turn > 0 && turn <= codec->n;
-        }
-        Py_XDECREF(found);
-        if (goes_on < 0) {
-            Py_CLEAR(*result);
-            return FAILED;
-        }
-        if (goes_on == 0 || *PyByteArray_AsString(is_forked)) return LEFT;
+    Outcome outcome = PyTuple_GetItem(fast, 3) == Py_None
+                          ? write_plain(codec, record, *result, fast, is_forked)
+                          : write_alive(codec, record, number, *result, fast, is_forked);
+    if (outcome == FAILED_BEFORE || (outcome == FAILED && !PyErr_ExceptionMatches(PyExc_Exception))) { /* Ctrl-C */
+        Py_CLEAR(*result);
+        return FAILED;
     }
-    Outcome outcome = write_transition(codec, record, *result, turn);
     if (outcome == FAILED) {
-        if (!PyErr_ExceptionMatches(PyExc_Exception)) { /* Ctrl-C */
-            Py_CLEAR(*result);
-            return FAILED;
-        }
         PyErr_Clear(); /* Python raises it again */
         return LEFT;
     }
@@ -1036,9 +1433,10 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
 PyDoc_STRVAR(run_doc,
     "run(env_ids, first, episodes, status, times, is_forked) -> None | (place, letter, value)\n--\n\n"
     "Step environments with the actions in their records, from the place `first` on, and write their transitions.\n"
-    "`episodes` is a dict by environment; the attribute `fast` of an episode is None or three: the simulator's `step`;\n"
-    "None, or a function whose result is false if Python has to interpret the step; and whether this result is a\n"
-    "`turn`. `status` is the array of the worker's status, `times` that of its step times.\n"
+    "`episodes` is a dict by environment; the attribute `fast` of an episode is None or four: the simulator's `step`;\n"
+    "None, or a function whose result is false if Python has to interpret the step; whether this result is a `turn`;\n"
+    "and None, or a tuple: who is left, None or a function, and the lives of all agents (see `lives`). Then this file\n"
+    "decides who is alive. `status` is the array of the worker's status, `times` that of its step times.\n"
     "If a simulator forks, the child has a 1 in the bytearray `is_forked`; there, `run` returns as soon as its step\n"
     "does, and writes nothing.\n\n"
     "Returns None when all are done; else where it stopped, a letter, and a value: \"c\" if the step has to be called,\n"
@@ -1069,7 +1467,7 @@ static PyObject *codec_run(PyObject *self, PyObject *args) {
         PyObject *fast = PyObject_GetAttr(episode, name_fast);
         if (fast == NULL) return NULL;
         Outcome outcome = LEFT;
-        if (fast != Py_None && PyTuple_CheckExact(fast) && PyTuple_Size(fast) == 3)
+        if (fast != Py_None && PyTuple_CheckExact(fast) && PyTuple_Size(fast) == 4)
             outcome = step_one(codec, env_id, fast, numbers, counts, is_forked, &result);
         Py_DECREF(fast);
         if (outcome == FAILED) return NULL;
@@ -1078,6 +1476,21 @@ static PyObject *codec_run(PyObject *self, PyObject *args) {
         if (outcome == DONE_BUT_INFOS) return Py_BuildValue("(nsN)", codec->place, "i", result);
     }
     Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(lives_doc,
+    "lives(env_id, fast) -> bytes | None\n--\n\n"
+    "The lives of all agents after the steps of `run` that began with this `fast`; None if there were none. The byte of an\n"
+    "agent has the bit 32 if it is alive, and 1 if a flag of it has been set since it was last seen alive.");
+
+static PyObject *codec_lives(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *env_id, *fast;
+    Py_ssize_t number;
+    if (!PyArg_ParseTuple(args, "OO:lives", &env_id, &fast)) return NULL;
+    if (record_of(codec, env_id, &number) == NULL) return NULL;
+    if (fast == Py_None || codec->fasts[number] != fast) Py_RETURN_NONE;
+    return PyBytes_FromStringAndSize((const char *)codec->lives + number * codec->n, codec->n);
 }
 
 PyDoc_STRVAR(sums_doc,
@@ -1158,32 +1571,33 @@ static int build_node(Node *node, PyObject *form) {
 }
 
 PyDoc_STRVAR(codec_doc,
-    "Codec(block, stride, agents, all_key, headers, actions, observations, types, dicts, activity, infos, totals,\n      moment)\n--\n\n"
+    "Codec(block, stride, agents, all_key, headers, actions, observations, types, dicts, activity, infos, totals,\n"
+    "      in_infos, moment)\n--\n\n"
     "See `codec.py`, which makes the arguments of a layout.");
 
 static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     Codec *codec = (Codec *)self;
-    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *dicts[4], *totals,
+    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *np_true, *dicts[4], *totals,
         *moment;
     long long activity;
     if (codec->block != NULL || (keywords != NULL && PyDict_Size(keywords) > 0)) {
         PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nO)(O!O!O!O!)L(nn)OO", &PyArray_Type, &block, &codec->stride,
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nOO)(O!O!O!O!)L(nn)OpO", &PyArray_Type, &block, &codec->stride,
                           &PyTuple_Type, &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
-                          &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false,
+                          &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false, &np_true,
                           &PyDict_Type, &dicts[0], &PyDict_Type, &dicts[1], &PyDict_Type, &dicts[2], &PyDict_Type,
-                          &dicts[3], &activity, &codec->infos, &codec->infos_nbytes, &totals, &moment))
+                          &dicts[3], &activity, &codec->infos, &codec->infos_nbytes, &totals, &codec->in_infos, &moment))
         return -1;
     codec->step_activity = activity;
     codec->n = PyTuple_Size(agents);
     codec->base = PyArray_DATA((PyArrayObject *)block);
     codec->records = codec->stride > 0 ? PyArray_SIZE((PyArrayObject *)block) / codec->stride : 0;
     PyObject **owned[] = {&codec->block, &codec->agents, &codec->all, &codec->number_types, &codec->reward_types,
-                          &codec->np_false, &codec->no_values, &codec->no_flags, &codec->no_np_flags,
+                          &codec->np_false, &codec->np_true, &codec->no_values, &codec->no_flags, &codec->no_np_flags,
                           &codec->only_all, &codec->totals_array, &codec->moment_array};
-    PyObject *objects[] = {block, agents, all, numbers, rewards, np_false, dicts[0], dicts[1], dicts[2], dicts[3],
+    PyObject *objects[] = {block, agents, all, numbers, rewards, np_false, np_true, dicts[0], dicts[1], dicts[2], dicts[3],
                            totals, moment};
     for (size_t i = 0; i < sizeof objects / sizeof *objects; i++) {
         Py_INCREF(objects[i]);
@@ -1207,10 +1621,25 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
         }
         codec->moment = PyArray_DATA(array);
     }
+    PyObject *flags[] = {Py_False, Py_True, np_false, np_true};
+    memcpy(codec->flags, flags, sizeof flags);
+    if ((codec->places = PyDict_New()) == NULL) return -1;
+    for (Py_ssize_t i = 0; i < codec->n; i++) {
+        PyObject *place = PyLong_FromSsize_t(i);
+        int failed = place == NULL || PyDict_SetItem(codec->places, PyTuple_GetItem(agents, i), place) < 0;
+        Py_XDECREF(place);
+        if (failed) return -1;
+    }
+    codec->states = PyMem_Calloc((size_t)(codec->records * (codec->n + 1)) + 1, 1);
+    codec->fasts = PyMem_Calloc((size_t)codec->records + 1, sizeof(PyObject *));
+    codec->lives = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, 1);
+    codec->scratch = PyMem_Calloc((size_t)(5 * codec->n) + 2, 1);
+    codec->there = PyMem_Calloc((size_t)codec->n + 1, 1);
     codec->values = PyMem_Calloc((size_t)codec->n + 1, sizeof(PyObject *));
     codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
     codec->keys = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, sizeof(PyObject *));
-    if (codec->values == NULL || codec->rewards == NULL || codec->keys == NULL) {
+    if (codec->states == NULL || codec->there == NULL || codec->values == NULL || codec->rewards == NULL ||
+        codec->keys == NULL || codec->fasts == NULL || codec->lives == NULL || codec->scratch == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -1232,13 +1661,19 @@ static void codec_dealloc(PyObject *self) {
     Codec *codec = (Codec *)self;
     PyTypeObject *type = Py_TYPE(self);
     PyObject *owned[] = {codec->block, codec->agents, codec->all, codec->number_types, codec->reward_types,
-                         codec->np_false, codec->no_values, codec->no_flags, codec->no_np_flags, codec->only_all,
-                         codec->totals_array, codec->moment_array};
+                         codec->np_false, codec->np_true, codec->no_values, codec->no_flags, codec->no_np_flags,
+                         codec->only_all, codec->places, codec->totals_array, codec->moment_array};
     free_nodes(codec->actions, codec->n);
     free_nodes(codec->observations, codec->n);
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);
     for (Py_ssize_t i = 0; codec->keys != NULL && i < codec->records * codec->n; i++) Py_XDECREF(codec->keys[i]);
     PyMem_Free(codec->keys);
+    PyMem_Free(codec->states);
+    PyMem_Free(codec->there);
+    for (Py_ssize_t i = 0; codec->fasts != NULL && i < codec->records; i++) Py_XDECREF(codec->fasts[i]);
+    PyMem_Free(codec->fasts);
+    PyMem_Free(codec->lives);
+    PyMem_Free(codec->scratch);
     PyMem_Free(codec->values);
     PyMem_Free(codec->rewards);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
@@ -1248,10 +1683,12 @@ static void codec_dealloc(PyObject *self) {
 static PyMethodDef codec_methods[] = {
     {"write", codec_write, METH_VARARGS, write_doc},
     {"read", codec_read, METH_VARARGS, read_doc},
+    {"forget", codec_forget, METH_O, forget_doc},
     {"add_plain", codec_add_plain, METH_VARARGS, add_plain_doc},
     {"infos", codec_infos, METH_O, infos_doc},
     {"put_infos", codec_put_infos, METH_VARARGS, put_infos_doc},
     {"run", codec_run, METH_VARARGS, run_doc},
+    {"lives", codec_lives, METH_VARARGS, lives_doc},
     {"sums", codec_sums, METH_NOARGS, sums_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -109,8 +109,9 @@ class ArrayBatch(ArrayView):
         if batch.around is not None and (context := batch.around("write actions")):
             with context:
                 return self.write(actions, env_ids)
-        everyone = batch.all_act or self._acting() == [self.agents] * self._num_envs
-        acting = None if everyone else self.acting()
+        mask = self.acting()
+        everyone = bool(mask.all())
+        acting = None if everyone else mask
         ids = self._env_ids if env_ids is None else env_ids
         try:
             if isinstance(actions, list) and self._actions_in_block:
@@ -153,13 +154,15 @@ class ArrayBatch(ArrayView):
                 by_env[self._first + row][agent] = action
         return [*by_env.values()]
 
-    def _acting(self) -> list[list[AgentID]]:
-        return self._batch.acting[self._first : self._span.stop]
-
     def acting(self) -> NDArray[np.bool_]:
-        mask = np.zeros(self._shape, np.bool_)
-        for row, acting in enumerate(self._acting()):
-            mask[row, [self._column[agent] for agent in acting]] = True
+        if not self._layout.agents:
+            mask, apart = np.zeros(self._shape, np.bool_), {*self._span}
+        else:
+            mask, apart = (self._transitions.presence & BITS["acting"]) != 0, self._batch.apart
+        for env_id in apart:
+            if env_id in self._span:
+                mask[env_id - self._first] = False
+                mask[env_id - self._first, [self._column[agent] for agent in self._batch.acting_in(env_id)]] = True
         return mask
 
     def read(self, extras: Mapping[int, Any]) -> Arrays:
@@ -174,7 +177,6 @@ class ArrayBatch(ArrayView):
                 return self.read(extras)
         if self._in_block and not extras and self._transitions.all_plain():
             batch.note_plain(self._span)
-            batch.count_plain(self._span)
             self._from_dicts.clear()
             no, of_envs, everywhere = self._no.copy, self._no_env.copy, self._everywhere
             return self._with_vectors(Arrays(

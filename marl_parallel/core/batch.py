@@ -67,7 +67,9 @@ class Batch:
         self.layout, self.buffer = layout, buffer
         self.actions = ActionRecords(layout, buffer)
         self.statistics = EpisodeStatistics(layout.num_records, layout.agents, mode, in_infos=episode_stats)
-        self._codec = open_codec(layout, buffer, infos_in_block=True, totals=self.statistics.totals)
+        self._codec = open_codec(
+            layout, buffer, infos_in_block=True, totals=self.statistics.totals, in_infos=episode_stats
+        )
         self.transitions = TransitionRecords(layout, buffer, copy=copy, codec=self._codec)
         self._own = TransitionRecords(layout, buffer, codec=self._codec)
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
@@ -79,7 +81,7 @@ class Batch:
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
-        self.all_act = False  # whether `note_plain` has been called for all slots and nothing has changed since
+        self.apart = {*self.env_ids}  # the environments of which records do not say who is alive and acts
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -99,12 +101,10 @@ class Batch:
             with context:
                 return self.write_actions(env_ids, actions, stacked=stacked)
         pickled: dict[int, bytes] = {}
-        codec, turns, place = None if self.checks else self._codec, None, 0
-        if codec is not None and not self.all_act:  # elsewhere, actions may have to be left out
-            turns = np.array([self._turn(self._slots[env_id]) for env_id in env_ids], np.int32).tobytes()
+        codec, place = None if self.checks else self._codec, 0
         while place < len(env_ids):
             if codec is not None:
-                place = codec.write(env_ids, actions, place, turns, not self._pettingzoo)
+                place = codec.write(env_ids, actions, place, not self._pettingzoo, self._needs_all)
                 if place == len(env_ids):
                     break
             env_id, of_env = env_ids[place], actions[place]
@@ -124,15 +124,6 @@ class Batch:
         if stacked:
             self.actions.mark_stacked(env_ids)
         return pickled
-
-    def _turn(self, slot: Slot) -> int:
-        """Whose actions compiled code may write: 0 for all agents, an agent's place plus one, -1 for nobody's."""
-        acting, agents = slot.acting, self.layout.agents
-        if slot.over:
-            return -1
-        if not self._needs_all or acting == agents:
-            return 0
-        return self._places[acting[0]] + 1 if len(acting) == 1 and acting[0] in self._places else -1
 
     def _actions_that_count(self, slot: Slot, actions: Any) -> dict[Any, Any]:
         """The actions that the environment receives."""
@@ -178,13 +169,9 @@ class Batch:
         self, env_ids: Sequence[int], extras: Mapping[int, Any], *, only_infos: bool = False
     ) -> list[list[Any]]:
         columns: list[list[Any]]
-        *columns, left, masked, turns = self._codec.read(env_ids, extras, self.copies, only_infos)
-        if len(left) < len(env_ids) and not self.all_act:
-            others = {*left}
-            self.note_plain([env_id for place, env_id in enumerate(env_ids) if place not in others])
-        for place, agent in turns:
-            self.all_act = False
-            self._slots[env_ids[place]].acting = [self.layout.agents[agent]]
+        *columns, left, masked, changed = self._codec.read(env_ids, extras, self.copies, only_infos)
+        if changed:
+            self._note_changed([(env_ids[place], acting, alive) for place, acting, alive in changed])
         if extras:
             others = {*left}
             masked += [place for place, env_id in enumerate(env_ids) if env_id in extras and place not in others]
@@ -193,15 +180,32 @@ class Batch:
             for column, values in zip(columns[4:] if only_infos else columns, [one] if only_infos else one):
                 column[place] = values
         for place in masked:
-            self.all_act = False
             infos = columns[4][place]
             self._note_masks(self._slots[env_ids[place]], {"infos": infos}, infos, ended=False)
+            self._codec.forget(env_ids[place])  # the next result may have no masks
         return columns
+
+    def _note_changed(self, changed: Iterable[tuple[int, list[AgentID], list[AgentID] | None]]) -> None:
+        """Note who acts and is alive in environments of which compiled code has read the records."""
+        agents = self.layout.agents
+        for env_id, acting, alive in changed:
+            slot = self._slots[env_id]
+            slot.acting = agents if acting == agents else acting
+            if alive is not None:
+                slot.alive = alive
+                self.statistics.note_alive(env_id, alive)
+            slot.over, slot.masks = False, None
+            self.apart.discard(env_id)
+
+    def _set_apart(self, env_id: int) -> None:
+        self.apart.add(env_id)
+        if self._codec is not None:
+            self._codec.forget(env_id)
 
     def _read_one(self, env_id: int, extras: Any, *, only_infos: bool = False) -> Any:
         """The five dicts of one environment, or in the form of `read_infos`; updates the slot."""
         slot = self._slots[env_id]
-        self.all_act = False
+        self._set_apart(env_id)
         stays_over = slot.over
         if type(extras) is Snapshot:
             dicts, slot.acting, slot.alive, slot.over, masks = extras
@@ -220,12 +224,16 @@ class Batch:
         add_to_infos(infos, EPISODE, parts)
         return None if only_infos and empty and not parts else result
 
-    def count_plain(self, env_ids: range) -> None:
-        """Count a plain step of neighbouring environments in the statistics."""
+    def note_plain(self, env_ids: range) -> None:
+        """Note a plain step of neighbouring environments: all agents act next, nothing is over, there are no infos."""
         if self._codec is not None and not self.layout.schema.reward_spaces:
-            self._codec.add_plain(env_ids.start, env_ids.stop)
+            self._note_changed(self._codec.add_plain(env_ids.start, env_ids.stop))
             return
         for env_id in env_ids:  # some rewards may be vectors
+            slot = self._slots[env_id]
+            slot.acting = slot.alive = self.transitions.agents
+            slot.over, slot.masks = False, None
+            self._set_apart(env_id)
             self.statistics.add(env_id, *self.transitions.outcome(env_id), self.transitions.agents)
 
     def _add_step(
@@ -242,21 +250,12 @@ class Batch:
             alive = [agent for agent in alive if not (terminateds.get(agent) or truncateds.get(agent))]
         return self.statistics.add(slot.env_id, rewards, terminateds, truncateds, alive)
 
-    def note_plain(self, env_ids: Sequence[int]) -> None:
-        """Note that in these environments every agent acts next and nothing is over."""
-        if self.all_act:
-            return
-        for env_id in env_ids:
-            slot = self._slots[env_id]
-            slot.acting = slot.alive = self.transitions.agents
-            slot.over, slot.masks = False, None
-        self.all_act = len(env_ids) == len(self._slots)
-
     def note_constructed(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been constructed again, and count as never reset."""
-        self.all_act = False
-        for slot in [self._slots[env_id] for env_id in env_ids]:
+        for env_id in env_ids:
+            slot = self._slots[env_id]
             slot.acting, slot.alive, slot.over, slot.has_reset, slot.masks = [], [], False, False, None
+            self._set_apart(env_id)
 
     def snapshot(self, env_id: int, extras: Any) -> Snapshot:
         """The transition of one environment in memory of its own; does not update the slot."""
@@ -358,6 +357,9 @@ class Batch:
     @property
     def acting(self) -> list[list[AgentID]]:
         return [slot.acting for slot in self._slots]
+
+    def acting_in(self, env_id: int) -> list[AgentID]:
+        return self._slots[env_id].acting
 
     @property
     def alive(self) -> list[list[AgentID]]:

@@ -34,11 +34,20 @@ codec = "python" if Codec is None else "c"
 """Which one runs."""
 
 
-def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool, totals: Any = None, moment: Any = None) -> Any:
+def open_codec(
+    layout: Layout,
+    buffer: Any,
+    *,
+    infos_in_block: bool,
+    totals: Any = None,
+    in_infos: bool = False,
+    moment: Any = None,
+) -> Any:
     """The `Codec` of a layout that is bound to the buffer; None if there is none.
 
-    It adds the transitions that it reads to `totals`, those of `EpisodeStatistics`. It reads the time from `moment`, a
-    float64 array of one number; for None, from the system's monotonic clock.
+    It adds the transitions that it reads to `totals`, those of `EpisodeStatistics`; with `in_infos`, it leaves those in
+    which agents end to Python. It reads the time from `moment`, a float64 array of one number; for None, from the
+    system's monotonic clock.
     """
     if Codec is None or not layout.agents:
         return None
@@ -48,10 +57,12 @@ def open_codec(layout: Layout, buffer: Any, *, infos_in_block: bool, totals: Any
 
     block = np.frombuffer(buffer, np.uint8, layout.nbytes)
     headers = layout.action_header, layout.transition_header
-    types = NUMBER_TYPES, records.REWARD_TYPES, len(records.FLOATS), np.False_
+    types = NUMBER_TYPES, records.REWARD_TYPES, len(records.FLOATS), np.False_, np.True_
     columns = forms(layout.actions), forms(layout.observations)
     infos = layout.infos, layout.infos_nbytes if infos_in_block else 0
     agents, step = tuple(layout.agents), int(Activity.STEP)
     no_flags, no_np_flags = ({**dict.fromkeys(agents, false), ALL: False} for false in (False, np.False_))
     dicts = dict.fromkeys(agents), no_flags, no_np_flags, {ALL: False}  # copied for each environment
-    return Codec(block, layout.stride, agents, ALL, headers, *columns, types, dicts, step, infos, totals, moment)
+    return Codec(
+        block, layout.stride, agents, ALL, headers, *columns, types, dicts, step, infos, totals, in_infos, moment
+    )  # fmt: skip

@@ -38,6 +38,7 @@ from marl_parallel.core.worker_status import Activity, WorkerStatus
 
 _RESET, _STEP = int(Activity.RESET), int(Activity.STEP)  # quicker than a member of an Enum
 _NOT_ENDED = (False, False)
+_ALIVE, _ENDED = 32, 1  # of `Codec.lives`
 
 
 class Episode:
@@ -45,9 +46,11 @@ class Episode:
 
     Attributes:
         ended_for_now: Whether the last step ended an episode and `begin_next` is due.
-        fast: For compiled code, while all agents are alive, and all or one act: the simulator's `step`; a function
-            whose result is false if it has to be interpreted here, or None; and whether this result tells whose turn
-            is next. If it need not be and the transition is plain, nothing else changes here. None in other states.
+        fast: For compiled code, four: the simulator's `step`; a function whose result is false if it has to be
+            interpreted here, or None; whether this result tells whose turn is next; and None, or what decides who is
+            alive: `agents_left` under PettingZoo's rules, else None, and the lives of all agents (`Codec.lives`). With
+            None, all agents are alive, and nothing changes here in a plain transition. Otherwise `take_lives` has to be
+            called before this object is used again. None if compiled code cannot go on.
         seeding: The last seed that was passed to `reset`, and how many episodes have begun without one since: these get
             a derived seed. None if they get no seed.
         seeds_generators: Whether derived seeds also seed the process-wide generators, so that each episode can be
@@ -73,7 +76,7 @@ class Episode:
         # A simulator whose adapter tells who is alive or whose turn it is has to be asked after each step.
         methods = [getattr(method, "__func__", None) for method in (env.turn, env.alive)]
         self._asked = methods != [MultiAgentEnv.turn, MultiAgentEnv.alive]
-        self.fast: tuple[Callable[..., Any], Callable[[], Any] | None, bool] | None = None
+        self.fast: tuple[Callable[..., Any], Callable[[], Any] | None, bool, tuple[Any, bytes] | None] | None = None
         self._takes_turns = False
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
@@ -228,13 +231,33 @@ class Episode:
         self._alive = [*alive]
         self._acting = self._who_acts(observations)
         self.fast = None
-        if self._flagged or self._alive != self.env.possible_agents:
+        if not self._asked:
+            left = None if self._dict_rules else self.env.agents_left
+            if (lives := self._lives()) is not None:
+                self.fast = self.env.step, None, False, (left, lives)
+        elif self._flagged or self._alive != self.env.possible_agents:
             return
-        if self._takes_turns and len(self._acting) == 1 < len(self._alive):
-            self.fast = self.env.step, self._next_turn, True
+        elif self._takes_turns and len(self._acting) == 1 < len(self._alive):
+            self.fast = self.env.step, self._next_turn, True, None
         elif self._acting == self._alive:
-            check = self._all_go_on if self._asked else None if self._dict_rules else self.env.agents_left
-            self.fast = self.env.step, check, False
+            self.fast = self.env.step, self._all_go_on, False, None
+
+    def _lives(self) -> bytes | None:
+        """A byte for each possible agent, as of `Codec.lives`; None if there are others."""
+        possible = self.env.possible_agents
+        lives = dict.fromkeys(possible, 0)
+        for agents, bit in ((self._alive, _ALIVE), (self._flagged, _ENDED)):
+            for agent in agents:
+                if agent not in lives:
+                    return None
+                lives[agent] |= bit
+        return bytes(lives.values())
+
+    def take_lives(self, lives: bytes) -> None:
+        """Take over who is alive after steps that compiled code has carried out."""
+        pairs = [*zip(self.env.possible_agents, lives, strict=True)]
+        self._alive = [agent for agent, bits in pairs if bits & _ALIVE]
+        self._flagged = {agent for agent, bits in pairs if bits & _ENDED}
 
     def _all_go_on(self) -> bool:
         """Whether the adapter tells after a step that all agents are still alive and act."""

@@ -119,6 +119,11 @@ class EpisodeStatistics:
             self.totals[env_id] = totals
         return parts
 
+    def note_alive(self, env_id: int, alive: Collection[AgentID]) -> None:
+        """Note who is alive after a step that compiled code has added: some may have come back."""
+        if dead := self._dead.get(env_id):
+            dead.difference_update(alive)
+
     def _add_some(
         self, env_id: int, totals: list[float], rewards: Mapping[Any, Any], flagged: Sequence[AgentID]
     ) -> None:

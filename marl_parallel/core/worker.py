@@ -340,6 +340,7 @@ class Worker:
 
     def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
         extras = loads(payload[env_id]) if payload and env_id in payload else None
+        self._take_lives(env_id)
         return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, extras)))
 
     def _go_on(self, env_id: int, where: str, value: Any) -> bytes | None:
@@ -347,12 +348,19 @@ class Worker:
         if where == "c":
             return self._step(env_id, None)
         if where == "r":
+            self._take_lives(env_id)
             return self._advance(env_id, self._episodes[env_id].interpret(value))
         try:
             return dump_extras({"infos": value})
         except BaseException:
             self._partially_written = env_id
             raise
+
+    def _take_lives(self, env_id: int) -> None:
+        """Let an episode know who is alive after the steps that compiled code has carried out."""
+        episode = self._episodes[env_id]
+        if self._codec is not None and (lives := self._codec.lives(env_id, episode.fast)) is not None:
+            episode.take_lives(lives)
 
     def _advance(self, env_id: int, transition: Transition) -> bytes | None:
         """Write the transition of a step, or begin the next episode before that; returns what does not fit, pickled."""

@@ -22,11 +22,12 @@ from pettingzoo.classic import connect_four_v3
 from pettingzoo.sisl import multiwalker_v9
 
 import marl_parallel
-from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, Rules
+from marl_parallel import EnvError, MultiAgentEnv, ParallelEnv, Rules, vector
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import codec
+from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.transition import Transition
@@ -96,6 +97,7 @@ class Outcome:
         turns: Any = None,
         only_acting: bool = True,
         rules: Rules = Rules.DICT,
+        adapter: Any = "dict",
         **keywords: Any,
     ) -> None:
         self.results: list[Any] = []
@@ -114,14 +116,16 @@ class Outcome:
             if not compiled:
                 patch.setattr(codec, "Codec", None)
             constructors = [lambda script=script: Scripted(script, declared, action_spaces) for script in scripts]
-            adapter = type("Turned", (Turned,), {"turns": turns, "rules": rules}) if turns else "dict"
+            if turns:
+                adapter = type("Turned", (Turned,), {"turns": turns, "rules": rules})
             with ParallelEnv(constructors, backend="serial", seed=3, adapter=adapter, **keywords) as env:
                 self.results.append(copy.deepcopy(env.reset()))
                 for of_envs in actions:
                     if turns and only_acting:
                         of_envs = [{a: one[a] for a in acting if a in one} for one, acting in zip(of_envs, env.acting)]
                     try:
-                        self.results.append(copy.deepcopy((env.step(of_envs), env.acting, env.action_masks)))
+                        more = env.acting, env.action_masks, sorted(map(repr, env.finished_episodes))
+                        self.results.append(copy.deepcopy((env.step(of_envs), *more)))
                     except Exception as error:
                         self.results.append((type(error), str(error).splitlines()[0]))
                         break
@@ -244,6 +248,62 @@ def test_any_transitions(name, data):
     with_infos, copies = data.draw(st.booleans()), data.draw(st.booleans())
     auto_reset = data.draw(st.sampled_from([True, False, "NEXT_STEP"]))
     assert_equal_with_both(with_infos, **arguments, auto_reset=auto_reset, copy=copies)
+
+
+class Left(DictEnv):
+    """Tells which agents are left, as a simulator of PettingZoo does."""
+
+    rules = Rules.PETTINGZOO
+    lists: ClassVar[list[Any]] = [None]
+
+    def agents_left(self) -> Any:
+        return self.lists[len(self.source.received) % len(self.lists)]
+
+
+@st.composite
+def steps_of_lives(draw: st.DrawFn, declared: list[spaces.Space[Any]]) -> Any:
+    """What a step returns where agents die, leave, come late and come back."""
+
+    def some(values: Any) -> dict[Any, Any]:
+        left_out = draw(st.sampled_from([None, None, *AGENTS, "all"]))
+        agents = [] if left_out == "all" else [agent for agent in AGENTS if agent != left_out]
+        if draw(few) and draw(few):
+            agents.reverse()
+        return {agent: draw(values) for agent in agents}
+
+    def flags() -> dict[Any, Any]:
+        values = st.sampled_from([False] * 8 + [np.False_, True, np.True_, np.zeros(1, bool), np.ones(1, bool), 0])
+        of_agents = some(values) if not draw(few) else {}
+        over = draw(st.sampled_from([None] * 5 + [False] * 3 + [np.False_, True]))
+        return of_agents if over is None else {**of_agents, "__all__": over}
+
+    observations = {agent: space.sample() for agent, space in zip(AGENTS, declared)}
+    infos = draw(st.sampled_from([{}, "all", "all", "some"]))
+    if infos == "all":
+        infos = {agent: {} for agent in AGENTS}
+    elif infos == "some":
+        infos = some(st.sampled_from(INFOS[:4]))
+    rewards = st.sampled_from([0.5, 0.5, 0.5, -1.5, np.float32(2), 3, np.array(1.0)])
+    return {agent: observations[agent] for agent in some(st.none())}, some(rewards), flags(), flags(), infos
+
+
+@pytest.mark.parametrize("name", ["boxes", "several", "trees"])
+@pytest.mark.parametrize("rules", Rules)
+@pytest.mark.filterwarnings("ignore")
+@thorough
+@given(data=st.data())
+def test_any_lives(name, rules, data):
+    """Agents die, leave, come late and come back."""
+    declared = OBSERVATIONS[name]
+    scripts = [[data.draw(steps_of_lives(declared)) for _ in range(6)] for _ in range(2)]
+    lists = data.draw(st.lists(st.sampled_from([None, None, AGENTS, ["b"], [], ["other"]]), min_size=1, max_size=3))
+    adapter = "dict" if rules is Rules.DICT else type("Left", (Left,), {"lists": lists})
+    given = data.draw(st.sampled_from([AGENTS, AGENTS, ["b", "a", 3], ["a", 3]]))
+    steps = [[dict.fromkeys(given, 1)] * 2] * 6
+    arguments = {"scripts": scripts, "declared": declared, "action_spaces": [spaces.Discrete(3)] * 3, "actions": steps}
+    more = {"auto_reset": data.draw(st.sampled_from([True, False, "NEXT_STEP"])), "copy": data.draw(st.booleans())}
+    more["episode_stats"] = data.draw(st.booleans())
+    assert_equal_with_both(data.draw(st.booleans()), **arguments, adapter=adapter, **more)
 
 
 @pytest.mark.parametrize("rules", Rules)
@@ -369,6 +429,18 @@ def test_references_are_returned():
             (0.5, INFOS[5]),
         ]
     ]
+    two = {agent: seen[agent] for agent in AGENTS[:2]}
+    for flag, infos in [
+        (False, {}),
+        (True, {"a": {"x": 1}}),
+        (False, {"b": {}}),
+        (True, {}),
+        (False, {"a": {"x": b""}}),
+    ]:
+        flags = {"a": False, "b": flag, "__all__": False}
+        kinds.append((two, {"a": 0.5, "b": np.float32(1)}, flags, no, infos))
+        kinds.append(({"a": seen["a"]}, {}, {}, {}, infos))
+    kinds.append((seen, {}, no, {}, {}))  # the others are back
     status, shared = WorkerStatus(bytearray(WorkerStatus.NBYTES)), [*AGENTS, "__all__", None, False, np.dtype("f4")]
 
     class Cycle(Scripted):
@@ -386,7 +458,7 @@ def test_references_are_returned():
             gc.collect()
             return [sys.getrefcount(one) for one in shared], sys.getallocatedblocks()
 
-        measured(200)
+        measured(3000)
         (before, blocks), (after, blocks_after) = measured(100), measured(3000)
     assert all(abs(one - other) < 100 for one, other in zip(before, after))
     assert blocks_after - blocks < 200
@@ -551,14 +623,38 @@ def test_the_clock_of_compiled_steps():
         moment[0] += 0.25
         return result
 
-    episodes = dict.fromkeys(range(2), SimpleNamespace(fast=(step, None, False)))
-    compiled.write((0, 1), [dict.fromkeys(AGENTS, 1)] * 2, 0, None, False)
+    episodes = dict.fromkeys(range(2), SimpleNamespace(fast=(step, None, False, None)))
+    compiled.read((0, 1), {}, True, False)
+    assert compiled.write((0, 1), [dict.fromkeys(AGENTS, 1)] * 2, 0, True, False) == 2
     assert compiled.run((0, 1), 0, episodes, numbers, times, is_forked) is None
     assert began == [100.0, 100.25]
     assert compiled.sums() == (0.5, 2)
     for wrong in (np.zeros(2), np.zeros(1, np.float32), "now"):
         with pytest.raises(ValueError, match="moment must be None or a float64 array of one number"):
             codec.open_codec(layout, block, infos_in_block=True, moment=wrong)
+
+
+@thorough
+@given(
+    header=st.binary(min_size=50, max_size=50), code=st.sampled_from([0, 1, 2, 8, 10, 25, 33, 57, 1 << 24 | 1, None])
+)
+def test_damaged_headers(header, code):
+    """Whatever is in a header, the caller gets dicts, an error, or the place of a record that Python reads."""
+    layout = Layout(Schema(AGENTS, dict.fromkeys(AGENTS, BOX), dict.fromkeys(AGENTS, spaces.Discrete(2)), None), 1)
+    block = bytearray(layout.nbytes)
+    layout.bind(block)
+    start = layout.transition_header
+    block[start : start + 50] = header
+    if code is not None:
+        block[start : start + 8] = struct.pack("=Q", code)
+    compiled = codec.open_codec(layout, block, infos_in_block=True, totals=np.zeros((1, 7)))
+    for only_infos in (False, True):
+        try:
+            *columns, left, _, _ = compiled.read((0,), {}, True, only_infos)
+        except ValueError:  # the infos in the block are damaged
+            continue
+        assert left == [0] or type(columns[4][0]) is dict or only_infos
+    compiled.write((0,), [dict.fromkeys(AGENTS, 1)], 0, False, True)
 
 
 @thorough
@@ -593,6 +689,53 @@ def test_plain_forms_stay_in_compiled_code(flagged, infos, monkeypatch):
             results = env.step([dict.fromkeys(AGENTS, 1)] * 2)
             flags = [{**dict.fromkeys(flagged, False), "__all__": False}] * 2
             assert_same([one[1] for one in results], [*PLAIN_STEP[:2], *flags, infos])
+
+
+class Dying:
+    """Agents die one after the other, and the first one comes late."""
+
+    possible_agents = AGENTS
+    observation_space = spaces.Dict([*zip(AGENTS, OBSERVATIONS["several"])])  # type: ignore[list-item]
+    action_space = spaces.Dict([(agent, spaces.Discrete(3)) for agent in AGENTS])
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
+        return {agent: PLAIN_STEP[0][agent] for agent in AGENTS[1:]}, {}
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        assert [*actions] == [AGENTS[1:], AGENTS, AGENTS, AGENTS[:2], AGENTS[:2], AGENTS[:1]][self.steps - 1]
+        seen = [AGENTS, AGENTS, AGENTS, AGENTS[:2], AGENTS[:2], AGENTS[:1]][self.steps - 1]
+        dies = {3: 3, 5: "b", 6: "a"}.get(self.steps)
+        flags = {agent: agent == dies for agent in seen} | {"__all__": self.steps == 6}
+        infos = {agent: {"steps": self.steps} for agent in seen}
+        rewards = {agent: float(self.steps) for agent in seen}
+        return {agent: PLAIN_STEP[0][agent] for agent in seen}, rewards, flags, dict.fromkeys(flags, False), infos
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("facade", [None, "PettingZooVecEnv"])
+def test_agents_that_die_stay_in_compiled_code(facade, monkeypatch):
+    """Python completes the last step of an episode, and no other one; it reads no other records."""
+    completed, read = [], []
+    go_on, read_one = Worker._go_on, Batch._read_one
+    monkeypatch.setattr(Worker, "_go_on", lambda *left: completed.append(left) or go_on(*left))
+    monkeypatch.setattr(Batch, "_read_one", lambda *left, **more: read.append(left) or read_one(*left, **more))
+    with ParallelEnv([Dying] * 2, backend="serial") as env:
+        front: Any = env if facade is None else getattr(vector, facade)(env)
+        front.reset()
+        for step in range(18):
+            if facade is None:
+                infos = env.step([dict.fromkeys(acting, 1) for acting in env.acting])[4]
+                assert infos[1]["a"]["steps"] == step % 6 + 1
+            else:
+                front.step(dict.fromkeys(AGENTS, np.ones(2, np.int64)))
+    assert (len(completed), len(read)) == (6, 6)
 
 
 @pytest.mark.parametrize("make_env", [simple_spread_v3.parallel_env, multiwalker_v9.parallel_env, connect_four_v3.env])
