@@ -1,22 +1,26 @@
-/* The fast path of records: plain transitions and actions between Python objects and the block of shared memory. And
-   how processes wait for each other: `try_for`, and `exchange` for a step of all environments.
+/* The fast path of records: actions and transitions between Python objects and the block of shared memory. And how
+   processes wait for each other: `try_for`, and `exchange` for a step of all environments.
 
    A `Codec` does for many environments in one call what `records.py` and `episode.py` do for one:
 
-       parent   write   dicts of actions into records            read   records into the five dicts
-       worker   run     actions out of records, the simulator's step, its plain transition into the record
+       caller   write   dicts of actions into records            read   records into the five dicts
+       worker   run     actions out of records, the simulator's step, its transition into the record
 
-   Each function stops at, or leaves out, what is not plain, and says where: Python takes over there. So this file never
-   decides what a transition means, and Python alone (`MARL_PARALLEL_PURE=1`) gives equal objects. The bytes are the same
-   too, but for infos: without this file they are pickled, with it those of simple values lie in the block, also of
-   transitions that are not plain (`put_infos`). There, an info that several agents share becomes one for each. All
-   offsets, codes and types come from Python (`codec.py`).
+   Each function stops at, or leaves out, what it does not know, and says where: Python takes over there. So this file
+   never decides more than Python would, and Python alone (`MARL_PARALLEL_PURE=1`) gives equal objects. The bytes are the
+   same too, but for infos: without this file they are pickled, with it those of simple values lie in the block
+   (`put_infos`). There, an info that several agents share becomes one for each. All offsets, codes and types come from
+   Python (`codec.py`).
 
-   A transition is plain if every agent is in every dict, in order and with a value that fits its column; all rewards
-   are numbers of one type, all flags False and of one type, and all infos dicts. There may be no infos at all, and no
-   flags but `__all__`. All agents act next, or one does whose turn it is: a `turn` is 0 for all agents, and else the
-   agent's place plus one. Keys count as equal if they are the
-   same object, or strings or integers that are equal.
+   It knows every transition of an episode that goes on, of agents that are known beforehand, with rewards that are
+   numbers and values that fit their columns. Any agents may be in any dict, die and come late. In `lives` it keeps, for
+   the worker, who is alive, by the rules of `Episode`; in `states`, for the caller, who is alive and acts, as the records
+   say it. Python does the rest: the end of an episode, an agent that comes back, adapters that have to be asked.
+
+   The most frequent transition is plain, and has a shorter way: every agent is in every dict, in order; all rewards are
+   numbers of one type, all flags False and of one type, and all infos dicts. There may be no infos at all, and no flags
+   but `__all__`. All agents act next, or one does whose turn it is: a `turn` is 0 for all agents, and else the agent's
+   place plus one. Keys count as equal if they are the same object, or strings or integers that are equal.
 
    Built for the limited API of Python 3.10: one file for all later releases. */
 

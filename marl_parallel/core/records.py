@@ -18,8 +18,8 @@ which agents are in which dicts, and the types of their numbers.
 
 Most transitions are *plain*: every agent is in every dict and alive, all act or one does, all rewards have one type,
 and no flag is set. There may be no infos at all, and no flags but `__all__`. Their code has the bit `PLAIN`, and all
-but the observations and rewards follow from it. Compiled code (`codec.py`) reads and writes plain records, with the
-same bytes; this file takes records of any form, one at a time.
+but the observations and rewards follow from it. Compiled code (`codec.py`) reads and writes plain records and most
+others, with the same bytes; this file takes records of any form, one at a time.
 """
 
 from __future__ import annotations
