@@ -38,6 +38,7 @@ _MOST_EVENTS = 20_000  # in one wait
 _STOPPED = "stopped"
 _ENDS_WITHIN_S = 0.1
 _MORE_OFTEN = 6.0
+_SLOW_S = 0.4  # to twice as much; timeouts are 1 s
 
 
 class Fault(NamedTuple):
@@ -59,6 +60,8 @@ class Rates(NamedTuple):
     unreadable: float = 0.0
     differs: float = 0.0  # of environments that are constructed again, how many declare other spaces
     stopped: float = 0.0  # of workers that hang, how many go on when their stack is taken
+    slow: float = 0.0  # of steps and resets, how many take most of their timeout
+    hang_in: tuple[str, ...] = ()  # points with a timeout, the only ones where workers hang; all if there are none
     often_at: str = ""  # a point at which faults are more frequent
 
 
@@ -273,13 +276,16 @@ class SimulatedBackend(Backend):
             for outcome in ("fails", "dies", "hangs"):
                 rate = times * getattr(self.rates, outcome)
                 if chance < rate:
-                    if (outcome == "fails" and not may_fail) or fault in self._left_out:
+                    may_hang = outcome != "hangs" or not self.rates.hang_in or what in self.rates.hang_in
+                    if (outcome == "fails" and not may_fail) or not may_hang or fault in self._left_out:
                         break
                     self.faults.append(fault)
                     self.kinds[f"{outcome} in {what}"] += 1
                     self.note(f"environment {life.env_id} (life {life.number}) {outcome} in {what}")
                     return outcome
                 chance -= rate
+        if what in ("step", "reset") and self.draw(life, 8) < self.rates.slow:
+            return _SLOW_S * (1.0 + self.draw(life, 9))
         chance = self.draw(life, 2)
         if chance < 0.5:
             return "goes on"
@@ -500,6 +506,7 @@ class SimulatedBackend(Backend):
     def end(self, worker: int) -> Sequence[Reply]:
         ended = self.workers[worker]
         ended.why = "hangs" if ended.is_late else "is killed"
+        self.kinds["killed for memory"] += not ended.is_late
         ended.state = "dead"
         self.model.ended(ended, ended.why)
         replies = [reply for _, reply in ended.replies]

@@ -95,6 +95,7 @@ class Model:
         mode: The name of the auto-reset mode.
         policy: How often environments that fail are rebuilt; None if they are not.
         most_episodes: After so many episodes, an environment is replaced; None for no limit.
+        only_episodes: Whether that is the only limit.
         recycles: Whether environments are replaced.
         seeds: The seeds of all environments.
         clock: Returns the time.
@@ -117,6 +118,7 @@ class Model:
         *,
         policy: RestartPolicy | None,
         most_episodes: int | None,
+        only_episodes: bool,
         recycles: bool,
         seeds: Seeds,
         clock: Callable[[], float],
@@ -132,7 +134,8 @@ class Model:
         self.fatal: list[str] = []
         self.limits: list[int] = []
         self.errors = self.errors_before = self.faults = 0
-        self.most_episodes, self.recycles, self.standbys_fail = most_episodes, recycles, False
+        self.most_episodes, self.only_episodes = most_episodes, only_episodes
+        self.recycles, self.standbys_fail = recycles, False
         self._called: set[int] = set()
         self.checked = 0
 
@@ -242,6 +245,8 @@ class Model:
                     env.renewing, env.done = True, None
                     env.life, env.host, env.moved = life, worker.number, True
                     env.recycled += 1
+                    if self.only_episodes and env.ended < (self.most_episodes or 0):
+                        raise Wrong(f"environment {env_id}: replaced after {env.ended} episodes")
                     env.ended = 0
                     self.seeds.check_moved(life)
                 elif env.request == "reset":

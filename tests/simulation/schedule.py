@@ -47,6 +47,11 @@ _KEPT = 5  # steps of an episode, for replays
 _REPLAY = re.compile(r"marl-parallel replay (\S+)")
 _TRACE = "trace.json"
 _NO_LIMITS = RestartPolicy(max_restarts=None, rate_limit=None)
+_HANG_IN = {  # by timeouts, where they end what hangs
+    (1.0, 1.0): (),
+    (1.0, None): ("constructor", "step", "step-end", "call"),
+    (None, 1.0): ("constructor", "reset", "reset-end"),
+}
 _MODES = ("SAME_STEP", "NEXT_STEP", "DISABLED")
 
 
@@ -70,6 +75,7 @@ class Setup(NamedTuple):
     kind: str  # of environments
     shares_memory: bool
     copies: bool  # whether observations are copies, no views
+    timeouts: tuple[float | None, float | None]  # of steps and resets
 
 
 class Call(NamedTuple):
@@ -103,11 +109,12 @@ def setup_of(number: int) -> Setup:
         limits = {
             "max_episodes": rng.choice([1, 2, 3, None]),
             "max_age_s": rng.choice([None, 0.5]),
-            "max_memory_mb": rng.choice([None, 150]),
-            "kill_above_mb": rng.choice([None, None, 400]),
+            "max_memory_mb": rng.choice([None, 110]),
+            "kill_above_mb": rng.choice([None, 115]),
         }
         recycle = RecyclePolicy(**limits) if any(limits.values()) else None
     policy = _policy_of(rng) if recycle is None else _NO_LIMITS
+    timeouts = rng.choice([(1.0, 1.0)] * 6 + [(1.0, None), (None, 1.0)])
     arrays = rng.random() < 0.15
     kinds = ["pettingzoo", "pettingzoo", "pettingzoo", "turns", "pettingzoo" if arrays else "dict"]
     return Setup(
@@ -125,19 +132,22 @@ def setup_of(number: int) -> Setup:
             differs=rng.choice([0.0, 0.0, 0.0, 0.03]),
             stopped=rng.choice([0.0, 0.8]) if recycle is None else 0.0,  # the model knows no late result of a move
             often_at=rng.choice(["", "", "", *POINTS]),
+            slow=rng.choice([0.0, 0.0, 0.0, 0.1]),
+            hang_in=_HANG_IN[timeouts],
         ),
         recycle,
         rng.random() < 0.8,
         rng.choice([None, 2.0]),
         arrays,
         on_error == "restart" and rng.random() < 0.3,
-        on_error == "restart" and rng.random() < 0.06,
+        on_error == "restart" and rng.random() < 0.15,
         policy,
         rng.random() < 0.06,
         rng.random() < 0.03,
         rng.choice(kinds),
         rng.random() < 0.9,
         rng.random() < 0.8,
+        timeouts,
     )
 
 
@@ -173,6 +183,7 @@ class History:
             setup.mode,
             policy=setup.policy if setup.on_error == "restart" else None,
             most_episodes=most,
+            only_episodes=most is not None and setup.recycle == RecyclePolicy(max_episodes=most),
             recycles=setup.recycle is not None,
             seeds=Seeds(setup.num_envs, _SEED, derives=setup.replay),
             clock=self.backend.clock,
@@ -200,8 +211,8 @@ class History:
             backend=self.backend,
             on_error=setup.on_error,
             restart_policy=setup.policy,
-            step_timeout=1.0,
-            reset_timeout=1.0,
+            step_timeout=setup.timeouts[0],
+            reset_timeout=setup.timeouts[1],
             start_timeout=5.0,
             warn_after=setup.warn_after,
             recycle=setup.recycle,
@@ -516,6 +527,23 @@ class History:
 
     # -- at the end ----------------------------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Close all environments, which may fail in that."""
+        self.backend.interrupt_after = None  # that was for a call
+        before, raised = Counter(self.backend.kinds), False
+        are_idle = all(worker.state == "idle" for worker in self.backend.workers.values())
+        self.note("close()")
+        try:
+            self.env.close(timeout=1.0)
+        except EnvError:
+            raised = True
+        new = Counter(self.backend.kinds) - before
+        others = new["dies in close"] + new["hangs in close"]
+        if raised and not new["fails in close"]:
+            raise Wrong("close() has raised an error without a fault")
+        if new["fails in close"] and not raised and are_idle and not others and self.setup.recycle is None:
+            raise Wrong("close() has not raised the error of an environment")
+
     def _check_acting(self) -> None:
         for env, acting in zip(self.model.envs, self.env.acting, strict=True):
             alive, turn = env.state.alive, env.state.turn
@@ -618,6 +646,8 @@ def _run(history: History, result: Result) -> None:
         try:
             if _open(history):
                 history.run(result.calls)
+                if not history.closes:
+                    history.close()
         except ClosedEnvironmentError:
             if not history.closes:
                 raise
