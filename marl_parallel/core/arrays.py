@@ -109,9 +109,11 @@ class ArrayBatch(ArrayView):
         if batch.around is not None and (context := batch.around("write actions")):
             with context:
                 return self.write(actions, env_ids)
-        mask = self.acting()
-        everyone = bool(mask.all())
-        acting = None if everyone else mask
+        acting: NDArray[np.bool_] | None = None
+        if batch.apart or not (self._layout.agents and self._transitions.all_plain()):
+            acting = self.acting()
+            acting = None if acting.all() else acting
+        everyone = acting is None
         ids = self._env_ids if env_ids is None else env_ids
         try:
             if isinstance(actions, list) and self._actions_in_block:

@@ -140,7 +140,7 @@ def setup_of(number: int) -> Setup:
         rng.choice([None, 2.0]),
         arrays,
         on_error == "restart" and rng.random() < 0.3,
-        on_error == "restart" and rng.random() < 0.15,
+        on_error == "restart" and rng.random() < 0.2,
         policy,
         rng.random() < 0.06,
         rng.random() < 0.03,
@@ -599,7 +599,7 @@ _ANSWERS: dict[str, Callable[[Life], Any]] = {
 _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "step": (40, History.step),
     "step_some": (8, History.step_some),
-    "reset": (4, History.reset),
+    "reset": (7, History.reset),
     "send": (25, History.send),
     "send_reset": (8, History.send_reset),
     "recv": (30, History.recv),
