@@ -83,8 +83,8 @@ typedef struct {
     PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
     double *rewards;
     char *there;               /* by agent: whether it is in a dict */
-    PyObject *places;          /* a dict of the places of agents */
-    PyObject **fasts;          /* by record: the `fast` of the episode that `lives` belongs to */
+    PyObject *places;          /* a dict of the places of agents that are strings or integers */
+    PyObject **first_lives;    /* by record: the bytes that `lives` began with */
     unsigned char *lives;      /* by record: the bits ALIVE and ENDED of each agent */
     unsigned char *scratch;    /* of one transition: the rest of the header after the rewards; then new lives */
     unsigned char *states;     /* by record: the bits ALIVE and ACTING of each agent after what was read last; then
@@ -725,7 +725,7 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     return code & INFOS ? DONE_BUT_INFOS : DONE;
 }
 
-/* The place of an agent; LEFT if it is none of them, or if comparing it may run any code. */
+/* The place of an agent; LEFT if it is none of them, or no string or integer. */
 static Outcome place_of(const Codec *codec, PyObject *key, Py_ssize_t *place) {
     if (!PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return LEFT;
     PyObject *found = PyDict_GetItemWithError(codec->places, key);
@@ -1353,19 +1353,18 @@ static Outcome write_plain(const Codec *codec, char *record, PyObject *dicts, Py
 /* The lives of a record's agents: those that `fast` came with, unless steps have gone on from there. */
 static unsigned char *lives_of(const Codec *codec, Py_ssize_t number, PyObject *fast) {
     unsigned char *lives = codec->lives + number * codec->n;
-    PyObject *before = codec->fasts[number];
-    if (before == fast) return lives;
-    PyObject *bytes = PyTuple_GetItem(PyTuple_GetItem(fast, 3), 1);
+    PyObject *first = PyTuple_GetItem(PyTuple_GetItem(fast, 3), 1), *before = codec->first_lives[number];
+    if (before == first) return lives;
     char *own;
     Py_ssize_t size;
-    if (PyBytes_AsStringAndSize(bytes, &own, &size) < 0) return NULL;
-    if (size != codec->n) {
-        PyErr_SetString(PyExc_ValueError, "expected a byte for each agent");
+    if (PyBytes_AsStringAndSize(first, &own, &size) < 0) return NULL;
+    if (size != codec->n + 1) {
+        PyErr_SetString(PyExc_ValueError, "expected a byte for each agent, and one more");
         return NULL;
     }
-    memcpy(lives, own, (size_t)size);
-    Py_INCREF(fast);
-    codec->fasts[number] = fast;
+    memcpy(lives, own, (size_t)codec->n);
+    Py_INCREF(first);
+    codec->first_lives[number] = first;
     Py_XDECREF(before);
     return lives;
 }
@@ -1483,17 +1482,18 @@ static PyObject *codec_run(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(lives_doc,
-    "lives(env_id, fast) -> bytes | None\n--\n\n"
-    "The lives of all agents after the steps of `run` that began with this `fast`; None if there were none. The byte of an\n"
-    "agent has the bit 32 if it is alive, and 1 if a flag of it has been set since it was last seen alive.");
+    "lives(env_id, first) -> bytes | None\n--\n\n"
+    "The lives of all agents after the steps of `run` that began with these; None if there were none. The byte of an agent\n"
+    "has the bit 32 if it is alive, and 1 if a flag of it has been set since it was last seen alive. `first` has one byte\n"
+    "more, since only longer bytes are objects of their own.");
 
 static PyObject *codec_lives(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_id, *fast;
+    PyObject *env_id, *first;
     Py_ssize_t number;
-    if (!PyArg_ParseTuple(args, "OO:lives", &env_id, &fast)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!:lives", &env_id, &PyBytes_Type, &first)) return NULL;
     if (record_of(codec, env_id, &number) == NULL) return NULL;
-    if (fast == Py_None || codec->fasts[number] != fast) Py_RETURN_NONE;
+    if (codec->first_lives[number] != first) Py_RETURN_NONE;
     return PyBytes_FromStringAndSize((const char *)codec->lives + number * codec->n, codec->n);
 }
 
@@ -1629,13 +1629,15 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     memcpy(codec->flags, flags, sizeof flags);
     if ((codec->places = PyDict_New()) == NULL) return -1;
     for (Py_ssize_t i = 0; i < codec->n; i++) {
+        PyObject *agent = PyTuple_GetItem(agents, i);
+        if (!PyUnicode_CheckExact(agent) && !PyLong_CheckExact(agent)) continue; /* comparing others may run any code */
         PyObject *place = PyLong_FromSsize_t(i);
-        int failed = place == NULL || PyDict_SetItem(codec->places, PyTuple_GetItem(agents, i), place) < 0;
+        int failed = place == NULL || PyDict_SetItem(codec->places, agent, place) < 0;
         Py_XDECREF(place);
         if (failed) return -1;
     }
     codec->states = PyMem_Calloc((size_t)(codec->records * (codec->n + 1)) + 1, 1);
-    codec->fasts = PyMem_Calloc((size_t)codec->records + 1, sizeof(PyObject *));
+    codec->first_lives = PyMem_Calloc((size_t)codec->records + 1, sizeof(PyObject *));
     codec->lives = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, 1);
     codec->scratch = PyMem_Calloc((size_t)(5 * codec->n) + 2, 1);
     codec->there = PyMem_Calloc((size_t)codec->n + 1, 1);
@@ -1643,7 +1645,7 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
     codec->keys = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, sizeof(PyObject *));
     if (codec->states == NULL || codec->there == NULL || codec->values == NULL || codec->rewards == NULL ||
-        codec->keys == NULL || codec->fasts == NULL || codec->lives == NULL || codec->scratch == NULL) {
+        codec->keys == NULL || codec->first_lives == NULL || codec->lives == NULL || codec->scratch == NULL) {
         PyErr_NoMemory();
         return -1;
     }
@@ -1674,8 +1676,8 @@ static void codec_dealloc(PyObject *self) {
     PyMem_Free(codec->keys);
     PyMem_Free(codec->states);
     PyMem_Free(codec->there);
-    for (Py_ssize_t i = 0; codec->fasts != NULL && i < codec->records; i++) Py_XDECREF(codec->fasts[i]);
-    PyMem_Free(codec->fasts);
+    for (Py_ssize_t i = 0; codec->first_lives != NULL && i < codec->records; i++) Py_XDECREF(codec->first_lives[i]);
+    PyMem_Free(codec->first_lives);
     PyMem_Free(codec->lives);
     PyMem_Free(codec->scratch);
     PyMem_Free(codec->values);

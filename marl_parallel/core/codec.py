@@ -28,7 +28,7 @@ Codec = getattr(_codec, "Codec", None)
 try_for = getattr(_codec, "try_for", None)
 """`try_for(address, seconds)` takes a semaphore, trying for so long; None without compiled code, and outside Linux."""
 exchange = getattr(_codec, "exchange", None)
-"""Sends a code to each worker of `process.py` and waits for theirs; None likewise."""
+"""Sends a code to each worker of `process.py` and waits for theirs; None where `try_for` is."""
 
 codec = "python" if Codec is None else "c"
 """Which one runs."""

@@ -243,7 +243,7 @@ class Episode:
             self.fast = self.env.step, self._all_go_on, False, None
 
     def _lives(self) -> bytes | None:
-        """A byte for each possible agent, as of `Codec.lives`; None if there are others."""
+        """A byte for each possible agent, as of `Codec.lives`, and one more; None if there are others."""
         possible = self.env.possible_agents
         lives = dict.fromkeys(possible, 0)
         for agents, bit in ((self._alive, _ALIVE), (self._flagged, _ENDED)):
@@ -251,7 +251,7 @@ class Episode:
                 if agent not in lives:
                     return None
                 lives[agent] |= bit
-        return bytes(lives.values())
+        return bytes([*lives.values(), 0])
 
     def take_lives(self, lives: bytes) -> None:
         """Take over who is alive after steps that compiled code has carried out."""

@@ -359,7 +359,10 @@ class Worker:
     def _take_lives(self, env_id: int) -> None:
         """Let an episode know who is alive after the steps that compiled code has carried out."""
         episode = self._episodes[env_id]
-        if self._codec is not None and (lives := self._codec.lives(env_id, episode.fast)) is not None:
+        if self._codec is None or episode.fast is None or (rules := episode.fast[3]) is None:
+            return
+        lives = self._codec.lives(env_id, rules[1])
+        if lives is not None:
             episode.take_lives(lives)
 
     def _advance(self, env_id: int, transition: Transition) -> bytes | None:

@@ -738,6 +738,18 @@ def test_agents_that_die_stay_in_compiled_code(facade, monkeypatch):
     assert (len(completed), len(read)) == (6, 6)
 
 
+def test_environments_that_were_constructed_again_are_freed():
+    """Two simulators at a time would need twice the memory."""
+    with ParallelEnv([Dying], backend="serial") as env:
+        for _ in range(2):
+            env.reset()
+            for _ in range(4):
+                env.step([dict.fromkeys(acting, 1) for acting in env.acting])
+            env.restart()
+            gc.collect()
+            assert sum(type(one).__name__ == "Dying" for one in gc.get_objects()) == 1
+
+
 @pytest.mark.parametrize("make_env", [simple_spread_v3.parallel_env, multiwalker_v9.parallel_env, connect_four_v3.env])
 def test_real_environments_stay_in_compiled_code(make_env, monkeypatch):
     """Python completes the last step of an episode, and no other one."""
