@@ -36,6 +36,7 @@ _LONGEST_EXCHANGE_S = 0.02
 _GIVES_UP = 0.1  # how often an exchange ends although everything is here, as a doorbell may ring too early
 _MOST_EVENTS = 20_000  # in one wait
 _STOPPED = "stopped"
+_CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE)
 _ENDS_WITHIN_S = 0.1
 _MORE_OFTEN = 6.0
 _SLOW_S = 0.4  # to twice as much; timeouts are 1 s
@@ -144,6 +145,8 @@ class SimulatedWorker:
         is_complete = reply.last or (request.each and reply.env_ids != ())
         if is_complete:
             self.settled = self.running
+            if self.running is None and request.message in _CALLS and request.env_ids:
+                self.settled = request.env_ids[-1]  # an attribute is got without coming to a point
             self.counts += self._more
             self._more.clear()
         is_early = life is not None and not is_complete
