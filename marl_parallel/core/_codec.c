@@ -32,6 +32,7 @@
 #include <numpy/arrayobject.h>
 
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #ifdef __linux__
 #include <dlfcn.h>
@@ -89,6 +90,7 @@ typedef struct {
     unsigned char *scratch;    /* of one transition: the rest of the header after the rewards; then new lives */
     unsigned char *states;     /* by record: the bits ALIVE and ACTING of each agent after what was read last; then
                                   whether they are known */
+    int has_large;             /* whether an observation is a large array */
     int in_infos;              /* whether infos have the statistics of agents that end */
     PyObject *totals_array;    /* None, or what plain transitions that are read are added to: */
     double *totals;            /* by record: each agent's sum of rewards, and steps; all steps. NULL for None */
@@ -129,6 +131,148 @@ static double monotonic(void) {
     Py_DECREF(moment);
     return seconds;
 #endif
+}
+
+/* -- memory of large arrays --------------------------------------------------------------------------------------- */
+
+/* The system maps large memory anew for each array, and each of its pages is a fault when it is first used: that takes
+   longer than the copy. So memory of arrays that are handed out is used again once nothing refers to it. For each size,
+   so many pieces are kept at most as arrays of this size are handed out in two batches (`keep`). NumPy calls these
+   functions with the GIL, and gives memory back to those that it came from. */
+
+enum { LARGE = 1 << 16, MOST_SIZES = 64 };
+
+/* Before each piece of memory, and as long as what malloc aligns to. */
+typedef union Piece {
+    struct {
+        size_t size;
+        union Piece *next;     /* of those that are kept */
+    } of;
+    char aligned[64];
+} Piece;
+
+static struct {
+    size_t size;
+    Py_ssize_t count, most;
+    Piece *first;
+} kept[MOST_SIZES];
+static int sizes;              /* how many there have been */
+
+/* The place of a size; `sizes` if there is none. */
+static int place_of_size(size_t size) {
+    int place = 0;
+    while (place < sizes && kept[place].size != size) place++;
+    return place;
+}
+
+/* Keep more pieces of a size, or less. */
+static void keep(size_t size, Py_ssize_t more) {
+    int place = place_of_size(size);
+    if (place == MOST_SIZES || size < LARGE) return;
+    if (place == sizes) kept[sizes++].size = size;
+    kept[place].most += more;
+    while (kept[place].count > kept[place].most) {
+        Piece *piece = kept[place].first;
+        kept[place].first = piece->of.next;
+        kept[place].count -= 1;
+        free(piece);
+    }
+}
+
+static void *new_piece(void *Py_UNUSED(context), size_t size) {
+    int place = size < LARGE ? sizes : place_of_size(size);
+    Piece *piece;
+    if (place < sizes && kept[place].count > 0) {
+        piece = kept[place].first;
+        kept[place].first = piece->of.next;
+        kept[place].count -= 1;
+    } else if ((piece = malloc(sizeof(Piece) + size)) == NULL) {
+        return NULL;
+    }
+    piece->of.size = size;
+    return piece + 1;
+}
+
+static void *new_zeros(void *Py_UNUSED(context), size_t count, size_t size) {
+    if (size > 0 && count > (SIZE_MAX - sizeof(Piece)) / size) return NULL;
+    Piece *piece = calloc(1, sizeof(Piece) + count * size);
+    if (piece == NULL) return NULL;
+    piece->of.size = count * size;
+    return piece + 1;
+}
+
+static void *resized(void *Py_UNUSED(context), void *memory, size_t size) {
+    Piece *piece = realloc(memory == NULL ? NULL : (Piece *)memory - 1, sizeof(Piece) + size);
+    if (piece == NULL) return NULL;
+    piece->of.size = size;
+    return piece + 1;
+}
+
+static void free_piece(void *Py_UNUSED(context), void *memory, size_t Py_UNUSED(size)) {
+    if (memory == NULL) return;
+    Piece *piece = (Piece *)memory - 1;
+    int place = piece->of.size < LARGE ? sizes : place_of_size(piece->of.size);
+    if (place == sizes || kept[place].count >= kept[place].most) {
+        free(piece);
+        return;
+    }
+    piece->of.next = kept[place].first;
+    kept[place].first = piece;
+    kept[place].count += 1;
+}
+
+static PyDataMem_Handler memory_handler = {
+    "marl_parallel", 1, {NULL, new_piece, new_zeros, resized, free_piece},
+};
+static PyObject *memory_capsule;
+
+/* Have arrays use this memory from now on, in this thread; returns what they have used before. */
+static PyObject *use_kept(int on) {
+    return on ? PyDataMem_SetHandler(memory_capsule) : NULL;
+}
+
+/* The opposite: `before` is what `use_kept` has returned. */
+static void use_other(PyObject *before) {
+    if (before == NULL) return;
+    PyObject *error_type, *error, *traceback;
+    PyErr_Fetch(&error_type, &error, &traceback); /* setting it calls Python */
+    Py_XDECREF(PyDataMem_SetHandler(before));
+    PyErr_Restore(error_type, error, traceback);
+    Py_DECREF(before);
+}
+
+PyDoc_STRVAR(keep_doc,
+    "keep(size, more) -> int\n--\n\n"
+    "Keep so many more pieces of memory of a size in bytes, or less, for arrays of `large_empty` and `Codec.read`. Returns\n"
+    "how many there are now that nothing refers to.");
+
+static PyObject *keep_sizes(PyObject *Py_UNUSED(self), PyObject *args) {
+    Py_ssize_t size, more;
+    if (!PyArg_ParseTuple(args, "nn:keep", &size, &more)) return NULL;
+    if (size > 0) keep((size_t)size, more);
+    int place = size > 0 ? place_of_size((size_t)size) : sizes;
+    return PyLong_FromSsize_t(place < sizes ? kept[place].count : 0);
+}
+
+PyDoc_STRVAR(large_empty_doc, "large_empty(shape, dtype) -> array\n--\n\nAs `numpy.empty`, in memory that is kept.");
+
+static PyObject *large_empty(PyObject *Py_UNUSED(self), PyObject *args) {
+    PyObject *shape;
+    PyArray_Descr *dtype;
+    npy_intp dims[32];
+    if (!PyArg_ParseTuple(args, "O!O!:large_empty", &PyTuple_Type, &shape, &PyArrayDescr_Type, &dtype)) return NULL;
+    int ndim = (int)PyTuple_Size(shape);
+    if (ndim > 32) return PyErr_Format(PyExc_ValueError, "too many axes");
+    for (int axis = 0; axis < ndim; axis++) {
+        dims[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
+        if (dims[axis] == -1 && PyErr_Occurred()) return NULL;
+    }
+    PyObject *before = use_kept(1);
+    if (before == NULL) return NULL;
+    Py_INCREF(dtype);
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL, NULL, 0, NULL);
+    use_other(before);
+    return array;
 }
 
 /* -- one value ---------------------------------------------------------------------------------------------------- */
@@ -1227,12 +1371,13 @@ PyDoc_STRVAR(read_doc,
 
 static PyObject *codec_read(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *extras, *lists[8] = {NULL}; /* the last three: left, masked, changed */
+    PyObject *env_ids, *extras, *lists[8] = {NULL}, *before = NULL; /* the last three: left, masked, changed */
     int copy, only_infos, has_mask;
     if (!PyArg_ParseTuple(args, "O!O!pp:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy, &only_infos))
         return NULL;
     Py_ssize_t size = PyTuple_Size(env_ids);
-    int first = only_infos ? 4 : 0;
+    int first = only_infos ? 4 : 0, is_large = copy && codec->has_large && !only_infos;
+    if (is_large && (before = use_kept(1)) == NULL) return NULL;
     for (int i = 0; i < 8; i++)
         if ((lists[i] = PyList_New(first <= i && i < 5 ? size : 0)) == NULL) goto failed;
     for (Py_ssize_t place = 0; place < size; place++) {
@@ -1252,8 +1397,10 @@ static PyObject *codec_read(PyObject *self, PyObject *args) {
         }
         if (failed) goto failed;
     }
+    use_other(before);
     return Py_BuildValue("(NNNNNNNN)", lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7]);
 failed:
+    use_other(before);
     for (int i = 0; i < 8; i++) Py_XDECREF(lists[i]);
     return NULL;
 }
@@ -1521,6 +1668,19 @@ static void free_nodes(Node *nodes, Py_ssize_t size) {
     PyMem_Free(nodes);
 }
 
+/* Keep pieces of memory for so many arrays of each node; returns whether there are large ones. */
+static int keep_all(const Node *nodes, Py_ssize_t size, Py_ssize_t more) {
+    int any = 0;
+    for (Py_ssize_t i = 0; nodes != NULL && i < size; i++) {
+        if (nodes[i].kind == ARRAY && nodes[i].nbytes >= LARGE) {
+            keep((size_t)nodes[i].nbytes, more);
+            any = 1;
+        }
+        if (keep_all(nodes[i].parts, nodes[i].size, more)) any = 1;
+    }
+    return any;
+}
+
 static int build_node(Node *node, PyObject *form);
 
 /* Build a node from each form of a tuple. */
@@ -1660,6 +1820,7 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
         }
         if (build_nodes(nodes[i], forms[i]) < 0) return -1;
     }
+    if (totals != Py_None) codec->has_large = keep_all(codec->observations, codec->n, 2 * codec->records);
     return 0;
 }
 
@@ -1669,6 +1830,7 @@ static void codec_dealloc(PyObject *self) {
     PyObject *owned[] = {codec->block, codec->agents, codec->all, codec->number_types, codec->reward_types,
                          codec->np_false, codec->np_true, codec->no_values, codec->no_flags, codec->no_np_flags,
                          codec->only_all, codec->places, codec->totals_array, codec->moment_array};
+    if (codec->has_large) keep_all(codec->observations, codec->n, -2 * codec->records);
     free_nodes(codec->actions, codec->n);
     free_nodes(codec->observations, codec->n);
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);
@@ -1852,6 +2014,8 @@ static PyObject *exchange(PyObject *Py_UNUSED(self), PyObject *args) {
 #endif
 
 static PyMethodDef functions[] = {
+    {"keep", keep_sizes, METH_VARARGS, keep_doc},
+    {"large_empty", large_empty, METH_VARARGS, large_empty_doc},
 #ifdef __linux__
     {"try_for", try_for, METH_VARARGS, try_for_doc},
     {"exchange", exchange, METH_VARARGS, exchange_doc},
@@ -1877,6 +2041,8 @@ PyMODINIT_FUNC PyInit__codec(void) {
 #ifdef __linux__
     *(void **)&clock_wait = dlsym(RTLD_DEFAULT, "sem_clockwait");
 #endif
+    memory_capsule = PyCapsule_New(&memory_handler, "mem_handler", NULL);
+    if (memory_capsule == NULL) return NULL;
     name_fast = PyUnicode_InternFromString("fast");
     name_infos = PyUnicode_InternFromString("infos");
     name_metadata = PyUnicode_InternFromString("metadata");
@@ -1886,7 +2052,8 @@ PyMODINIT_FUNC PyInit__codec(void) {
         name_metadata == NULL)
         return NULL;
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&codec_spec);
-    if (module == NULL || type == NULL || PyModule_AddObject(module, "Codec", type) < 0) {
+    if (module == NULL || type == NULL || PyModule_AddIntConstant(module, "LARGE", LARGE) < 0 ||
+        PyModule_AddObject(module, "Codec", type) < 0) {
         Py_XDECREF(module);
         Py_XDECREF(type);
         return NULL;

@@ -20,6 +20,7 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, ArrayView
 from marl_parallel.core.batch import Batch
+from marl_parallel.core.codec import copied_large, keep_large
 from marl_parallel.core.columns import write_stacked
 from marl_parallel.core.native import NativeArrays, NativePool
 from marl_parallel.core.records import BITS, FLAG_BITS, VECTOR_TAG, ActionRecords, TransitionRecords
@@ -98,6 +99,8 @@ class ArrayBatch(ArrayView):
         self._no, self._no_env = np.zeros(self._shape, np.bool_), np.zeros(self._num_envs, np.bool_)  # to be copied
         self._everywhere = np.ones(self._shape, np.bool_)
         self._everywhere.flags.writeable = False
+        for column, _ in layout.observations.groups if copy else ():
+            tree_map(functools.partial(keep_large, self), column.array)
         self._slices_of = functools.lru_cache(8)(layout.actions.slices_of)
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
@@ -227,7 +230,7 @@ class ArrayBatch(ArrayView):
         columns = [column.array for column, _ in self._layout.observations.groups]
         observations: list[Any] | None = self._observations if self._target is None else self._target
         if observations is None:
-            observations = copied(columns)
+            observations = [tree_map(copied_large, column) for column in columns]
             self._observations = None if self._copy else observations
             return observations
         if self._target is not None and self._rollout is not None and self._rollout.is_written(self._span):

@@ -1,4 +1,5 @@
-"""What is compiled (`_codec.c`): the fast path of records, for a layout, and how processes wait for each other.
+"""What is compiled (`_codec.c`): the fast path of records, for a layout, memory of large arrays, and how processes wait
+for each other.
 
 The package is built without it if there is no compiler, and `MARL_PARALLEL_PURE=1` leaves it out. Then Python reads and
 writes records one by one, and waits. Both ways pass the same tests; only with compiled code do infos travel in the
@@ -8,9 +9,11 @@ block.
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from marl_parallel.core import records
 from marl_parallel.core.columns import NUMBER_TYPES, AgentColumns, Layout
@@ -29,6 +32,8 @@ try_for = getattr(_codec, "try_for", None)
 """`try_for(address, seconds)` takes a semaphore, trying for so long; None without compiled code, and outside Linux."""
 exchange = getattr(_codec, "exchange", None)
 """Sends a code to each worker of `process.py` and waits for theirs; None where `try_for` is."""
+
+_keep = getattr(_codec, "keep", None)
 
 codec = "python" if Codec is None else "c"
 """Which one runs."""
@@ -66,3 +71,21 @@ def open_codec(
     return Codec(
         block, layout.stride, agents, ALL, headers, *columns, types, dicts, step, infos, totals, in_infos, moment
     )  # fmt: skip
+
+
+def copied_large(array: NDArray[Any]) -> NDArray[Any]:
+    """A copy; if it is large, in memory that is used again once nothing refers to it. See `keep_large`."""
+    copy: NDArray[Any]
+    if _codec is None or array.nbytes < _codec.LARGE or array.dtype.hasobject:
+        copy = array.copy()
+        return copy
+    copy = _codec.large_empty(array.shape, array.dtype)
+    np.copyto(copy, array)
+    return copy
+
+
+def keep_large(owner: Any, array: NDArray[Any]) -> None:
+    """While `owner` lives, keep the memory of two copies of an array that are not used any more, if it is large."""
+    if _keep is not None and array.nbytes >= _codec.LARGE:
+        _keep(array.nbytes, 2)
+        weakref.finalize(owner, _keep, array.nbytes, -2)

@@ -1,0 +1,124 @@
+"""Memory of large observations is used again once nothing refers to it, and never before."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from marl_parallel import ParallelEnv, vector
+from marl_parallel.core import codec
+
+pytestmark = [pytest.mark.needs("_codec"), pytest.mark.release_independent]
+
+SHAPE = (300, 301)
+BOX = spaces.Box(-1e9, 1e9, SHAPE, np.float64)
+AGENTS = ["a", "b"]
+NBYTES = 8 * SHAPE[0] * SHAPE[1]
+
+
+def kept(nbytes: int) -> int:
+    """How many pieces of memory of this size nothing refers to."""
+    assert codec._codec is not None
+    count: int = codec._codec.keep(nbytes, 0)
+    return count
+
+
+class Images:
+    """Large observations, full of the number of the step."""
+
+    possible_agents = AGENTS
+    observation_space = spaces.Dict(dict.fromkeys(AGENTS, BOX))
+    action_space = spaces.Dict(dict.fromkeys(AGENTS, spaces.Discrete(2)))
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def _observe(self) -> dict[str, Any]:
+        return {agent: np.full(SHAPE, self.steps, np.float64) for agent in AGENTS}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self._observe(), {}
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        flags = {**dict.fromkeys(AGENTS, False), "__all__": False}
+        return self._observe(), dict.fromkeys(AGENTS, 0.0), flags, flags, {}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_memory_is_used_again(backend):
+    actions = [dict.fromkeys(AGENTS, 0)] * 2
+    with ParallelEnv([Images] * 2, backend=backend, num_workers=1) as env:
+        env.reset()
+        batches = [env.step(actions)[0] for _ in range(5)]
+        for step, batch in enumerate(batches, 1):  # nothing that is referred to has been used again
+            assert all((observation == step).all() for of_env in batch for observation in of_env.values())
+        places = {observation.ctypes.data for batch in batches for of_env in batch for observation in of_env.values()}
+        assert len(places) == 5 * 2 * 2
+        del batches, batch
+        gc.collect()
+        assert kept(NBYTES) == 2 * 2 * 2, "two batches are kept"
+        again = [observation for of_env in env.step(actions)[0] for observation in of_env.values()]
+        assert {observation.ctypes.data for observation in again} <= places
+        assert all((observation == 6).all() for observation in again)
+    del env
+    gc.collect()
+    assert kept(NBYTES) == 0
+    assert all((observation == 6).all() for observation in again), "they outlive the environments"
+    del again
+    assert kept(NBYTES) == 0
+
+
+def test_arrays_over_environments():
+    with ParallelEnv([Images] * 2, backend="serial") as env:
+        front = vector.StackedVecEnv(env)
+        front.reset()
+        actions = np.zeros((2, 2), np.int64)
+        batches = [front.step(actions)[0] for _ in range(4)]
+        for step, batch in enumerate(batches, 1):
+            assert (batch == step).all()
+        places = {batch.ctypes.data for batch in batches}
+        del batches, batch
+        gc.collect()
+        assert kept(4 * NBYTES) == 2
+        assert front.step(actions)[0].ctypes.data in places
+
+
+@pytest.mark.parametrize("shape", [(400, 400), (10, 3), (0,)])
+def test_arrays_that_are_resized(shape):
+    assert codec._codec is not None
+    array = codec._codec.large_empty((300, 300), np.dtype(np.float64))
+    array[...] = 1.0
+    array.resize(shape, refcheck=False)
+    assert array.sum() == min(90_000, array.size)
+    del array
+
+
+def test_freed_in_another_thread():
+    assert codec._codec is not None
+    nbytes = 8 * 333 * 333
+    codec._codec.keep(nbytes, 1)
+    arrays = [codec._codec.large_empty((333, 333), np.dtype(np.float64)) for _ in range(3)]
+    thread = threading.Thread(target=arrays.clear)
+    thread.start()
+    thread.join()
+    assert kept(nbytes) == 1
+    codec._codec.keep(nbytes, -1)
+    assert kept(nbytes) == 0
+
+
+def test_other_arrays_come_from_numpy():
+    """Only while observations are read, and only in that thread."""
+    with ParallelEnv([Images], backend="serial") as env:
+        env.reset()
+        before = np._core.multiarray.get_handler_name()
+        env.step([dict.fromkeys(AGENTS, 0)])
+        assert np._core.multiarray.get_handler_name() == before != "marl_parallel"
