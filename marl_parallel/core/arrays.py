@@ -101,6 +101,8 @@ class ArrayBatch(ArrayView):
         self._everywhere.flags.writeable = False
         for column, _ in layout.observations.groups if copy else ():
             tree_map(functools.partial(keep_large, self), column.array)
+        self._last_presence = b""  # what the next two follow from
+        self._masks, self._unseen = np.zeros((5, *self._shape), np.bool_), list[NDArray[np.bool_]]()
         self._slices_of = functools.lru_cache(8)(layout.actions.slices_of)
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
@@ -216,11 +218,15 @@ class ArrayBatch(ArrayView):
         """All but the infos, as they are in the block."""
         transitions, n = self._transitions, len(self.agents)
         flags = (transitions.flags & 1).view(np.bool_)
-        present, acting, observed, rewarded, flagged = (transitions.presence & _MASKS) != 0
+        presence = transitions.presence.tobytes()
+        if presence != self._last_presence:  # in most steps, nobody dies
+            self._last_presence, self._masks = presence, (transitions.presence & _MASKS) != 0
+            unseen = ~self._masks[2]
+            self._unseen = [unseen[:, of] for _, of in self.groups] if unseen.any() else []
+        present, acting, observed, rewarded, flagged = self._masks.copy()
         observations = self._all_observations()
-        if not observed.all():  # the block still has earlier observations
-            for stacked, (_, positions) in zip(observations, self.groups):
-                stacking.clear(stacked, ~observed[:, positions])
+        for stacked, rows in zip(observations, self._unseen):  # the block still has earlier observations
+            stacking.clear(stacked, rows)
         return self._with_vectors(Arrays(
             observations, transitions.rewards.copy(), flags[:, 0, :n], flags[:, 1, :n], flags[:, 0, n], flags[:, 1, n],
             present, acting, {}, observed, rewarded, flagged,

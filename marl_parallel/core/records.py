@@ -176,7 +176,7 @@ class TransitionRecords:
         self._struct = struct.Struct(f"=Q{n}d{n}s{n + 1}s{n + 1}s{n}s")
         view, at = functools.partial(over_records, buffer, layout.starts), layout.transition_header + _CODE_NBYTES
         self._codes = view(at - _CODE_NBYTES, np.uint64, ())
-        self._plain_codes = b""  # the codes when all were plain last
+        self._last_codes, self._are_plain = b"", False  # the codes when they were last looked at
         self.rewards = view(at, np.float64, (n,))
         self.tags = view(at + 8 * n, np.uint8, (n,))
         self.flags = view(at + 9 * n, np.uint8, (2, n + 1))
@@ -282,9 +282,9 @@ class TransitionRecords:
     def all_plain(self) -> bool:
         """Whether every record is plain, has no infos, and all agents act."""
         codes = self._codes.tobytes()
-        if codes != self._plain_codes and (self._codes & _SHOWS_EXCEPTIONS == PLAIN).all():
-            self._plain_codes = codes
-        return codes == self._plain_codes
+        if codes != self._last_codes:
+            self._last_codes, self._are_plain = codes, bool((self._codes & _SHOWS_EXCEPTIONS == PLAIN).all())
+        return self._are_plain
 
     def read(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.
