@@ -66,7 +66,9 @@ class Batch:
         layout.bind(buffer)
         self.layout, self.buffer = layout, buffer
         self.actions = ActionRecords(layout, buffer)
-        self.statistics = EpisodeStatistics(layout.num_records, layout.agents, mode, in_infos=episode_stats)
+        self.statistics = EpisodeStatistics(
+            layout.num_records, layout.agents, mode, vectors=layout.schema.reward_spaces, in_infos=episode_stats
+        )
         self._codec = open_codec(
             layout, buffer, infos_in_block=True, totals=self.statistics.totals, in_infos=episode_stats
         )

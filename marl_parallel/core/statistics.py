@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ _FLOATS = {float, np.float64}
 class EpisodeStatistics:
     """The running episode of each environment, and those that the latest step has finished.
 
-    An agent takes part in a step in which it has a reward, or its flag is set. Compiled code adds the plain steps that
-    it reads, in which all agents have a reward that is a number.
+    An agent takes part in a step in which it has a reward, or its flag is set. Compiled code adds the steps that it reads.
+    `vectors` are the agents whose rewards are vectors; for others, an array of one number counts as that number.
 
     An agent that comes back after its end begins another life in the same episode. With `in_infos`, the totals are
     those of the present life, and those of earlier ones are kept aside; an episode has the sums of all lives.
@@ -35,14 +35,20 @@ class EpisodeStatistics:
     """
 
     def __init__(
-        self, num_envs: int, agents: Sequence[AgentID], mode: AutoresetMode, *, in_infos: bool = False
+        self,
+        num_envs: int,
+        agents: Sequence[AgentID],
+        mode: AutoresetMode,
+        *,
+        vectors: Container[AgentID] = (),
+        in_infos: bool = False,
     ) -> None:
         self._finished: list[FinishedEpisode] = []
         self._columns: list[tuple[Any, ...]] = []  # episodes that have ended, in arrays: made when they are asked for
         self.ended = [0] * num_envs
         self.listeners: list[Callable[[FinishedEpisode], None]] = []
         self.in_infos = in_infos
-        self._agents = [*agents]
+        self._agents, self._vectors = [*agents], vectors
         self._start = -1 if mode is AutoresetMode.NEXT_STEP else 0  # whether a reset is next after an episode's end
         self._places = {agent: place for place, agent in enumerate(agents)}
         n = len(agents)
@@ -130,6 +136,8 @@ class EpisodeStatistics:
         """Add the rewards of the agents that take part to `totals`, in place, or to those of others."""
         for agent in {**rewards, **dict.fromkeys(flagged)}:
             reward, place = _summand(rewards.get(agent)), self._places.get(agent)
+            if np.shape(reward) == (1,) and agent not in self._vectors:
+                reward = float(reward[0])
             if place is not None and (type(reward) is float or np.ndim(reward) == 0):
                 totals[place] += reward
                 totals[len(self._agents) + place] += 1
