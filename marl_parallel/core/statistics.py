@@ -20,8 +20,8 @@ _FLOATS = {float, np.float64}
 class EpisodeStatistics:
     """The running episode of each environment, and those that the latest step has finished.
 
-    An agent takes part in a step in which it has a reward, or its flag is set. Compiled code adds the steps that it reads.
-    `vectors` are the agents whose rewards are vectors; for others, an array of one number counts as that number.
+    An agent takes part in a step in which it has a reward, or its flag is set. Compiled code adds the steps that it
+    reads. `vectors` are the agents whose rewards are vectors; for others, an array of one number counts as that number.
 
     An agent that comes back after its end begins another life in the same episode. With `in_infos`, the totals are
     those of the present life, and those of earlier ones are kept aside; an episode has the sums of all lives.
