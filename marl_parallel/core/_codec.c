@@ -1296,7 +1296,7 @@ static PyObject *read_flags(const Codec *codec, const Header *header, int which)
     return dict;
 }
 
-/* Empty infos for the agents that have one; None if only those that are not empty are wanted. */
+/* Empty infos for the agents that have one. */
 static PyObject *read_empty_infos(const Codec *codec, const Header *header) {
     PyObject *dict = PyDict_New();
     for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
