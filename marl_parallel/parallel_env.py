@@ -599,7 +599,9 @@ class ParallelEnv:
             ResetNeeded: An environment has never been reset.
         """
         runner = self.runner
-        ids, batch = runner.ids_to_step(env_ids), runner.batch
+        # In most steps, all environments are ready, as the pool knows.
+        ids = runner.env_ids if env_ids is None and runner.pool.is_lean else runner.ids_to_step(env_ids)
+        batch = runner.batch
         if type(actions) is not list or len(actions) != len(ids):  # a quick check first
             arguments.check_one_for_each(actions, ids)
         return batch.read(ids, runner.step(ids, batch.write_actions(ids, actions)))

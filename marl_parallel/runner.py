@@ -185,8 +185,13 @@ class BatchRunner:
 
         Returns the extras of the results, which the batch needs to read them.
         """
-        extras = self.pool.run(Message.STEP, env_ids, written or None)
-        self.batch.statistics.finished = []
+        pool = self.pool
+        if isinstance(pool, Pool) and pool.is_lean and not written and len(env_ids) == self.num_envs:
+            extras: Any = pool.step_all()
+        else:
+            extras = pool.run(Message.STEP, env_ids, written or None)
+        if self.batch.statistics.any_finished:
+            self.batch.statistics.finished = []
         if self.remark is not None and not self.remark.after_batch():
             self.remark = None
         return extras

@@ -1360,11 +1360,11 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
 
 PyDoc_STRVAR(read_doc,
     "read(env_ids, extras, copy, only_infos)\n"
-    "    -> (observations, rewards, terminateds, truncateds, infos, left, masked, changed)\n"
+    "    -> (observations, rewards, terminateds, truncateds, infos), (left, masked, changed) | None\n"
     "--\n\n"
-    "Read records: five lists of dicts, None for the environments whose places are in `left`. `extras` is a dict by\n"
-    "environment; arrays are copies, or views of the block. With `only_infos`, the other lists are empty, and infos are\n"
-    "None if all are. `masked` are the places of environments that have an action mask among the infos in the block.\n"
+    "Read records: five tuples of dicts, and None. If there is more to do, five lists of dicts, None for the environments\n"
+    "whose places are in `left`. `extras` is a dict by environment; arrays are copies, or views of the block. With\n"
+    "`only_infos`, the other columns are empty, and infos are None if all are. `masked` are the places of environments that have an action mask among the infos in the block.\n"
     "`changed` has the environments in which others act or are alive than after what was read last, or after `forget`:\n"
     "places, and the lists of agents that act and are alive, None if these are the same. Rewards are added to the totals\n"
     "that the Codec was made with.");
@@ -1398,7 +1398,18 @@ static PyObject *codec_read(PyObject *self, PyObject *args) {
         if (failed) goto failed;
     }
     use_other(before);
-    return Py_BuildValue("(NNNNNNNN)", lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7]);
+    before = NULL;
+    if (PyList_Size(lists[5]) == 0 && PyList_Size(lists[6]) == 0 && PyList_Size(lists[7]) == 0 &&
+        PyDict_Size(extras) == 0) {
+        for (int i = 0; i < 5; i++) {
+            PyObject *column = PyList_AsTuple(lists[i]);
+            Py_DECREF(lists[i]);
+            if ((lists[i] = column) == NULL) goto failed;
+        }
+        for (int i = 5; i < 8; i++) Py_CLEAR(lists[i]);
+        return Py_BuildValue("((NNNNN)O)", lists[0], lists[1], lists[2], lists[3], lists[4], Py_None);
+    }
+    return Py_BuildValue("([NNNNN](NNN))", lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7]);
 failed:
     use_other(before);
     for (int i = 0; i < 8; i++) Py_XDECREF(lists[i]);

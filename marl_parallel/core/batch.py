@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -157,26 +157,34 @@ class Batch:
                 return self.read(env_ids, extras)
         if self._codec is None:
             rows = [self._read_one(env_id, extras.get(env_id)) for env_id in env_ids]
-            return cast(Columns, (*zip(*rows),) or ((),) * 5)
-        return cast(Columns, tuple(map(tuple, self._read_compiled(env_ids, extras))))
+            return (*zip(*rows),) or ((),) * 5  # type: ignore[return-value]  # five tuples
+        columns: Any
+        columns, others = self._codec.read(env_ids, extras, self.copies, False)
+        if others is not None:
+            columns = tuple(map(tuple, self._completed(columns, others, env_ids, extras)))
+        return columns  # type: ignore[no-any-return]
 
     def read_infos(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Sequence[dict[Any, Any] | None]:
         """As `read`, but only the infos, if the extras have nothing else; None if all of them are empty."""
-        if self._codec is not None:
-            infos: list[dict[Any, Any] | None] = self._read_compiled(env_ids, extras, only_infos=True)[4]
-            return infos
-        return [self._read_one(env_id, extras.get(env_id), only_infos=True) for env_id in env_ids]
+        if self._codec is None:
+            return [self._read_one(env_id, extras.get(env_id), only_infos=True) for env_id in env_ids]
+        columns, others = self._codec.read(env_ids, extras, self.copies, True)
+        infos: Sequence[dict[Any, Any] | None] = columns[4]
+        if others is not None:
+            infos = self._completed(columns, others, env_ids, extras, only_infos=True)[4]
+        return infos
 
-    def _read_compiled(
-        self, env_ids: Sequence[int], extras: Mapping[int, Any], *, only_infos: bool = False
-    ) -> list[list[Any]]:
-        columns: list[list[Any]]
-        *columns, left, masked, changed = self._codec.read(env_ids, extras, self.copies, only_infos)
+    def _completed(
+        self, columns: list[list[Any]], others: Any, env_ids: Sequence[int], extras: Mapping[int, Any], *,
+        only_infos: bool = False,
+    ) -> list[list[Any]]:  # fmt: skip
+        """What compiled code has read, with what it has left, and note what it has found; see `Codec.read`."""
+        left, masked, changed = others
         if changed:
             self._note_changed([(env_ids[place], acting, alive) for place, acting, alive in changed])
         if extras:
-            others = {*left}
-            masked += [place for place, env_id in enumerate(env_ids) if env_id in extras and place not in others]
+            unread = {*left}
+            masked += [place for place, env_id in enumerate(env_ids) if env_id in extras and place not in unread]
         for place in left:
             one = self._read_one(env_ids[place], extras.get(env_ids[place]), only_infos=only_infos)
             for column, values in zip(columns[4:] if only_infos else columns, [one] if only_infos else one):

@@ -225,6 +225,7 @@ class NativePool:
     """
 
     seeds_stale = False
+    is_lean: ClassVar[bool] = False
     mode: ClassVar[AutoresetMode] = AutoresetMode.NEXT_STEP
     copies: ClassVar[bool] = True
 

@@ -30,6 +30,7 @@ class EpisodeStatistics:
         totals: float64 `(num_envs, 2 * agents + 1)`: the sums of rewards, in how many steps each agent took part, and
             the number of steps. The last two are -1 if the next transition is a reset, which does not count.
         ended: By environment, how many episodes have ended.
+        any_finished: Whether `finished` has any.
         in_infos: Whether infos have the statistics of each agent that ends, once for each life.
         listeners: Called with each episode that has ended.
     """
@@ -45,6 +46,7 @@ class EpisodeStatistics:
     ) -> None:
         self._finished: list[FinishedEpisode] = []
         self._columns: list[tuple[Any, ...]] = []  # episodes that have ended, in arrays: made when they are asked for
+        self.any_finished = False
         self.ended = [0] * num_envs
         self.listeners: list[Callable[[FinishedEpisode], None]] = []
         self.in_infos = in_infos
@@ -73,7 +75,7 @@ class EpisodeStatistics:
 
     @finished.setter
     def finished(self, episodes: list[FinishedEpisode]) -> None:
-        self._finished, self._columns = episodes, []
+        self._finished, self._columns, self.any_finished = episodes, [], bool(episodes)
 
     def begin(self, env_ids: Sequence[int]) -> None:
         """Note that the next transition of some environments is a reset."""
@@ -164,6 +166,7 @@ class EpisodeStatistics:
                 env_ids = ids[over]
                 flags = received.terminated[over], received.truncated[over]
                 self._columns.append((env_ids, self.totals[env_ids], *flags))
+                self.any_finished = True
                 self.totals[env_ids] = self._first
                 for env_id in env_ids.tolist():
                     self.ended[env_id] += 1
@@ -180,6 +183,7 @@ class EpisodeStatistics:
         returns, lengths = self._sums(env_id, totals)
         episode = FinishedEpisode(env_id, returns, lengths, int(totals[-1]), terminated, truncated)
         self.finished.append(episode)
+        self.any_finished = True
         for listener in self.listeners:
             listener(episode)
         self._reset(env_id, self._start)

@@ -102,7 +102,7 @@ reveal_type(make("CartPole-v1", facade="gymnasium", num_envs=2, on_error="restar
 """
 
 
-@pytest.mark.rest  # pyright finds nearly the same
+@pytest.mark.rest
 def test_mypy(files, tmp_path):
     """It finds the package from outside of the checkout, in a project that uses it."""
     with_cache = ["mypy", *MYPY, "--cache-dir", str(tmp_path / "cache")]
@@ -112,6 +112,7 @@ def test_mypy(files, tmp_path):
     assert types == ["marl_parallel.parallel_env.ParallelEnv", "marl_parallel.vector.gymnasium.GymnasiumVectorEnv"]
 
 
+@pytest.mark.rest
 def test_pyright(files):
     folder = Path(files[0]).parent
     (folder / "pyrightconfig.json").write_text(
@@ -120,6 +121,7 @@ def test_pyright(files):
     checked("pyright", "--pythonpath", sys.executable, cwd=folder)
 
 
+@pytest.mark.rest
 def test_pyright_resolves_an_editable_install(tmp_path):
     """From outside of the checkout, as an editor does it."""
     (tmp_path / "use.py").write_text(USE)

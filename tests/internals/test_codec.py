@@ -475,7 +475,7 @@ def test_records_with_other_extras_are_left_to_python(extras):
     plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), no, no, {a: {} for a in AGENTS}
     for record in range(5):
         TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
-    *_, left, _, _ = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True, False)
+    _, (left, *_) = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True, False)
     assert left == [1]
 
 

@@ -157,8 +157,8 @@ MUTATIONS = [
     Mutation(
         "quick steps skip what restarts must see",
         "pool/pool.py",
-        ("self._is_lean = len(done) == len(self.slots) and not self._owes_extensions() and self._are_quiet()"),
-        "self._is_lean = len(done) == len(self.slots)",
+        ("self.is_lean = len(done) == len(self.slots) and not self._owes_extensions() and self._are_quiet()"),
+        "self.is_lean = len(done) == len(self.slots)",
         blind=True,
     ),
     Mutation(

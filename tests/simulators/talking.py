@@ -24,8 +24,8 @@ class Talking(Counting):
             print(line)
 
     def say_in_all_ways(self, word: str) -> None:
-        print(word, "stdout")
-        print(word, "stderr", file=sys.stderr)
+        sys.stdout.write(f"{word} stdout\n")  # in one piece, also without buffers: those of two workers may mix
+        sys.stderr.write(f"{word} stderr\n")
         os.write(1, f"{word} descriptor\n".encode())
         subprocess.run(["sh", "-c", f"echo {word} child; echo {word} child-stderr >&2"], check=True)
 

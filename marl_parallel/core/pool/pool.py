@@ -52,6 +52,8 @@ class Pool:
         survives_faults: Whether an extension replaces workers that are gone.
         advice: What errors say about restarts.
         seeds_stale: Whether environments may use other seeds than those they declared last.
+        is_lean: Whether `step_all` may be called: every slot is idle and has a result, and no extension needs to see
+            the next ones.
         around: Called with the name of what a call does; a context of the call, or None if it is in one already.
     """
 
@@ -75,7 +77,7 @@ class Pool:
         self._set_extensions([])
         self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
-        self._is_lean = False  # whether every slot is idle, and the results of a step of all need not be seen
+        self.is_lean = False
         self._done = 0  # how many slots are done
         self._results: dict[int, Any] = {}  # of `execute`, by environment
         self._errors: list[ParallelEnvError] | None = None  # of faults in the present `execute` that were dealt with
@@ -157,6 +159,7 @@ class Pool:
 
     def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
         """Begin what `execute_in` does, and return; `finish_in` comes next, and nothing else before it."""
+        self.is_lean = False  # until the next step or reset of all
         self.alone("", self._begin, self.requests(message, env_ids, payload), None)
 
     def finish_in(self, timeout: float | None) -> dict[int, Any]:
@@ -194,19 +197,17 @@ class Pool:
     # -- sending and receiving -------------------------------------------------------------------------------------
 
     def _run(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Mapping[int, Any]:
-        if self._is_lean and message is Message.STEP and payloads is None and len(env_ids) == len(self.slots):
-            extras = self._step_all_at_once()
-            if extras is not None:
-                return extras
-        else:
-            self._send(message, env_ids, payloads, together=True)
-        results = self._recv(len(env_ids), None, self.slots)
+        self._send(message, env_ids, payloads, together=True)
+        return self._all_extras()
+
+    def _all_extras(self) -> Mapping[int, Any]:
+        results = self._recv(self.in_flight, None, self.slots)
         assert results is not None  # there is no timeout
-        more: Mapping[int, Any] = results.extras
-        return more
+        extras: Mapping[int, Any] = results.extras
+        return extras
 
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
-        self._is_lean = False
+        self.is_lean = False
         self._note_sent(message, env_ids)
         for before_send in self._hooks.of(Extension.before_send):
             env_ids = before_send(message, env_ids, payloads)
@@ -225,28 +226,47 @@ class Pool:
             slot.request, slot.state = message, State.BUSY
         self.in_flight += len(env_ids)
 
-    def _step_all_at_once(self) -> Mapping[int, Any] | None:
-        """Step all environments with the actions in the block, without a look at any slot.
+    def step_all(self) -> Mapping[int, Any]:
+        """As `run` of a step of all environments, with the actions in the block; only if `is_lean`.
 
-        Returns the extras of the results; None if something else has happened, which has been applied to the slots.
+        The most frequent call: it looks at no slot, unless something else happens than that all workers are done. Its
+        frame is that of `alone`.
         """
-        self._is_lean = False
-        requests, queues, now = self._step_all, self.queues, self.called
-        for before_step_all in self._at_step_all:
-            before_step_all()
-        patience = self._lean_patience
-        for ask in self._lean_asked:
-            seconds = ask(now)
-            if seconds is not None and seconds < patience:
-                patience = seconds
-        for worker in requests:
-            queues[worker].posted += 1
-        if patience > 0:
-            if self.backend.step_all(requests, patience) and not self.closed:
-                self._is_lean = True
-                return _NO_EXTRAS
-        else:
-            self.backend.post(requests, together=True)
+        if self.around is not None and (context := self.around(_WAITING_FOR[Message.STEP])):
+            with context:
+                return self.step_all()
+        with self._lock:
+            if self.closed:
+                self.check_open()
+            self.called = self.clock()
+            try:
+                for begin in self._at_begin:
+                    begin(self.called)
+                if not self.is_lean:  # an extension has to see the results
+                    return self._run(Message.STEP, range(self.batch_size), None)
+                self.is_lean = False
+                for before_step_all in self._at_step_all:
+                    before_step_all()
+                requests, patience = self._step_all, self._lean_patience
+                for ask in self._lean_asked:
+                    seconds = ask(self.called)
+                    if seconds is not None and seconds < patience:
+                        patience = seconds
+                for worker in requests:
+                    self.queues[worker].posted += 1
+                if patience <= 0:
+                    self.backend.post(requests, together=True)
+                elif self.backend.step_all(requests, patience) and not self.closed:
+                    self.is_lean = True
+                    return _NO_EXTRAS
+                return self._finish_step_all(requests)
+            except BaseException as error:
+                self._close_after(error)
+                raise
+
+    def _finish_step_all(self, requests: Mapping[int, Request]) -> Mapping[int, Any]:
+        """Wait for the replies to posted requests to step all environments, and return the extras of the results."""
+        queues, now = self.queues, self.called
         for worker, request in requests.items():
             queue = queues[worker]
             queue.requests.append((request, queue.posted, None, True))
@@ -266,12 +286,12 @@ class Pool:
                 extras = {env_id: self.read(env_id, result) for env_id, result in extras.items()}
             for worker in requests:
                 queues[worker].requests.clear()
-            self._is_lean = True
+            self.is_lean = True
             return extras
         self._note_sent(Message.STEP, range(self.batch_size))
         self.apply(replies)
         self._look()
-        return None
+        return self._all_extras()
 
     def requests(
         self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False
@@ -311,7 +331,7 @@ class Pool:
                 queue.since = now
             queue.requests.append((request, queue.posted + 1, owner, is_awaited))
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
-        self._is_lean = self._is_lean and owner is None
+        self.is_lean = self.is_lean and owner is None
         self.backend.post(posted, together=together)
 
     def _owes_extensions(self) -> bool:
@@ -334,7 +354,7 @@ class Pool:
             slot.request, slot.state, slot.result = None, State.IDLE, None
         self.in_flight -= len(done)
         self._done -= len(done)
-        self._is_lean = len(done) == len(self.slots) and not self._owes_extensions() and self._are_quiet()
+        self.is_lean = len(done) == len(self.slots) and not self._owes_extensions() and self._are_quiet()
         return Results(tuple([slot.env_id for slot in done]), resets, extras)
 
     def _are_quiet(self) -> bool:
@@ -521,13 +541,13 @@ class Pool:
 
     def note_dealt_with(self, error: ParallelEnvError) -> None:
         """Note that environments are rebuilt after a fault; a call or restart that is waited for raises the error."""
-        self._is_lean, self.seeds_stale = False, True
+        self.is_lean, self.seeds_stale = False, True
         if self._errors is not None:
             self._errors.append(error)
 
     def see_results(self) -> None:
         """Let the results of the next step be seen one by one."""
-        self._is_lean = False
+        self.is_lean = False
 
     def slots_of(self, worker: int) -> list[Slot]:
         return [self.slots[env_id] for env_id in self.queues[worker].share]
@@ -563,7 +583,7 @@ class Pool:
         """Note that environments are about to be constructed again; so many ends of episodes are to be received."""
         for on_rebuild in self._hooks.of(Extension.on_rebuild):
             on_rebuild(slots, ends)
-        self._is_lean, self.seeds_stale = False, True
+        self.is_lean, self.seeds_stale = False, True
 
     def note_outdated(self, env_ids: Sequence[int]) -> None:
         """Note that what environments are constructed with has changed, such as their seeds."""
@@ -677,7 +697,7 @@ class Pool:
         ask = ask and not self.closed  # a close that Ctrl-C has interrupted: the rest is freed now
         locked, error, patience = False, None, 0.0  # a worker without a request to close does not end by itself
         try:
-            self.closed = self._closing = True
+            self.closed, self._closing, self.is_lean = True, True, False
             for status in getattr(self.backend, "statuses", ()):  # there are none if it did not start
                 status.discard()
             self.backend.interrupt()
