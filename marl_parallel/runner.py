@@ -67,6 +67,7 @@ class BatchRunner:
     `ParallelEnvError` for a fault.
 
     Attributes:
+        stepped_by: Returns the one facade that steps, or None.
         schema: The agents and spaces, a `Schema`.
         mode: The auto-reset mode.
         num_envs: The number of environments.
@@ -110,7 +111,7 @@ class BatchRunner:
         self._called: dict[int, Any] = {}  # its results, if they are here already
         self.default_seed: DefaultSeed | None = None  # until environment 0 gets another seed
         self._default_seed_noted = False
-        self._stepped_by: Callable[[], object] = lambda: None
+        self.stepped_by: Callable[[], object] = lambda: None
         # Until all environments have been reset once: the check whether their seeds make a difference.
         self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
         if seed_check is not None and seed_check.first_warning is not None:
@@ -277,14 +278,14 @@ class BatchRunner:
         """Have workers write the observations of so many times into a new buffer; no longer into earlier ones.
 
         It has `more` bytes for the caller. Memory of earlier buffers is used again once no array refers to it. None if
-        workers share no memory, or not all observations are arrays in the block.
+        workers share no memory, or not all observations are arrays in the block, or without compiled code.
         """
         self.check_idle("rollout_buffer")
         pool, batch = self.pool, self.batch
         if isinstance(pool, NativePool) or not isinstance(batch, Batch) or not pool.backend.shares_memory:
             return None
         layout = batch.layout
-        if not layout.agents or layout.observations.agents != self.schema.possible_agents:
+        if batch.codec is None or not layout.agents or layout.observations.agents != self.schema.possible_agents:
             return None
         self._memory = [used for used in self._memory if used[0]() is not None]
         buffer = RolloutBuffer(layout, num_times, layout.nbytes, more)
@@ -408,13 +409,13 @@ class BatchRunner:
 
     def claim(self, facade: weakref.ref[Any]) -> None:
         """Let one facade step; errors are those of `check_claim`."""
-        if self._stepped_by is not facade:
+        if self.stepped_by is not facade:
             self.check_claim(facade)
-            self._stepped_by = facade
+            self.stepped_by = facade
 
     def check_claim(self, facade: weakref.ref[Any]) -> None:
         """Raise `RuntimeError` if another facade steps that is alive and has not called `release`."""
-        other = self._stepped_by()
+        other = self.stepped_by()
         if other is not None and other is not facade():
             raise RuntimeError(
                 f"this ParallelEnv is stepped by a {type(other).__name__} already; make a ParallelEnv for each facade"
@@ -422,7 +423,7 @@ class BatchRunner:
 
     def release(self) -> None:
         """Let another facade step."""
-        self._stepped_by = lambda: None
+        self.stepped_by = lambda: None
 
     # -- seeds and options of resets -------------------------------------------------------------------------------
 

@@ -109,6 +109,7 @@ enum {
     ALIVE_BIT = 32, ACTING_BIT = 64, EVERYWHERE = 127
 };
 enum { ENDED_BIT = 1 }; /* of lives: a flag has been set since the agent was last seen alive */
+enum { NOT_KNOWN = 0, KNOWN = 1, KNOWN_AND_DUE = 2 }; /* of states; what is due is returned with what is read next */
 enum { SOME = 0, ALL_IN_ORDER = 1, STACKED = 2 };
 enum { NP_FALSE_CODE = 2, NP_TRUE_CODE = 3, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
@@ -243,7 +244,7 @@ static void use_other(PyObject *before) {
 
 PyDoc_STRVAR(keep_doc,
     "keep(size, more) -> int\n--\n\n"
-    "Keep so many more pieces of memory of a size in bytes, or less, for arrays of `large_empty` and `Codec.read`. Returns\n"
+    "Keep so many more pieces of memory of a size in bytes, or less, for arrays of `Codec`. Returns\n"
     "how many there are now that nothing refers to.");
 
 static PyObject *keep_sizes(PyObject *Py_UNUSED(self), PyObject *args) {
@@ -252,27 +253,6 @@ static PyObject *keep_sizes(PyObject *Py_UNUSED(self), PyObject *args) {
     if (size > 0) keep((size_t)size, more);
     int place = size > 0 ? place_of_size((size_t)size) : sizes;
     return PyLong_FromSsize_t(place < sizes ? kept[place].count : 0);
-}
-
-PyDoc_STRVAR(large_empty_doc, "large_empty(shape, dtype) -> array\n--\n\nAs `numpy.empty`, in memory that is kept.");
-
-static PyObject *large_empty(PyObject *Py_UNUSED(self), PyObject *args) {
-    PyObject *shape;
-    PyArray_Descr *dtype;
-    npy_intp dims[32];
-    if (!PyArg_ParseTuple(args, "O!O!:large_empty", &PyTuple_Type, &shape, &PyArrayDescr_Type, &dtype)) return NULL;
-    int ndim = (int)PyTuple_Size(shape);
-    if (ndim > 32) return PyErr_Format(PyExc_ValueError, "too many axes");
-    for (int axis = 0; axis < ndim; axis++) {
-        dims[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
-        if (dims[axis] == -1 && PyErr_Occurred()) return NULL;
-    }
-    PyObject *before = use_kept(1);
-    if (before == NULL) return NULL;
-    Py_INCREF(dtype);
-    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, ndim, dims, NULL, NULL, 0, NULL);
-    use_other(before);
-    return array;
 }
 
 /* -- one value ---------------------------------------------------------------------------------------------------- */
@@ -1107,24 +1087,23 @@ static PyObject *agents_with(const Codec *codec, const unsigned char *presence, 
     return agents;
 }
 
-/* Note who is alive and acts now; if that has changed, append it to a list: the place, and the lists of those who act and
-   are alive, None if these are the same as before. */
-static int note_state(const Codec *codec, Py_ssize_t record, const unsigned char *presence, Py_ssize_t place,
-                      PyObject *changed) {
+/* Note who is alive and acts now; if that has changed, append it to a list: the environment, and the lists of those who act
+   and are alive, None if these are the same as before. */
+static int note_state(const Codec *codec, Py_ssize_t record, const unsigned char *presence, PyObject *changed) {
     unsigned char *state = state_of(codec, record);
-    int known = state[codec->n], alive_too = !known, acting_too = !known;
+    int known = state[codec->n] == KNOWN, alive_too = !known, acting_too = !known;
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         unsigned char now = presence[i] & (ALIVE_BIT | ACTING_BIT);
         alive_too |= (state[i] ^ now) & ALIVE_BIT;
         acting_too |= (state[i] ^ now) & ACTING_BIT;
         state[i] = now;
     }
-    state[codec->n] = 1;
+    state[codec->n] = KNOWN;
     if (!alive_too && !acting_too) return 0;
     PyObject *acting = agents_with(codec, presence, ACTING_BIT);
     PyObject *alive = alive_too ? agents_with(codec, presence, ALIVE_BIT) : Py_None;
     if (!alive_too) Py_INCREF(Py_None);
-    PyObject *one = acting == NULL || alive == NULL ? NULL : Py_BuildValue("(nOO)", place, acting, alive);
+    PyObject *one = acting == NULL || alive == NULL ? NULL : Py_BuildValue("(nOO)", record, acting, alive);
     int failed = one == NULL || PyList_Append(changed, one) < 0;
     Py_XDECREF(one);
     Py_XDECREF(acting);
@@ -1304,40 +1283,47 @@ static PyObject *read_empty_infos(const Codec *codec, const Header *header) {
     return dict;
 }
 
-/* Put the five dicts of one record into the lists, or only infos that are not all empty; LEFT if Python has to do it. */
-static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, int only_infos,
-                           PyObject **lists, Py_ssize_t at, PyObject *changed, int *has_mask) {
+/* Note what a record says: who acts and is alive, and its rewards. `infos` is a new reference, NULL if all are empty. LEFT if
+   Python has to read it. */
+static Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header, PyObject *extras,
+                           PyObject *changed, int *has_mask, PyObject **infos) {
+    int tag = (int)(header->code >> REWARD_SHIFT & 0xFF), plain = header->code & PLAIN;
+    if (plain && (header->code & UNKNOWN || (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types))) return LEFT;
+    if (!plain && is_left(codec, header)) return LEFT;
+    *infos = pickled_infos(extras, env_id);
+    *has_mask = 0;
+    if (*infos == NULL && PyErr_Occurred()) return FAILED;
+    if ((*infos != NULL) != ((header->code & INFOS) != 0)) return LEFT;
+    if (*infos == NULL && PyDict_Size(extras) > 0) {
+        int has_extras = PyDict_Contains(extras, env_id);
+        if (has_extras) return has_extras < 0 ? FAILED : LEFT;
+    }
+    if (header->code & INFOS_IN_BLOCK) {
+        *infos = read_infos(codec, codec->base + number * codec->stride, has_mask);
+        if (*infos == NULL) return FAILED;
+    } else {
+        Py_XINCREF(*infos);
+    }
+    if (note_state(codec, number, header->presence, changed) < 0) {
+        Py_CLEAR(*infos);
+        return FAILED;
+    }
+    if (codec->totals != NULL) add_totals(codec, number, header);
+    return DONE;
+}
+
+/* Put the five dicts of one record into the lists; LEFT if Python has to do it. */
+static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, PyObject **lists,
+                           Py_ssize_t at, PyObject *changed, int *has_mask) {
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return FAILED;
     const Header header = header_of(codec, record);
     const uint64_t code = header.code;
     int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT & 0xFF), plain = code & PLAIN;
-    if (plain && (code & UNKNOWN || (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types))) return LEFT;
-    if (!plain && is_left(codec, &header)) return LEFT;
-    PyObject *infos = pickled_infos(extras, env_id);
-    if (infos == NULL && PyErr_Occurred()) return FAILED;
-    if ((infos != NULL) != ((code & INFOS) != 0)) return LEFT;
-    if (infos == NULL && PyDict_Size(extras) > 0) {
-        int has_extras = PyDict_Contains(extras, env_id);
-        if (has_extras) return has_extras < 0 ? FAILED : LEFT;
-    }
-    *has_mask = 0;
-    if (code & INFOS_IN_BLOCK) {
-        infos = read_infos(codec, record, has_mask);
-        if (infos == NULL) return FAILED;
-    } else if (infos != NULL) {
-        Py_INCREF(infos);
-    }
-    if (note_state(codec, number, header.presence, at, changed) < 0) {
-        Py_XDECREF(infos);
-        return FAILED;
-    }
-    if (codec->totals != NULL) add_totals(codec, number, &header);
-    if (only_infos) {
-        if (infos == NULL) Py_INCREF(infos = Py_None);
-        return PyList_SetItem(lists[4], at, infos) < 0 ? FAILED : DONE;
-    }
+    PyObject *infos;
+    Outcome outcome = note_record(codec, env_id, number, &header, extras, changed, has_mask, &infos);
+    if (outcome != DONE) return outcome;
     PyObject *no_flags = code & ONLY_ALL ? codec->only_all : flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {NULL, NULL, NULL, NULL, infos};
     dicts[0] = plain ? read_values(codec, codec->observations, record, copy)
@@ -1359,39 +1345,34 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
 }
 
 PyDoc_STRVAR(read_doc,
-    "read(env_ids, extras, copy, only_infos)\n"
+    "read(env_ids, extras, copy)\n"
     "    -> (observations, rewards, terminateds, truncateds, infos), (left, masked, changed) | None\n"
     "--\n\n"
     "Read records: five tuples of dicts, and None. If there is more to do, five lists of dicts, None for the environments\n"
-    "whose places are in `left`. `extras` is a dict by environment; arrays are copies, or views of the block. With\n"
-    "`only_infos`, the other columns are empty, and infos are None if all are. `masked` are the places of environments that have an action mask among the infos in the block.\n"
-    "`changed` has the environments in which others act or are alive than after what was read last, or after `forget`:\n"
-    "places, and the lists of agents that act and are alive, None if these are the same. Rewards are added to the totals\n"
-    "that the Codec was made with.");
+    "that are `left`. `extras` is a dict by environment; arrays are copies, or views of the block. `masked` are the\n"
+    "environments that have an action mask among the infos in the block. `changed` has the environments in which others act\n"
+    "or are alive than after what was read last, or after `forget`: numbers, and the lists of agents that act and are\n"
+    "alive, None if these are the same. Rewards are added to the totals that the Codec was made with.");
 
 static PyObject *codec_read(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
     PyObject *env_ids, *extras, *lists[8] = {NULL}, *before = NULL; /* the last three: left, masked, changed */
-    int copy, only_infos, has_mask;
-    if (!PyArg_ParseTuple(args, "O!O!pp:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy, &only_infos))
-        return NULL;
+    int copy, has_mask;
+    if (!PyArg_ParseTuple(args, "O!O!p:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy)) return NULL;
     Py_ssize_t size = PyTuple_Size(env_ids);
-    int first = only_infos ? 4 : 0, is_large = copy && codec->has_large && !only_infos;
+    int is_large = copy && codec->has_large;
     if (is_large && (before = use_kept(1)) == NULL) return NULL;
     for (int i = 0; i < 8; i++)
-        if ((lists[i] = PyList_New(first <= i && i < 5 ? size : 0)) == NULL) goto failed;
+        if ((lists[i] = PyList_New(i < 5 ? size : 0)) == NULL) goto failed;
     for (Py_ssize_t place = 0; place < size; place++) {
+        PyObject *env_id = PyTuple_GetItem(env_ids, place);
         Outcome outcome = LEFT;
         if (codec->observations != NULL)
-            outcome = read_record(codec, PyTuple_GetItem(env_ids, place), extras, copy, only_infos, lists, place,
-                                  lists[7], &has_mask);
+            outcome = read_record(codec, env_id, extras, copy, lists, place, lists[7], &has_mask);
         if (outcome == FAILED) goto failed;
         if (outcome == DONE && !has_mask) continue;
-        PyObject *number = PyLong_FromSsize_t(place);
-        if (number == NULL) goto failed;
-        int failed = PyList_Append(lists[outcome == DONE ? 6 : 5], number);
-        Py_DECREF(number);
-        for (int i = first; i < 5 && outcome == LEFT && !failed; i++) {
+        int failed = PyList_Append(lists[outcome == DONE ? 6 : 5], env_id);
+        for (int i = 0; i < 5 && outcome == LEFT && !failed; i++) {
             Py_INCREF(Py_None);
             failed = PyList_SetItem(lists[i], place, Py_None);
         }
@@ -1416,34 +1397,249 @@ failed:
     return NULL;
 }
 
+/* -- arrays over neighbouring environments -------------------------------------------------------------------------- */
+
+/* Fields of `Arrays` after the observations, in its order but for the infos. */
+enum { REWARDS, TERMINATIONS, TRUNCATIONS, TERMINATED, TRUNCATED, PRESENT, ACTING, OBSERVED, REWARDED, FLAGGED, FIELDS };
+
+static const int bits_of_mask[FIELDS] = {
+    [PRESENT] = OBSERVED_BIT | REWARDED_BIT, [ACTING] = ACTING_BIT, [OBSERVED] = OBSERVED_BIT,
+    [REWARDED] = REWARDED_BIT, [FLAGGED] = FLAG_BITS,
+};
+
+/* Whether a range of records exists; else an error is set. */
+static int are_records(const Codec *codec, Py_ssize_t start, Py_ssize_t stop) {
+    if (start >= 0 && start <= stop && stop <= codec->records) return 1;
+    PyErr_Format(PyExc_IndexError, "there are no records %zd to %zd", start, stop);
+    return 0;
+}
+
+/* Whether a record is plain, all agents act, and there are no infos. */
+static int is_simple(uint64_t code) {
+    return (code >> TURN_SHIFT) == 0 && (code & (PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL | UNKNOWN)) == PLAIN;
+}
+
+/* The observations of a group, or a part of each: an array `(records, agents, ...)`, of what a view of the block has. The
+   rows of agents that are not observed become zeros. The array is new, unless there is a target. */
+static PyObject *stacked(const Codec *codec, PyObject *leaf, PyObject *target, int written, Py_ssize_t start,
+                         int all_observed) {
+    PyArrayObject *view, *array = (PyArrayObject *)target;
+    PyObject *places;
+    if (!PyArg_ParseTuple(leaf, "O!O!", &PyArray_Type, &view, &PyTuple_Type, &places)) return NULL;
+    if (target == NULL) {
+        if ((array = (PyArrayObject *)PyArray_NewCopy(view, NPY_CORDER)) == NULL) return NULL;
+    } else if (!PyArray_Check(target) || !PyArray_ISCARRAY(array) || PyArray_NDIM(array) < 2) {
+        PyErr_SetString(PyExc_ValueError, "observations can be written to contiguous arrays only");
+        return NULL;
+    } else {
+        if (!written && PyArray_CopyInto(array, view) < 0) return NULL;
+        Py_INCREF(target);
+    }
+    Py_ssize_t rows = PyTuple_Size(places), envs = PyArray_DIM(array, 0);
+    size_t nbytes = envs && rows ? (size_t)(PyArray_NBYTES(array) / (envs * rows)) : 0;
+    for (Py_ssize_t row = 0; !all_observed && row < rows; row++) {
+        Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GetItem(places, row));
+        for (Py_ssize_t env = 0; place >= 0 && place < codec->n && env < envs; env++) {
+            const Header header = header_of(codec, codec->base + (start + env) * codec->stride);
+            if (!(header.presence[place] & OBSERVED_BIT))
+                memset((char *)PyArray_DATA(array) + (env * rows + row) * (Py_ssize_t)nbytes, 0, nbytes);
+        }
+    }
+    return (PyObject *)array;
+}
+
+/* The observations of all groups as a new list. */
+static PyObject *all_stacked(const Codec *codec, PyObject *leaves, PyObject *targets, int written, Py_ssize_t start,
+                             int all_observed) {
+    Py_ssize_t size = PyTuple_Size(leaves);
+    PyObject *arrays = PyList_New(size), *before = NULL;
+    if (arrays == NULL) return NULL;
+    int is_large = targets == Py_None && codec->has_large, failed = is_large && (before = use_kept(1)) == NULL;
+    for (Py_ssize_t i = 0; !failed && i < size; i++) {
+        PyObject *target = targets == Py_None ? NULL : PyList_GetItem(targets, i);
+        failed = target == NULL && targets != Py_None;
+        PyObject *array = failed ? NULL : stacked(codec, PyTuple_GetItem(leaves, i), target, written, start,
+                                                    all_observed);
+        failed = array == NULL || PyList_SetItem(arrays, i, array) < 0;
+    }
+    use_other(before);
+    if (failed) Py_CLEAR(arrays);
+    return arrays;
+}
+
+/* Fill one row of all fields. */
+static void fill_row(const Codec *codec, const Header *header, char **fields, Py_ssize_t row) {
+    Py_ssize_t n = codec->n;
+    memcpy(fields[REWARDS] + row * n * 8, header->rewards, (size_t)n * 8);
+    for (int which = 0; which < 2; which++) {
+        for (Py_ssize_t i = 0; i < n; i++) fields[TERMINATIONS + which][row * n + i] = header->flags[which][i] & 1;
+        fields[TERMINATED + which][row] = header->flags[which][n] & 1;
+    }
+    for (int mask = PRESENT; mask < FIELDS; mask++)
+        for (Py_ssize_t i = 0; i < n; i++)
+            fields[mask][row * n + i] = (header->presence[i] & bits_of_mask[mask]) != 0;
+}
+
+PyDoc_STRVAR(read_arrays_doc,
+    "read_arrays(start, stop, leaves, targets, written, extras, notes) -> list, (left, masked, changed) | None\n--\n\n"
+    "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards. `leaves` are pairs\n"
+    "of a view of the block, `(records, agents, ...)`, and the agents' places; each is an array among the observations:\n"
+    "new ones, or the `targets`, a list, which may have been `written` already. If there is more to do, the rest is as of\n"
+    "`read`. Rows of environments that are `left` are filled too, as far as their records tell. Without `notes`, nothing\n"
+    "is noted, and there are no infos.");
+
+static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *leaves, *targets, *extras;
+    Py_ssize_t start, stop;
+    int written, notes;
+    if (!PyArg_ParseTuple(args, "nnO!OpO!p:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
+                          &PyDict_Type, &extras, &notes))
+        return NULL;
+    if (!are_records(codec, start, stop)) return NULL;
+    npy_intp dims[2] = {stop - start, codec->n};
+    int simple = PyDict_Size(extras) == 0, failed = 0, any_over = 0;
+    for (Py_ssize_t i = start; simple && i < stop; i++)
+        simple = is_simple(header_of(codec, codec->base + i * codec->stride).code);
+    PyObject *arrays[FIELDS] = {NULL}, *found[4] = {NULL}, *result = NULL; /* infos, left, masked, changed */
+    PyObject *observations = all_stacked(codec, leaves, targets, written, start, simple);
+    char *fields[FIELDS];
+    if (observations == NULL) return NULL;
+    for (int field = 0; field < FIELDS; field++) {
+        int of_envs = field == TERMINATED || field == TRUNCATED;
+        if (simple && field > OBSERVED) Py_INCREF(arrays[field] = arrays[OBSERVED]);
+        else arrays[field] = PyArray_ZEROS(of_envs ? 1 : 2, dims, field == REWARDS ? NPY_DOUBLE : NPY_BOOL, 0);
+        if (arrays[field] == NULL) goto finally;
+        fields[field] = PyArray_DATA((PyArrayObject *)arrays[field]);
+    }
+    for (int i = 0; i < 4; i++)
+        if ((found[i] = i == 0 ? PyDict_New() : PyList_New(0)) == NULL) goto finally;
+    if (simple)
+        for (int mask = PRESENT; mask <= OBSERVED; mask++) memset(fields[mask], 1, (size_t)(dims[0] * dims[1]));
+    for (Py_ssize_t i = start; !failed && i < stop; i++) {
+        const Header header = header_of(codec, codec->base + i * codec->stride);
+        any_over |= (header.flags[0][codec->n] | header.flags[1][codec->n]) & 1;
+        if (simple) memcpy(fields[REWARDS] + (i - start) * codec->n * 8, header.rewards, (size_t)codec->n * 8);
+        else fill_row(codec, &header, fields, i - start);
+        if (!notes) continue;
+        PyObject *number = PyLong_FromSsize_t(i), *infos = NULL;
+        int has_mask = 0;
+        Outcome outcome = FAILED;
+        if (number != NULL)
+            outcome = note_record(codec, number, i, &header, extras, found[3], &has_mask, &infos);
+        failed = outcome == FAILED;
+        if (outcome == LEFT || has_mask) failed |= PyList_Append(found[outcome == LEFT ? 1 : 2], number) < 0;
+        if (infos != NULL) failed |= PyDict_SetItem(found[0], number, infos) < 0;
+        Py_XDECREF(infos);
+        Py_XDECREF(number);
+    }
+    if (failed) goto finally;
+    PyObject *flag = simple ? Py_True : Py_False, *others = NULL;
+    if (PyList_Size(found[1]) || PyList_Size(found[2]) || PyList_Size(found[3]) || PyDict_Size(extras))
+        others = Py_BuildValue("(OOO)", found[1], found[2], found[3]);
+    else Py_INCREF(others = Py_None);
+    if (others != NULL)
+        result = Py_BuildValue("([OOOOOOOOOOOOOO{}OO]N)", observations, arrays[REWARDS], arrays[TERMINATIONS],
+                               arrays[TRUNCATIONS], arrays[TERMINATED], arrays[TRUNCATED], arrays[PRESENT], arrays[ACTING],
+                               found[0], arrays[OBSERVED], arrays[REWARDED], arrays[FLAGGED], flag, flag, Py_None,
+                               any_over ? Py_False : Py_True, others);
+finally:
+    Py_DECREF(observations);
+    for (int field = 0; field < FIELDS; field++) Py_XDECREF(arrays[field]);
+    for (int i = 0; i < 4; i++) Py_XDECREF(found[i]);
+    return result;
+}
+
+PyDoc_STRVAR(acting_doc,
+    "acting(start, stop) -> array | None\n--\n\n"
+    "Which agents act in neighbouring environments, by what `read` and `read_arrays` have noted: bool `(records, agents)`.\n"
+    "None if all agents act; rows of which nothing is known are False.");
+
+static PyObject *codec_acting(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    Py_ssize_t start, stop, n = codec->n, acting = 0;
+    if (!PyArg_ParseTuple(args, "nn:acting", &start, &stop) || !are_records(codec, start, stop)) return NULL;
+    for (Py_ssize_t i = start; i < stop; i++) {
+        const unsigned char *state = state_of(codec, i);
+        for (Py_ssize_t j = 0; state[n] && j < n; j++) acting += (state[j] & ACTING_BIT) != 0;
+    }
+    if (acting == (stop - start) * n) Py_RETURN_NONE;
+    npy_intp dims[2] = {stop - start, n};
+    PyObject *mask = PyArray_ZEROS(2, dims, NPY_BOOL, 0);
+    if (mask == NULL) return NULL;
+    char *at = PyArray_DATA((PyArrayObject *)mask);
+    for (Py_ssize_t i = start; i < stop; i++, at += n) {
+        const unsigned char *state = state_of(codec, i);
+        for (Py_ssize_t j = 0; state[n] && j < n; j++) at[j] = (state[j] & ACTING_BIT) != 0;
+    }
+    return mask;
+}
+
+PyDoc_STRVAR(write_arrays_doc,
+    "write_arrays(start, stop, columns, values, acting) -> bool\n--\n\n"
+    "Write the actions of all agents in neighbouring records. `columns` has, for each array of `values`, a view of the block\n"
+    "of its shape, and the tags of its numbers, None if it has none, with their tag. `acting` is None if all actions count,\n"
+    "else bool `(records, agents)`. Returns False if the values are no arrays of these shapes, or of dtypes that not every\n"
+    "number would survive; then nothing counts as written.");
+
+static PyObject *codec_write_arrays(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *columns, *values, *acting;
+    Py_ssize_t start, stop;
+    if (!PyArg_ParseTuple(args, "nnO!OO:write_arrays", &start, &stop, &PyTuple_Type, &columns, &values, &acting))
+        return NULL;
+    if (!are_records(codec, start, stop)) return NULL;
+    Py_ssize_t size = PyTuple_Size(columns);
+    if (!PyList_Check(values) || PyList_Size(values) != size) Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < size; i++) {
+        PyArrayObject *view, *array = (PyArrayObject *)PyList_GetItem(values, i);
+        PyObject *tags, *tag;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(columns, i), "O!OO", &PyArray_Type, &view, &tags, &tag)) return NULL;
+        if (!PyArray_CheckExact((PyObject *)array) || PyArray_NDIM(array) != PyArray_NDIM(view) ||
+            !PyArray_CompareLists(PyArray_DIMS(array), PyArray_DIMS(view), PyArray_NDIM(view)))
+            Py_RETURN_FALSE;
+        int from = PyArray_TYPE(array), to = PyArray_TYPE(view);
+        int numbers = tags == Py_None || PyTypeNum_ISBOOL(from) || PyTypeNum_ISINTEGER(from);
+        int floats = PyTypeNum_ISFLOAT(from) && PyTypeNum_ISFLOAT(to);
+        if (!numbers || !(from == to || floats || PyArray_CanCastSafely(from, to))) Py_RETURN_FALSE;
+        if (PyArray_CopyInto(view, array) < 0) return NULL;
+        if (tags != Py_None && PyArray_CopyObject((PyArrayObject *)tags, tag) < 0) return NULL;
+    }
+    const char *mask = NULL;
+    if (acting != Py_None) {
+        PyArrayObject *array = (PyArrayObject *)acting;
+        if (!PyArray_Check(acting) || PyArray_TYPE(array) != NPY_BOOL || !PyArray_ISCARRAY_RO(array) ||
+            PyArray_SIZE(array) != (stop - start) * codec->n) {
+            PyErr_SetString(PyExc_ValueError, "acting must be None or bool (records, agents), contiguous");
+            return NULL;
+        }
+        mask = PyArray_DATA(array);
+    }
+    for (Py_ssize_t i = start; i < stop; i++) {
+        char *form = codec->base + i * codec->stride + codec->action_header;
+        form[0] = (char)(STACKED | (mask == NULL ? ALL_IN_ORDER : SOME));
+        if (mask != NULL) memcpy(form + 1, mask + (i - start) * codec->n, (size_t)codec->n);
+    }
+    Py_RETURN_TRUE;
+}
+
 PyDoc_STRVAR(forget_doc, "forget(env_id)\n--\n\nForget who acts and is alive in an environment: its record does not say so.");
 
 static PyObject *codec_forget(PyObject *self, PyObject *env_id) {
     Py_ssize_t number;
     if (record_of((Codec *)self, env_id, &number) == NULL) return NULL;
-    state_of((Codec *)self, number)[((Codec *)self)->n] = 0;
+    state_of((Codec *)self, number)[((Codec *)self)->n] = NOT_KNOWN;
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(add_plain_doc, "add_plain(start, stop) -> changed\n--\n\n"
-             "Add neighbouring records, which are plain and have no vector rewards, to the totals. `changed` is as of\n"
-             "`read`, with numbers of environments.");
+PyDoc_STRVAR(report_doc, "report(env_id)\n--\n\nReturn who acts and is alive in an environment with what is read next, also if it stays.");
 
-static PyObject *codec_add_plain(PyObject *self, PyObject *args) {
-    Codec *codec = (Codec *)self;
-    Py_ssize_t number, stop;
-    if (!PyArg_ParseTuple(args, "nn", &number, &stop)) return NULL;
-    if (number < 0 || stop > codec->records) {
-        PyErr_SetString(PyExc_IndexError, "no such records");
-        return NULL;
-    }
-    PyObject *changed = PyList_New(0);
-    for (; changed != NULL && number < stop; number++) {
-        const Header header = header_of(codec, codec->base + number * codec->stride);
-        if (codec->totals != NULL) add_totals(codec, number, &header);
-        if (note_state(codec, number, header.presence, number, changed) < 0) Py_CLEAR(changed);
-    }
-    return changed;
+static PyObject *codec_report(PyObject *self, PyObject *env_id) {
+    Py_ssize_t number;
+    if (record_of((Codec *)self, env_id, &number) == NULL) return NULL;
+    unsigned char *known = state_of((Codec *)self, number) + ((Codec *)self)->n;
+    if (*known == KNOWN) *known = KNOWN_AND_DUE;
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(infos_doc, "infos(env_id)\n--\n\nRead what `put_infos` wrote, or `run`.");
@@ -1863,7 +2059,10 @@ static PyMethodDef codec_methods[] = {
     {"write", codec_write, METH_VARARGS, write_doc},
     {"read", codec_read, METH_VARARGS, read_doc},
     {"forget", codec_forget, METH_O, forget_doc},
-    {"add_plain", codec_add_plain, METH_VARARGS, add_plain_doc},
+    {"report", codec_report, METH_O, report_doc},
+    {"read_arrays", codec_read_arrays, METH_VARARGS, read_arrays_doc},
+    {"write_arrays", codec_write_arrays, METH_VARARGS, write_arrays_doc},
+    {"acting", codec_acting, METH_VARARGS, acting_doc},
     {"infos", codec_infos, METH_O, infos_doc},
     {"put_infos", codec_put_infos, METH_VARARGS, put_infos_doc},
     {"run", codec_run, METH_VARARGS, run_doc},
@@ -2026,7 +2225,6 @@ static PyObject *exchange(PyObject *Py_UNUSED(self), PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"keep", keep_sizes, METH_VARARGS, keep_doc},
-    {"large_empty", large_empty, METH_VARARGS, large_empty_doc},
 #ifdef __linux__
     {"try_for", try_for, METH_VARARGS, try_for_doc},
     {"exchange", exchange, METH_VARARGS, exchange_doc},

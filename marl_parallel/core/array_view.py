@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-from gymnasium import Space
+from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
@@ -47,6 +47,7 @@ class Arrays(NamedTuple):
         vectors: By agent, rewards that are vectors: `(num_envs, *shape)` in the dtype of its reward space, zeros if
             there is none. Its column in `rewards` is 0.0. Empty if no agent declares a reward space.
         vectored: `(num_envs, n)`, bool: which rewards are in `vectors`; None if that is empty.
+        none_over: If True, `terminated` and `truncated` are False everywhere, as in most steps.
     """
 
     observations: list[Any]
@@ -65,6 +66,7 @@ class Arrays(NamedTuple):
     shared_flags: bool = False
     vectors: Mapping[AgentID, NDArray[Any]] = MappingProxyType({})
     vectored: NDArray[np.bool_] | None = None
+    none_over: bool = False
 
 
 class Stacked(NamedTuple):
@@ -110,7 +112,14 @@ class _WithActing(Protocol):
 
 
 class ArrayView:
-    """The agents of a batch that is read and written as arrays; the schema names them all, and a space for each."""
+    """The agents of a batch that is read and written as arrays; the schema names them all, and a space for each.
+
+    Attributes:
+        agents: The columns.
+        groups: The agents with equal observation spaces.
+        places: By agent, its group, and its row there.
+        is_one_stack: Whether the observations of all agents are one array, in order.
+    """
 
     def __init__(self, schema: Schema) -> None:
         self.agents = list(schema.possible_agents)
@@ -118,6 +127,7 @@ class ArrayView:
         self._column = {agent: place for place, agent in enumerate(self.agents)}
         rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
         self.places = {agent: rows[place] for agent, place in self._column.items()}  # the group, and the row in it
+        self.is_one_stack = len(self.groups) == 1 and not isinstance(self.groups[0].space, spaces.Dict | spaces.Tuple)
         self._target: list[Any] | None = None
         self._rollout: RolloutBuffer | None = None
 

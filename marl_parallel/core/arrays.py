@@ -7,6 +7,7 @@ environments of which more than infos travelled pickled are read from their dict
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,10 +21,9 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, ArrayView
 from marl_parallel.core.batch import Batch
-from marl_parallel.core.codec import copied_large, keep_large
-from marl_parallel.core.columns import write_stacked
+from marl_parallel.core.codec import keep_large
 from marl_parallel.core.native import NativeArrays, NativePool
-from marl_parallel.core.records import BITS, FLAG_BITS, VECTOR_TAG, ActionRecords, TransitionRecords
+from marl_parallel.core.records import BITS, VECTOR_TAG, ActionRecords, TransitionRecords
 from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
 from marl_parallel.core.transition import ALL, are_empty
 
@@ -66,8 +66,8 @@ def action_masks(batch: Batch | NativePool, schema: Schema, agents: Sequence[Age
 
 
 _INFOS = {"infos", "reset_infos"}
-_OBSERVED, _REWARDED = BITS["observations"], BITS["rewards"]
-_MASKS = np.array([_OBSERVED | _REWARDED, BITS["acting"], _OBSERVED, _REWARDED, FLAG_BITS], np.uint8)[:, None, None]
+_REWARDED = BITS["rewards"]
+_AGENTS, _VALUES = operator.itemgetter(0), operator.itemgetter(1)  # of `Stacked`
 
 
 class ArrayBatch(ArrayView):
@@ -88,7 +88,9 @@ class ArrayBatch(ArrayView):
                 ActionRecords(layout, batch.buffer), TransitionRecords(layout, batch.buffer)
             )  # fmt: skip
         self._layout = layout
-        self._in_block = bool(layout.agents) and layout.observations.agents == self.agents
+        # Compiled code reads and writes the whole; without it, dicts are read and written one by one.
+        in_block = bool(layout.agents) and layout.observations.agents == self.agents
+        self._codec: Any = batch.codec if in_block else None
         self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not batch.checks
         self._num_envs = layout.num_records
         self._shape = self._num_envs, len(self.agents)
@@ -96,14 +98,18 @@ class ArrayBatch(ArrayView):
         # Of environments that were read from dicts: their last observations, and which agents were present.
         self._from_dicts: dict[int, tuple[Mapping[Any, Any], NDArray[np.bool_]]] = {}
         self._reward_spaces = {a: schema.reward_spaces[a] for a in self.agents if a in schema.reward_spaces}
-        self._no, self._no_env = np.zeros(self._shape, np.bool_), np.zeros(self._num_envs, np.bool_)  # to be copied
-        self._everywhere = np.ones(self._shape, np.bool_)
-        self._everywhere.flags.writeable = False
-        for column, _ in layout.observations.groups if copy else ():
-            tree_map(functools.partial(keep_large, self), column.array)
-        self._last_presence = b""  # what the next two follow from
-        self._masks, self._unseen = np.zeros((5, *self._shape), np.bool_), list[NDArray[np.bool_]]()
-        self._slices_of = functools.lru_cache(8)(layout.actions.slices_of)
+        self._leaves: tuple[tuple[NDArray[Any], tuple[int, ...]], ...] = ()  # what compiled code stacks
+        self._are_leaves = True  # whether these are the observations; else dicts or tuples of them
+        for column, positions in layout.observations.groups if self._codec is not None else ():
+            tree_map(functools.partial(self._add_leaf, tuple(positions)), column.array)
+            self._are_leaves &= isinstance(column.array, np.ndarray)
+        self._is_composed = not (self._are_leaves and copy) or bool(self._reward_spaces)
+        self._places_of = functools.lru_cache(8)(layout.actions.places_of)
+
+    def _add_leaf(self, places: tuple[int, ...], view: NDArray[Any]) -> None:
+        self._leaves += ((view, places),)
+        if self._copy:
+            keep_large(self, view)
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
         """Write the actions of the agents that act, and ignore all others; returns the payload of the step.
@@ -114,25 +120,22 @@ class ArrayBatch(ArrayView):
         if batch.around is not None and (context := batch.around("write actions")):
             with context:
                 return self.write(actions, env_ids)
-        acting: NDArray[np.bool_] | None = None
-        if batch.apart or not (self._layout.agents and self._transitions.all_plain()):
+        acting = None if self._codec is None else self._codec.acting(self._span.start, self._span.stop)
+        if batch.apart:
             acting = self.acting()
             acting = None if acting.all() else acting
-        everyone = acting is None
+        if self._codec is not None and self._actions_in_block:
+            if isinstance(actions, list):
+                places = self._places_of(tuple(map(_AGENTS, actions)))
+                values = [*map(_VALUES, actions)]
+            else:
+                places = self._places_of(None) if [*actions] == self.agents else None
+                values = [*actions.values()]
+            span = self._span
+            if places is not None and self._codec.write_arrays(span.start, span.stop, places, values, acting):
+                return {}
         ids = self._env_ids if env_ids is None else env_ids
         try:
-            if isinstance(actions, list) and self._actions_in_block:
-                slices = self._slices_of(tuple(tuple(of.agents) for of in actions))
-                if slices is not None:
-                    try:
-                        for (agents, values), (column, rows) in zip(actions, slices):
-                            write_stacked(column, rows, values, agents)
-                        self._actions.mark_present(acting)
-                        return {}
-                    except Mismatch:
-                        if everyone:
-                            raise
-                        # The wrong ones may be of agents that do not act.
             by_agent = self._checked(actions, batch, ids)
             if self._actions_in_block:
                 try:
@@ -140,7 +143,7 @@ class ArrayBatch(ArrayView):
                     self._actions.mark_present(acting)
                     return {}
                 except Mismatch:
-                    if everyone:
+                    if acting is None:
                         raise
                     # The wrong ones may be of agents that do not act.
             return batch.write_actions(ids, self._by_env(by_agent, ids), stacked=True)
@@ -162,14 +165,15 @@ class ArrayBatch(ArrayView):
         return [*by_env.values()]
 
     def acting(self) -> NDArray[np.bool_]:
-        if not self._layout.agents:
-            mask, apart = np.zeros(self._shape, np.bool_), {*self._span}
-        else:
-            mask, apart = (self._transitions.presence & BITS["acting"]) != 0, self._batch.apart
-        for env_id in apart:
-            if env_id in self._span:
+        codec, span = self._codec, self._span
+        mask = np.zeros(self._shape, np.bool_) if codec is None else codec.acting(span.start, span.stop)
+        if mask is None:
+            mask = np.ones(self._shape, np.bool_)
+        for env_id in self._batch.apart:
+            if env_id in span:
+                columns = [self._column[agent] for agent in self._batch.acting_in(env_id)]
                 mask[env_id - self._first] = False
-                mask[env_id - self._first, [self._column[agent] for agent in self._batch.acting_in(env_id)]] = True
+                mask[env_id - self._first, columns] = True
         return mask
 
     def read(self, extras: Mapping[int, Any]) -> Arrays:
@@ -182,22 +186,42 @@ class ArrayBatch(ArrayView):
         if batch.around is not None and (context := batch.around("read results")):
             with context:
                 return self.read(extras)
-        if self._in_block and not extras and self._transitions.all_plain():
-            batch.note_plain(self._span)
-            self._from_dicts.clear()
-            no, of_envs, everywhere = self._no.copy, self._no_env.copy, self._everywhere
-            return self._with_vectors(Arrays(
-                self._all_observations(), self._transitions.rewards.copy(), no(), no(), of_envs(), of_envs(),
-                everywhere.copy(), everywhere.copy(), {}, everywhere, everywhere, everywhere, True, True,
-            ))  # fmt: skip
-        if not self._in_block:
+        if self._codec is None:
             return self.read_some(self._env_ids, extras, self._empty())
-        left = {env_id for env_id, more in extras.items() if type(more) is not dict or more.keys() - _INFOS}
-        ids = tuple([env_id for env_id in self._env_ids if env_id not in left]) if left else self._env_ids
-        arrays = self._from_block()
-        infos = {env_id: infos for env_id, infos in zip(ids, batch.read_infos(ids, extras)) if infos is not None}
-        self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & left}
-        return self.read_some(sorted(left), extras, arrays._replace(infos=infos))
+        fields, found = self._read_block(extras, notes=True)
+        apart: list[int] = []
+        if found is not None:
+            left, *others = found
+            of_infos = {env_id: more for env_id, more in extras.items() if type(more) is dict and more.keys() <= _INFOS}
+            apart = sorted(extras.keys() - of_infos.keys())
+            left = [env_id for env_id in left if env_id not in apart]
+            batch.complete_infos(fields[8], (left, *others), of_infos)
+        if self._from_dicts:
+            self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & apart}
+        arrays: Arrays = self._complete(fields) if self._is_composed else tuple.__new__(Arrays, fields)
+        return self.read_some(apart, extras, arrays) if apart else arrays
+
+    def _read_block(self, extras: Mapping[int, Any], *, notes: bool) -> Any:
+        """What `Codec.read_arrays` returns; observations are in the arrays of `write_to`, or those of before."""
+        span, targets = self._span, self._observations if self._target is None else self._target
+        if targets is not None and not self._are_leaves:
+            leaves: list[Any] = []
+            for tree in targets:
+                tree_map(leaves.append, tree)
+            targets = leaves
+        written = self._rollout is not None and self._target is not None and self._rollout.is_written(span)
+        return self._codec.read_arrays(span.start, span.stop, self._leaves, targets, written, extras, notes)
+
+    def _complete(self, fields: list[Any]) -> Arrays:
+        """What compiled code has read, with observations in the forms of their spaces, and vector rewards."""
+        if not self._are_leaves:
+            leaves = iter(fields[0])
+            columns = [column.array for column, _ in self._layout.observations.groups]
+            fields[0] = [tree_map(lambda _: next(leaves), column) for column in columns]
+        if self._target is None and not self._copy:
+            self._observations = fields[0]
+        arrays: Arrays = tuple.__new__(Arrays, fields)
+        return self._with_vectors(arrays) if self._reward_spaces else arrays
 
     def _empty(self, observations: list[Any] | None = None) -> Arrays:
         """No agent is present; the observations are zeros unless passed."""
@@ -208,47 +232,15 @@ class ArrayBatch(ArrayView):
             observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
         vectors = {a: np.zeros((self._num_envs, *(s.shape or ())), s.dtype) for a, s in self._reward_spaces.items()}
         terminations, truncations, present, acting, observed, rewarded, flagged = np.zeros((7, *self._shape), np.bool_)
+        terminated, truncated = np.zeros((2, self._num_envs), np.bool_)
         return Arrays(
-            observations, np.zeros(self._shape), terminations, truncations, self._no_env.copy(), self._no_env.copy(),
+            observations, np.zeros(self._shape), terminations, truncations, terminated, truncated,
             present, acting, {}, observed, rewarded, flagged,
-            vectors=vectors, vectored=self._no.copy() if vectors else None,
+            vectors=vectors, vectored=np.zeros(self._shape, np.bool_) if vectors else None,
         )  # fmt: skip
-
-    def _from_block(self) -> Arrays:
-        """All but the infos, as they are in the block."""
-        transitions, n = self._transitions, len(self.agents)
-        flags = (transitions.flags & 1).view(np.bool_)
-        presence = transitions.presence.tobytes()
-        if presence != self._last_presence:  # in most steps, nobody dies
-            self._last_presence, self._masks = presence, (transitions.presence & _MASKS) != 0
-            unseen = ~self._masks[2]
-            self._unseen = [unseen[:, of] for _, of in self.groups] if unseen.any() else []
-        present, acting, observed, rewarded, flagged = self._masks.copy()
-        observations = self._all_observations()
-        for stacked, rows in zip(observations, self._unseen):  # the block still has earlier observations
-            stacking.clear(stacked, rows)
-        return self._with_vectors(Arrays(
-            observations, transitions.rewards.copy(), flags[:, 0, :n], flags[:, 1, :n], flags[:, 0, n], flags[:, 1, n],
-            present, acting, {}, observed, rewarded, flagged,
-        ))  # fmt: skip
-
-    def _all_observations(self) -> list[Any]:
-        columns = [column.array for column, _ in self._layout.observations.groups]
-        observations: list[Any] | None = self._observations if self._target is None else self._target
-        if observations is None:
-            observations = [tree_map(copied_large, column) for column in columns]
-            self._observations = None if self._copy else observations
-            return observations
-        if self._target is not None and self._rollout is not None and self._rollout.is_written(self._span):
-            return observations
-        for array, column in zip(observations, columns):
-            tree_map(np.copyto, array, column)
-        return observations
 
     def _with_vectors(self, arrays: Arrays) -> Arrays:
         """With the vector rewards that are in the block."""
-        if not self._reward_spaces:
-            return arrays
         transitions, columns = self._transitions, self._layout.rewards
         there = (transitions.tags == VECTOR_TAG) & ((transitions.presence & _REWARDED) != 0)
         values = {}
@@ -262,7 +254,9 @@ class ArrayBatch(ArrayView):
 
     def last(self) -> Arrays:
         """The last observations, and which agents are present and act; for `read_some`, before a step."""
-        seen = self._from_block() if self._in_block else self._empty()
+        seen = self._empty()
+        if self._codec is not None:
+            seen = self._complete(self._read_block({}, notes=False)[0])
         arrays = self._empty(seen.observations)._replace(
             present=seen.present, acting=seen.acting, observed=seen.observed
         )

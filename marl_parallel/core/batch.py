@@ -47,6 +47,10 @@ class Batch:
         needs_all_actions: Whether an agent that acts but has no action is an error under dict rules too.
         local_modules: Modules that workers cannot import.
         episode_stats: Whether infos have the statistics of episodes.
+
+    Attributes:
+        codec: Compiled code for the block; None if there is none.
+        apart: The environments of which records do not say who is alive and acts.
     """
 
     def __init__(
@@ -69,11 +73,11 @@ class Batch:
         self.statistics = EpisodeStatistics(
             layout.num_records, layout.agents, mode, vectors=layout.schema.reward_spaces, in_infos=episode_stats
         )
-        self._codec = open_codec(
+        self.codec: Any = open_codec(
             layout, buffer, infos_in_block=True, totals=self.statistics.totals, in_infos=episode_stats
         )
-        self.transitions = TransitionRecords(layout, buffer, copy=copy, codec=self._codec)
-        self._own = TransitionRecords(layout, buffer, codec=self._codec)
+        self.transitions = TransitionRecords(layout, buffer, copy=copy, codec=self.codec)
+        self._own = TransitionRecords(layout, buffer, codec=self.codec)
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
         self._slots = slots
         self._places = {agent: place for place, agent in enumerate(layout.agents)}
@@ -83,7 +87,7 @@ class Batch:
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
-        self.apart = {*self.env_ids}  # the environments of which records do not say who is alive and acts
+        self.apart = {*self.env_ids}
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -103,7 +107,7 @@ class Batch:
             with context:
                 return self.write_actions(env_ids, actions, stacked=stacked)
         pickled: dict[int, bytes] = {}
-        codec, place = None if self.checks else self._codec, 0
+        codec, place = None if self.checks else self.codec, 0
         while place < len(env_ids):
             if codec is not None:
                 place = codec.write(env_ids, actions, place, not self._pettingzoo, self._needs_all)
@@ -155,45 +159,46 @@ class Batch:
         if self.around is not None and (context := self.around("read results")):
             with context:
                 return self.read(env_ids, extras)
-        if self._codec is None:
+        if self.codec is None:
             rows = [self._read_one(env_id, extras.get(env_id)) for env_id in env_ids]
             return (*zip(*rows),) or ((),) * 5  # type: ignore[return-value]  # five tuples
         columns: Any
-        columns, others = self._codec.read(env_ids, extras, self.copies, False)
+        columns, others = self.codec.read(env_ids, extras, self.copies)
         if others is not None:
-            columns = tuple(map(tuple, self._completed(columns, others, env_ids, extras)))
+            place_of = dict(zip(env_ids, range(len(env_ids))))
+
+            def put(env_id: int, dicts: Sequence[dict[Any, Any]]) -> None:
+                for column, values in zip(columns, dicts):
+                    column[place_of[env_id]] = values
+
+            here = {env_id: more for env_id, more in extras.items() if env_id in place_of}
+            self._complete(others, here, put, lambda env_id: columns[4][place_of[env_id]])
+            columns = tuple(map(tuple, columns))
         return columns  # type: ignore[no-any-return]
 
-    def read_infos(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Sequence[dict[Any, Any] | None]:
-        """As `read`, but only the infos, if the extras have nothing else; None if all of them are empty."""
-        if self._codec is None:
-            return [self._read_one(env_id, extras.get(env_id), only_infos=True) for env_id in env_ids]
-        columns, others = self._codec.read(env_ids, extras, self.copies, True)
-        infos: Sequence[dict[Any, Any] | None] = columns[4]
-        if others is not None:
-            infos = self._completed(columns, others, env_ids, extras, only_infos=True)[4]
-        return infos
+    def complete_infos(self, infos: dict[int, Any], others: Any, extras: Mapping[int, Any]) -> None:
+        """Add those that `Codec.read_arrays` has left to the infos that it has found; the extras have nothing else."""
 
-    def _completed(
-        self, columns: list[list[Any]], others: Any, env_ids: Sequence[int], extras: Mapping[int, Any], *,
-        only_infos: bool = False,
-    ) -> list[list[Any]]:  # fmt: skip
-        """What compiled code has read, with what it has left, and note what it has found; see `Codec.read`."""
+        def put(env_id: int, one: dict[Any, Any] | None) -> None:
+            if one is not None:
+                infos[env_id] = one
+
+        self._complete(others, extras, put, infos.__getitem__, only_infos=True)
+
+    def _complete(
+        self, others: Any, extras: Mapping[int, Any], put: Callable[[int, Any], None],
+        infos_of: Callable[[int], dict[Any, Any]], *, only_infos: bool = False,
+    ) -> None:  # fmt: skip
+        """Read what compiled code has left, and note what it has found; see `Codec.read`."""
         left, masked, changed = others
         if changed:
-            self._note_changed([(env_ids[place], acting, alive) for place, acting, alive in changed])
-        if extras:
-            unread = {*left}
-            masked += [place for place, env_id in enumerate(env_ids) if env_id in extras and place not in unread]
-        for place in left:
-            one = self._read_one(env_ids[place], extras.get(env_ids[place]), only_infos=only_infos)
-            for column, values in zip(columns[4:] if only_infos else columns, [one] if only_infos else one):
-                column[place] = values
-        for place in masked:
-            infos = columns[4][place]
-            self._note_masks(self._slots[env_ids[place]], {"infos": infos}, infos, ended=False)
-            self._codec.forget(env_ids[place])  # the next result may have no masks
-        return columns
+            self._note_changed(changed)
+        for env_id in left:
+            put(env_id, self._read_one(env_id, extras.get(env_id), only_infos=only_infos))
+        for env_id in {*masked, *extras} - {*left}:
+            infos = infos_of(env_id)
+            self._note_masks(self._slots[env_id], {"infos": infos}, infos, ended=False)
+            self.codec.report(env_id)  # the next result may have no masks
 
     def _note_changed(self, changed: Iterable[tuple[int, list[AgentID], list[AgentID] | None]]) -> None:
         """Note who acts and is alive in environments of which compiled code has read the records."""
@@ -209,8 +214,8 @@ class Batch:
 
     def _set_apart(self, env_id: int) -> None:
         self.apart.add(env_id)
-        if self._codec is not None:
-            self._codec.forget(env_id)
+        if self.codec is not None:
+            self.codec.forget(env_id)
 
     def _read_one(self, env_id: int, extras: Any, *, only_infos: bool = False) -> Any:
         """The five dicts of one environment, or in the form of `read_infos`; updates the slot."""
@@ -233,18 +238,6 @@ class Batch:
         self._note_masks(slot, extras or (None if empty else {"infos": infos}), infos, ended)
         add_to_infos(infos, EPISODE, parts)
         return None if only_infos and empty and not parts else result
-
-    def note_plain(self, env_ids: range) -> None:
-        """Note a plain step of neighbouring environments: all agents act next, nothing is over, there are no infos."""
-        if self._codec is not None and not self.layout.schema.reward_spaces:
-            self._note_changed(self._codec.add_plain(env_ids.start, env_ids.stop))
-            return
-        for env_id in env_ids:  # some rewards may be vectors
-            slot = self._slots[env_id]
-            slot.acting = slot.alive = self.transitions.agents
-            slot.over, slot.masks = False, None
-            self._set_apart(env_id)
-            self.statistics.add(env_id, *self.transitions.outcome(env_id), self.transitions.agents)
 
     def _add_step(
         self, slot: Slot, outcome: Sequence[dict[Any, Any]], infos: Mapping[Any, Any], stays_over: bool

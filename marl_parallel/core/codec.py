@@ -73,17 +73,6 @@ def open_codec(
     )  # fmt: skip
 
 
-def copied_large(array: NDArray[Any]) -> NDArray[Any]:
-    """A copy; if it is large, in memory that is used again once nothing refers to it. See `keep_large`."""
-    copy: NDArray[Any]
-    if _codec is None or array.nbytes < _codec.LARGE or array.dtype.hasobject:
-        copy = array.copy()
-        return copy
-    copy = _codec.large_empty(array.shape, array.dtype)
-    np.copyto(copy, array)
-    return copy
-
-
 def keep_large(owner: Any, array: NDArray[Any]) -> None:
     """While `owner` lives, keep the memory of two copies of an array that are not used any more, if it is large."""
     if _keep is not None and array.nbytes >= _codec.LARGE:

@@ -93,6 +93,10 @@ class ArrayColumn:
         column = self.array[:, row]
         column[...] = as_array(values, self.dtype, column.shape)
 
+    def places(self, row: int | slice) -> tuple[NDArray[Any], None, int]:
+        """For compiled code: the values of some rows in all records, their tags, and the tag to write."""
+        return self.array[:, row], None, 0
+
     def read(self, record: int, row: int, copy: bool) -> Any:
         view = self._views[record * self.rows + row]
         return view.copy() if copy else view
@@ -165,6 +169,10 @@ class NumberColumn:
             raise Mismatch(f"expected {count} integers, got shape {array.shape} and dtype {array.dtype}")
         column[...] = as_array(array, column.dtype, column.shape)
         self._tags[:, row] = self._tag
+
+    def places(self, row: int | slice) -> tuple[NDArray[Any], NDArray[np.uint8], int]:
+        """As of `ArrayColumn`."""
+        return self.array[:, row], self._tags[:, row], self._tag
 
     def read(self, record: int, row: int, copy: bool) -> Any:
         return number_of(NUMBER_TYPES, int(self._tags[record, row]), self.array[record, row].item())
@@ -302,18 +310,21 @@ class AgentColumns:
                 if agent in values:
                     write_stacked(column, row, values[agent], [agent])
 
-    def slices_of(self, together: Sequence[Sequence[AgentID]]) -> list[tuple[Column, slice]] | None:
-        """The columns and rows of agents that come together; None unless these are all `agents`, each lot a slice."""
-        if Counter(chain.from_iterable(together)) != Counter(self.agents):
+    def places_of(self, together: Sequence[Sequence[AgentID]] | None) -> tuple[Any, ...] | None:
+        """For compiled code: where the values of agents that come together are in all records; None for one by one.
+
+        Returns None unless these are all `agents`, each lot a slice of one column that is no dict or tuple.
+        """
+        if together is not None and Counter(chain.from_iterable(together)) != Counter(self.agents):
             return None
-        slices = []
-        for agents in together:
-            columns, rows = zip(*[self._places[agent] for agent in agents])
-            of_rows = evenly_spaced(rows)
-            if of_rows is None or any(column is not columns[0] for column in columns):
+        places = []
+        for agents in self.agents if together is None else together:
+            columns, rows = zip(*[self._places[agent] for agent in ([agents] if together is None else agents)])
+            row = rows[0] if together is None else evenly_spaced(rows)
+            if row is None or isinstance(columns[0], TreeColumn) or any(one is not columns[0] for one in columns):
                 return None
-            slices.append((columns[0], of_rows))
-        return slices
+            places.append(columns[0].places(row))
+        return tuple(places)
 
 
 def write_stacked(column: Column, row: int | slice, values: Any, agents: Sequence[AgentID]) -> None:

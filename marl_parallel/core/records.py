@@ -279,13 +279,6 @@ class TransitionRecords:
         self._struct.pack_into(self._buffer, self._headers[record], code, *numbers, tags, *codes, bits)
         return extras or None
 
-    def all_plain(self) -> bool:
-        """Whether every record is plain, has no infos, and all agents act."""
-        codes = self._codes.tobytes()
-        if codes != self._last_codes:
-            self._last_codes, self._are_plain = codes, bool((self._codes & _SHOWS_EXCEPTIONS == PLAIN).all())
-        return self._are_plain
-
     def read(self, record: int, extras: Extras) -> tuple[Dicts, list[AgentID], list[AgentID], bool]:
         """Rebuild the five dicts of a record, with what an automatic reset adds to the infos.
 

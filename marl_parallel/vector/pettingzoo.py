@@ -133,20 +133,25 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         return observations, infos
 
     def _actions(self, actions: Mapping[AgentID, Any]) -> Mapping[AgentID, Any]:
-        if not isinstance(actions, Mapping):
+        if type(actions) is not dict and not isinstance(actions, Mapping):
             raise TypeError(f"expected a dict of actions by agent, got {type(actions).__name__}")
         return actions
 
     def _results(self, arrays: Arrays) -> FiveByAgent:
         self._present, self._acting = arrays.present, arrays.acting
-        same_step = self._runner.mode is AutoresetMode.SAME_STEP
-        flags = inherited_flags(arrays, self.possible_agents, same_step=same_step)
+        flags, agents = (arrays.terminations, arrays.truncations), self.possible_agents
+        if not (arrays.shared_flags or arrays.none_over):
+            flags = inherited_flags(arrays, agents, same_step=self._runner.mode is AutoresetMode.SAME_STEP)
+        if self._stepper.view.is_one_stack:
+            observations = dict(zip(agents, arrays.observations[0].swapaxes(0, 1)))
+        else:
+            observations = self._stepper.view.by_agent(arrays.observations)
         return (
-            self._stepper.view.by_agent(arrays.observations),
-            {**self._by_agent(arrays.rewards), **arrays.vectors} if arrays.vectors else self._by_agent(arrays.rewards),
-            self._by_agent(flags[0]),
-            self._by_agent(flags[1]),
-            infos_by_agent(arrays.infos, self.possible_agents, self.num_envs),
+            observations,
+            {**dict(zip(agents, arrays.rewards.T)), **arrays.vectors},
+            dict(zip(agents, flags[0].T)),
+            dict(zip(agents, flags[1].T)),
+            infos_by_agent(arrays.infos, agents, self.num_envs),
         )
 
     def _by_agent(self, array: NDArray[Any]) -> ByAgent:

@@ -217,6 +217,14 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
             raise ValueError(f"group_map must have each of the agents {agents} once, got {self.group_map}")
         self._groups = {name: self._group(name, of, pad=pad) for name, of in self.group_map.items()}
         self._only = next(iter(self._groups.values())) if len(self._groups) == 1 else None
+        # Whether the arrays of the stepper are the facade's own: all agents in order, with one array of observations.
+        self._is_whole = (
+            self._only is not None and len(self._only.parts) == 1 and self.agents == agents
+            and self.stepper.view.is_one_stack and not runner.schema.reward_spaces
+        )  # fmt: skip
+        takes_array = not any(isinstance(one.action_space, spaces.Dict | spaces.Tuple) for one in self._groups.values())
+        self._takes_whole = self._is_whole and takes_array
+        self._whole = tuple(agents)
         self.single_observation_space = self._grouped(lambda group: group.space)
         self.single_action_space = self._grouped(lambda group: group.action_space)
         self.observation_padding = self._grouped(_padding)
@@ -292,6 +300,9 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
         return observations, infos
 
     def _actions(self, actions: Grouped) -> list[Stacked]:
+        if self._takes_whole and type(actions) is np.ndarray and actions.shape[:2] == (self.num_envs, self.num_agents):
+            whole: Stacked = tuple.__new__(Stacked, (self._whole, actions))
+            return [whole]
         if self._only is None and not (isinstance(actions, Mapping) and actions.keys() == self._groups.keys()):
             got = f"the keys {[*actions]}" if isinstance(actions, Mapping) else type(actions).__name__
             raise ValueError(f"expected a dict of actions by group, with the keys {[*self._groups]}; got {got}")
@@ -305,9 +316,13 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
         return stacked
 
     def _results(self, arrays: Arrays) -> Results:
-        same_step, view = self._same_step, self.stepper.view
         self.plain = arrays.plain
         self.terminated, self.truncated = arrays.terminated, arrays.truncated
+        if arrays.none_over and self._is_whole and self.state_space is None and not self._lists_infos:
+            self.done, self.acting = arrays.terminated, arrays.acting
+            self.present, self.present_next = arrays.rewarded, arrays.observed
+            return arrays.observations[0], arrays.rewards, arrays.terminations, arrays.truncations, arrays.infos
+        same_step, view = self._same_step, self.stepper.view
         observations, ended = self.stacked(arrays.observations), []
         if arrays.plain:
             self.done = arrays.terminated

@@ -199,13 +199,17 @@ class ArrayStepper(OfParallelEnv):
             ResetNeeded, AlreadyPendingCallError: An environment was never reset, or a step is in flight.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        runner, view = self.runner, self.view
-        self._check_may_step("step")
-        ids = runner.ids_to_step(env_ids)
+        runner, view, ids = self.runner, self.view, self.env_ids
+        # In most steps, all environments are ready, as the pool knows.
+        if not (runner.pool.is_lean and env_ids is None and runner.stepped_by is self._facade and self.latest):
+            self._check_may_step("step")
+            ids = runner.ids_to_step(env_ids)
         written = view.write(actions, ids)
         last = None if len(ids) == runner.num_envs or self.latest is None else view.last()
         extras = runner.step(ids, written)
-        return self._noted(view.read(extras) if last is None else view.read_some(ids, extras, last))
+        arrays = view.read(extras) if last is None else view.read_some(ids, extras, last)
+        self.latest = arrays
+        return self._noted(arrays) if self._reward_spaces else arrays
 
     @exclusive("step_async")
     def send(self, actions: Actions) -> None:

@@ -244,6 +244,7 @@ def test_documented_loop():
     assert observations.keys() == rewards.keys() == terminations.keys() == truncations.keys() == infos.keys()
 
 
+@pytest.mark.needs("_codec")
 def test_views_are_overwritten():
     with PettingZooVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 2, copy=False, backend="serial")) as env:
         first, _ = env.reset()

@@ -475,8 +475,8 @@ def test_records_with_other_extras_are_left_to_python(extras):
     plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), no, no, {a: {} for a in AGENTS}
     for record in range(5):
         TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
-    _, (left, *_) = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True, False)
-    assert left == [1]
+    _, (left, *_) = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True)
+    assert left == [2]
 
 
 class Tracked(MultiAgentEnv):
@@ -590,18 +590,19 @@ def test_plain_records_that_are_read_are_added_to_totals():
         TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
     totals = np.zeros((3, 2 * len(AGENTS) + 1))
     compiled = codec.open_codec(layout, block, infos_in_block=False, totals=totals)
-    compiled.read((2, 0), {}, True, False)
-    compiled.read((2,), {}, True, True)
-    compiled.read((1,), {1: "a snapshot"}, True, False)
+    compiled.read((2, 0), {}, True)
+    compiled.read((2,), {}, True)
+    compiled.read((1,), {1: "a snapshot"}, True)
     assert totals[:, -1].tolist() == [1, 0, 2]
-    compiled.add_plain(0, 3)
-    compiled.add_plain(1, 2)
+    compiled.read_arrays(0, 3, (), None, False, {}, True)
+    compiled.read_arrays(1, 2, (), None, False, {}, True)
+    compiled.read_arrays(0, 3, (), None, False, {}, False)
     assert totals[:, -1].tolist() == [2, 2, 3]
     expected = [[n * reward for reward in rewards.values()] + [n] * len(AGENTS) for n in (2, 2, 3)]
     assert totals[:, :-1].tolist() == expected
     for outside in ((-1, 2), (0, 4)):
-        with pytest.raises(IndexError, match="no such records"):
-            compiled.add_plain(*outside)
+        with pytest.raises(IndexError, match="there are no records"):
+            compiled.read_arrays(*outside, (), None, False, {}, True)
     for wrong in (np.zeros((2, 2)), np.zeros((3, len(AGENTS) + 1), np.float32), totals[:, ::-1], "totals"):
         with pytest.raises(ValueError, match="totals must be None or float64"):
             codec.open_codec(layout, block, infos_in_block=False, totals=wrong)
@@ -624,7 +625,7 @@ def test_the_clock_of_compiled_steps():
         return result
 
     episodes = dict.fromkeys(range(2), SimpleNamespace(fast=(step, None, False, None)))
-    compiled.read((0, 1), {}, True, False)
+    compiled.read((0, 1), {}, True)
     assert compiled.write((0, 1), [dict.fromkeys(AGENTS, 1)] * 2, 0, True, False) == 2
     assert compiled.run((0, 1), 0, episodes, numbers, times, is_forked) is None
     assert began == [100.0, 100.25]
@@ -648,12 +649,17 @@ def test_damaged_headers(header, code):
     if code is not None:
         block[start : start + 8] = struct.pack("=Q", code)
     compiled = codec.open_codec(layout, block, infos_in_block=True, totals=np.zeros((1, 7)))
-    for only_infos in (False, True):
+    leaves = ((layout.observations.groups[0].column.array, (0, 1, 2)),)
+    for as_arrays in (False, True):
         try:
-            *columns, left, _, _ = compiled.read((0,), {}, True, only_infos)
+            if as_arrays:
+                (observations, *_), _ = compiled.read_arrays(0, 1, leaves, None, False, {}, True)
+                assert observations[0].shape == (1, 3, *BOX.shape)
+                continue
+            columns, others = compiled.read((0,), {}, True)
         except ValueError:  # the infos in the block are damaged
             continue
-        assert left == [0] or type(columns[4][0]) is dict or only_infos
+        assert (others is not None and others[0] == [0]) or type(columns[4][0]) is dict
     compiled.write((0,), [dict.fromkeys(AGENTS, 1)], 0, False, True)
 
 

@@ -94,25 +94,26 @@ def test_arrays_over_environments():
 
 @pytest.mark.parametrize("shape", [(400, 400), (10, 3), (0,)])
 def test_arrays_that_are_resized(shape):
-    assert codec._codec is not None
-    array = codec._codec.large_empty((300, 300), np.dtype(np.float64))
-    array[...] = 1.0
-    array.resize(shape, refcheck=False)
-    assert array.sum() == min(90_000, array.size)
-    del array
+    with ParallelEnv([Images], backend="serial") as env:
+        env.reset()
+        array = env.step([dict.fromkeys(AGENTS, 0)])[0][0]["a"]
+        array.resize(shape, refcheck=False)
+        assert array.sum() == min(SHAPE[0] * SHAPE[1], array.size)
+        del array
 
 
 def test_freed_in_another_thread():
-    assert codec._codec is not None
-    nbytes = 8 * 333 * 333
-    codec._codec.keep(nbytes, 1)
-    arrays = [codec._codec.large_empty((333, 333), np.dtype(np.float64)) for _ in range(3)]
-    thread = threading.Thread(target=arrays.clear)
-    thread.start()
-    thread.join()
-    assert kept(nbytes) == 1
-    codec._codec.keep(nbytes, -1)
-    assert kept(nbytes) == 0
+    with ParallelEnv([Images], backend="serial") as env:
+        env.reset()
+        batches = [env.step([dict.fromkeys(AGENTS, 0)]) for _ in range(4)]
+        assert kept(NBYTES) == 0
+        thread = threading.Thread(target=batches.clear)
+        thread.start()
+        thread.join()
+        assert kept(NBYTES) == 2 * 2, "two batches"
+        del env
+    gc.collect()
+    assert kept(NBYTES) == 0
 
 
 def test_other_arrays_come_from_numpy():

@@ -64,7 +64,7 @@ def test_one_record_of_another_form(place, value):
     assert extras.keys() <= {place}
     compiled = codec.open_codec(layout, block, infos_in_block=False)
     if compiled is not None:
-        columns, others = compiled.read(tuple(range(RECORDS)), extras, True, False)
+        columns, others = compiled.read(tuple(range(RECORDS)), extras, True)
         left = [] if others is None else others[0]
         assert left == ([place] if "over" in value else [])
         for record, dicts in enumerate(zip(*columns)):

@@ -159,6 +159,7 @@ def in_place(monkeypatch) -> list[bool]:
     return found
 
 
+@pytest.mark.needs("_codec")
 @pytest.mark.parametrize("how", ["serial", "thread", "process", "portable", "pickled", "halves of two workers"])
 def test_workers_write_observations_where_they_stay(how, in_place):
     keywords = {"num_workers": 2, "backend": PortableProcessBackend()} if how == "portable" else {**HOWS[how]}
@@ -170,6 +171,7 @@ def test_workers_write_observations_where_they_stay(how, in_place):
     assert in_place == ([] if how == "pickled" else [True] * (1 + 2 * STEPS * halves))
 
 
+@pytest.mark.needs("_codec")
 @pytest.mark.parametrize("how", ["serial", "process"])
 def test_memory_of_rollouts_that_are_gone_is_used_again(how, in_place, monkeypatch):
     with open_env("spread", "SAME_STEP", **HOWS[how]) as env:

@@ -89,7 +89,6 @@ def test_records_hold_reward_vectors():
         assert records.write(record, Transition(*dicts, agents, agents)) is None
         due.append(rewards)
     assert_same([records.read(record, {})[0][1] for record in range(3)], due)
-    assert records.all_plain()
 
 
 def test_reward_space_in_each_form_of_declaration(parallel):
