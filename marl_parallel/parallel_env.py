@@ -337,7 +337,7 @@ class ParallelEnv:
             )
             pool.extend(settings, rebuilds)
             if kept is not None:
-                pool.extend(Histories(pool, *kept, layout, block, plan, local_modules))
+                pool.extend(Histories(pool, *kept, batch, plan, local_modules))
             if recycle is not None or opened.moves:
                 policy = recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
                 self._recycling = Recycling(pool, rebuilds, batch, policy, opened.clock() - began)

@@ -47,7 +47,7 @@ enum { VIEWS = 0, COPIES = 1, SCALARS = 2 };
 /* What a function did with one value or one environment. */
 typedef enum { FAILED_BEFORE = -2, FAILED = -1, LEFT = 0, DONE = 1, DONE_BUT_INFOS = 2 } Outcome;
 
-typedef enum { ARRAY, NUMBER, DICT, TUPLE } Kind;
+typedef enum { NO_KIND, ARRAY, NUMBER, DICT, TUPLE } Kind;
 
 /* Where the value of an agent is, or a part of it: see the `form` of columns in `columns.py`. */
 typedef struct Node {
@@ -71,7 +71,8 @@ typedef struct {
     Py_ssize_t stride, records, n;
     PyObject *agents;          /* a tuple */
     PyObject *all;             /* "__all__" */
-    Node *actions, *observations; /* by agent; NULL if not all agents have one */
+    Node *actions, *observations, *finals; /* by agent; NULL if not all agents have one */
+    Node *vectors;             /* of rewards, by agent; of no kind for an agent that declares none */
     Py_ssize_t action_header, header; /* offsets in a record */
     Py_ssize_t infos, infos_nbytes;   /* the area for infos; no bytes if they are always pickled */
     PyObject *number_types, *reward_types; /* tuples of types, by tag */
@@ -80,7 +81,8 @@ typedef struct {
     PyObject *np_true;
     PyObject *no_values, *no_flags, *no_np_flags, *only_all; /* dicts, of which each environment gets copies */
     int64_t step_activity;
-    PyObject **values;         /* of one dict, by agent */
+    PyObject **values;         /* by agent: of one dict, or observations, last observations, and vector rewards */
+    PyObject *agents_list;     /* for who acts and is alive, if all do and are; not to be changed */
     PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
     double *rewards;
     char *there;               /* by agent: whether it is in a dict */
@@ -88,8 +90,9 @@ typedef struct {
     PyObject **first_lives;    /* by record: the bytes that `lives` began with */
     unsigned char *lives;      /* by record: the bits ALIVE and ENDED of each agent */
     unsigned char *scratch;    /* of one transition: the rest of the header after the rewards; then new lives */
-    unsigned char *states;     /* by record: the bits ALIVE and ACTING of each agent after what was read last; then
-                                  whether they are known */
+    unsigned char *states;     /* by record: the bits ALIVE and ACTING of each agent after what was read last; then the
+                                  bits KNOWN and OVER, whether the episode is over and no reset has followed */
+    int same_step;             /* whether an episode that is over is followed by the next one at once */
     int has_large;             /* whether an observation is a large array */
     int in_infos;              /* whether infos have the statistics of agents that end */
     PyObject *totals_array;    /* None, or what plain transitions that are read are added to: */
@@ -102,20 +105,20 @@ typedef struct {
 } Codec;
 
 /* As in `records.py`. */
-enum { PLAIN = 1, INFOS = 2, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, UNKNOWN = 0xC4 };
+enum { PLAIN = 1, INFOS = 2, FINAL = 4, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, NOT_PLAIN = 0xC4 };
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
 enum {
     OBSERVED_BIT = 1, REWARDED_BIT = 2, TERMINATED_BIT = 4, TRUNCATED_BIT = 8, FLAG_BITS = 12, INFOS_BIT = 16,
-    ALIVE_BIT = 32, ACTING_BIT = 64, EVERYWHERE = 127
+    ALIVE_BIT = 32, ACTING_BIT = 64, EVERYWHERE = 127, FINAL_BIT = 128
 };
 enum { ENDED_BIT = 1 }; /* of lives: a flag has been set since the agent was last seen alive */
-enum { NOT_KNOWN = 0, KNOWN = 1, KNOWN_AND_DUE = 2 }; /* of states; what is due is returned with what is read next */
+enum { KNOWN = 1, OVER = 2 }; /* of states */
 enum { SOME = 0, ALL_IN_ORDER = 1, STACKED = 2 };
-enum { NP_FALSE_CODE = 2, NP_TRUE_CODE = 3, TYPE_OF_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
+enum { NP_FALSE_CODE = 2, NP_TRUE_CODE = 3, TYPE_OF_TAG = 15, VECTOR_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
 #define STEP_TIMES 112 /* `StepTimes.SIZE` */
 
-static PyObject *name_fast, *name_infos, *name_metadata, *time_monotonic, *defaultdict;
+static PyObject *name_fast, *name_infos, *name_metadata, *name_final_obs, *name_reset_info, *time_monotonic, *defaultdict;
 static const char action_mask[] = "action_mask";
 static PyArray_Descr *int64_dtype, *double_dtype;
 
@@ -361,6 +364,8 @@ static Outcome integer_of(PyObject *value, long long *number) {
 static Outcome write_value(const Codec *codec, const Node *node, char *record, PyObject *value) {
     Outcome outcome = DONE;
     switch (node->kind) {
+    case NO_KIND:
+        return LEFT;
     case ARRAY:
         return write_array(codec, node, record + node->offset, value);
     case NUMBER: {
@@ -429,6 +434,9 @@ static PyObject *read_reward(const Codec *codec, double number, int tag) {
 /* One value as a new object; `copy` says what arrays are. */
 static PyObject *read_value(const Codec *codec, const Node *node, char *record, int copy) {
     switch (node->kind) {
+    case NO_KIND:
+        PyErr_SetString(PyExc_ValueError, "a record has a vector where none is declared");
+        return NULL;
     case ARRAY: {
         char *data = record + node->offset;
         if (copy == VIEWS) return view_of(codec->block, node, data);
@@ -867,9 +875,25 @@ static int code_of_flag(const Codec *codec, PyObject *flag) {
     return NP_FALSE_CODE + (*(npy_bool *)PyArray_DATA(array) != 0);
 }
 
-/* Note the flags of one dict; `all` becomes true if `__all__` is among them, which must be false. */
-static Outcome note_flags(const Codec *codec, PyObject *dict, unsigned char *codes, unsigned char *presence, int bit,
-                          int *all, int *any) {
+/* A transition before it is written. */
+typedef struct {
+    unsigned char *tags, *flags[2], *presence, *lives; /* in the scratch of the Codec, as in the header */
+    PyObject **observations, **finals, **vectors;      /* borrowed, by agent */
+    int all[2], any;           /* whether there is a flag for `__all__`, in each dict; for any agent */
+    int over, are_empty;       /* whether an `__all__` is true; whether all infos are empty, and of agents */
+} Draft;
+
+static Draft empty_draft(const Codec *codec) {
+    size_t n = (size_t)codec->n;
+    unsigned char *tags = codec->scratch, *presence = tags + 3 * n + 2;
+    memset(codec->scratch, 0, 5 * n + 2);
+    memset(codec->rewards, 0, 8 * n);
+    return (Draft){tags, {tags + n, tags + 2 * n + 1}, presence, presence + n,
+                   codec->values, codec->values + n, codec->values + 2 * n, {0, 0}, 0, 0, 1};
+}
+
+/* Note the flags of one dict. */
+static Outcome note_flags(const Codec *codec, PyObject *dict, int which, Draft *draft) {
     Py_ssize_t position = 0, agent;
     PyObject *key, *flag;
     Outcome outcome = DONE;
@@ -880,54 +904,60 @@ static Outcome note_flags(const Codec *codec, PyObject *dict, unsigned char *cod
         int is_all = same_key(key, codec->all, NULL);
         if (is_all < 0) return FAILED;
         if (is_all) {
-            if (code & 1) return LEFT;
-            codes[codec->n] = (unsigned char)code;
-            *all = 1;
+            draft->flags[which][codec->n] = (unsigned char)code;
+            draft->all[which] = 1;
+            draft->over |= code & 1;
         } else if ((outcome = place_of(codec, key, &agent)) == DONE) {
-            codes[agent] = (unsigned char)code;
-            presence[agent] |= (unsigned char)bit;
-            *any = 1;
+            draft->flags[which][agent] = (unsigned char)code;
+            draft->presence[agent] |= which ? TRUNCATED_BIT : TERMINATED_BIT;
+            draft->any = 1;
         }
     }
     return outcome;
 }
 
 /* Note rewards, each with the tag of its type. */
-static Outcome note_rewards(const Codec *codec, PyObject *dict, unsigned char *tags, unsigned char *presence) {
+static Outcome note_rewards(const Codec *codec, PyObject *dict, Draft *draft) {
     Py_ssize_t position = 0, agent;
     PyObject *key, *reward;
     Outcome outcome = DONE;
     if (!is_dict(dict)) return LEFT;
     while (outcome == DONE && PyDict_Next(dict, &position, &key, &reward)) {
-        int tag = tag_of(codec->reward_types, reward);
-        if (tag < 0) return LEFT;
         if ((outcome = place_of(codec, key, &agent)) != DONE) return outcome;
-        PyObject *number = number_in(reward, tag);
-        if (number == NULL) return FAILED;
-        outcome = double_of(codec, number, tag, &codec->rewards[agent]);
-        Py_DECREF(number);
-        tags[agent] = (unsigned char)tag;
-        presence[agent] |= REWARDED_BIT;
+        int is_vector = codec->vectors[agent].kind == ARRAY && PyArray_CheckExact(reward) &&
+                        PyArray_NDIM((PyArrayObject *)reward) > 0;
+        int tag = is_vector ? VECTOR_TAG : tag_of(codec->reward_types, reward);
+        if (tag < 0) return LEFT;
+        if (is_vector) {
+            draft->vectors[agent] = reward;
+        } else {
+            PyObject *number = number_in(reward, tag);
+            if (number == NULL) return FAILED;
+            outcome = double_of(codec, number, tag, &codec->rewards[agent]);
+            Py_DECREF(number);
+        }
+        draft->tags[agent] = (unsigned char)tag;
+        draft->presence[agent] |= REWARDED_BIT;
     }
     return outcome;
 }
 
-/* Note who is observed; the values are borrowed. */
-static Outcome note_observations(const Codec *codec, PyObject *dict, unsigned char *presence) {
+/* Note who is observed, or has a last observation. */
+static Outcome note_observations(const Codec *codec, PyObject *dict, PyObject **values, int bit, Draft *draft) {
     Py_ssize_t position = 0, agent;
     PyObject *key, *value;
     Outcome outcome = DONE;
     if (!is_dict(dict)) return LEFT;
     while (outcome == DONE && PyDict_Next(dict, &position, &key, &value)) {
         if ((outcome = place_of(codec, key, &agent)) != DONE) return outcome;
-        codec->values[agent] = value;
-        presence[agent] |= OBSERVED_BIT;
+        values[agent] = value;
+        draft->presence[agent] |= (unsigned char)bit;
     }
     return outcome;
 }
 
-/* Note which agents have an info; `are_empty` becomes false if one has anything in it, or is not of an agent. */
-static Outcome note_infos(const Codec *codec, PyObject *infos, unsigned char *presence, int *are_empty) {
+/* Note which agents have an info, unless one has anything in it, or is not of an agent. */
+static Outcome note_infos(const Codec *codec, PyObject *infos, Draft *draft) {
     Py_ssize_t position = 0, agent;
     PyObject *key, *info;
     if (!PyDict_CheckExact(infos)) return LEFT;
@@ -935,11 +965,33 @@ static Outcome note_infos(const Codec *codec, PyObject *infos, unsigned char *pr
         if (!PyDict_CheckExact(info)) return LEFT;
         Outcome outcome = PyDict_Size(info) == 0 ? place_of(codec, key, &agent) : LEFT;
         if (outcome == FAILED) return FAILED;
-        if (outcome == DONE) presence[agent] |= INFOS_BIT;
-        else *are_empty = 0;
+        if (outcome == DONE) draft->presence[agent] |= INFOS_BIT;
+        else draft->are_empty = 0;
     }
-    for (agent = 0; !*are_empty && agent < codec->n; agent++) presence[agent] &= (unsigned char)~INFOS_BIT;
+    for (agent = 0; !draft->are_empty && agent < codec->n; agent++) draft->presence[agent] &= (unsigned char)~INFOS_BIT;
     return DONE;
+}
+
+/* Note five dicts; LEFT if they hold anything that is not numeric, or not of a known agent. */
+static Outcome note_dicts(const Codec *codec, PyObject **dicts, Draft *draft) {
+    Outcome outcome = DONE;
+    for (int which = 0; which < 2 && outcome == DONE; which++) outcome = note_flags(codec, dicts[2 + which], which, draft);
+    if (outcome == DONE) outcome = note_observations(codec, dicts[0], draft->observations, OBSERVED_BIT, draft);
+    if (outcome == DONE) outcome = note_rewards(codec, dicts[1], draft);
+    return outcome == DONE ? note_infos(codec, dicts[4], draft) : outcome;
+}
+
+/* Hold on to all values of a draft, or let go of them: what comes between may run any code. */
+static void hold(const Codec *codec, const Draft *draft, int on) {
+    for (Py_ssize_t i = 0; i < codec->n; i++) {
+        PyObject *values[] = {draft->presence[i] & OBSERVED_BIT ? draft->observations[i] : NULL,
+                              draft->presence[i] & FINAL_BIT ? draft->finals[i] : NULL,
+                              draft->presence[i] & REWARDED_BIT && draft->tags[i] == VECTOR_TAG ? draft->vectors[i] : NULL};
+        for (int j = 0; j < 3; j++) {
+            if (on) Py_XINCREF(values[j]);
+            else Py_XDECREF(values[j]);
+        }
+    }
 }
 
 /* Who is alive after a step, as `Episode` decides it; LEFT if an agent has come back after its end. */
@@ -982,7 +1034,7 @@ static uint64_t code_of(const Codec *codec, uint64_t code, const unsigned char *
     for (Py_ssize_t i = 0; i < n; i++)
         if (presence[i] & ACTING_BIT && ++acting == 1) turn = i + 1;
     if (acting != 1 || n == 1) turn = 0;
-    if ((flag & 1) || flags[0][n] || flags[1][n]) return code;
+    if ((flag & 1) || flags[0][n] || flags[1][n] || tags[0] == VECTOR_TAG) return code;
     for (Py_ssize_t i = 0; i < n; i++) {
         int expected = turn && turn != i + 1 ? everywhere & ~ACTING_BIT : everywhere;
         if (presence[i] != expected || tags[i] != tags[0] || flags[0][i] != flag || flags[1][i] != flag) return code;
@@ -991,50 +1043,58 @@ static uint64_t code_of(const Codec *codec, uint64_t code, const unsigned char *
     return code | (no_infos ? NO_INFOS : 0) | (only_all ? ONLY_ALL : 0);
 }
 
-/* Write any transition of known agents and numbers whose episode goes on, and update who is alive. `rules` are those of
-   the attribute `fast` of `Episode`. */
-static Outcome write_any(const Codec *codec, char *record, PyObject *dicts, PyObject *rules, unsigned char *before,
-                         PyObject *is_forked) {
+/* Write the values of a draft that is held. After LEFT, some may have been written. */
+static Outcome write_draft_values(const Codec *codec, char *record, const Draft *draft) {
+    Outcome outcome = DONE;
+    for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++) {
+        int bits = draft->presence[i];
+        if (bits & OBSERVED_BIT) outcome = write_value(codec, &codec->observations[i], record, draft->observations[i]);
+        if (bits & FINAL_BIT && outcome == DONE)
+            outcome = write_value(codec, &codec->finals[i], record, draft->finals[i]);
+        if (bits & REWARDED_BIT && draft->tags[i] == VECTOR_TAG && outcome == DONE)
+            outcome = write_value(codec, &codec->vectors[i], record, draft->vectors[i]);
+    }
+    return outcome;
+}
+
+/* Write the header of a draft, and its infos: an object for the block, NULL if all are empty. `code` is FINAL or 0. */
+static Outcome write_header(const Codec *codec, char *record, const Draft *draft, uint64_t code, PyObject *infos,
+                            int no_infos) {
     size_t n = (size_t)codec->n;
-    unsigned char *tags = codec->scratch, *flags[2] = {tags + n, tags + 2 * n + 1}, *presence = tags + 3 * n + 2;
-    unsigned char *lives = presence + n;
-    const unsigned char *const both[2] = {flags[0], flags[1]};
-    int all[2] = {0, 0}, any = 0, are_empty = 1;
-    Outcome outcome;
-    if (!PyTuple_CheckExact(dicts) || PyTuple_Size(dicts) != 5 || codec->observations == NULL) return LEFT;
-    PyObject *infos = PyTuple_GetItem(dicts, 4), *agents_left = PyTuple_GetItem(rules, 0);
-    memset(codec->scratch, 0, 5 * n + 2);
-    memset(codec->rewards, 0, 8 * n);
-    for (int i = 0; i < 2; i++) {
-        int bit = i ? TRUNCATED_BIT : TERMINATED_BIT;
-        outcome = note_flags(codec, PyTuple_GetItem(dicts, 2 + i), flags[i], presence, bit, &all[i], &any);
-        if (outcome != DONE) return outcome;
-    }
-    if ((outcome = note_observations(codec, PyTuple_GetItem(dicts, 0), presence)) != DONE) return outcome;
-    if ((outcome = note_rewards(codec, PyTuple_GetItem(dicts, 1), tags, presence)) != DONE) return outcome;
-    if ((outcome = note_infos(codec, infos, presence, &are_empty)) != DONE) return outcome;
-    if ((outcome = note_lives(codec, before, both, presence, lives)) != DONE) return outcome;
-    for (size_t i = 0; i < n; i++)
-        if (presence[i] & OBSERVED_BIT) Py_INCREF(codec->values[i]); /* what follows may run any code */
-    if (agents_left != Py_None && !(all[0] && all[1])) outcome = note_left(codec, agents_left, lives);
-    if (outcome == DONE && *PyByteArray_AsString(is_forked)) outcome = LEFT; /* Python ends this process */
-    for (size_t i = 0; i < n; i++) {
-        if (!(presence[i] & OBSERVED_BIT)) continue;
-        if (outcome == DONE) outcome = write_value(codec, &codec->observations[i], record, codec->values[i]);
-        Py_DECREF(codec->values[i]);
-    }
-    if (outcome != DONE) return outcome;
     char *header = record + codec->header;
     volatile uint64_t *word = (volatile uint64_t *)header;
-    uint64_t code = 0;
+    const unsigned char *const flags[2] = {draft->flags[0], draft->flags[1]};
     *word = 0; /* a worker that dies here leaves no code that does not hold */
-    if (!are_empty) code = write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
-    code = code_of(codec, code, tags, both, presence, PyDict_Size(infos) == 0, !any);
+    if (infos != NULL) code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
+    if (!(code & FINAL)) code = code_of(codec, code, draft->tags, flags, draft->presence, no_infos, !draft->any);
     memcpy(header + 8, codec->rewards, 8 * n);
     memcpy(header + 8 + 8 * n, codec->scratch, 4 * n + 2);
     *word = code;
-    memcpy(before, lives, n);
     return code & INFOS ? DONE_BUT_INFOS : DONE;
+}
+
+/* Write any transition of known agents and numbers whose episode goes on, and update who is alive. `rules` are those of
+   the attribute `fast` of `Episode`. */
+static Outcome write_any(const Codec *codec, char *record, PyObject *result, PyObject *rules, unsigned char *before,
+                         PyObject *is_forked) {
+    if (!PyTuple_CheckExact(result) || PyTuple_Size(result) != 5 || codec->observations == NULL) return LEFT;
+    PyObject *dicts[5], *agents_left = PyTuple_GetItem(rules, 0);
+    for (int i = 0; i < 5; i++) dicts[i] = PyTuple_GetItem(result, i);
+    Draft draft = empty_draft(codec);
+    const unsigned char *const flags[2] = {draft.flags[0], draft.flags[1]};
+    Outcome outcome = note_dicts(codec, dicts, &draft);
+    if (outcome == DONE && draft.over) outcome = LEFT;
+    if (outcome == DONE) outcome = note_lives(codec, before, flags, draft.presence, draft.lives);
+    if (outcome != DONE) return outcome;
+    hold(codec, &draft, 1);
+    if (agents_left != Py_None && !(draft.all[0] && draft.all[1])) outcome = note_left(codec, agents_left, draft.lives);
+    if (outcome == DONE && *PyByteArray_AsString(is_forked)) outcome = LEFT; /* Python ends this process */
+    if (outcome == DONE) outcome = write_draft_values(codec, record, &draft);
+    hold(codec, &draft, 0);
+    if (outcome != DONE) return outcome;
+    outcome = write_header(codec, record, &draft, 0, draft.are_empty ? NULL : dicts[4], PyDict_Size(dicts[4]) == 0);
+    memcpy(before, draft.lives, (size_t)codec->n);
+    return outcome;
 }
 
 /* A dict for a value of each agent; copying one and replacing its values is quicker than letting a new one grow. */
@@ -1079,36 +1139,24 @@ static unsigned char *state_of(const Codec *codec, Py_ssize_t record) {
     return codec->states + record * (codec->n + 1);
 }
 
-/* The agents that have a bit, as a new list. */
-static PyObject *agents_with(const Codec *codec, const unsigned char *presence, int bit) {
-    PyObject *agents = PyList_New(0);
-    for (Py_ssize_t i = 0; agents != NULL && i < codec->n; i++)
-        if (presence[i] & bit && PyList_Append(agents, PyTuple_GetItem(codec->agents, i)) < 0) Py_CLEAR(agents);
-    return agents;
+static int any_has(const Codec *codec, const unsigned char *presence, int bit) {
+    int any = 0;
+    for (Py_ssize_t i = 0; i < codec->n; i++) any |= presence[i] & bit;
+    return any;
 }
 
-/* Note who is alive and acts now; if that has changed, append it to a list: the environment, and the lists of those who act
-   and are alive, None if these are the same as before. */
-static int note_state(const Codec *codec, Py_ssize_t record, const unsigned char *presence, PyObject *changed) {
-    unsigned char *state = state_of(codec, record);
-    int known = state[codec->n] == KNOWN, alive_too = !known, acting_too = !known;
-    for (Py_ssize_t i = 0; i < codec->n; i++) {
-        unsigned char now = presence[i] & (ALIVE_BIT | ACTING_BIT);
-        alive_too |= (state[i] ^ now) & ALIVE_BIT;
-        acting_too |= (state[i] ^ now) & ACTING_BIT;
-        state[i] = now;
+/* The agents that have a bit, in a list: a new one, or that of all agents. */
+static PyObject *agents_with(const Codec *codec, const unsigned char *presence, int bit) {
+    Py_ssize_t n = codec->n, count = 0;
+    for (Py_ssize_t i = 0; i < n; i++) count += (presence[i] & bit) != 0;
+    if (count == n && n > 0) {
+        Py_INCREF(codec->agents_list);
+        return codec->agents_list;
     }
-    state[codec->n] = KNOWN;
-    if (!alive_too && !acting_too) return 0;
-    PyObject *acting = agents_with(codec, presence, ACTING_BIT);
-    PyObject *alive = alive_too ? agents_with(codec, presence, ALIVE_BIT) : Py_None;
-    if (!alive_too) Py_INCREF(Py_None);
-    PyObject *one = acting == NULL || alive == NULL ? NULL : Py_BuildValue("(nOO)", record, acting, alive);
-    int failed = one == NULL || PyList_Append(changed, one) < 0;
-    Py_XDECREF(one);
-    Py_XDECREF(acting);
-    Py_XDECREF(alive);
-    return failed ? -1 : 0;
+    PyObject *agents = PyList_New(0);
+    for (Py_ssize_t i = 0; agents != NULL && i < n; i++)
+        if (presence[i] & bit && PyList_Append(agents, PyTuple_GetItem(codec->agents, i)) < 0) Py_CLEAR(agents);
+    return agents;
 }
 
 /* -- methods ------------------------------------------------------------------------------------------------------ */
@@ -1169,7 +1217,7 @@ static PyObject *codec_write(PyObject *self, PyObject *args) {
         char *record = record_of(codec, PyTuple_GetItem(env_ids, place), &number);
         if (record == NULL) return NULL;
         const unsigned char *state = state_of(codec, number);
-        if (!state[codec->n]) break;
+        if (state[codec->n] != KNOWN) break; /* after the end of an episode, Python knows which actions count */
         PyObject *of_env = PySequence_GetItem(actions, place);
         if (of_env == NULL) return NULL;
         Outcome outcome = LEFT;
@@ -1211,21 +1259,25 @@ static Header header_of(const Codec *codec, const char *record) {
     };
 }
 
-/* Whether Python has to read a record that is not plain: its episode is over, or something is damaged, or beyond what
-   this file knows. */
+/* Whether Python has to read a record: it has written it, something is damaged, or statistics need to see more. */
 static int is_left(const Codec *codec, const Header *header) {
     Py_ssize_t types = PyTuple_Size(codec->reward_types);
-    if (header->code & ~(uint64_t)(INFOS | INFOS_IN_BLOCK)) return 1;
+    int any_over = header->flags[0][codec->n] | header->flags[1][codec->n];
+    if (header->code & PLAIN)
+        return header->code & NOT_PLAIN || (header->code >> REWARD_SHIFT & TYPE_OF_TAG) >= (uint64_t)types;
+    if (header->code & ~(uint64_t)(INFOS | INFOS_IN_BLOCK | FINAL) || any_over > NP_TRUE_CODE) return 1;
+    if ((header->code & INFOS && header->code & FINAL) || (codec->in_infos && any_over & 1)) return 1;
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         int bits = header->presence[i];
-        if (bits & ~EVERYWHERE || (bits & REWARDED_BIT && (header->tags[i] & TYPE_OF_TAG) >= types)) return 1;
+        if (bits & FINAL_BIT && !(header->code & FINAL)) return 1;
+        if (bits & REWARDED_BIT && (header->tags[i] & TYPE_OF_TAG) >= types) return 1;
         if (codec->in_infos && (bits & (REWARDED_BIT | ALIVE_BIT)) == REWARDED_BIT) return 1;
         for (int j = 0; j < 2; j++) {
             int flag = header->flags[j][i], is_there = bits & (j ? TRUNCATED_BIT : TERMINATED_BIT);
             if (is_there && (flag > NP_TRUE_CODE || (flag & 1 && codec->in_infos))) return 1;
         }
     }
-    return (header->flags[0][codec->n] | header->flags[1][codec->n]) & ~NP_FALSE_CODE;
+    return 0;
 }
 
 /* Add the rewards of a record, and one step, to its totals: of the agents that have a reward, or a flag that is set. */
@@ -1245,19 +1297,39 @@ static void add_totals(const Codec *codec, Py_ssize_t number, const Header *head
     totals[2 * n] += 1;
 }
 
-static PyObject *read_observations(const Codec *codec, const Header *header, char *record, int copy) {
+/* Note who is alive and acts after a record, and whether its episode is over; and its rewards. Append an episode that has
+   ended to a list: the environment, and the flags of `__all__`. */
+static int note_state(const Codec *codec, Py_ssize_t number, const Header *header, PyObject *ended) {
+    Py_ssize_t n = codec->n;
+    unsigned char *state = state_of(codec, number);
+    int terminated = header->flags[0][n] & 1, truncated = header->flags[1][n] & 1, over = terminated | truncated;
+    int stays_over = over && state[n] & OVER;
+    for (Py_ssize_t i = 0; i < n; i++) state[i] = header->presence[i] & (ALIVE_BIT | ACTING_BIT);
+    state[n] = KNOWN | (over && !codec->same_step ? OVER : 0);
+    if (codec->totals == NULL || stays_over) return 0;
+    add_totals(codec, number, header);
+    if (!over) return 0;
+    PyObject *one = Py_BuildValue("(nii)", number, terminated, truncated);
+    int failed = one == NULL || PyList_Append(ended, one) < 0;
+    Py_XDECREF(one);
+    return failed ? -1 : 0;
+}
+
+/* The observations, or the last ones: of the agents with a bit. */
+static PyObject *read_some(const Codec *codec, const Header *header, const Node *nodes, int bit, char *record, int copy) {
     PyObject *dict = PyDict_New();
     for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
-        if (header->presence[i] & OBSERVED_BIT)
-            set_value(codec, &dict, i, read_value(codec, &codec->observations[i], record, copy));
+        if (header->presence[i] & bit) set_value(codec, &dict, i, read_value(codec, &nodes[i], record, copy));
     return dict;
 }
 
-static PyObject *read_some_rewards(const Codec *codec, const Header *header) {
+static PyObject *read_some_rewards(const Codec *codec, const Header *header, char *record) {
     PyObject *dict = PyDict_New();
     for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
         if (header->presence[i] & REWARDED_BIT)
-            set_value(codec, &dict, i, read_reward(codec, header->rewards[i], header->tags[i]));
+            set_value(codec, &dict, i, header->tags[i] == VECTOR_TAG
+                                           ? read_value(codec, &codec->vectors[i], record, COPIES)
+                                           : read_reward(codec, header->rewards[i], header->tags[i]));
     return dict;
 }
 
@@ -1283,38 +1355,96 @@ static PyObject *read_empty_infos(const Codec *codec, const Header *header) {
     return dict;
 }
 
-/* Note what a record says: who acts and is alive, and its rewards. `infos` is a new reference, NULL if all are empty. LEFT if
-   Python has to read it. */
+/* Add a value to the info of an agent, or of another key, under a name that it does not have yet. */
+static int add_to_info(PyObject *infos, PyObject *key, PyObject *name, PyObject *value) {
+    PyObject *info = PyDict_GetItemWithError(infos, key);
+    if (info == NULL && PyErr_Occurred()) return -1;
+    if (info == NULL) {
+        if ((info = PyDict_New()) == NULL) return -1;
+        int failed = PyDict_SetItem(infos, key, info) < 0;
+        Py_DECREF(info);
+        if (failed) return -1;
+    }
+    int has_it = PyDict_CheckExact(info) ? PyDict_Contains(info, name) : 1;
+    return has_it != 0 ? (has_it < 0 ? -1 : 0) : PyDict_SetItem(info, name, value);
+}
+
+/* Add last observations and the infos of an automatic reset, as `with_final` in `episode.py` does. */
+static int add_finals(const Codec *codec, const Header *header, char *record, int copy, PyObject *infos, PyObject *reset) {
+    for (Py_ssize_t i = 0; i < codec->n; i++) {
+        if (!(header->presence[i] & FINAL_BIT)) continue;
+        PyObject *last = read_value(codec, &codec->finals[i], record, copy);
+        int failed = last == NULL || add_to_info(infos, PyTuple_GetItem(codec->agents, i), name_final_obs, last) < 0;
+        Py_XDECREF(last);
+        if (failed) return -1;
+    }
+    Py_ssize_t position = 0;
+    PyObject *key, *info;
+    while (reset != NULL && PyDict_Next(reset, &position, &key, &info))
+        if (!(PyDict_CheckExact(info) && PyDict_Size(info) == 0) && info != Py_None &&
+            add_to_info(infos, key, name_reset_info, info) < 0)
+            return -1;
+    return 0;
+}
+
+/* The infos that a record has in the block: with final observations, `reset` is those of the automatic reset, too. */
+static PyObject *infos_in_block(const Codec *codec, const Header *header, char *record, int *has_mask, PyObject **reset) {
+    PyObject *infos = read_infos(codec, record, has_mask);
+    *reset = NULL;
+    if (infos == NULL || !(header->code & FINAL)) return infos;
+    PyObject *own = NULL;
+    if (PyTuple_Check(infos) && PyTuple_Size(infos) == 2) {
+        own = PyTuple_GetItem(infos, 0);
+        *reset = PyTuple_GetItem(infos, 1);
+    }
+    if (own == NULL || !PyDict_CheckExact(own) || !PyDict_CheckExact(*reset)) {
+        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+        own = *reset = NULL;
+    }
+    Py_XINCREF(own);
+    Py_XINCREF(*reset);
+    Py_DECREF(infos);
+    return own;
+}
+
+/* Note what a record says, as `note_state`. `infos` is a new reference, NULL if all are empty. LEFT if Python has to read
+   it. */
 static Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header, PyObject *extras,
-                           PyObject *changed, int *has_mask, PyObject **infos) {
-    int tag = (int)(header->code >> REWARD_SHIFT & 0xFF), plain = header->code & PLAIN;
-    if (plain && (header->code & UNKNOWN || (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types))) return LEFT;
-    if (!plain && is_left(codec, header)) return LEFT;
-    *infos = pickled_infos(extras, env_id);
+                           int copy, PyObject *ended, int *has_mask, PyObject **infos) {
+    char *record = codec->base + number * codec->stride;
+    PyObject *reset = NULL;
     *has_mask = 0;
+    if (is_left(codec, header)) return LEFT;
+    for (Py_ssize_t i = 0; codec->totals != NULL && !(header->code & PLAIN) && i < codec->n; i++)
+        if (header->presence[i] & REWARDED_BIT && header->tags[i] == VECTOR_TAG) return LEFT; /* Python adds them up */
+    *infos = pickled_infos(extras, env_id);
     if (*infos == NULL && PyErr_Occurred()) return FAILED;
     if ((*infos != NULL) != ((header->code & INFOS) != 0)) return LEFT;
     if (*infos == NULL && PyDict_Size(extras) > 0) {
         int has_extras = PyDict_Contains(extras, env_id);
         if (has_extras) return has_extras < 0 ? FAILED : LEFT;
     }
-    if (header->code & INFOS_IN_BLOCK) {
-        *infos = read_infos(codec, codec->base + number * codec->stride, has_mask);
-        if (*infos == NULL) return FAILED;
-    } else {
-        Py_XINCREF(*infos);
+    Py_XINCREF(*infos);
+    int failed = 0;
+    if (header->code & INFOS_IN_BLOCK) failed = (*infos = infos_in_block(codec, header, record, has_mask, &reset)) == NULL;
+    if (!failed && header->code & FINAL) {
+        if (*has_mask) { /* Python knows whose they are */
+            Py_CLEAR(*infos);
+            Py_XDECREF(reset);
+            return LEFT;
+        }
+        if (*infos == NULL) failed = (*infos = read_empty_infos(codec, header)) == NULL;
+        if (!failed) failed = add_finals(codec, header, record, copy, *infos, reset) < 0;
     }
-    if (note_state(codec, number, header->presence, changed) < 0) {
-        Py_CLEAR(*infos);
-        return FAILED;
-    }
-    if (codec->totals != NULL) add_totals(codec, number, header);
-    return DONE;
+    Py_XDECREF(reset);
+    if (!failed) failed = note_state(codec, number, header, ended) < 0;
+    if (failed) Py_CLEAR(*infos);
+    return failed ? FAILED : DONE;
 }
 
 /* Put the five dicts of one record into the lists; LEFT if Python has to do it. */
 static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, PyObject **lists,
-                           Py_ssize_t at, PyObject *changed, int *has_mask) {
+                           Py_ssize_t at, PyObject *ended, int *has_mask) {
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return FAILED;
@@ -1322,14 +1452,14 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     const uint64_t code = header.code;
     int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT & 0xFF), plain = code & PLAIN;
     PyObject *infos;
-    Outcome outcome = note_record(codec, env_id, number, &header, extras, changed, has_mask, &infos);
+    Outcome outcome = note_record(codec, env_id, number, &header, extras, copy, ended, has_mask, &infos);
     if (outcome != DONE) return outcome;
     PyObject *no_flags = code & ONLY_ALL ? codec->only_all : flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {NULL, NULL, NULL, NULL, infos};
     dicts[0] = plain ? read_values(codec, codec->observations, record, copy)
-                     : read_observations(codec, &header, record, copy);
+                     : read_some(codec, &header, codec->observations, OBSERVED_BIT, record, copy);
     if (dicts[0] != NULL)
-        dicts[1] = plain ? read_rewards(codec, header.rewards, tag) : read_some_rewards(codec, &header);
+        dicts[1] = plain ? read_rewards(codec, header.rewards, tag) : read_some_rewards(codec, &header, record);
     for (int i = 2; i < 4; i++)
         if (dicts[i - 1] != NULL) dicts[i] = plain ? PyDict_Copy(no_flags) : read_flags(codec, &header, i - 2);
     if (dicts[3] != NULL && infos == NULL) {
@@ -1346,17 +1476,16 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
 
 PyDoc_STRVAR(read_doc,
     "read(env_ids, extras, copy)\n"
-    "    -> (observations, rewards, terminateds, truncateds, infos), (left, masked, changed) | None\n"
+    "    -> (observations, rewards, terminateds, truncateds, infos), (left, masked, ended) | None\n"
     "--\n\n"
     "Read records: five tuples of dicts, and None. If there is more to do, five lists of dicts, None for the environments\n"
     "that are `left`. `extras` is a dict by environment; arrays are copies, or views of the block. `masked` are the\n"
-    "environments that have an action mask among the infos in the block. `changed` has the environments in which others act\n"
-    "or are alive than after what was read last, or after `forget`: numbers, and the lists of agents that act and are\n"
-    "alive, None if these are the same. Rewards are added to the totals that the Codec was made with.");
+    "environments that have an action mask among the infos in the block, `ended` those whose episode has ended, with the\n"
+    "flags of `__all__`. Notes who acts and is alive, and adds rewards to the totals that the Codec was made with.");
 
 static PyObject *codec_read(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *extras, *lists[8] = {NULL}, *before = NULL; /* the last three: left, masked, changed */
+    PyObject *env_ids, *extras, *lists[8] = {NULL}, *before = NULL; /* the last three: left, masked, ended */
     int copy, has_mask;
     if (!PyArg_ParseTuple(args, "O!O!p:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy)) return NULL;
     Py_ssize_t size = PyTuple_Size(env_ids);
@@ -1416,7 +1545,7 @@ static int are_records(const Codec *codec, Py_ssize_t start, Py_ssize_t stop) {
 
 /* Whether a record is plain, all agents act, and there are no infos. */
 static int is_simple(uint64_t code) {
-    return (code >> TURN_SHIFT) == 0 && (code & (PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL | UNKNOWN)) == PLAIN;
+    return (code >> TURN_SHIFT) == 0 && (code & (PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL | NOT_PLAIN)) == PLAIN;
 }
 
 /* The observations of a group, or a part of each: an array `(records, agents, ...)`, of what a view of the block has. The
@@ -1481,27 +1610,27 @@ static void fill_row(const Codec *codec, const Header *header, char **fields, Py
 }
 
 PyDoc_STRVAR(read_arrays_doc,
-    "read_arrays(start, stop, leaves, targets, written, extras, notes) -> list, (left, masked, changed) | None\n--\n\n"
+    "read_arrays(start, stop, leaves, targets, written, extras, copy, notes) -> list, (left, masked, ended) | None\n--\n\n"
     "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards. `leaves` are pairs\n"
     "of a view of the block, `(records, agents, ...)`, and the agents' places; each is an array among the observations:\n"
     "new ones, or the `targets`, a list, which may have been `written` already. If there is more to do, the rest is as of\n"
-    "`read`. Rows of environments that are `left` are filled too, as far as their records tell. Without `notes`, nothing\n"
+    "`read`, and so is `copy`, for last observations. Rows of environments that are `left` are filled too, as far as their records tell. Without `notes`, nothing\n"
     "is noted, and there are no infos.");
 
 static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
     PyObject *leaves, *targets, *extras;
     Py_ssize_t start, stop;
-    int written, notes;
-    if (!PyArg_ParseTuple(args, "nnO!OpO!p:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
-                          &PyDict_Type, &extras, &notes))
+    int written, copy, notes;
+    if (!PyArg_ParseTuple(args, "nnO!OpO!pp:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
+                          &PyDict_Type, &extras, &copy, &notes))
         return NULL;
     if (!are_records(codec, start, stop)) return NULL;
     npy_intp dims[2] = {stop - start, codec->n};
     int simple = PyDict_Size(extras) == 0, failed = 0, any_over = 0;
     for (Py_ssize_t i = start; simple && i < stop; i++)
         simple = is_simple(header_of(codec, codec->base + i * codec->stride).code);
-    PyObject *arrays[FIELDS] = {NULL}, *found[4] = {NULL}, *result = NULL; /* infos, left, masked, changed */
+    PyObject *arrays[FIELDS] = {NULL}, *found[4] = {NULL}, *result = NULL; /* infos, left, masked, ended */
     PyObject *observations = all_stacked(codec, leaves, targets, written, start, simple);
     char *fields[FIELDS];
     if (observations == NULL) return NULL;
@@ -1526,7 +1655,7 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         int has_mask = 0;
         Outcome outcome = FAILED;
         if (number != NULL)
-            outcome = note_record(codec, number, i, &header, extras, found[3], &has_mask, &infos);
+            outcome = note_record(codec, number, i, &header, extras, copy, found[3], &has_mask, &infos);
         failed = outcome == FAILED;
         if (outcome == LEFT || has_mask) failed |= PyList_Append(found[outcome == LEFT ? 1 : 2], number) < 0;
         if (infos != NULL) failed |= PyDict_SetItem(found[0], number, infos) < 0;
@@ -1561,7 +1690,7 @@ static PyObject *codec_acting(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "nn:acting", &start, &stop) || !are_records(codec, start, stop)) return NULL;
     for (Py_ssize_t i = start; i < stop; i++) {
         const unsigned char *state = state_of(codec, i);
-        for (Py_ssize_t j = 0; state[n] && j < n; j++) acting += (state[j] & ACTING_BIT) != 0;
+        for (Py_ssize_t j = 0; state[n] & KNOWN && j < n; j++) acting += (state[j] & ACTING_BIT) != 0;
     }
     if (acting == (stop - start) * n) Py_RETURN_NONE;
     npy_intp dims[2] = {stop - start, n};
@@ -1570,7 +1699,7 @@ static PyObject *codec_acting(PyObject *self, PyObject *args) {
     char *at = PyArray_DATA((PyArrayObject *)mask);
     for (Py_ssize_t i = start; i < stop; i++, at += n) {
         const unsigned char *state = state_of(codec, i);
-        for (Py_ssize_t j = 0; state[n] && j < n; j++) at[j] = (state[j] & ACTING_BIT) != 0;
+        for (Py_ssize_t j = 0; state[n] & KNOWN && j < n; j++) at[j] = (state[j] & ACTING_BIT) != 0;
     }
     return mask;
 }
@@ -1623,47 +1752,155 @@ static PyObject *codec_write_arrays(PyObject *self, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-PyDoc_STRVAR(forget_doc, "forget(env_id)\n--\n\nForget who acts and is alive in an environment: its record does not say so.");
+PyDoc_STRVAR(forget_doc,
+    "forget(env_id, over)\n--\n\n"
+    "Forget who acts and is alive in an environment: its record does not say so. Its episode is `over`, or not.");
 
-static PyObject *codec_forget(PyObject *self, PyObject *env_id) {
-    Py_ssize_t number;
-    if (record_of((Codec *)self, env_id, &number) == NULL) return NULL;
-    state_of((Codec *)self, number)[((Codec *)self)->n] = NOT_KNOWN;
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(report_doc, "report(env_id)\n--\n\nReturn who acts and is alive in an environment with what is read next, also if it stays.");
-
-static PyObject *codec_report(PyObject *self, PyObject *env_id) {
-    Py_ssize_t number;
-    if (record_of((Codec *)self, env_id, &number) == NULL) return NULL;
-    unsigned char *known = state_of((Codec *)self, number) + ((Codec *)self)->n;
-    if (*known == KNOWN) *known = KNOWN_AND_DUE;
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(infos_doc, "infos(env_id)\n--\n\nRead what `put_infos` wrote, or `run`.");
-
-static PyObject *codec_infos(PyObject *self, PyObject *env_id) {
-    Py_ssize_t number;
-    int has_mask;
-    char *record = record_of((Codec *)self, env_id, &number);
-    return record == NULL ? NULL : read_infos((Codec *)self, record, &has_mask);
-}
-
-PyDoc_STRVAR(put_infos_doc,
-    "put_infos(env_id, infos) -> bool\n--\n\n"
-    "Write the infos of a record whose header is written next; False if they have to be pickled.");
-
-static PyObject *codec_put_infos(PyObject *self, PyObject *args) {
+static PyObject *codec_forget(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_id, *infos;
+    PyObject *env_id;
     Py_ssize_t number;
-    if (!PyArg_ParseTuple(args, "OO:put_infos", &env_id, &infos)) return NULL;
+    int over;
+    if (!PyArg_ParseTuple(args, "Op:forget", &env_id, &over) || record_of(codec, env_id, &number) == NULL) return NULL;
+    state_of(codec, number)[codec->n] = over ? OVER : 0;
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(agents_doc,
+    "agents_of(start, stop, are_alive) -> list\n--\n\n"
+    "The lists of agents that act next in neighbouring environments, or are alive, by what was noted last; none are where\n"
+    "nothing is known. They are not to be changed.");
+
+static PyObject *codec_agents_of(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    Py_ssize_t start, stop;
+    int are_alive;
+    if (!PyArg_ParseTuple(args, "nnp:agents_of", &start, &stop, &are_alive) || !are_records(codec, start, stop))
+        return NULL;
+    PyObject *lists = PyList_New(stop - start);
+    for (Py_ssize_t i = start; lists != NULL && i < stop; i++) {
+        const unsigned char *state = state_of(codec, i);
+        int bit = are_alive ? ALIVE_BIT : ACTING_BIT;
+        PyObject *agents = state[codec->n] & KNOWN ? agents_with(codec, state, bit) : PyList_New(0);
+        if (agents == NULL || PyList_SetItem(lists, i - start, agents) < 0) Py_CLEAR(lists);
+    }
+    return lists;
+}
+
+PyDoc_STRVAR(is_over_doc,
+    "is_over(env_id) -> bool\n--\n\nWhether an episode is over by what was noted last, and no reset has followed.");
+
+static PyObject *codec_is_over(PyObject *self, PyObject *env_id) {
+    Codec *codec = (Codec *)self;
+    Py_ssize_t number;
+    if (record_of(codec, env_id, &number) == NULL) return NULL;
+    return PyBool_FromLong(state_of(codec, number)[codec->n] & OVER);
+}
+
+PyDoc_STRVAR(put_doc,
+    "put(env_id, transition) -> 0 | 1 | 2\n--\n\n"
+    "Write a `Transition`. Returns 1; or 2 if its infos, and those of its reset, have to be pickled; or 0 if Python has to\n"
+    "write it, since it holds other things than numbers in their spaces, of agents that are known.");
+
+static PyObject *codec_put(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *env_id, *transition, *parts[9], *pair = NULL;
+    Py_ssize_t number;
+    if (!PyArg_ParseTuple(args, "OO!:put", &env_id, &PyTuple_Type, &transition)) return NULL;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return NULL;
-    *(volatile uint64_t *)(record + codec->header) = 0; /* as in `write_transition` */
-    return PyBool_FromLong(write_infos(codec, record, infos) == DONE);
+    if (PyTuple_Size(transition) != 9) {
+        PyErr_SetString(PyExc_ValueError, "expected a Transition");
+        return NULL;
+    }
+    for (int i = 0; i < 9; i++) parts[i] = PyTuple_GetItem(transition, i);
+    PyObject *infos = parts[4], *final = parts[7] == Py_None ? NULL : parts[7];
+    PyObject *reset = final == NULL || parts[8] == Py_None ? NULL : parts[8];
+    if (codec->observations == NULL || (reset != NULL && !PyDict_CheckExact(reset))) return PyLong_FromLong(0);
+    Draft draft = empty_draft(codec);
+    Outcome outcome = note_dicts(codec, parts, &draft);
+    if (outcome == DONE && !(draft.all[0] && draft.all[1])) outcome = LEFT;
+    if (outcome == DONE && final != NULL) outcome = note_observations(codec, final, draft.finals, FINAL_BIT, &draft);
+    for (int i = 5; i < 7 && outcome == DONE; i++) {
+        PyObject *agents = PySequence_Fast(parts[i], "expected agents");
+        if (agents == NULL) return NULL;
+        for (Py_ssize_t j = 0, agent; outcome == DONE && j < PySequence_Size(agents); j++) {
+            PyObject *one = PySequence_GetItem(agents, j);
+            outcome = one == NULL ? FAILED : place_of(codec, one, &agent);
+            if (outcome == DONE) draft.presence[agent] |= i == 5 ? ALIVE_BIT : ACTING_BIT;
+            Py_XDECREF(one);
+        }
+        Py_DECREF(agents);
+    }
+    int reset_is_empty = 1;
+    Py_ssize_t position = 0;
+    PyObject *key, *info;
+    while (reset != NULL && PyDict_Next(reset, &position, &key, &info))
+        reset_is_empty &= PyDict_CheckExact(info) && PyDict_Size(info) == 0;
+    if (outcome == DONE) {
+        hold(codec, &draft, 1);
+        outcome = write_draft_values(codec, record, &draft);
+        hold(codec, &draft, 0);
+    }
+    if (outcome == DONE && !(draft.are_empty && reset_is_empty)) {
+        if (final != NULL) {
+            pair = reset == NULL ? Py_BuildValue("(O{})", infos) : PyTuple_Pack(2, infos, reset);
+            if (pair == NULL) return NULL;
+        }
+        outcome = write_header(codec, record, &draft, final == NULL ? 0 : FINAL, pair == NULL ? infos : pair,
+                               PyDict_Size(infos) == 0);
+        Py_XDECREF(pair);
+    } else if (outcome == DONE) {
+        outcome = write_header(codec, record, &draft, final == NULL ? 0 : FINAL, NULL, PyDict_Size(infos) == 0);
+    }
+    if (outcome == FAILED) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL; /* Ctrl-C */
+        PyErr_Clear(); /* Python raises it again */
+    }
+    return PyLong_FromLong(outcome == DONE ? 1 : outcome == DONE_BUT_INFOS ? 2 : 0);
+}
+
+PyDoc_STRVAR(parts_doc,
+    "parts(env_id, copy) -> tuple\n--\n\n"
+    "What `put` or `run` has written, as the fields of a `Transition`; nothing is noted. Infos are None if they are\n"
+    "pickled, and so are those of a reset that are pickled or all empty.");
+
+static PyObject *codec_parts(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *env_id, *infos = NULL, *final = NULL, *reset = NULL;
+    Py_ssize_t number;
+    int copy, has_mask;
+    if (!PyArg_ParseTuple(args, "Op:parts", &env_id, &copy)) return NULL;
+    char *record = record_of(codec, env_id, &number);
+    if (record == NULL) return NULL;
+    const Header header = header_of(codec, record);
+    for (Py_ssize_t i = 0; i <= codec->n; i++) {
+        int tag = i < codec->n && header.presence[i] & REWARDED_BIT ? header.tags[i] : 0;
+        int is_vector = tag == VECTOR_TAG && codec->vectors[i].kind != NO_KIND;
+        if (header.flags[0][i] > NP_TRUE_CODE || header.flags[1][i] > NP_TRUE_CODE ||
+            (!is_vector && (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types)))
+            return PyErr_Format(PyExc_ValueError, "the record of environment %zd is damaged", number);
+    }
+    PyObject *observations = read_some(codec, &header, codec->observations, OBSERVED_BIT, record, copy);
+    PyObject *rewards = read_some_rewards(codec, &header, record);
+    PyObject *flags[2] = {read_flags(codec, &header, 0), read_flags(codec, &header, 1)};
+    PyObject *alive = agents_with(codec, header.presence, ALIVE_BIT);
+    PyObject *acting = agents_with(codec, header.presence, ACTING_BIT);
+    if (header.code & INFOS_IN_BLOCK) infos = infos_in_block(codec, &header, record, &has_mask, &reset);
+    else if (header.code & INFOS && !any_has(codec, header.presence, INFOS_BIT)) Py_INCREF(infos = Py_None);
+    else infos = read_empty_infos(codec, &header);
+    if (header.code & FINAL) final = read_some(codec, &header, codec->finals, FINAL_BIT, record, copy);
+    else Py_INCREF(final = Py_None);
+    if (reset == NULL) Py_INCREF(reset = Py_None);
+    PyObject *parts[9] = {observations, rewards, flags[0], flags[1], infos, alive, acting, final, reset};
+    PyObject *result = PyTuple_New(9);
+    int failed = result == NULL;
+    for (int i = 0; i < 9; i++) failed |= parts[i] == NULL;
+    for (int i = 0; i < 9; i++) {
+        if (failed || PyTuple_SetItem(result, i, parts[i]) < 0) Py_XDECREF(parts[i]);
+    }
+    if (failed) Py_CLEAR(result);
+    return result;
 }
 
 /* The actions of a record; NULL without an error if some agents have no column. */
@@ -1903,6 +2140,7 @@ static int build_nodes(Node **nodes, PyObject *forms) {
 }
 
 static int build_node(Node *node, PyObject *form) {
+    if (form == Py_None) return 0;
     PyObject *kind = PyTuple_GetItem(form, 0), *parts = NULL;
     if (kind == NULL) return -1;
     if (PyUnicode_CompareWithASCIIString(kind, "array") == 0) {
@@ -1942,24 +2180,25 @@ static int build_node(Node *node, PyObject *form) {
 }
 
 PyDoc_STRVAR(codec_doc,
-    "Codec(block, stride, agents, all_key, headers, actions, observations, types, dicts, activity, infos, totals,\n"
-    "      in_infos, moment)\n--\n\n"
+    "Codec(block, stride, agents, all_key, headers, forms, types, dicts, activity, infos, totals, in_infos, same_step,\n"
+    "      moment)\n--\n\n"
     "See `codec.py`, which makes the arguments of a layout.");
 
 static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     Codec *codec = (Codec *)self;
-    PyObject *block, *agents, *all, *actions, *observations, *numbers, *rewards, *np_false, *np_true, *dicts[4], *totals,
-        *moment;
+    PyObject *block, *agents, *all, *actions, *observations, *finals, *vectors, *numbers, *rewards, *np_false, *np_true,
+        *dicts[4], *totals, *moment;
     long long activity;
     if (codec->block != NULL || (keywords != NULL && PyDict_Size(keywords) > 0)) {
         PyErr_SetString(PyExc_TypeError, "a Codec is made once, without keywords");
         return -1;
     }
-    if (!PyArg_ParseTuple(args, "O!nO!U(nn)OO(O!O!nOO)(O!O!O!O!)L(nn)OpO", &PyArray_Type, &block, &codec->stride,
-                          &PyTuple_Type, &agents, &all, &codec->action_header, &codec->header, &actions, &observations,
+    if (!PyArg_ParseTuple(args, "O!nO!U(nn)(OOOO)(O!O!nOO)(O!O!O!O!)L(nn)OppO", &PyArray_Type, &block, &codec->stride,
+                          &PyTuple_Type, &agents, &all, &codec->action_header, &codec->header, &actions, &observations, &finals, &vectors,
                           &PyTuple_Type, &numbers, &PyTuple_Type, &rewards, &codec->floats, &np_false, &np_true,
                           &PyDict_Type, &dicts[0], &PyDict_Type, &dicts[1], &PyDict_Type, &dicts[2], &PyDict_Type,
-                          &dicts[3], &activity, &codec->infos, &codec->infos_nbytes, &totals, &codec->in_infos, &moment))
+                          &dicts[3], &activity, &codec->infos, &codec->infos_nbytes, &totals, &codec->in_infos,
+                          &codec->same_step, &moment))
         return -1;
     codec->step_activity = activity;
     codec->n = PyTuple_Size(agents);
@@ -2008,18 +2247,20 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     codec->lives = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, 1);
     codec->scratch = PyMem_Calloc((size_t)(5 * codec->n) + 2, 1);
     codec->there = PyMem_Calloc((size_t)codec->n + 1, 1);
-    codec->values = PyMem_Calloc((size_t)codec->n + 1, sizeof(PyObject *));
+    codec->values = PyMem_Calloc((size_t)(3 * codec->n) + 1, sizeof(PyObject *));
+    codec->agents_list = PySequence_List(agents);
     codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
     codec->keys = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, sizeof(PyObject *));
     if (codec->states == NULL || codec->there == NULL || codec->values == NULL || codec->rewards == NULL ||
-        codec->keys == NULL || codec->first_lives == NULL || codec->lives == NULL || codec->scratch == NULL) {
+        codec->keys == NULL || codec->first_lives == NULL || codec->lives == NULL || codec->scratch == NULL ||
+        codec->agents_list == NULL) {
         PyErr_NoMemory();
         return -1;
     }
     if (codec->n == 0) return 0; /* nothing is plain */
-    Node **nodes[] = {&codec->actions, &codec->observations};
-    PyObject *forms[] = {actions, observations};
-    for (int i = 0; i < 2; i++) {
+    Node **nodes[] = {&codec->actions, &codec->observations, &codec->finals, &codec->vectors};
+    PyObject *forms[] = {actions, observations, finals, vectors};
+    for (int i = 0; i < 4; i++) {
         if (forms[i] == Py_None) continue;
         if (!PyTuple_Check(forms[i]) || PyTuple_Size(forms[i]) != codec->n) {
             PyErr_SetString(PyExc_ValueError, "expected a form for each agent");
@@ -2036,10 +2277,12 @@ static void codec_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     PyObject *owned[] = {codec->block, codec->agents, codec->all, codec->number_types, codec->reward_types,
                          codec->np_false, codec->np_true, codec->no_values, codec->no_flags, codec->no_np_flags,
-                         codec->only_all, codec->places, codec->totals_array, codec->moment_array};
+                         codec->only_all, codec->places, codec->totals_array, codec->moment_array, codec->agents_list};
     if (codec->has_large) keep_all(codec->observations, codec->n, -2 * codec->records);
     free_nodes(codec->actions, codec->n);
     free_nodes(codec->observations, codec->n);
+    free_nodes(codec->finals, codec->n);
+    free_nodes(codec->vectors, codec->n);
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_XDECREF(owned[i]);
     for (Py_ssize_t i = 0; codec->keys != NULL && i < codec->records * codec->n; i++) Py_XDECREF(codec->keys[i]);
     PyMem_Free(codec->keys);
@@ -2058,13 +2301,14 @@ static void codec_dealloc(PyObject *self) {
 static PyMethodDef codec_methods[] = {
     {"write", codec_write, METH_VARARGS, write_doc},
     {"read", codec_read, METH_VARARGS, read_doc},
-    {"forget", codec_forget, METH_O, forget_doc},
-    {"report", codec_report, METH_O, report_doc},
+    {"forget", codec_forget, METH_VARARGS, forget_doc},
+    {"agents_of", codec_agents_of, METH_VARARGS, agents_doc},
+    {"is_over", codec_is_over, METH_O, is_over_doc},
+    {"put", codec_put, METH_VARARGS, put_doc},
+    {"parts", codec_parts, METH_VARARGS, parts_doc},
     {"read_arrays", codec_read_arrays, METH_VARARGS, read_arrays_doc},
     {"write_arrays", codec_write_arrays, METH_VARARGS, write_arrays_doc},
     {"acting", codec_acting, METH_VARARGS, acting_doc},
-    {"infos", codec_infos, METH_O, infos_doc},
-    {"put_infos", codec_put_infos, METH_VARARGS, put_infos_doc},
     {"run", codec_run, METH_VARARGS, run_doc},
     {"lives", codec_lives, METH_VARARGS, lives_doc},
     {"sums", codec_sums, METH_NOARGS, sums_doc},
@@ -2255,10 +2499,12 @@ PyMODINIT_FUNC PyInit__codec(void) {
     name_fast = PyUnicode_InternFromString("fast");
     name_infos = PyUnicode_InternFromString("infos");
     name_metadata = PyUnicode_InternFromString("metadata");
+    name_final_obs = PyUnicode_InternFromString("final_obs");
+    name_reset_info = PyUnicode_InternFromString("reset_info");
     int64_dtype = PyArray_DescrFromType(NPY_INT64);
     double_dtype = PyArray_DescrFromType(NPY_DOUBLE);
     if (time_monotonic == NULL || defaultdict == NULL || name_fast == NULL || name_infos == NULL ||
-        name_metadata == NULL)
+        name_metadata == NULL || name_final_obs == NULL || name_reset_info == NULL)
         return NULL;
     PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&codec_spec);
     if (module == NULL || type == NULL || PyModule_AddIntConstant(module, "LARGE", LARGE) < 0 ||

@@ -188,14 +188,12 @@ class ArrayBatch(ArrayView):
                 return self.read(extras)
         if self._codec is None:
             return self.read_some(self._env_ids, extras, self._empty())
-        fields, found = self._read_block(extras, notes=True)
+        fields, others = self._read_block(extras, notes=True)
         apart: list[int] = []
-        if found is not None:
-            left, *others = found
+        if others is not None or batch.notes_reads:
             of_infos = {env_id: more for env_id, more in extras.items() if type(more) is dict and more.keys() <= _INFOS}
             apart = sorted(extras.keys() - of_infos.keys())
-            left = [env_id for env_id in left if env_id not in apart]
-            batch.complete_infos(fields[8], (left, *others), of_infos)
+            batch.read_infos(fields[8], others, self._env_ids, of_infos, apart)
         if self._from_dicts:
             self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & apart}
         arrays: Arrays = self._complete(fields) if self._is_composed else tuple.__new__(Arrays, fields)
@@ -210,7 +208,9 @@ class ArrayBatch(ArrayView):
                 tree_map(leaves.append, tree)
             targets = leaves
         written = self._rollout is not None and self._target is not None and self._rollout.is_written(span)
-        return self._codec.read_arrays(span.start, span.stop, self._leaves, targets, written, extras, notes)
+        return self._codec.read_arrays(
+            span.start, span.stop, self._leaves, targets, written, extras, self._batch.copies, notes
+        )
 
     def _complete(self, fields: list[Any]) -> Arrays:
         """What compiled code has read, with observations in the forms of their spaces, and vector rewards."""

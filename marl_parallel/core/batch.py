@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -21,7 +21,7 @@ from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core.array_view import StackedMasks, of_acting
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.episode import add_to_infos, needs_actions
+from marl_parallel.core.episode import add_to_infos, dicts_of, is_over, needs_actions
 from marl_parallel.core.pickling import dumps_for_workers, in_order
 from marl_parallel.core.pool.slots import Slot, Snapshot
 from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionRecords
@@ -31,6 +31,17 @@ from marl_parallel.core.transition import ALL, COMMON, EPISODE, FINAL_OBS, are_e
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
+
+
+class Standing(NamedTuple):
+    """Where an environment stands after its latest result; the lists are not to be changed."""
+
+    acting: Sequence[AgentID]
+    alive: Sequence[AgentID]
+    over: bool  # whether the episode has ended and no reset has followed
+
+
+_UNKNOWN = Standing((), (), over=False)
 
 
 class Batch:
@@ -50,7 +61,7 @@ class Batch:
 
     Attributes:
         codec: Compiled code for the block; None if there is none.
-        apart: The environments of which records do not say who is alive and acts.
+        apart: Where environments stand of which compiled code does not know it.
     """
 
     def __init__(
@@ -74,8 +85,9 @@ class Batch:
             layout.num_records, layout.agents, mode, vectors=layout.schema.reward_spaces, in_infos=episode_stats
         )
         self.codec: Any = open_codec(
-            layout, buffer, infos_in_block=True, totals=self.statistics.totals, in_infos=episode_stats
-        )
+            layout, buffer, infos_in_block=True, totals=self.statistics.totals, in_infos=episode_stats,
+            same_step=mode is AutoresetMode.SAME_STEP,
+        )  # fmt: skip
         self.transitions = TransitionRecords(layout, buffer, copy=copy, codec=self.codec)
         self._own = TransitionRecords(layout, buffer, codec=self.codec)
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
@@ -87,7 +99,8 @@ class Batch:
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
-        self.apart = {*self.env_ids}
+        self.apart: dict[int, Standing] = {}
+        self._masks: dict[int, dict[AgentID, Any]] = {}  # that are not in records; None in place of those there
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -114,9 +127,9 @@ class Batch:
                 if place == len(env_ids):
                     break
             env_id, of_env = env_ids[place], actions[place]
-            slot = self._slots[env_id]
-            if slot.over or type(of_env) is not dict or (self._needs_all and [*of_env] != slot.acting):
-                of_env = self._actions_that_count(slot, of_env)
+            acting, over = self.acting_in(env_id), self.is_over(env_id)
+            if over or type(of_env) is not dict or (self._needs_all and [*of_env] != acting):
+                of_env = self._actions_that_count(env_id, of_env, acting, over)
             if self.checks:
                 self._check_contained(env_id, of_env)
             try:
@@ -131,13 +144,13 @@ class Batch:
             self.actions.mark_stacked(env_ids)
         return pickled
 
-    def _actions_that_count(self, slot: Slot, actions: Any) -> dict[Any, Any]:
+    def _actions_that_count(self, env_id: int, actions: Any, acting: Sequence[AgentID], over: bool) -> dict[Any, Any]:
         """The actions that the environment receives."""
-        if not needs_actions(self.rules, self.mode, slot.over):
+        if not needs_actions(self.rules, self.mode, over):
             return {}
         if self._needs_all or not isinstance(actions, Mapping):
-            acting = of_acting(slot.env_id, actions, slot.acting)  # raises if one is missing
-        return acting if self._pettingzoo else dict(actions)
+            of_those = of_acting(env_id, actions, acting)  # raises if one is missing
+        return of_those if self._pettingzoo else dict(actions)
 
     def _check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:
         for agent, action in actions.items():
@@ -161,9 +174,11 @@ class Batch:
                 return self.read(env_ids, extras)
         if self.codec is None:
             rows = [self._read_one(env_id, extras.get(env_id)) for env_id in env_ids]
-            return (*zip(*rows),) or ((),) * 5  # type: ignore[return-value]  # five tuples
+            return (*zip(*rows),) or ((),) * 5  # five tuples
         columns: Any
         columns, others = self.codec.read(env_ids, extras, self.copies)
+        if self.apart or self._masks or self.statistics.dead:
+            self._note_read(env_ids, others)
         if others is not None:
             place_of = dict(zip(env_ids, range(len(env_ids))))
 
@@ -176,96 +191,107 @@ class Batch:
             columns = tuple(map(tuple, columns))
         return columns  # type: ignore[no-any-return]
 
-    def complete_infos(self, infos: dict[int, Any], others: Any, extras: Mapping[int, Any]) -> None:
-        """Add those that `Codec.read_arrays` has left to the infos that it has found; the extras have nothing else."""
+    @property
+    def notes_reads(self) -> bool:
+        """Whether something has to be noted of environments that compiled code has read."""
+        return bool(self.apart or self._masks or self.statistics.dead)
 
-        def put(env_id: int, one: dict[Any, Any] | None) -> None:
-            if one is not None:
-                infos[env_id] = one
+    def read_infos(
+        self,
+        infos: dict[int, Any],
+        others: Any,
+        env_ids: Sequence[int],
+        extras: Mapping[int, Any],
+        apart: Sequence[int],
+    ) -> None:
+        """Note what `Codec.read_arrays` has found, and add the infos that it has left, but of environments `apart`.
 
-        self._complete(others, extras, put, infos.__getitem__, only_infos=True)
+        The extras have nothing but infos.
+        """
+        if self.notes_reads:
+            self._note_read([env_id for env_id in env_ids if env_id not in apart], others)
+        if others is not None:
+            others = [env_id for env_id in others[0] if env_id not in apart], *others[1:]
+
+            def put(env_id: int, dicts: Sequence[dict[Any, Any]]) -> None:
+                if not are_empty(dicts[4].values()):
+                    infos[env_id] = dicts[4]
+
+            self._complete(others, extras, put, infos.__getitem__)
 
     def _complete(
-        self, others: Any, extras: Mapping[int, Any], put: Callable[[int, Any], None],
-        infos_of: Callable[[int], dict[Any, Any]], *, only_infos: bool = False,
+        self, others: Any, extras: Mapping[int, Any], put: Callable[[int, Sequence[dict[Any, Any]]], None],
+        infos_of: Callable[[int], dict[Any, Any]],
     ) -> None:  # fmt: skip
         """Read what compiled code has left, and note what it has found; see `Codec.read`."""
-        left, masked, changed = others
-        if changed:
-            self._note_changed(changed)
+        left, masked, ended = others
+        for env_id, terminated, truncated in ended:
+            self.statistics.finish(env_id, terminated, truncated)
         for env_id in left:
-            put(env_id, self._read_one(env_id, extras.get(env_id), only_infos=only_infos))
+            put(env_id, self._read_one(env_id, extras.get(env_id)))
         for env_id in {*masked, *extras} - {*left}:
             infos = infos_of(env_id)
-            self._note_masks(self._slots[env_id], {"infos": infos}, infos, ended=False)
-            self.codec.report(env_id)  # the next result may have no masks
+            self._note_masks(env_id, self.acting_in(env_id), {"infos": infos}, infos, ended=False)
 
-    def _note_changed(self, changed: Iterable[tuple[int, list[AgentID], list[AgentID] | None]]) -> None:
-        """Note who acts and is alive in environments of which compiled code has read the records."""
-        agents = self.layout.agents
-        for env_id, acting, alive in changed:
-            slot = self._slots[env_id]
-            slot.acting = agents if acting == agents else acting
-            if alive is not None:
-                slot.alive = alive
-                self.statistics.note_alive(env_id, alive)
-            slot.over, slot.masks = False, None
-            self.apart.discard(env_id)
+    def _note_read(self, env_ids: Sequence[int], others: Any) -> None:
+        """Note that compiled code has read environments, but for those that it has left, and knows where they stand."""
+        for env_id in env_ids if others is None else {*env_ids} - {*others[0]}:
+            self.apart.pop(env_id, None)
+            self._masks.pop(env_id, None)
+            self.statistics.note_alive(env_id, self.alive_in(env_id))
 
-    def _set_apart(self, env_id: int) -> None:
-        self.apart.add(env_id)
+    def _stand(self, env_id: int, standing: Standing) -> None:
+        self.apart[env_id] = standing
         if self.codec is not None:
-            self.codec.forget(env_id)
+            self.codec.forget(env_id, standing.over)
 
-    def _read_one(self, env_id: int, extras: Any, *, only_infos: bool = False) -> Any:
-        """The five dicts of one environment, or in the form of `read_infos`; updates the slot."""
-        slot = self._slots[env_id]
-        self._set_apart(env_id)
-        stays_over = slot.over
+    def _read_one(self, env_id: int, extras: Any) -> tuple[dict[Any, Any], ...]:
+        """The five dicts of one environment; notes where it stands."""
+        stays_over = self.is_over(env_id)
         if type(extras) is Snapshot:
-            dicts, slot.acting, slot.alive, slot.over, masks = extras
-            slot.masks = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
-            add_to_infos(dicts[4], EPISODE, self._add_step(slot, dicts[1:4], dicts[4], stays_over))
-            return dicts
-        read: Any = self.transitions.read_infos if only_infos else self.transitions.read
-        extras = extras or {}  # `read` adds to it
-        result, slot.acting, slot.alive, ended = read(env_id, extras)
-        infos = result if only_infos else result[4]
-        outcome = self.transitions.outcome(env_id) if only_infos else result[1:4]
-        parts = self._add_step(slot, outcome, infos, stays_over)
-        slot.over = ended and self.mode is not AutoresetMode.SAME_STEP
-        empty = are_empty(infos.values())
-        self._note_masks(slot, extras or (None if empty else {"infos": infos}), infos, ended)
-        add_to_infos(infos, EPISODE, parts)
-        return None if only_infos and empty and not parts else result
+            dicts, acting, alive, over, masks = extras
+            self._stand(env_id, Standing(acting, alive, over))
+            self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
+        else:
+            transition = self.transitions.read(env_id, extras)
+            dicts, ended = dicts_of(transition), is_over(transition)
+            over = ended and self.mode is not AutoresetMode.SAME_STEP
+            self._stand(env_id, Standing(transition.acting, transition.alive, over))
+            pickled = {**(extras or {}), "reset_infos": transition.reset_infos}
+            self._note_masks(env_id, transition.acting, pickled, dicts[4], ended)
+        parts = self._add_step(env_id, dicts[1:4], dicts[4], stays_over)
+        add_to_infos(dicts[4], EPISODE, parts)
+        return dicts
 
     def _add_step(
-        self, slot: Slot, outcome: Sequence[dict[Any, Any]], infos: Mapping[Any, Any], stays_over: bool
+        self, env_id: int, outcome: Sequence[dict[Any, Any]], infos: Mapping[Any, Any], stays_over: bool
     ) -> dict[Any, Any]:
         """Count a step in the statistics, unless the episode was over before and still is; returns as they do."""
         rewards, terminateds, truncateds = outcome
-        alive, over = slot.alive, terminateds[ALL] or truncateds[ALL]
+        alive, over = self.alive_in(env_id), terminateds[ALL] or truncateds[ALL]
         if stays_over and over:
             return {}
         if over and self.mode is AutoresetMode.SAME_STEP:  # these are alive in the next episode
             seen = () if self._pettingzoo else infos.items()  # else nobody was left in the one that has ended
             alive = [agent for agent, info in seen if isinstance(info, Mapping) and FINAL_OBS in info]
             alive = [agent for agent in alive if not (terminateds.get(agent) or truncateds.get(agent))]
-        return self.statistics.add(slot.env_id, rewards, terminateds, truncateds, alive)
+        return self.statistics.add(env_id, rewards, terminateds, truncateds, alive)
 
     def note_constructed(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been constructed again, and count as never reset."""
         for env_id in env_ids:
-            slot = self._slots[env_id]
-            slot.acting, slot.alive, slot.over, slot.has_reset, slot.masks = [], [], False, False, None
-            self._set_apart(env_id)
+            self._slots[env_id].has_reset = False
+            self._masks.pop(env_id, None)
+            self._stand(env_id, _UNKNOWN)
 
     def snapshot(self, env_id: int, extras: Any) -> Snapshot:
-        """The transition of one environment in memory of its own; does not update the slot."""
-        extras = extras or {}  # `read` adds to it
-        dicts, acting, alive, ended = self._own.read(env_id, extras)
-        masks = self._pickled_masks(acting, dicts[0], extras, dicts[4], ended)
-        return Snapshot(dicts, acting, alive, ended and self.mode is not AutoresetMode.SAME_STEP, masks)
+        """The transition of one environment in memory of its own; where the environment stands is not noted."""
+        transition = self._own.read(env_id, extras)
+        dicts, ended = dicts_of(transition), is_over(transition)
+        pickled = {**(extras or {}), "reset_infos": transition.reset_infos}
+        masks = self._pickled_masks(transition.acting, dicts[0], pickled, dicts[4], ended)
+        over = ended and self.mode is not AutoresetMode.SAME_STEP
+        return Snapshot(dicts, transition.acting, transition.alive, over, masks)
 
     def has_next_episode(self, env_id: int) -> bool:
         """Whether the latest step of an environment has ended an episode and begun the next one."""
@@ -273,11 +299,13 @@ class Batch:
 
     def ended(self, env_id: int, extras: Any) -> Snapshot:
         """As `snapshot`, where an environment `has_next_episode`: the last step of the old one."""
-        return Snapshot(self._own.read_ended(env_id, extras or {}), [], [], over=True)
+        last = self._own.read(env_id, extras)
+        dicts = last.final_observations or {}, last.rewards, last.terminateds, last.truncateds, {**last.infos}
+        return Snapshot(dicts, [], [], over=True)
 
     def last_known(
         self, slot: Slot, extras: Any, *, partially_written: bool
-    ) -> tuple[dict[AgentID, Any], list[AgentID]]:
+    ) -> tuple[dict[AgentID, Any], Sequence[AgentID]]:
         """The last observations in one environment, in memory of their own, and the agents alive.
 
         They are zeros if the record was only `partially_written` when the worker died.
@@ -285,9 +313,10 @@ class Batch:
         if not slot.has_reset:
             return {}, []
         if partially_written:
-            declared = self.layout.schema.observation_spaces
-            return {agent: zeros(declared[agent]) for agent in slot.alive if agent in declared}, [*slot.alive]
-        return self._own.last_known(slot.env_id, extras)
+            declared, alive = self.layout.schema.observation_spaces, self.alive_in(slot.env_id)
+            return {agent: zeros(declared[agent]) for agent in alive if agent in declared}, [*alive]
+        transition = self._own.read(slot.env_id, extras)
+        return transition.observations, transition.alive
 
     # -- action masks --------------------------------------------------------------------------------------------------
 
@@ -301,7 +330,7 @@ class Batch:
             return {}
         observed = self.transitions.observed(env_id)
         masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
-        masks |= slot.masks or {}
+        masks |= self._masks.get(env_id, {})
         reported = {agent: own_mask(mask) for agent, mask in masks.items() if mask is not None}
         return in_order(reported, self.layout.schema.possible_agents)
 
@@ -318,23 +347,23 @@ class Batch:
         apart = [
             slot.env_id
             for slot in self._slots
-            if slot.masks or slot.request is not None or slot.skips or not slot.has_reset
+            if slot.env_id in self._masks or slot.request is not None or slot.skips or not slot.has_reset
         ]
         return found, apart
 
-    def _note_masks(self, slot: Slot, extras: Any, infos: Mapping[Any, Any], ended: bool) -> None:
+    def _note_masks(
+        self, env_id: int, acting: Sequence[AgentID], extras: Any, infos: Mapping[Any, Any], ended: bool
+    ) -> None:
         """Copy action masks out of infos, and out of observations that travelled pickled."""
-        if not extras:
-            slot.masks = None
-        elif (
-            # Most extras are infos without masks: they cost one look at each info.
-            ended
-            or slot.masks is not None
-            or [*extras] != ["infos"]
-            or any(type(info) is not dict or ACTION_MASK in info for info in infos.values())
-        ):
-            observations = extras.get("observations", {})
-            slot.masks = self._pickled_masks(slot.acting, observations, extras, infos, ended) or None
+        observations = extras.get("observations", {})
+        masks: dict[AgentID, Any] = {}
+        # Most infos have no masks: they cost one look at each.
+        if ended or observations or any(type(one) is not dict or ACTION_MASK in one for one in infos.values()):
+            masks = self._pickled_masks(acting, observations, extras, infos, ended)
+        if masks:
+            self._masks[env_id] = masks
+        else:
+            self._masks.pop(env_id, None)
 
     def _pickled_masks(
         self, acting: Sequence[AgentID], observations: Mapping[Any, Any], extras: Any, infos: Any, ended: bool
@@ -358,19 +387,37 @@ class Batch:
     # -- the state of each environment; callers must not change the lists ----------------------------------------------
 
     @property
-    def acting(self) -> list[list[AgentID]]:
-        return [slot.acting for slot in self._slots]
+    def acting(self) -> list[Sequence[AgentID]]:
+        lists = [()] * len(self.env_ids) if self.codec is None else self.codec.agents_of(0, len(self.env_ids), False)
+        for env_id, standing in self.apart.items():
+            lists[env_id] = standing.acting
+        return lists
 
-    def acting_in(self, env_id: int) -> list[AgentID]:
-        return self._slots[env_id].acting
+    def acting_in(self, env_id: int) -> Sequence[AgentID]:
+        if self.codec is None or env_id in self.apart:
+            return self.apart.get(env_id, _UNKNOWN).acting
+        agents: Sequence[AgentID] = self.codec.agents_of(env_id, env_id + 1, False)[0]
+        return agents
 
     @property
-    def alive(self) -> list[list[AgentID]]:
-        return [slot.alive for slot in self._slots]
+    def alive(self) -> list[Sequence[AgentID]]:
+        return [*map(self.alive_in, self.env_ids)]
+
+    def alive_in(self, env_id: int) -> Sequence[AgentID]:
+        if self.codec is None or env_id in self.apart:
+            return self.apart.get(env_id, _UNKNOWN).alive
+        agents: Sequence[AgentID] = self.codec.agents_of(env_id, env_id + 1, True)[0]
+        return agents
 
     @property
     def over(self) -> list[bool]:
-        return [slot.over for slot in self._slots]
+        return [*map(self.is_over, self.env_ids)]
+
+    def is_over(self, env_id: int) -> bool:
+        if self.codec is None or env_id in self.apart:
+            return self.apart.get(env_id, _UNKNOWN).over
+        over: bool = self.codec.is_over(env_id)
+        return over
 
     @property
     def has_reset(self) -> list[bool]:

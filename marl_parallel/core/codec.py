@@ -46,13 +46,14 @@ def open_codec(
     infos_in_block: bool,
     totals: Any = None,
     in_infos: bool = False,
+    same_step: bool = False,
     moment: Any = None,
 ) -> Any:
     """The `Codec` of a layout that is bound to the buffer; None if there is none.
 
     It adds the transitions that it reads to `totals`, those of `EpisodeStatistics`; with `in_infos`, it leaves those in
-    which agents end to Python. It reads the time from `moment`, a float64 array of one number; for None, from the
-    system's monotonic clock.
+    which agents end to Python. With `same_step`, the next episode begins where one is over. It reads the time from
+    `moment`, a float64 array of one number; for None, from the system's monotonic clock.
     """
     if Codec is None or not layout.agents:
         return None
@@ -63,13 +64,18 @@ def open_codec(
     block = np.frombuffer(buffer, np.uint8, layout.nbytes)
     headers = layout.action_header, layout.transition_header
     types = NUMBER_TYPES, records.REWARD_TYPES, len(records.FLOATS), np.False_, np.True_
-    columns = forms(layout.actions), forms(layout.observations)
+    vectors = dict(zip(layout.rewards.agents, layout.rewards.forms))
+    columns = (
+        forms(layout.actions), forms(layout.observations), forms(layout.final_observations),
+        tuple([vectors.get(agent) for agent in layout.agents]),
+    )  # fmt: skip
     infos = layout.infos, layout.infos_nbytes if infos_in_block else 0
     agents, step = tuple(layout.agents), int(Activity.STEP)
     no_flags, no_np_flags = ({**dict.fromkeys(agents, false), ALL: False} for false in (False, np.False_))
     dicts = dict.fromkeys(agents), no_flags, no_np_flags, {ALL: False}  # copied for each environment
     return Codec(
-        block, layout.stride, agents, ALL, headers, *columns, types, dicts, step, infos, totals, in_infos, moment
+        block, layout.stride, agents, ALL, headers, columns, types, dicts, step, infos, totals, in_infos, same_step,
+        moment,
     )  # fmt: skip
 
 

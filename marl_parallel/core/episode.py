@@ -307,6 +307,20 @@ def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
     return not over or (mode is AutoresetMode.DISABLED and rules is Rules.DICT)
 
 
+def dicts_of(transition: Transition) -> Dicts:
+    """The five dicts of a transition, with what an automatic reset adds to the infos; the others are not copied."""
+    observations, rewards, terminateds, truncateds, infos, _, _, final, reset_infos = transition
+    infos = {**infos}
+    if final is not None:
+        with_final(infos, final, reset_infos or {})
+    return observations, rewards, terminateds, truncateds, infos
+
+
+def is_over(transition: Transition) -> bool:
+    """Whether a transition ends an episode."""
+    return bool(transition.terminateds[ALL] or transition.truncateds[ALL])
+
+
 def with_final(
     infos: dict[Any, Any], final_observations: Mapping[AgentID, Any], reset_infos: Mapping[Any, Any]
 ) -> None:

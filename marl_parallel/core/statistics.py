@@ -31,6 +31,7 @@ class EpisodeStatistics:
             the number of steps. The last two are -1 if the next transition is a reset, which does not count.
         ended: By environment, how many episodes have ended.
         any_finished: Whether `finished` has any.
+        dead: By environment, the agents whose statistics have been in infos; they may come back.
         in_infos: Whether infos have the statistics of each agent that ends, once for each life.
         listeners: Called with each episode that has ended.
     """
@@ -59,7 +60,7 @@ class EpisodeStatistics:
         self._first = np.array([0.0] * n + [float(self._start)] * (n + 1))  # totals after an episode's end
         # Sums and steps of agents that are not declared, and of rewards that are vectors.
         self._others: dict[int, dict[AgentID, list[Any]]] = {}
-        self._dead: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos; they may come back
+        self.dead: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos; they may come back
         # Sums and steps of the earlier lives of agents, and of rewards that they had between two lives.
         self._earlier: dict[int, dict[AgentID, tuple[Any, int]]] = {}
 
@@ -84,7 +85,7 @@ class EpisodeStatistics:
 
     def _reset(self, env_id: int, steps: int) -> None:
         self._returns[env_id], self._lengths[env_id], self._steps[env_id] = 0.0, steps, steps
-        for of_envs in (self._others, self._dead, self._earlier):
+        for of_envs in (self._others, self.dead, self._earlier):
             if of_envs:
                 of_envs.pop(env_id, None)
 
@@ -106,12 +107,12 @@ class EpisodeStatistics:
             return {}
         totals[-1] += 1
         n = len(self._agents)
-        if dead := self._dead.get(env_id):
+        if dead := self.dead.get(env_id):
             # Those with steps have come back in a step that compiled code has added.
             dead -= {agent for agent in dead if agent in alive or self._life(env_id, agent, totals)[1]}
         everyone = [*rewards] == self._agents and len({**rewards, **terminateds, **truncateds}) == n + 1
         if everyone and {*map(type, rewards.values())} <= _FLOATS:  # the most frequent case
-            totals[:n] = map(operator.add, totals, rewards.values())
+            totals[:n] = map(float, map(operator.add, totals, rewards.values()))
             totals[n:-1] = [steps + 1 for steps in totals[n:-1]]
         else:
             self._add_some(env_id, totals, rewards, _flagged(terminateds, truncateds))
@@ -129,8 +130,12 @@ class EpisodeStatistics:
 
     def note_alive(self, env_id: int, alive: Collection[AgentID]) -> None:
         """Note who is alive after a step that compiled code has added: some may have come back."""
-        if dead := self._dead.get(env_id):
+        if dead := self.dead.get(env_id):
             dead.difference_update(alive)
+
+    def finish(self, env_id: int, terminated: bool, truncated: bool) -> None:
+        """Note that the episode has ended with a step that compiled code has added."""
+        self._finish(env_id, self.totals[env_id].tolist(), bool(terminated), bool(truncated))
 
     def _add_some(
         self, env_id: int, totals: list[float], rewards: Mapping[Any, Any], flagged: Sequence[AgentID]
@@ -141,7 +146,7 @@ class EpisodeStatistics:
             if np.shape(reward) == (1,) and agent not in self._vectors:
                 reward = float(reward[0])
             if place is not None and (type(reward) is float or np.ndim(reward) == 0):
-                totals[place] += reward
+                totals[place] += float(reward)
                 totals[len(self._agents) + place] += 1
             else:
                 total = self._others.setdefault(env_id, {}).setdefault(agent, [0.0, 0])
@@ -221,7 +226,7 @@ class EpisodeStatistics:
         The return of an environment is the sum over its agents; NaN if some of these are vectors of other lengths.
         """
         parts: dict[Any, dict[str, Any]] = {}
-        dead = self._dead.setdefault(env_id, set())
+        dead = self.dead.setdefault(env_id, set())
         if flagged is None:
             returns, _ = self._sums(env_id, totals)
             alike = len({np.shape(total) for total in returns.values()}) <= 1

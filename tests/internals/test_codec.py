@@ -29,7 +29,6 @@ from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import codec
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
@@ -83,7 +82,7 @@ class Turned(DictEnv):
 
 
 class Outcome:
-    """What a run gave: results or an error, the actions that arrived, and the bytes of the block after each step."""
+    """What a run gave: results or an error, and the actions that arrived."""
 
     def __init__(
         self,
@@ -102,16 +101,7 @@ class Outcome:
     ) -> None:
         self.results: list[Any] = []
         self.received: list[Any] = []
-        self.bytes: list[bytes] = []
-        blocks: list[Any] = []
-        allocate = SerialBackend.allocate
-
-        def remembered(backend: SerialBackend, layout: Any) -> Any:
-            blocks.append(allocate(backend, layout))
-            return blocks[-1]
-
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SerialBackend, "allocate", remembered)
             patch.setattr(SerialBackend, "shares_memory", infos_in_block)
             if not compiled:
                 patch.setattr(codec, "Codec", None)
@@ -129,7 +119,6 @@ class Outcome:
                     except Exception as error:
                         self.results.append((type(error), str(error).splitlines()[0]))
                         break
-                    self.bytes.append(bytes(blocks[0]))
                     self.received = list(env.get_attr("received"))
 
 
@@ -138,7 +127,6 @@ def assert_equal_with_both(infos_in_block: bool, **arguments: Any) -> None:
     pure = Outcome(compiled=False, infos_in_block=False, **arguments)
     assert_same(tuple(ours.results), tuple(pure.results))
     assert_same(ours.received, pure.received)
-    assert infos_in_block or ours.bytes == pure.bytes
 
 
 class Subclass(np.ndarray):
@@ -239,7 +227,7 @@ thorough = settings(
 @thorough
 @given(data=st.data())
 def test_any_transitions(name, data):
-    """Results, errors and bytes are the same for whatever simulators return."""
+    """Results and errors are the same for whatever simulators return."""
     declared = OBSERVATIONS[name]
     scripts = [[data.draw(transitions(declared)) for _ in range(3)] for _ in range(3)]
     steps = [[dict.fromkeys(AGENTS, 0)] * 3] * 3
@@ -473,9 +461,10 @@ def test_records_with_other_extras_are_left_to_python(extras):
     layout.bind(block)
     no = {**dict.fromkeys(AGENTS, False), "__all__": False}
     plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), no, no, {a: {} for a in AGENTS}
+    compiled = codec.open_codec(layout, block, infos_in_block=False)
     for record in range(5):
-        TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
-    _, (left, *_) = codec.open_codec(layout, block, infos_in_block=False).read((4, 2, 0), {2: extras}, True)
+        assert compiled.put(record, Transition(*plain, AGENTS, AGENTS)) == 1
+    _, (left, *_) = compiled.read((4, 2, 0), {2: extras}, True)
     assert left == [2]
 
 
@@ -586,23 +575,23 @@ def test_plain_records_that_are_read_are_added_to_totals():
     no = {**dict.fromkeys(AGENTS, False), "__all__": False}
     rewards = {agent: 1.5 * place for place, agent in enumerate(AGENTS)}
     plain = {a: BOX.sample() for a in AGENTS}, rewards, no, no, {a: {} for a in AGENTS}
-    for record in range(3):
-        TransitionRecords(layout, block).write(record, Transition(*plain, AGENTS, AGENTS))
     totals = np.zeros((3, 2 * len(AGENTS) + 1))
     compiled = codec.open_codec(layout, block, infos_in_block=False, totals=totals)
+    for record in range(3):
+        assert compiled.put(record, Transition(*plain, AGENTS, AGENTS)) == 1
     compiled.read((2, 0), {}, True)
     compiled.read((2,), {}, True)
     compiled.read((1,), {1: "a snapshot"}, True)
     assert totals[:, -1].tolist() == [1, 0, 2]
-    compiled.read_arrays(0, 3, (), None, False, {}, True)
-    compiled.read_arrays(1, 2, (), None, False, {}, True)
-    compiled.read_arrays(0, 3, (), None, False, {}, False)
+    compiled.read_arrays(0, 3, (), None, False, {}, True, True)
+    compiled.read_arrays(1, 2, (), None, False, {}, True, True)
+    compiled.read_arrays(0, 3, (), None, False, {}, True, False)
     assert totals[:, -1].tolist() == [2, 2, 3]
     expected = [[n * reward for reward in rewards.values()] + [n] * len(AGENTS) for n in (2, 2, 3)]
     assert totals[:, :-1].tolist() == expected
     for outside in ((-1, 2), (0, 4)):
         with pytest.raises(IndexError, match="there are no records"):
-            compiled.read_arrays(*outside, (), None, False, {}, True)
+            compiled.read_arrays(*outside, (), None, False, {}, True, True)
     for wrong in (np.zeros((2, 2)), np.zeros((3, len(AGENTS) + 1), np.float32), totals[:, ::-1], "totals"):
         with pytest.raises(ValueError, match="totals must be None or float64"):
             codec.open_codec(layout, block, infos_in_block=False, totals=wrong)
@@ -653,7 +642,7 @@ def test_damaged_headers(header, code):
     for as_arrays in (False, True):
         try:
             if as_arrays:
-                (observations, *_), _ = compiled.read_arrays(0, 1, leaves, None, False, {}, True)
+                (observations, *_), _ = compiled.read_arrays(0, 1, leaves, None, False, {}, True, True)
                 assert observations[0].shape == (1, 3, *BOX.shape)
                 continue
             columns, others = compiled.read((0,), {}, True)
@@ -669,10 +658,11 @@ def test_damaged_infos(tokens, excess):
     layout = Layout(Schema(AGENTS, dict.fromkeys(AGENTS, BOX), {}, None), 1)
     block, content = bytearray(layout.nbytes), b"".join(tokens)
     layout.bind(block)
+    block[layout.transition_header] = 8  # infos are in the block
     block[layout.infos : layout.infos + 8 + len(content)] = struct.pack("=q", len(content) + excess) + content
     error = ""
     try:
-        codec.open_codec(layout, block, infos_in_block=True).infos(0)
+        codec.open_codec(layout, block, infos_in_block=True).parts(0, True)
     except MemoryError:
         return
     except ValueError as damaged:

@@ -362,11 +362,11 @@ class Recycling(Extension):
     def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
         going_on = []
         for env_id in env_ids:
-            slot, resets = self._pool.slots[env_id], message is Message.RESET
-            if resets and slot.has_reset and not slot.over:  # an episode ends that does not end by itself
+            slot, resets, over = self._pool.slots[env_id], message is Message.RESET, self._batch.is_over(env_id)
+            if resets and slot.has_reset and not over:  # an episode ends that does not end by itself
                 self._records[env_id].first_episode -= 1
                 self._episodes_seen = -1
-            begins = resets or (slot.over and self._batch.mode is AutoresetMode.NEXT_STEP)
+            begins = resets or (over and self._batch.mode is AutoresetMode.NEXT_STEP)
             if not begins or slot.skips or not slot.has_reset or not self._moves(slot, ends=0):
                 going_on.append(env_id)
                 continue

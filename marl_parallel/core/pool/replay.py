@@ -33,6 +33,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.array_file import self_contained
+from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import needs_actions
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Plan, Rebuild, Request
@@ -75,8 +76,7 @@ class Histories(Extension):
         pool: The pool.
         most_steps: How many steps are kept for each environment.
         folder: Where files are written; created when it is needed.
-        layout: Of the block.
-        buffer: The block.
+        batch: The environments' records.
         plan: How the environments are constructed.
         local_modules: Modules that other processes cannot import.
     """
@@ -86,18 +86,17 @@ class Histories(Extension):
         pool: Pool,
         most_steps: int,
         folder: Path,
-        layout: Layout,
-        buffer: Any,
+        batch: Batch,
         plan: Plan,
         local_modules: Sequence[ModuleType],
     ) -> None:
         self._pool, self._slots, self._folder = pool, pool.slots, folder
-        self._layout, self._plan, self._local_modules = layout, plan, local_modules
+        self._batch, self._layout, self._plan, self._local_modules = batch, batch.layout, plan, local_modules
         seeds = [self._seed(plan, slot.env_id) for slot in pool.slots]
         self._histories = [History(seed, deque(maxlen=most_steps), seed=seed) for seed in seeds]
-        self._view, self._code = memoryview(buffer).cast("B"), struct.Struct("=Q")
-        nbytes = layout.transition_header  # of an action record, which comes first
-        self._places = [(start, start + nbytes) for start in layout.starts]
+        self._view, self._code = memoryview(batch.buffer).cast("B"), struct.Struct("=Q")
+        nbytes = batch.layout.transition_header  # of an action record, which comes first
+        self._places = [(start, start + nbytes) for start in batch.layout.starts]
         self._next_step = plan.mode is AutoresetMode.NEXT_STEP
 
     # -- what is sent --------------------------------------------------------------------------------------------------
@@ -137,13 +136,13 @@ class Histories(Extension):
 
     def _note_steps(self, env_ids: Sequence[int], pickled: Mapping[int, bytes] | None) -> None:
         """Note the steps of environments, with the actions in the block and what does not fit there."""
-        view, code, slots, places = self._view, self._code.unpack_from, self._slots, self._places
+        view, code, places = self._view, self._code.unpack_from, self._places
         for env_id in env_ids:
             start, stop = places[env_id]
             history = self._histories[env_id]
             if code(view, stop)[0] & FINAL:
                 self._catch_up(env_id, history)
-            if (slots[env_id].over or history.postponed is not None) and not self._is_stepped(env_id, history):
+            if (self._batch.is_over(env_id) or history.postponed is not None) and not self._is_stepped(env_id, history):
                 continue
             history.steps.append((view[start:stop].tobytes(), None if pickled is None else pickled.get(env_id)))
             history.count += 1
@@ -154,7 +153,7 @@ class Histories(Extension):
             self._begin(history, history.postponed or {})
             return False
         rules = self._layout.schema.rules
-        return history.postponed is None and needs_actions(rules, self._plan.mode, self._slots[env_id].over)
+        return history.postponed is None and needs_actions(rules, self._plan.mode, self._batch.is_over(env_id))
 
     def _catch_up(self, env_id: int, history: History) -> None:
         """Begin the episode that the latest step has begun: its record has final observations.

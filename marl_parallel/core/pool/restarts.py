@@ -278,7 +278,7 @@ class Restarts(Extension):
         """How many ends of episodes the caller receives: in a result that is here (a `Snapshot`), and in the report."""
         if self._records[slot.env_id].waiting_reset is not None or fault.interrupted is Message.RESET:
             return 0
-        ends, over = 0, slot.over
+        ends, over = 0, self._batch.is_over(slot.env_id)
         if slot.state is State.DONE:
             _, _, terminateds, truncateds, _ = slot.result.dicts
             ends = int(not over and (terminateds[ALL] or truncateds[ALL]))

@@ -17,8 +17,8 @@ class Snapshot(NamedTuple):
     """A transition in memory of its own, and the state in which it leaves its environment."""
 
     dicts: Dicts
-    acting: list[AgentID]
-    alive: list[AgentID]
+    acting: Sequence[AgentID]
+    alive: Sequence[AgentID]
     over: bool
     masks: dict[AgentID, Any] = {}  # noqa: RUF012  # all action masks that were reported; read-only
 
@@ -49,11 +49,7 @@ class Slot:
     request: Message | None = None  # STEP or RESET, from `send` until the caller has received the result
     result: Any = None  # the unpickled extras, or a `Snapshot`; None if everything is in the record
     completed: float = 0.0  # when the worker had the result, in seconds of `Backend.clock`
-    acting: list[AgentID] = field(default_factory=list)  # who acts next; read-only
-    alive: list[AgentID] = field(default_factory=list)  # seen in this episode and not ended yet; read-only
-    over: bool = False  # whether the episode has ended and no reset has followed
     has_reset: bool = False  # whether the environment has been reset at least once
-    masks: dict[AgentID, Any] | None = None  # action masks that are not in the record; None in place of those there
     skips: bool = False  # whether the next result reports something else than its step, whose action does not count
 
 
