@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class Case:
     num_envs: int
     workers: int
     episode_steps: int
-    deaths: bool = False
+    deaths: bool = field(default=False, kw_only=True)
 
     @functools.cached_property
     def agents(self) -> list[str]:

@@ -81,7 +81,8 @@ class Loops:
         spins = SPINS if num_workers <= usable_cpus() else 0
         pickled = cloudpickle.dumps(constructor)
         self.pipes: list[Any] = []
-        self._processes: list[Any] = []
+        self.processes: list[Any] = []
+        self._timeout = 5.0
         for worker in range(num_workers):
             ours, theirs = context.Pipe()
             arguments = (pickled, num_envs, num_workers, worker, counters, spins, theirs)
@@ -89,7 +90,7 @@ class Loops:
             process.start()
             theirs.close()  # so that its end is noticed here
             self.pipes.append(ours)
-            self._processes.append(process)
+            self.processes.append(process)
 
     def step(self, batches: int) -> float:
         """Step `batches` batches and return the seconds, from the first to begin until the last has ended."""
@@ -98,6 +99,7 @@ class Loops:
         try:
             began, ended = zip(*[pipe.recv() for pipe in self.pipes])
         except EOFError:
+            self._timeout = 0.0  # the others wait at the barrier
             raise RuntimeError("a process with a plain loop ended with an error; its traceback is above") from None
         return float(max(ended) - min(began))
 
@@ -114,9 +116,9 @@ class Loops:
             with suppress(OSError):  # it has ended
                 pipe.send(0)
             pipe.close()
-        for process in self._processes:
-            process.join(5)
-            if process.is_alive():  # it waits at the barrier for one that has ended
+        for process in self.processes:
+            process.join(self._timeout)
+            if process.is_alive():
                 process.kill()
                 process.join()
 
