@@ -1,6 +1,6 @@
 """Compare throughput by backend and number of workers with a plain loop, on real and synthetic environments.
 
-    python benchmarks/compare_workers.py              about fifteen minutes; writes results/compare_workers.*
+    python benchmarks/compare_workers.py              some twenty minutes; writes results/compare_workers.*
     python benchmarks/compare_workers.py --quick      half a minute; writes only where --output says so
     python benchmarks/compare_workers.py --markdown   the tables for docs/performance.md, from the last run's JSON
     python benchmarks/compare_workers.py --baseline ../before
