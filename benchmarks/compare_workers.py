@@ -314,8 +314,8 @@ def speedups(report: Report, backend: str = "process") -> dict[int, list[tuple[f
 
 
 def drawn_in_picture(loop: Measurement) -> bool:
-    """Whether it is one of the environments that differ in the time of a step."""
-    return loop.num_envs == NUM_ENVS and not any(kind in loop.environment for kind in (DYING, INFOS, MASKS))
+    """Whether it is one of the environments that differ mostly in the time of a step."""
+    return loop.num_envs == NUM_ENVS and not any(kind in loop.environment for kind in (DYING, INFOS, MASKS, BATTLE))
 
 
 def save_speedups(report: Report, path: Path) -> None:

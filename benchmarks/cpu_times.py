@@ -118,25 +118,31 @@ class Report:
 class Measured:
     """The environments of a case, once in worker processes and once in a plain loop."""
 
-    def __init__(self, stepper: Stepper, envs: Sequence[Any], workers: set[psutil.Process]) -> None:
-        self._stepper, self._envs, self._workers = stepper, envs, workers
+    def __init__(self, step: Callable[[int], object], envs: Sequence[Any], workers: set[psutil.Process]) -> None:
+        self._step, self._envs, self._workers = step, envs, workers
         spaces = {agent: envs[0].action_space(agent) for agent in envs[0].possible_agents}
         self._batches = drawn(spaces, len(envs))
 
     def turn(self, seconds: float) -> list[float]:
         """Step for some seconds: microseconds of the caller per batch, of workers and of the simulator per step."""
-        batches = self._stepper.warm(min(seconds, WARM_S))
-        batches = max(round(batches * seconds / min(seconds, WARM_S)), 1)
+        warm_s, batches = min(seconds, WARM_S), 0
+        began = now = time.perf_counter()
+        while now < began + warm_s:
+            self._step(batches)
+            batches += 1
+            now = time.perf_counter()
+        batches = max(round(batches * seconds / (now - began)), 1)
         of_workers, of_caller = self._of_workers(), time.process_time()
-        self._stepper.step(batches)
+        for number in range(batches):
+            self._step(number)
         of_caller = time.process_time() - of_caller
         of_workers = self._of_workers() - of_workers
         alone = time.process_time()
         for number in range(batches):
             step_all(self._envs, self._batches[number % len(self._batches)])
         alone = time.process_time() - alone
-        steps = (batches + 1) * len(self._envs)  # `Stepper.step` steps once more
-        return [1e6 * of_caller / (batches + 1), 1e6 * of_workers / steps, 1e6 * alone / batches / len(self._envs)]
+        steps = batches * len(self._envs)
+        return [1e6 * of_caller / batches, 1e6 * of_workers / steps, 1e6 * alone / steps]
 
     def _of_workers(self) -> float:
         """Seconds that the worker processes have used so far."""
@@ -152,7 +158,18 @@ def opened(case: Case) -> Iterator[Measured]:
         envs = [case.constructor() for _ in range(case.num_envs)]
         for env_id, env in enumerate(envs):
             env.reset(seed=SEED + env_id)
-        yield Measured(stepper, envs, descendants() - before)
+        yield Measured(stepping(stepper, case.way), envs, descendants() - before)
+
+
+def stepping(stepper: Stepper, way: str) -> Callable[[int], object]:
+    """The function that steps all environments once, for batches numbered from 0.
+
+    With dicts it does what a training loop must: see who acts, and make a dict of actions for each environment.
+    """
+    env, actions = stepper.env, stepper.actions
+    if way == STEP:
+        return lambda _: env.step([dict.fromkeys(acting, 0) for acting in env.acting])
+    return lambda number: env.step(actions[number % len(actions)])
 
 
 def descendants() -> set[psutil.Process]:
@@ -199,10 +216,11 @@ def rows(report: Report) -> list[list[str]]:
 
 def note(report: Report) -> str:
     return (
-        "CPU time: of the calling process per batch, which steps all environments once; of the "
-        f"{WORKERS} worker processes per environment step, with the simulator's own time, which is that of the plain "
-        'loop; `wait="block"`. Simulators without work; agents x numbers that each observes. Medians of '
-        f"{report.settings['repeats']} rounds. {in_one_line(report.machine)}."
+        "CPU time of the calling process per batch, in which all environments are stepped once; with dicts, it reads "
+        f"`env.acting` and makes the dicts of actions. CPU time of the {WORKERS} worker processes per environment "
+        "step; it includes the simulator's own, which is that of the plain loop. Simulators without work, by agents x "
+        f'numbers that each observes; `wait="block"`. Medians of {report.settings["repeats"]} rounds. '
+        f"{in_one_line(report.machine)}."
     )
 
 
