@@ -91,16 +91,17 @@ class Loops:
             theirs.close()  # so that its end is noticed here
             self.pipes.append(ours)
             self.processes.append(process)
+        try:
+            self._replies()  # all have constructed their environments: they begin the first batch together
+        except BaseException:
+            self.close()
+            raise
 
     def step(self, batches: int) -> float:
         """Step `batches` batches and return the seconds, from the first to begin until the last has ended."""
         for pipe in self.pipes:
             pipe.send(batches)
-        try:
-            began, ended = zip(*[pipe.recv() for pipe in self.pipes])
-        except EOFError:
-            self._timeout = 0.0  # the others wait at the barrier
-            raise RuntimeError("a process with a plain loop ended with an error; its traceback is above") from None
+        began, ended = zip(*self._replies())
         return float(max(ended) - min(began))
 
     def warm(self, seconds: float) -> int:
@@ -110,6 +111,13 @@ class Loops:
             batches *= 2
             took = self.step(batches)
         return max(round(seconds / took * batches), 1)
+
+    def _replies(self) -> list[Any]:
+        try:
+            return [pipe.recv() for pipe in self.pipes]
+        except EOFError:
+            self._timeout = 0.0  # the others wait at the barrier
+            raise RuntimeError("a process with a plain loop ended with an error; its traceback is above") from None
 
     def close(self) -> None:
         for pipe in self.pipes:
@@ -137,6 +145,7 @@ def _loop(
         batches = [[batch[env_id] for env_id in env_ids] for batch in drawn(spaces, num_envs)]
         mine, others = worker * APART, [other * APART for other in range(num_workers) if other != worker]
         done = 0
+        requests.send(None)
         while count := requests.recv():
             began = time.monotonic()
             for number in range(count):

@@ -202,6 +202,20 @@ def test_plain_loops_side_by_side(synthetic, tmp_path, barrier):
     assert all(waited) if barrier else not any(waited)
 
 
+def test_plain_loops_begin_together(synthetic, tmp_path):
+    """Also if one takes longer to construct its environments: its first batch takes no longer."""
+    from plain_loops import Loops
+
+    def constructor():
+        with contextlib.suppress(FileExistsError):
+            (tmp_path / "first").mkdir()
+            time.sleep(0.5)
+        return synthetic.Synthetic()
+
+    with contextlib.closing(Loops(constructor, 2, 2, barrier=False)) as loops:
+        assert loops.step(1) < 0.4
+
+
 def test_failing_plain_loop_is_reported(synthetic, tmp_path):
     """The other process waits at the barrier; it ends as well."""
     from plain_loops import Loops
