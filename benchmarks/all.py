@@ -37,6 +37,7 @@ class Program(NamedTuple):
 
 PROGRAMS = (
     Program("compare_workers"),
+    Program("cpu_times"),
     Program("many_agents"),
     Program("async_stepping"),
     Program("compare_peers"),

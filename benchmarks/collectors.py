@@ -20,7 +20,7 @@ import numpy as np
 from contest import SEED, Case, Contender
 from facades import parallel_env
 from peers import PUFFERLIB_POLLS_S, pufferlib_envs, torchrl_envs
-from version_stepper import Loops
+from plain_loops import Loops
 
 from marl_parallel import Current, Rollout
 from marl_parallel.vector import GymnasiumVectorEnv, StackedVecEnv

@@ -1,6 +1,6 @@
 """Compare this package with others that step many environments at once, on several simulators.
 
-    python benchmarks/compare_peers.py              some fifteen minutes; adds to results/compare_peers.*
+    python benchmarks/compare_peers.py              some twenty minutes; adds to results/compare_peers.*
     python benchmarks/compare_peers.py --quick      half a minute; writes only where --output says so
     python benchmarks/compare_peers.py --markdown   the table for docs/performance.md, from the saved JSON
 
@@ -32,9 +32,11 @@ RESULTS = Path(__file__).parent / "results"
 NAME = "compare_peers"
 NUM_ENVS, WORKERS = 8, 2
 PART = "peers"
-OWN = "marl_parallel, dicts"
+OWN, DYING = "marl_parallel, dicts", "1 of 3 dead"
 COLUMNS, OTHERS, LONGEST = 2, "#a9b2bc", 2.0
 """Of the picture: columns of panels, the colour of the other packages, and the highest limit that it shows."""
+QUICK = ("simple_spread_v3", "synthetic 0 µs", f"synthetic 0 µs, {DYING}")
+"""The cases of `--quick`."""
 AGAINST = [
     peers.LOOP,
     peers.LOOPS,
@@ -68,11 +70,23 @@ def cases() -> list[Case]:
         Case(f"synthetic {cost} µs", functools.partial(Synthetic, cost, rounds_per_us=per_us), NUM_ENVS, WORKERS, 100)
         for cost in (0, 50, 200)
     ]
+    dying = [
+        Case(
+            f"synthetic {cost} µs, {DYING}",
+            functools.partial(Synthetic, cost, rounds_per_us=per_us, dying=1),
+            NUM_ENVS,
+            WORKERS,
+            100,
+            deaths=True,
+        )
+        for cost in (0, 50)
+    ]
     return [
         Case("simple_spread_v3", simple_spread_v3.parallel_env, NUM_ENVS, WORKERS, 25),
         Case("multiwalker_v9", multiwalker, NUM_ENVS, WORKERS, 500),
         Case("pistonball_v6", pistonball, NUM_ENVS, WORKERS, 125),
         *made,
+        *dying,
     ]
 
 
@@ -110,8 +124,15 @@ def notes(report: Report) -> list[str]:
         f"Microseconds of wall time per environment step, {NUM_ENVS} environments, {WORKERS} workers where they can be "
         "chosen; in brackets, this package's throughput divided by that of the row, the median of the ratios within "
         "each round, and the run. " + " ".join(settings),
-        *(f"{letter}: {run}." for letter, run in report.runs.items()),
     ]
+    if any(DYING in one.environment for one in report.results):
+        by_setting: dict[str, list[str]] = {}
+        for peer in AGAINST:
+            if peer.name in shown and peer.with_deaths:
+                by_setting.setdefault(peer.with_deaths, []).append(peer.name)
+        own = [f"{', '.join(names)}: {setting}." for setting, names in by_setting.items()]
+        texts.append(" ".join([f"{DYING}: one agent of three dies in the first step of each episode.", *own]))
+    texts += [f"{letter}: {run}." for letter, run in report.runs.items()]
     if report.missing:
         texts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
     return texts
@@ -197,7 +218,7 @@ def main(
         raise typer.BadParameter(f"no comparison has {only!r} in its name", param_hint="--only")
     if quick:
         seconds, repeats = 0.02, 2
-        chosen = [pair for pair in chosen if only or pair.case.name in ("simple_spread_v3", "synthetic 0 µs")]
+        chosen = [pair for pair in chosen if only or pair.case.name in QUICK]
     one_thread_each()
     report = run(chosen, seconds, repeats)
     show(report)

@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Case:
-    """A PettingZoo environment whose agents have the same spaces and stay until the episode ends.
+    """A PettingZoo environment whose agents have the same spaces.
 
     Attributes:
         name: The environment's name.
@@ -57,6 +57,7 @@ class Case:
         num_envs: Number of environments.
         workers: Number of worker processes, for contenders that have a choice.
         episode_steps: Steps in an episode.
+        deaths: Whether agents die before the episode ends; else all stay until then.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Case:
     num_envs: int
     workers: int
     episode_steps: int
+    deaths: bool = field(default=False, kw_only=True)
 
     @functools.cached_property
     def agents(self) -> list[str]:
@@ -106,6 +108,7 @@ class Contender:
         next_step: Whether a reset takes a call of its own, which is not counted as a step.
         polls_s: Seconds for which its processes poll after a call, and use CPUs that the next contender needs.
         ours: Whether it belongs to this package; then its errors are raised.
+        with_deaths: Its settings for environments whose agents die, for a note.
     """
 
     name: str
@@ -114,6 +117,7 @@ class Contender:
     next_step: bool = False
     polls_s: float = 0.0
     ours: bool = False
+    with_deaths: str = ""
 
     def counted(self, case: Case) -> float:
         """Environment steps per batch."""

@@ -1,4 +1,4 @@
-"""Games of PettingZoo whose agents take turns, with actions that are always legal.
+"""Games: of PettingZoo, whose agents take turns, with actions that are always legal; and MAgent2's battle.
 
 Illegal moves end the game, and benchmarks draw their actions before they know which ones are legal.
 """
@@ -30,3 +30,10 @@ def texas_holdem() -> LegalMoves:
     from pettingzoo.classic import texas_holdem_v4  # needs rlcard
 
     return LegalMoves(texas_holdem_v4.env())
+
+
+def battle() -> Any:
+    """162 agents, which observe 845 numbers each. With random moves, some 25 of them die in an episode."""
+    from magent2.environments import battle_v4  # needs magent2
+
+    return battle_v4.parallel_env(max_cycles=500)

@@ -33,6 +33,12 @@ def counts(workers: str, least: int = 1) -> list[int]:
     return numbers
 
 
+def default_backends() -> str:
+    """The backends of this machine that the package has, with commas between; Ray has benchmarks of its own."""
+    first = [name for name in ("serial", "thread", "process") if name in NAMES]
+    return ",".join([*first, *(name for name in NAMES if name not in (*first, "ray"))])
+
+
 def backend_names(backends: str, also: Sequence[str] = ()) -> list[str]:
     """Parse names of backends, `also` among them."""
     names = [name.strip() for name in backends.split(",")]

@@ -13,7 +13,7 @@ import numpy as np
 import pettingzoo
 from contest import SEED, Actions, Batches, Case, Contender, Step, stepping
 from gymnasium.vector.utils import CloudpickleWrapper, batch_space
-from version_stepper import CALL_S, Loops
+from plain_loops import CALL_S, Loops, step_all
 
 PUFFERLIB_POLLS_S = 0.6
 """Its workers poll without pause for half a second after a step, then every 10 ms."""
@@ -26,13 +26,7 @@ def plain_loop(case: Case) -> Iterator[Step]:
         for place, env in enumerate(envs):
             env.reset(seed=SEED + place)
 
-        def step(batch: Sequence[Actions]) -> None:
-            for env, actions in zip(envs, batch, strict=True):
-                env.step(actions)
-                if not env.agents:
-                    env.reset()
-
-        yield stepping(step, case.by_env)
+        yield stepping(functools.partial(step_all, envs), case.by_env)
 
 
 @contextmanager
@@ -43,16 +37,26 @@ def loops(case: Case) -> Iterator[Step]:
 
 @contextmanager
 def supersuit(case: Case) -> Iterator[Step]:
-    from supersuit import concat_vec_envs_v1, pettingzoo_env_to_vec_env_v1
+    from supersuit import black_death_v3, concat_vec_envs_v1, pettingzoo_env_to_vec_env_v1
 
-    rows = pettingzoo_env_to_vec_env_v1(case.constructor())
+    env = case.constructor()
+    rows = pettingzoo_env_to_vec_env_v1(black_death_v3(env) if case.deaths else env)
     with closing(concat_vec_envs_v1(rows, case.num_envs, num_cpus=case.workers)) as env:
         env.reset(seed=SEED)
         yield stepping(env.step, case.rows)
 
 
+def of_living(env: pettingzoo.ParallelEnv, actions: Actions) -> Actions:
+    """The actions of agents that are alive."""
+    agents = env.agents
+    return actions if len(agents) == len(actions) else {agent: actions[agent] for agent in agents}
+
+
 class Joint(gymnasium.Env):  # type: ignore[type-arg]
-    """All agents of an environment as one agent, with all observations and actions and the sum of rewards."""
+    """All agents of an environment as one agent, with all observations and actions and the sum of rewards.
+
+    Dead agents observe zeros.
+    """
 
     def __init__(self, constructor: Callable[[], pettingzoo.ParallelEnv]) -> None:
         self._env = constructor()
@@ -60,13 +64,15 @@ class Joint(gymnasium.Env):  # type: ignore[type-arg]
         self.metadata = {**self._env.metadata, "render_modes": []}
         self.observation_space = batch_space(self._env.observation_space(agents[0]), len(agents))
         self.action_space = batch_space(self._env.action_space(agents[0]), len(agents))
+        self._nothing = np.zeros_like(self._env.observation_space(agents[0]).sample())
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         observations, _ = self._env.reset(seed=seed, options=options)
         return self._stacked(observations), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        observations, rewards, terminations, _, _ = self._env.step(dict(zip(self._agents, action, strict=True)))
+        actions = of_living(self._env, dict(zip(self._agents, action, strict=True)))
+        observations, rewards, terminations, _, _ = self._env.step(actions)
         over = not self._env.agents
         terminated = over and all(terminations.values())
         return self._stacked(observations), sum(rewards.values()), terminated, over and not terminated, {}
@@ -75,7 +81,7 @@ class Joint(gymnasium.Env):  # type: ignore[type-arg]
         self._env.close()
 
     def _stacked(self, observations: dict[str, Any]) -> Any:
-        return np.stack([observations[agent] for agent in self._agents])
+        return np.stack([observations.get(agent, self._nothing) for agent in self._agents])
 
 
 @contextmanager
@@ -98,21 +104,21 @@ def sb3_subproc(case: Case) -> Iterator[Step]:
         yield stepping(env.step, case.joint)
 
 
-def torchrl_env(constructor: Callable[[], Any], seed: int | None = None) -> Any:
+def torchrl_env(constructor: Callable[[], Any], seed: int | None = None, deaths: bool = False) -> Any:
     from torchrl.envs import PettingZooWrapper
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PettingZoo in TorchRL is tested using version")
-        env = PettingZooWrapper(constructor())
+        env = PettingZooWrapper(constructor(), **({"use_mask": True, "done_on_any": False} if deaths else {}))
     if seed is not None:
         env.set_seed(seed)
     return env
 
 
-def torchrl_envs(constructor: Callable[[], Any], count: int) -> Any:
+def torchrl_envs(constructor: Callable[[], Any], count: int, deaths: bool = False) -> Any:
     from torchrl.envs import SerialEnv
 
-    return SerialEnv(count, functools.partial(torchrl_env, constructor))
+    return SerialEnv(count, functools.partial(torchrl_env, constructor, deaths=deaths))
 
 
 @contextmanager
@@ -120,9 +126,9 @@ def torchrl_parallel(case: Case, shared: bool) -> Iterator[Step]:
     from torchrl.envs import ParallelEnv
 
     if shared:
-        make = functools.partial(torchrl_envs, case.constructor, case.num_envs // case.workers)
+        make = functools.partial(torchrl_envs, case.constructor, case.num_envs // case.workers, deaths=case.deaths)
     else:
-        make = functools.partial(torchrl_env, case.constructor)
+        make = functools.partial(torchrl_env, case.constructor, deaths=case.deaths)
     with closing(ParallelEnv(case.workers if shared else case.num_envs, make)) as env:
         env.set_seed(SEED)
         yield torchrl_stepping(env, torchrl_groups(case), case)
@@ -134,7 +140,7 @@ def torchrl_async(case: Case) -> Iterator[Step]:
 
     # The pool cannot set seeds, and pickles constructors without cloudpickle.
     makers = [
-        CloudpickleWrapper(functools.partial(torchrl_env, case.constructor, SEED + place))
+        CloudpickleWrapper(functools.partial(torchrl_env, case.constructor, SEED + place, case.deaths))
         for place in range(case.num_envs)
     ]
     options = {"backend": "multiprocessing", "exchange": "shm", "envs_per_worker": case.num_envs // case.workers}
@@ -144,7 +150,7 @@ def torchrl_async(case: Case) -> Iterator[Step]:
 
 def torchrl_groups(case: Case) -> dict[str, list[str]]:
     """The agents of each group into which TorchRL's wrapper divides them."""
-    with closing(torchrl_env(case.constructor)) as env:
+    with closing(torchrl_env(case.constructor, deaths=case.deaths)) as env:
         return dict(env.group_map)
 
 
@@ -205,7 +211,7 @@ class WithAll(gymnasium.Env):  # type: ignore[type-arg]
         return observations, dict(infos)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        observations, rewards, terminations, truncations, infos = self._env.step(actions)
+        observations, rewards, terminations, truncations, infos = self._env.step(of_living(self._env, actions))
         over = not self._env.agents
         # SMARTS reads only one of the two.
         return observations, rewards, {**terminations, "__all__": over}, {**truncations, "__all__": over}, dict(infos)
@@ -283,7 +289,7 @@ class PlainActor:
         return self._env.reset(seed=seed)
 
     def step(self, actions: Any) -> Any:
-        result = self._env.step(actions)
+        result = self._env.step(of_living(self._env, actions))
         return result if self._env.agents else (self._env.reset()[0], *result[1:])
 
 
@@ -311,7 +317,10 @@ LOOPS = Contender(
     "plain loops side by side", loops, "{workers} processes, which do not wait for each other: the limit of the machine"
 )
 SUPERSUIT = Contender(
-    "SuperSuit", supersuit, "`pettingzoo_env_to_vec_env_v1`, then `concat_vec_envs_v1(num_cpus={workers})`"
+    "SuperSuit",
+    supersuit,
+    "`pettingzoo_env_to_vec_env_v1`, then `concat_vec_envs_v1(num_cpus={workers})`",
+    with_deaths="`black_death_v3` before that, whose episodes take one call more if they end by truncation",
 )
 GYMNASIUM = Contender(
     "Gymnasium AsyncVectorEnv",
@@ -327,17 +336,20 @@ TORCHRL = Contender(
     "TorchRL ParallelEnv",
     functools.partial(torchrl_parallel, shared=False),
     "of a `PettingZooWrapper`, with its buffers in shared memory, one process per environment",
+    with_deaths="`use_mask=True, done_on_any=False`",
 )
 TORCHRL_SERIAL = Contender(
     "TorchRL ParallelEnv of SerialEnv",
     functools.partial(torchrl_parallel, shared=True),
     "the same, in {workers} processes with several environments each",
+    with_deaths="`use_mask=True, done_on_any=False`",
 )
 TORCHRL_ASYNC = Contender(
     "TorchRL AsyncEnvPool",
     torchrl_async,
     'of `PettingZooWrapper`s; `backend="multiprocessing", exchange="shm"`; in {workers} processes with several '
     "environments each (`envs_per_worker`), which are threads; all are stepped at once, and the call waits for all",
+    with_deaths="`use_mask=True, done_on_any=False`",
 )
 AGILERL = Contender(
     "AgileRL AsyncPettingZooVecEnv", agilerl_async, "default settings; one process per environment (no other setting)"
@@ -365,5 +377,6 @@ TIANSHOU = Contender(
     tianshou_subproc,
     "all agents jointly, as one Gymnasium environment with the sum of rewards; `share_memory=True`; one process per "
     "environment (no other setting); the caller resets environments",
+    with_deaths="dead agents observe zeros",
 )
 RAY_ACTORS = Contender("Ray, an actor per environment", ray_actors, "dicts as arguments and results, all calls at once")

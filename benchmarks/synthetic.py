@@ -18,6 +18,7 @@ import pettingzoo
 from gymnasium import spaces
 
 PREPARED = 16
+ACTIONS = 5
 
 
 def work(rounds: int) -> None:
@@ -44,7 +45,7 @@ def rounds_per_microsecond() -> float:
 
 
 class Synthetic(pettingzoo.ParallelEnv):
-    """All agents observe random numbers and act at once; after a number of steps all are truncated.
+    """All agents observe random numbers and act at once; after a number of steps those alive are truncated.
 
     Args:
         step_us: Microseconds of work in a step, on average.
@@ -56,6 +57,8 @@ class Synthetic(pettingzoo.ParallelEnv):
         reset_us: Microseconds of work in a reset.
         waits: Whether steps and resets sleep instead of working.
         infos: Whether each agent's info holds one float; else it is empty.
+        dying: Number of agents that die in the first step of each episode: which ones, the seed decides.
+        masks: Whether agents observe an action mask, too. Actions that it forbids have no effect either.
     """
 
     metadata = {"name": "synthetic", "render_modes": []}  # noqa: RUF012
@@ -72,13 +75,18 @@ class Synthetic(pettingzoo.ParallelEnv):
         reset_us: float = 0.0,
         waits: bool = False,
         infos: bool = False,
+        dying: int = 0,
+        masks: bool = False,
     ) -> None:
         self.possible_agents = [f"agent_{i}" for i in range(num_agents)]
         self.agents: list[str] = []
-        space = spaces.Box(-1.0, 1.0, (observation_size,), np.float32)
+        space: spaces.Space[Any] = spaces.Box(-1.0, 1.0, (observation_size,), np.float32)
+        if masks:
+            space = spaces.Dict({"observation": space, "action_mask": spaces.MultiBinary(ACTIONS)})
         self.observation_spaces = dict.fromkeys(self.possible_agents, space)
-        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(5))
-        self.episode_steps, self.infos = episode_steps, infos
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(ACTIONS))
+        self.observation_size, self.episode_steps = observation_size, episode_steps
+        self.infos, self.dying, self.masks = infos, dying, masks
         probability, factor = tail
         if waits:
             self._spend, per_us = _wait, 1.0
@@ -104,25 +112,33 @@ class Synthetic(pettingzoo.ParallelEnv):
             self._prepare(seed)
         self._spend(self._reset_cost)
         self._steps_left = next(self._lengths)
+        self._observations, self._rewards = self._of_everybody
         self.agents = self.possible_agents.copy()
         return next(self._observations).copy(), {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+        if not self.agents:
+            return {}, {}, {}, {}, {}
         self._spend(next(self._costs))
         agents = self.agents
+        observations, rewards = next(self._observations), next(self._rewards)
+        terminations = dict.fromkeys(agents, False)
+        if self.dying and len(agents) == len(self.possible_agents):
+            terminations.update(self._deaths)
+            self.agents = self._survivors.copy()
+            self._observations, self._rewards = self._of_survivors
         self._steps_left -= 1
         over = self._steps_left <= 0
         if over:
             self.agents = []
-        rewards = next(self._rewards)
         if self.infos:
             infos: dict[str, Any] = {agent: {"distance": rewards[agent]} for agent in agents}
         else:
             infos = {agent: {} for agent in agents}
         return (
-            next(self._observations).copy(),
+            observations.copy(),
             rewards.copy(),
-            dict.fromkeys(agents, False),
+            terminations,
             dict.fromkeys(agents, over),
             infos,
         )
@@ -130,16 +146,30 @@ class Synthetic(pettingzoo.ParallelEnv):
     def _prepare(self, seed: int) -> None:
         """Draw the values of all episodes, which are used in turn; `reset` and `step` return copies of these dicts."""
         rng = np.random.default_rng(seed)
-        agents, size = self.possible_agents, self.observation_spaces[self.possible_agents[0]].shape[0]
-        values = rng.uniform(-1.0, 1.0, (PREPARED, len(agents), size)).astype(np.float32)
+        agents = self.possible_agents
+        values = rng.uniform(-1.0, 1.0, (PREPARED, len(agents), self.observation_size)).astype(np.float32)
         rewards = rng.normal(size=(PREPARED, len(agents))).tolist()
-        self._observations = itertools.cycle([dict(zip(agents, rows, strict=True)) for rows in values])
-        self._rewards = itertools.cycle([dict(zip(agents, row, strict=True)) for row in rewards])
         rare = rng.random(1000) < self._probability
         self._costs = itertools.cycle([self._rare if is_rare else self._usual for is_rare in rare])
         steps = self.episode_steps
         lengths = [steps] if isinstance(steps, int) else rng.integers(*steps, PREPARED, endpoint=True).tolist()
         self._lengths = itertools.cycle(lengths)
+        observations: Any = values
+        if self.masks:
+            allowed = rng.integers(2, size=(PREPARED, len(agents), ACTIONS), dtype=np.int8)
+            allowed[..., 0] = 1
+            observations = [
+                [{"observation": row, "action_mask": mask} for row, mask in zip(*both, strict=True)]
+                for both in zip(values, allowed, strict=True)
+            ]
+        everybody = [[dict(zip(agents, row, strict=True)) for row in rows] for rows in (observations, rewards)]
+        dying = {agents[place] for place in rng.permutation(len(agents))[: self.dying]}
+        self._deaths = dict.fromkeys(dying, True)
+        self._survivors = [agent for agent in agents if agent not in dying]
+        alive = [[{agent: row[agent] for agent in self._survivors} for row in rows] for rows in everybody]
+        self._of_everybody = [*map(itertools.cycle, everybody)]
+        self._of_survivors = [*map(itertools.cycle, alive)]
+        self._observations, self._rewards = self._of_everybody
 
 
 parallel_env = Synthetic

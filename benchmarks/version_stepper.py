@@ -8,9 +8,6 @@ Requests contain the simulators, from this checkout.
 
 from __future__ import annotations
 
-import mmap
-import multiprocessing
-import os
 import sys
 import time
 import warnings
@@ -21,41 +18,39 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
-from pettingzoo import AECEnv
-from pettingzoo.utils.conversions import turn_based_aec_to_parallel
+from plain_loops import BATCHES, SEED, Loops, drawn
 
-CALL_S = 0.05
-"""About how long `Loops` should step with each call, so that the call itself takes little of the time."""
-BATCHES = 64
-"""Number of batches of actions, which are drawn in advance and used in turn."""
+STEP, PETTINGZOO, STACKED = "step", "pettingzoo", "stacked"
+"""Ways to step: dicts, or arrays through the facades `PettingZooVecEnv` and `StackedVecEnv`."""
 
 
 class Stepper:
-    """A `ParallelEnv`, or its facade `PettingZooVecEnv`, and its actions.
+    """A `ParallelEnv`, or a facade of it, and its actions.
 
     A version that does not have `backend="auto"` uses its default instead.
     """
 
     def __init__(
-        self, constructor: Callable[..., Any], num_envs: int, arguments: dict[str, Any], arrays: bool = False
+        self, constructor: Callable[..., Any], num_envs: int, arguments: dict[str, Any], way: str = STEP
     ) -> None:
         import marl_parallel
-        from marl_parallel import ParallelEnv
-        from marl_parallel.vector import PettingZooVecEnv
+        from marl_parallel import ParallelEnv, vector
 
         has_plan = Path(marl_parallel.__file__).with_name("planning.py").is_file()
         if arguments.get("backend") == "auto" and not has_plan:
             arguments = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs are measured on purpose
-            self.env: Any = ParallelEnv([constructor] * num_envs, True, 42, **arguments)
+            self.env: Any = ParallelEnv([constructor] * num_envs, True, SEED, **arguments)
         space = self.env.action_space
-        space.seed(0)
-        batches = [[space.sample() for _ in range(num_envs)] for _ in range(BATCHES)]
+        batches = drawn(space.spaces, num_envs)
         self.actions: list[Any] = batches
-        if arrays:
-            self.env = PettingZooVecEnv(self.env)
+        if way == PETTINGZOO:
+            self.env = vector.PettingZooVecEnv(self.env)
             self.actions = [{agent: np.array([acts[agent] for acts in batch]) for agent in space} for batch in batches]
+        elif way == STACKED:
+            self.env = vector.StackedVecEnv(self.env)
+            self.actions = [np.array([[acts[agent] for agent in space] for acts in batch]) for batch in batches]
         self.done = 0
         self.env.reset()
 
@@ -83,65 +78,6 @@ class Stepper:
 
     def close(self) -> None:
         self.env.close()
-
-
-class Loops:
-    """Plain loops side by side, each with its share of the environments in a process of its own.
-
-    With `barrier`, they wait for each other after each batch, as the workers of a `ParallelEnv` must.
-    """
-
-    def __init__(self, constructor: Callable[..., Any], num_envs: int, num_workers: int, barrier: bool) -> None:
-        context = multiprocessing.get_context("fork")
-        counters = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
-        self.pipes = []
-        for worker in range(num_workers):
-            ours, theirs = context.Pipe()
-            share = len(range(worker, num_envs, num_workers))
-            mine = counters[: num_workers if barrier else 0]
-            context.Process(target=_loop, args=(constructor, share, mine, worker, theirs), daemon=True).start()
-            self.pipes.append(ours)
-
-    def step(self, batches: int) -> float:
-        """Step `batches` batches and return the seconds, from the first to begin until the last has ended."""
-        for pipe in self.pipes:
-            pipe.send(batches)
-        began, ended = zip(*[pipe.recv() for pipe in self.pipes])
-        return float(max(ended) - min(began))
-
-    def warm(self, seconds: float) -> int:
-        """Step for some seconds, and return the number of batches that take about as long."""
-        batches, took = 1, self.step(1)
-        while took < seconds / 2:
-            batches *= 2
-            took = self.step(batches)
-        return max(round(seconds / took * batches), 1)
-
-    def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.send(0)
-            pipe.close()
-
-
-def _loop(constructor: Callable[..., Any], num_envs: int, counters: Any, worker: int, requests: Any) -> None:
-    from marl_parallel.adapters import adapt
-    from marl_parallel.cli.measure import draw_actions, plain_loop, simulators
-
-    with simulators(constructor, num_envs) as envs:
-        if isinstance(envs[0], AECEnv):
-            envs = [turn_based_aec_to_parallel(env) for env in envs]
-        adapted = adapt(envs[0])
-        actions = draw_actions(adapted.action_spaces, num_envs)
-        step = plain_loop(envs, adapted)
-        while batches := requests.recv():
-            began = time.monotonic()
-            for number in range(batches):
-                step(actions[number % len(actions)])
-                if counters:
-                    counters[worker] += 1
-                    while min(counters) < counters[worker]:
-                        os.sched_yield()
-            requests.send((began, time.monotonic()))
 
 
 def main(checkout: Path, requests: Connection) -> None:

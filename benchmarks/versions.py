@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from marl_parallel.cli.measure import PETTINGZOO, Contender
+from marl_parallel.cli.measure import Contender
 
 HERE = Path(__file__).resolve().parents[1]
 STEPPER = Path(__file__).with_name("version_stepper.py")
@@ -67,7 +67,7 @@ class Comparison:
         num_envs: How many environments were stepped.
         backend: A backend of `ParallelEnv`.
         workers: How many workers shared the environments; with "auto", how many plain loops ran side by side.
-        way: "step", or "pettingzoo" for the facade `PettingZooVecEnv`, which returns arrays.
+        way: "step"; or "pettingzoo" or "stacked" for the facades `PettingZooVecEnv` or `StackedVecEnv`.
         baseline_us: Microseconds per environment step of the baseline, the median of all rounds.
         this_us: The same of this checkout.
         ratio: This checkout's time over the baseline's, from pairs of rounds.
@@ -75,7 +75,7 @@ class Comparison:
         high: The upper end.
         loop_us: Microseconds per environment step of one plain loop over all environments.
         loops_us: Of as many plain loops side by side as there are workers.
-        barrier_us: The same, with a barrier after each batch.
+        barrier_us: The same, with a barrier after each batch: the limit.
     """
 
     environment: str
@@ -169,7 +169,7 @@ def _rounds(processes: Sequence[Connection], case: Case, contender: Contender, s
         arguments = {"backend": contender.backend, "num_workers": contender.workers}
         if contender.backend == "auto":
             del arguments["num_workers"]
-        ask(place, "Stepper", case.constructor, case.num_envs, arguments, contender.way == PETTINGZOO)
+        ask(place, "Stepper", case.constructor, case.num_envs, arguments, contender.way)
     for place, arguments in zip(places[2:], ((1, False), (contender.workers, False), (contender.workers, True))):
         ask(place, "Loops", case.constructor, case.num_envs, *arguments)
     count = max(1, min([ask(place, "warm", seconds) for place in places]))
@@ -230,8 +230,8 @@ def show(comparisons: Sequence[Comparison], baseline: Path) -> None:
     table = Table(title=escape(f"time per environment step, in µs; the baseline is {baseline}"), title_justify="left")
     for heading in ("environment", "envs", "backend"):
         table.add_column(heading)
-    times = ("baseline", "this", "ratio", "95 % interval", "plain loop", "loops", "barrier", "of loop", "of loops")
-    for heading in times:
+    loops = "loop", "loops", "barrier"
+    for heading in ("baseline", "this", "ratio", "95 % interval", *loops, *(f"of {one}" for one in loops)):
         table.add_column(heading, justify="right")
     table.add_column("")
     for one in comparisons:
@@ -239,10 +239,10 @@ def show(comparisons: Sequence[Comparison], baseline: Path) -> None:
             escape(one.environment), str(one.num_envs), str(Contender(one.backend, one.workers, one.way)),
             f"{one.baseline_us:.2f}", f"{one.this_us:.2f}", f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}",
             *(f"{us:.2f}" for us in (one.loop_us, one.loops_us, one.barrier_us)),
-            *(f"{us / one.this_us:.3f}" for us in (one.loop_us, one.loops_us)),
+            *(f"{us / one.this_us:.3f}" for us in (one.loop_us, one.loops_us, one.barrier_us)),
             "slower" if one.slower else "not slower",
         )  # fmt: skip
-    console = Console(width=None if sys.stdout.isatty() else 180)
+    console = Console(width=None if sys.stdout.isatty() else 190)
     console.print(table)
     slower = sum(one.slower for one in comparisons)
     verdict = f"slower than the baseline: {slower} of {len(comparisons)} rows" if slower else "nothing is slower"

@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import re
 import shutil
 import subprocess
@@ -17,14 +18,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pettingzoo
+import psutil
 import pytest
 import typer
 from helpers import ROOT
 from helpers.setups import rest
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 from typer.testing import CliRunner
-
-from marl_parallel.cli.report import read_json
 
 pytestmark = pytest.mark.release_independent
 
@@ -44,6 +45,13 @@ def async_stepping(synthetic):
     import async_stepping
 
     return async_stepping
+
+
+@pytest.fixture
+def compare_workers(synthetic):
+    import compare_workers
+
+    return compare_workers
 
 
 @pytest.fixture
@@ -75,25 +83,210 @@ def run(script, *arguments, timeout=110, returncodes=(0,)):
     ("only", "expected"),
     [
         (["--only", "multiwalker_v9"], {"multiwalker_v9"}),
-        rest([], {"simple_spread_v3", "multiwalker_v9", "pistonball_v6", "synthetic 50 µs, 3 x 18"}),
+        rest(
+            [],
+            {"simple_spread_v3", "multiwalker_v9", "pistonball_v6"}
+            | {f"synthetic 50 µs, {kind}" for kind in ("3 x 18", "1 of 3 dead", "infos", "masks")},
+        ),
     ],
     ids=["one", "all"],
 )
-def test_compare_workers(only, expected, tmp_path):
+def test_compare_workers(compare_workers, only, expected, tmp_path):
     run("compare_workers.py", "--quick", *only, "--output", str(tmp_path))
-    report = read_json(tmp_path / "compare_workers.json")
+    report = compare_workers.read_json(tmp_path / "compare_workers.json")
     environments = {one.environment for one in report.measurements}
     assert environments >= expected
     assert all(one.steps_per_second > 0 for one in report.measurements)
-    assert {one.environment for one in report.measurements if one.backend == "plain loops side by side"} == environments
+    for loops in ("plain loops side by side", "plain loops with a barrier"):
+        assert {one.environment for one in report.measurements if one.backend == loops} == environments
+    for rows in report.tables():
+        (limit,) = (one for one in rows if one.backend == "plain loops with a barrier")
+        assert limit.of_limit == 1.0
+        assert all(one.of_limit == pytest.approx(share_of(one, limit)) for one in rows)
     if not only:
         assert (tmp_path / "speedup_by_step_cost.png").read_bytes().startswith(b"\x89PNG")
+        assert "| synthetic 50 µs, 1 of 3 dead, StackedVecEnv | 8 |" in compare_workers.markdown(report)
     lines = (tmp_path / "compare_workers.csv").read_text().splitlines()
     assert len(lines) == 1 + len(report.measurements)
+    assert lines[0].endswith(",of_limit")
 
     table = run("compare_workers.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert "| multiwalker_v9 | 8 |" in table
+    assert table.count("| multiwalker_v9 | 8 |") == 2
+    assert "| environment | envs | limit, µs |" in table
     assert report.machine["cpu"] in table
+
+
+def share_of(one, limit):
+    return np.median([ours / most for ours, most in zip(one.rounds, limit.rounds, strict=True)])
+
+
+def test_contenders_of_a_case(compare_workers, monkeypatch):
+    """One limit for all, of as many workers as have a CPU each; arrays with that number of workers."""
+    import options
+
+    monkeypatch.setattr(options, "NAMES", ("process", "hybrid", "serial", "thread", "ray"))
+    monkeypatch.setattr(compare_workers, "usable_cpus", lambda: 2)
+    assert options.default_backends() == "serial,thread,process,hybrid"
+    case = compare_workers.Case("any", None, 8, arrays=True)
+    opened = compare_workers.everyone(case, options.default_backends().split(","), [1, 2, 4])
+    assert [*map(compare_workers.label, map(named, opened))] == [
+        "plain loop", "plain loops side by side x 2", "plain loops with a barrier x 2", "serial",
+        "thread x 1", "thread x 2", "thread x 4", "process x 1", "process x 2", "process x 4", "hybrid x 2",
+        "hybrid x 4", "process x 2, PettingZooVecEnv", "process x 2, StackedVecEnv",
+        "hybrid x 2, PettingZooVecEnv", "hybrid x 2, StackedVecEnv",
+    ]  # fmt: skip
+    without = compare_workers.everyone(case._replace(arrays=False), ["process"], [1])
+    assert [*map(compare_workers.label, map(named, without))] == [
+        "plain loop", "plain loops side by side x 1", "plain loops with a barrier x 1", "process x 1"
+    ]  # fmt: skip
+
+
+def named(contender):
+    return SimpleNamespace(**contender._asdict())
+
+
+def test_environments_that_are_not_installed_are_left_out(compare_workers, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(compare_workers, "find_spec", lambda name: None if name == "magent2" else name)
+    case = compare_workers.Case("small", functools.partial(compare_workers.Synthetic, num_agents=2))
+    monkeypatch.setattr(compare_workers, "cases", lambda: [case, case._replace(name="battle", needs="magent2")])
+    compare_workers.main(backends="serial", workers="1", seconds=0.001, repeats=1, output=tmp_path)
+    assert "left out: battle (needs magent2, which is not installed)" in capsys.readouterr().err
+    report = compare_workers.read_json(tmp_path / "compare_workers.json")
+    assert {one.environment for one in report.measurements} == {"small"}
+    assert "Not measured: battle (needs magent2, which is not installed)." in compare_workers.markdown(report)
+    assert "nothing is left to measure: battle" in " ".join(
+        refused("compare_workers.py", "--quick", "--only", "battle").replace("│", " ").split()
+    )
+
+
+class Diary(pettingzoo.ParallelEnv):
+    """Writes the times of its steps into a file for each environment; those of the first one take 10 ms."""
+
+    def __init__(self, synthetic, folder, *, fails=False):
+        self.env, self.folder, self.fails = synthetic.Synthetic(dying=1, episode_steps=7), folder, fails
+        self.possible_agents = self.env.possible_agents
+        self.action_space = self.env.action_space
+
+    @property
+    def agents(self):
+        return self.env.agents
+
+    def reset(self, seed=None, options=None):
+        if seed is not None:
+            self.path = self.folder / str(seed)
+        return self.env.reset(seed, options)
+
+    def step(self, actions):
+        assert [*actions] == self.env.agents
+        began = time.monotonic()
+        if self.path.name == "42":
+            if self.fails:
+                raise RuntimeError("a step that fails")
+            time.sleep(0.01)
+        with self.path.open("a") as file:
+            file.write(f"{began} {time.monotonic()}\n")
+        return self.env.step(actions)
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_plain_loops_side_by_side(synthetic, tmp_path, barrier):
+    """With a barrier, no process begins a batch before all have ended the one before."""
+    from plain_loops import Loops
+
+    with contextlib.closing(Loops(functools.partial(Diary, synthetic, tmp_path), 3, 2, barrier)) as loops:
+        assert loops.step(2) > 0
+        assert loops.step(8) > 0.08
+    times = [np.loadtxt(tmp_path / str(seed)) for seed in (42, 43, 44)]
+    assert [one.shape for one in times] == [(10, 2)] * 3
+    waited = [times[1][2 + k, 0] >= times[0][1 + k, 1] for k in range(1, 8)]
+    assert all(waited) if barrier else not any(waited)
+
+
+def test_plain_loops_begin_together(synthetic, tmp_path):
+    """Also if one takes longer to construct its environments: its first batch takes no longer."""
+    from plain_loops import Loops
+
+    def constructor():
+        with contextlib.suppress(FileExistsError):
+            (tmp_path / "first").mkdir()
+            time.sleep(0.5)
+        return synthetic.Synthetic()
+
+    with contextlib.closing(Loops(constructor, 2, 2, barrier=False)) as loops:
+        assert loops.step(1) < 0.4
+
+
+def test_failing_plain_loop_is_reported(synthetic, tmp_path):
+    """The other process waits at the barrier; it ends as well."""
+    from plain_loops import Loops
+
+    loops = Loops(functools.partial(Diary, synthetic, tmp_path, fails=True), 2, 2, barrier=True)
+    before = {*multiprocessing.active_children()}
+    assert len(before) >= 2
+    try:
+        with pytest.raises(RuntimeError, match="a process with a plain loop ended with an error"):
+            loops.step(2)
+    finally:
+        loops.close()
+    assert len({*multiprocessing.active_children()}) <= len(before) - 2
+
+
+@pytest.mark.rest
+def test_plain_loops_end_with_their_parent(tmp_path):
+    """Also while they wait at the barrier."""
+    script = f"""
+import functools, sys, time
+sys.path[:0] = [{str(BENCHMARKS)!r}]
+from plain_loops import Loops
+from synthetic import Synthetic
+
+loops = Loops(functools.partial(Synthetic, 1e6, rounds_per_us=100.0), 2, 2, barrier=True)
+print(*(process.pid for process in loops.processes), flush=True)
+loops.step(100)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    for child in alive:
+        child.kill()
+    assert len(children) == 2
+    assert not alive
+
+
+@pytest.fixture
+def cpu_times(synthetic):
+    import cpu_times
+
+    return cpu_times
+
+
+def test_cpu_times(cpu_times, synthetic, monkeypatch, tmp_path):
+    """The simulator's time is that of the workers, and not of the caller, whose time is for a batch."""
+    heavy = {"step_us": 1000, "rounds_per_us": synthetic.rounds_per_microsecond()}
+    cases = [cpu_times.Case("heavy", 4, way, heavy) for way in cpu_times.WAYS]
+    monkeypatch.setattr(cpu_times, "cases", lambda: cases)
+    cpu_times.main(seconds=0.1, repeats=1, output=tmp_path)
+    report = cpu_times.read_json(tmp_path / "cpu_times.json")
+    assert [one.way for one in report.results] == ["step", "pettingzoo", "stacked"]
+    for one in report.results:
+        assert 0 < one.caller_us < one.simulator_us * 4
+        assert one.workers_us > one.simulator_us / 2
+    assert len((tmp_path / "cpu_times.csv").read_text().splitlines()) == 4
+    shown = cpu_times.markdown(report)
+    assert "| heavy | 4 | StackedVecEnv |" in shown
+    assert report.machine["cpu"] in shown
+
+
+@pytest.mark.rest
+def test_cpu_times_of_all_cases(cpu_times, tmp_path):
+    run("cpu_times.py", "--quick", "--output", str(tmp_path))
+    report = cpu_times.read_json(tmp_path / "cpu_times.json")
+    assert len(report.results) == len(cpu_times.cases())
+    assert all(one.caller_us > 0 and one.simulator_us > 0 for one in report.results)
+    shown = run("cpu_times.py", "--markdown", "--output", str(tmp_path)).stdout
+    assert shown.strip() == cpu_times.markdown(report)
+    assert "| 3 x 18, 1 of 3 dead | 64 | dicts |" in shown
 
 
 @pytest.fixture
@@ -327,7 +520,8 @@ def test_compare_peers(tmp_path):
     report = json.loads((tmp_path / "compare_peers.json").read_text())
     measured = {(one["environment"], one["against"]) for one in report["results"]}
     loops = ("plain loop", "plain loops side by side")
-    assert measured >= {(name, loop) for name in ("simple_spread_v3", "synthetic 0 µs") for loop in loops}
+    names = ("simple_spread_v3", "synthetic 0 µs", "synthetic 0 µs, 1 of 3 dead")
+    assert measured >= {(name, loop) for name in names for loop in loops}
     everybody = {name for _, name in measured} | {*report["missing"]}
     assert {"SMARTS ParallelEnv", "SuperSuit", "PufferLib Multiprocessing", "TorchRL AsyncEnvPool"} <= everybody
     assert "Tianshou SubprocVectorEnv" in everybody
@@ -335,6 +529,58 @@ def test_compare_peers(tmp_path):
     shown = run("compare_peers.py", "--markdown", "--output", str(tmp_path)).stdout
     assert "| marl_parallel, dicts |" in shown
     assert all(name in shown for name in report["missing"])
+
+
+def test_peers_with_agents_that_die(compare_facades, synthetic):
+    """Dead agents send no actions to the simulator, and observe zeros where all agents are one."""
+    import compare_peers
+    import peers
+
+    case = next(one for one in compare_peers.cases() if one.deaths)
+    assert case.name == "synthetic 0 µs, 1 of 3 dead"
+
+    class Checked(synthetic.Synthetic):
+        def step(self, actions):
+            assert [*actions] == self.agents
+            return super().step(actions)
+
+    def constructor():
+        return Checked(dying=1, episode_steps=3)
+
+    env = peers.Joint(constructor)
+    env.reset(seed=1)
+    for dead in (0, 1, 1):
+        observations, _, terminated, truncated, _ = env.step([0, 1, 2])
+        assert observations.shape == (3, 18)
+        assert (~observations.any(axis=1)).sum() == dead
+    assert (terminated, truncated) == (False, True)
+    actions = dict.fromkeys(constructor().possible_agents, 0)
+    env = peers.WithAll(constructor)
+    env.reset(seed=1)
+    assert [len(env.step(actions)[0]) for _ in range(3)] == [3, 2, 2]
+    actor = peers.PlainActor(constructor)
+    actor.reset(1)
+    assert [len(actor.step(actions)[0]) for _ in range(4)] == [3, 2, 3, 3]
+    with peers.plain_loop(dataclasses.replace(case, constructor=constructor, num_envs=2)) as step:
+        for _ in range(7):
+            step()
+
+
+def test_settings_for_agents_that_die_are_listed(compare_facades):
+    """Only where such a case has been measured."""
+    import compare_peers
+    import merged
+    import peers
+
+    def notes(**options):
+        cases = [one for one in compare_peers.cases() if one.deaths == options["deaths"]]
+        pairs = [merged.Pair("peers", cases[0], compare_peers.OURS[0], one) for one in (peers.SUPERSUIT, peers.TORCHRL)]
+        results = [merged.result(pair, [1.0, 1.0], [1.0, 1.0]) for pair in pairs]
+        return " ".join(compare_peers.notes(merged.Report({}, results, {})))
+
+    assert "black_death_v3" in notes(deaths=True)
+    assert "TorchRL ParallelEnv: `use_mask=True, done_on_any=False`." in notes(deaths=True)
+    assert "black_death_v3" not in notes(deaths=False)
 
 
 def test_contender_with_several_batches_in_a_call(compare_facades, monkeypatch):
@@ -393,7 +639,7 @@ def test_failure_on_one_simulator_is_listed(compare_facades):
 
 SCRIPTS = [
     "compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py", "compare_peers.py",
-    "many_agents.py", "collect_rollouts.py",
+    "many_agents.py", "collect_rollouts.py", "cpu_times.py",
 ]  # fmt: skip
 
 
@@ -462,6 +708,41 @@ def test_limit_of_the_cpus(async_stepping, computes, workers, cpus, limit):
 def test_synthetic_is_a_pettingzoo_environment(synthetic):
     parallel_api_test(synthetic.Synthetic(num_agents=4, observation_size=7, episode_steps=30), num_cycles=100)
     parallel_seed_test(functools.partial(synthetic.Synthetic, episode_steps=10))
+    parallel_api_test(synthetic.Synthetic(num_agents=4, dying=2, masks=True, episode_steps=30), num_cycles=100)
+    parallel_seed_test(functools.partial(synthetic.Synthetic, dying=1, masks=True, episode_steps=10))
+
+
+def test_synthetic_agents_that_die(synthetic):
+    """In the first step of each episode; the seed decides who."""
+    who = set()
+    for seed in range(10):
+        env = synthetic.Synthetic(dying=1, episode_steps=4)
+        env.reset(seed=seed)
+        for episode in range(2):
+            observations, rewards, terminations, truncations, infos = env.step({})
+            (dead,) = (agent for agent, over in terminations.items() if over)
+            assert not any(truncations.values())
+            assert len(observations) == len(rewards) == len(infos) == 3
+            survivors = [agent for agent in env.possible_agents if agent != dead]
+            for left in (survivors, survivors, []):
+                results = env.step({})
+                assert [[*one] for one in results] == [survivors] * 5
+                assert not any(results[2].values())
+                assert all(over == (not left) for over in results[3].values())
+                assert env.agents == left
+            assert env.step({}) == ({},) * 5
+            assert [*env.reset()[0]] == env.possible_agents, episode
+        who.add(dead)
+    assert len(who) == 3
+
+
+def test_synthetic_action_masks(synthetic):
+    env = synthetic.Synthetic(masks=True)
+    seen = [env.reset(seed=3)[0], env.step({})[0]]
+    masks = [one["action_mask"] for observations in seen for one in observations.values()]
+    assert all(mask.dtype == np.int8 and mask[0] == 1 for mask in masks)
+    assert len({mask.tobytes() for mask in masks}) > 1
+    assert all(env.observation_space(agent).contains(one) for agent, one in seen[1].items())
 
 
 def test_synthetic_values(synthetic):
