@@ -77,6 +77,10 @@ class Backend(ABC):
         clock: Returns the time in seconds, and never goes back. The pool reads no other clock; `statuses`, and
             `Reply.completed` are in its seconds, and `wait` measures its timeout with it. A test may have its own.
         looking_s: Seconds that `look` has spent waiting for other machines so far.
+        in_line: Workers in the caller's own thread, which carry out requests in `post`, `step_all` or `wait`: whatever
+            they do, they are neither ended nor replaced, they have no timeouts and get no standby.
+        awake: When a worker in the caller's own thread last had carried out a request, in seconds of `clock`: this
+            process was running until then, although it did not look for replies.
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
         has_standbys: Whether `add` can start workers after `start`; their numbers are less than `most_workers`.
         moves: Whether workers can move to other machines, as `leaving` and `rebalance` say.
@@ -99,6 +103,8 @@ class Backend(ABC):
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
     forward_logs: bool = False
+    in_line: Collection[int] = frozenset()
+    awake = 0.0
     clock: Callable[[], float] = time.monotonic
     looking_s = 0.0
     statuses: list[WorkerStatus]
