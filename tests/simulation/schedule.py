@@ -76,6 +76,7 @@ class Setup(NamedTuple):
     shares_memory: bool
     copies: bool  # whether observations are copies, no views
     timeouts: tuple[float | None, float | None]  # of steps and resets
+    hybrid: bool  # whether worker 0 is the caller's own thread
 
 
 class Call(NamedTuple):
@@ -148,6 +149,7 @@ def setup_of(number: int) -> Setup:
         rng.random() < 0.9,
         rng.random() < 0.8,
         timeouts,
+        rng.random() < 0.2,
     )
 
 
@@ -175,7 +177,9 @@ class History:
 
     def __init__(self, number: int, left_out: frozenset[Fault], folder: Path) -> None:
         self.setup = setup = setup_of(number)
-        self.backend = SimulatedBackend(number, setup.rates, standbys=setup.standbys, left_out=left_out)
+        self.backend = SimulatedBackend(
+            number, setup.rates, standbys=setup.standbys, hybrid=setup.hybrid, left_out=left_out
+        )
         most = None if setup.recycle is None else setup.recycle.max_episodes
         shares = share_out(setup.num_envs, setup.num_workers)
         self.model = self.backend.model = Model(
