@@ -52,8 +52,8 @@ def test_a_stop_at_any_moment_does_not_count(stop):
     assert late, "time that is not stopped counts"
 
 
-@pytest.mark.parametrize("steps_before", ["the first look", "a later look"])
-def test_time_in_which_the_callers_thread_steps_environments_counts(steps_before):
+@pytest.mark.parametrize("when", ["before the first wait", "in a wait"])
+def test_time_in_which_the_callers_thread_steps_environments_counts(when):
     """The other workers run meanwhile. Those in the caller's thread are never late."""
     clock = Clock(stop=0)
     statuses = [
@@ -69,11 +69,11 @@ def test_time_in_which_the_callers_thread_steps_environments_counts(steps_before
         queue.requests.append((STEP_ALL, 1, None, True))
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), queues)
     deadlines.looked = clock.monotonic()
-    if steps_before == "a later look":
+    if when == "in a wait":
         assert deadlines.patience() is not None
     clock.now += 1.01 * LIMIT_S
     backend.awake = clock.monotonic()
-    late = []
+    late = deadlines.late() if when == "in a wait" else []
     for _ in range(4):
         clock.now += deadlines.patience() or 0.0
         late += deadlines.late()
