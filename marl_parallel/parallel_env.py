@@ -314,7 +314,7 @@ class ParallelEnv:
             workers = arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened)
         else:
             workers = self.plan["arguments"]["num_workers"]
-        shares = share_out(len(seeds), workers)
+        shares = share_out(len(seeds), workers, last_have_more=bool(opened.in_line))  # this thread reads all results
         in_line = opened.in_line
         arguments.warn_of_in_line(opened, shares, unenforced, folder, recycle, restarts=restarts)
         pool = Pool(opened, shares)
@@ -325,7 +325,7 @@ class ParallelEnv:
         self._close_at_exit(pool)
         started = False
         try:
-            opened.start(shares, 3 * len(shares[0]) + _MORE_REQUESTS)
+            opened.start(shares, 3 * len(max(shares, key=len)) + _MORE_REQUESTS)
             started = True
             began = opened.clock()
             local_modules: list[ModuleType] = []

@@ -54,10 +54,14 @@ def _quota(own_groups: Path, mounted: Path) -> float:
     return min(quotas)
 
 
-def share_out(num_envs: int, num_workers: int) -> list[range]:
-    """The environments of each worker: neighbours, as evenly as possible; the first workers may have one more."""
+def share_out(num_envs: int, num_workers: int, *, last_have_more: bool = False) -> list[range]:
+    """The environments of each worker: neighbours, as evenly as possible; the first workers may have one more.
+
+    Or the last ones, if the first one has other work.
+    """
     small, larger = divmod(num_envs, num_workers)
-    bounds = [worker * small + min(worker, larger) for worker in range(num_workers + 1)]
+    equal = num_workers - larger if last_have_more else 0  # before those that have one more
+    bounds = [worker * small + min(max(worker - equal, 0), larger) for worker in range(num_workers + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 

@@ -104,6 +104,8 @@ def test_worker_0_is_this_process_and_the_only_one_if_there_is_one_worker():
         assert first == second == os.getpid()
         assert third == fourth != os.getpid()
         assert env.num_workers == 2
+    with started([Hunt] * 3) as env:  # this thread, which also reads all results, has the smaller share
+        assert [pid == os.getpid() for pid in pids(env)] == [True, False, False]
     before = HeldResources.now().processes
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -301,10 +303,10 @@ def test_timeouts_of_others_are_enforced(how, tmp_path):
 
 def test_what_waits_for_this_thread_is_not_late(tmp_path, caplog):
     """Neither a timeout nor a warning of long calls."""
-    faults: list[dict[str, Any]] = [{}, {"step": functools.partial(time.sleep, 0.3)}]
+    faults: list[dict[str, Any]] = [{}, {"step": functools.partial(time.sleep, 0.3)}, {}]
     warning = pytest.warns(RuntimeWarning, match="has no effect")
     with warning, started(fragile(tmp_path, {}, *faults), step_timeout=0.8, warn_after=0.1) as env:
-        env.send(ACTIONS[:1] * 3)
+        env.send(ACTIONS[:1] * 3, env_ids=[0, 1, 2])
         time.sleep(0.9)
         assert env.recv(1).env_ids == (2,)
         env.send(ACTIONS[:1], env_ids=[2])
@@ -407,7 +409,7 @@ def test_nothing_is_left(how, tmp_path):
 )
 def test_one_warning_says_what_has_no_effect_in_this_thread(arguments, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(RuntimeWarning) as caught, started([Hunt] * 3, **arguments):
+    with pytest.warns(RuntimeWarning) as caught, started([Hunt] * 5, **arguments):
         pass
     (warning,) = caught
     assert f'with backend="hybrid", this thread steps environments [0, 1]; for them, {text}' in str(warning.message)

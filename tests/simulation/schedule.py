@@ -181,7 +181,7 @@ class History:
             number, setup.rates, standbys=setup.standbys, hybrid=setup.hybrid, left_out=left_out
         )
         most = None if setup.recycle is None else setup.recycle.max_episodes
-        shares = share_out(setup.num_envs, setup.num_workers)
+        shares = share_out(setup.num_envs, setup.num_workers, last_have_more=setup.hybrid)
         self.model = self.backend.model = Model(
             shares,
             setup.mode,
@@ -557,7 +557,7 @@ class History:
 
     def _check_stats(self) -> None:
         stats = self.env.stats()
-        shares = share_out(self.setup.num_envs, self.setup.num_workers)
+        shares = share_out(self.setup.num_envs, self.setup.num_workers, last_have_more=self.setup.hybrid)
         for position, (own, share) in enumerate(zip(stats.workers, shares, strict=True)):
             expected = self._expected_stats(share)
             got = {name: getattr(own, name) for name in expected} | {"step_times": own.step_times.total}
