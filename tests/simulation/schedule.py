@@ -11,6 +11,7 @@ import json
 import random
 import re
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -207,27 +208,29 @@ class History:
         """Construct all environments."""
         setup = self.setup
         self.backend.troubled = setup.begins_troubled
-        self.env = ParallelEnv(
-            [KINDS[setup.kind]] * setup.num_envs,
-            setup.mode,
-            _SEED,
-            num_workers=setup.num_workers,
-            backend=self.backend,
-            on_error=setup.on_error,
-            restart_policy=setup.policy,
-            step_timeout=setup.timeouts[0],
-            reset_timeout=setup.timeouts[1],
-            start_timeout=5.0,
-            warn_after=setup.warn_after,
-            recycle=setup.recycle,
-            forward_logs=False,
-            shared_memory=setup.shares_memory,
-            copy=setup.copies,
-            on_restart=self._on_restart if setup.callback else None,
-            replay=_KEPT if setup.replay else None,
-            replay_dir=self.folder if setup.replay else None,
-            trace=self.folder / _TRACE if setup.traced else None,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", 'with backend="hybrid", this thread steps', RuntimeWarning)
+            self.env = ParallelEnv(
+                [KINDS[setup.kind]] * setup.num_envs,
+                setup.mode,
+                _SEED,
+                num_workers=setup.num_workers,
+                backend=self.backend,
+                on_error=setup.on_error,
+                restart_policy=setup.policy,
+                step_timeout=setup.timeouts[0],
+                reset_timeout=setup.timeouts[1],
+                start_timeout=5.0,
+                warn_after=setup.warn_after,
+                recycle=setup.recycle,
+                forward_logs=False,
+                shared_memory=setup.shares_memory,
+                copy=setup.copies,
+                on_restart=self._on_restart if setup.callback else None,
+                replay=_KEPT if setup.replay else None,
+                replay_dir=self.folder if setup.replay else None,
+                trace=self.folder / _TRACE if setup.traced else None,
+            )
         self.stepper = ArrayStepper(self.env, self) if setup.arrays else None
 
     def run(self, calls: Sequence[Call]) -> None:
