@@ -218,6 +218,38 @@ def check_isolate_rng(isolate_rng: Any, backend: Backend) -> None:
         )
 
 
+def warn_of_in_line(
+    backend: Backend,
+    shares: Sequence[Sequence[int]],
+    unenforced: Sequence[str],
+    log_dir: Path | None,
+    recycle: RecyclePolicy | None,
+    *,
+    restarts: bool,
+) -> None:
+    """Warn of arguments that hold for worker processes only, if the caller's own thread does the work of one."""
+    if not backend.can_kill or not backend.in_line:
+        return
+    lacking = [*unenforced]
+    if recycle is not None:
+        names = ("max_memory_mb", "kill_above_mb")
+        lacking += [f"{name}={value:g}" for name in names if (value := getattr(recycle, name)) is not None]
+    if log_dir is not None:
+        lacking.append(f"log_dir={os.fspath(log_dir)!r}")
+    if not lacking and not restarts:
+        return
+    env_ids = [env_id for worker in backend.in_line for env_id in shares[worker]]
+    what = [f"{', '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no effect"] if lacking else []
+    if restarts:
+        what.append('on_error="restart" covers exceptions only: a crash ends this program')
+    warnings.warn(
+        f'with backend="hybrid", this thread steps environments {env_ids}; for them, {" and ".join(what)}. With '
+        'backend="process", no environment runs in this process',
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
 def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: Backend) -> int:
     """The number of workers: at most one for each environment, and by default one for each CPU."""
     workers = None if num_workers is None else min(checked_integer(num_workers, "num_workers"), num_envs)

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from marl_parallel import arguments, planning
 from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
-from marl_parallel.backends import open_backend
+from marl_parallel.backends import AUTOMATIC, open_backend
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
@@ -127,8 +127,10 @@ class ParallelEnv:
             the number of CPUs that this process may use, or the cluster has.
         envs_per_worker: The most environments of one worker, instead of `num_workers`; see `docs/workers.md`.
         backend: Where the workers run: `"process"`, `"thread"`, `"serial"`, `"ray"` for the nodes of a Ray cluster, or
-            a `Backend`, such as a `RayBackend` with the cluster's address and resources. `"auto"` steps the
-            environments for about half a second, or twice that if they mostly wait, and chooses; see `docs/workers.md`.
+            a `Backend`, such as a `RayBackend` with the cluster's address and resources. `"hybrid"` is `"process"` with
+            the first worker in the caller's own thread: faster, but a crash there ends the program, and timeouts do not
+            apply there. `"auto"` steps the environments for about a second and chooses; `"auto-hybrid"` may choose
+            `"hybrid"`, too; see `docs/workers.md`.
         adapter: The kind of simulator, if it is not recognised correctly: a name from `docs/environments.md`, such as
             `"dict"` or `"tuple"`, or a function that makes a `MultiAgentEnv` of it.
         shared_memory: False sends all values pickled.
@@ -156,7 +158,8 @@ class ParallelEnv:
             raises is logged.
         warn_after: Seconds in one call of an environment after which a warning of the logger `marl_parallel` says which
             environment, in which worker, is where, with its Python stack; again after twice as long, and so on. Ctrl-C
-            has the same report. None for no warnings. Not with `backend="serial"`, which does not wait.
+            has the same report. None for no warnings. Not for environments in the caller's own thread (`"serial"`, and
+            the first worker of `"hybrid"`), which does not wait for them.
         log_dir: Folder for a file `worker-0.log`, ... of each worker process, to which its output, and that of the
             processes that its simulators start, is appended; made if it is missing. None for the output of this
             program. Errors of a worker that dies or hangs quote its last lines. See `docs/faults.md`.
@@ -203,7 +206,7 @@ class ParallelEnv:
     Attributes:
         runner: The interface below dicts, on which facades are built; see `BatchRunner` and `docs/facades.md`.
         plan: What `backend="auto"` has measured and chosen; None with other backends. Its `"arguments"` can be passed
-            instead.
+            instead, and so can its `"proposal"`, if there is one.
     """
 
     _recycling: Recycling | None = None
@@ -266,9 +269,13 @@ class ParallelEnv:
             del timeouts["start_timeout"]
         unenforced = [f"{name}={seconds}" for name, seconds in timeouts.items() if seconds is not None]
         self.plan: dict[str, Any] | None = None
-        if isinstance(backend, str) and backend == "auto":
+        if isinstance(backend, str) and backend in AUTOMATIC:
             if num_workers is not None or envs_per_worker is not None:
-                raise ValueError('backend="auto" chooses the number of workers: pass backend="process" with yours')
+                instead = "process" if backend == "auto" else "hybrid"
+                raise ValueError(
+                    f'backend="{backend}" chooses the number of workers: pass backend="{instead}" with yours'
+                )
+            takes_hybrid = backend == "auto-hybrid"
             needs_processes = restarts or unenforced or folder or recycle or wait != "adaptive"
             options: dict[str, Any] = {
                 "seed": "own" if seeds[0] is None else seeds[0], "adapter": adapter, "shared_memory": shared_memory,
@@ -278,10 +285,14 @@ class ParallelEnv:
                 "forward_logs": forward_logs,
             }  # fmt: skip
 
-            def open_env(workers: int) -> ParallelEnv:
-                return ParallelEnv(constructors, mode, backend="process", num_workers=workers, **options)
+            def open_env(name: BackendName, workers: int) -> ParallelEnv:
+                # Simulators must not draw from the generators of this process while they are measured.
+                own = {"isolate_rng": True} if name == "hybrid" else {}
+                return ParallelEnv(constructors, mode, backend=name, num_workers=workers, **{**options, **own})
 
-            self.plan = planning.plan(open_env, len(constructors), can_be_serial=not needs_processes)
+            self.plan = planning.plan(
+                open_env, len(constructors), can_be_serial=not needs_processes, takes_hybrid=takes_hybrid
+            )
             backend = self.plan["arguments"]["backend"]
         opened = open_backend(backend, worker_threads=worker_threads, wait=wait)
         arguments.check_isolate_rng(isolate_rng, opened)
@@ -303,7 +314,9 @@ class ParallelEnv:
             workers = arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened)
         else:
             workers = self.plan["arguments"]["num_workers"]
-        shares = share_out(len(seeds), workers)
+        shares = share_out(len(seeds), workers, last_have_more=bool(opened.in_line))  # this thread reads all results
+        in_line = opened.in_line
+        arguments.warn_of_in_line(opened, shares, unenforced, folder, recycle, restarts=restarts)
         pool = Pool(opened, shares)
         watch = Timeouts(pool, limits)
         pool.extend(watch, LongCalls(pool, warn_after, watch.limits))
@@ -312,7 +325,7 @@ class ParallelEnv:
         self._close_at_exit(pool)
         started = False
         try:
-            opened.start(shares, 3 * len(shares[0]) + _MORE_REQUESTS)
+            opened.start(shares, 3 * len(max(shares, key=len)) + _MORE_REQUESTS)
             started = True
             began = opened.clock()
             local_modules: list[ModuleType] = []
@@ -342,7 +355,8 @@ class ParallelEnv:
                 policy = recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
                 self._recycling = Recycling(pool, rebuilds, batch, policy, opened.clock() - began)
                 pool.extend(self._recycling)
-                if recycle is not None and opened.memory(0) is None:
+                last = workers - 1
+                if recycle is not None and opened.memory(last) is None and not (opened.can_kill and last in in_line):
                     self._warn_of_recycling(recycle, backend)
             if restarts:
                 pool.extend(Restarts(pool, rebuilds, batch, restart_policy, on_restart))
@@ -678,7 +692,8 @@ class ParallelEnv:
     ) -> None:
         """Begin to step environments and return; `recv` returns each result as soon as it is ready.
 
-        With `backend="serial"`, the steps are carried out here. Errors are those of `step`.
+        With `backend="serial"`, the steps are carried out here; with `"hybrid"`, those of the first worker in `recv`.
+        Errors are those of `step`.
 
         Args:
             actions: Those of `step`, or a mapping from env id to a dict by agent.

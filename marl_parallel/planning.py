@@ -1,9 +1,10 @@
-"""The choice of workers: `backend="auto"`, which measures simulators, and a remark about workers that mostly wait.
+"""The choice of workers: `backend="auto"` and `"auto-hybrid"`, and a remark about workers that mostly wait.
 
 `plan` measures each setting with a `ParallelEnv` of its own and random actions, for about half a second::
 
     a process for each CPU ---> a loop in line is quicker, by the time that steps take in workers: "serial"
                            ---> workers hardly need their CPUs: measure more workers, and take them if they are faster
+                           ---> else measure "hybrid": propose it if it is faster than all others, or take it
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
@@ -67,47 +68,70 @@ class _Measured:
         self.cpu_share = min(sum(used) / inside, 1.0) if inside > 0 and not math.isnan(sum(used)) else None
 
 
-def plan(open_env: Callable[[int], Any], num_envs: int, *, can_be_serial: bool) -> dict[str, Any]:
+def plan(
+    open_env: Callable[[Literal["process", "hybrid"], int], Any],
+    num_envs: int,
+    *,
+    can_be_serial: bool,
+    takes_hybrid: bool = False,
+) -> dict[str, Any]:
     """The fastest arguments for a simulator, and what was measured.
 
     Args:
-        open_env: Opens a `ParallelEnv` of the simulators, with so many worker processes.
+        open_env: Opens a `ParallelEnv` of the simulators, with this backend and so many workers.
         num_envs: The number of environments.
         can_be_serial: Whether the caller can do without processes.
+        takes_hybrid: Whether `"hybrid"` may be chosen. Else it is measured only with `can_be_serial`, since it runs
+            simulators in this process, and only proposed.
 
     Returns:
         `arguments` for `ParallelEnv`, `reason`, a sentence, and `batch_ms`: milliseconds of a batch by what was tried.
+        `proposal`: the arguments of what is faster than the choice, but only the caller may choose; None for none.
     """
     workers = min(num_envs, usable_cpus())
     batch_ms: dict[str, float] = {}
-    arguments = {"backend": "process", "num_workers": workers}
+    arguments: dict[str, Any] = {"backend": "process", "num_workers": workers}
+    proposal: dict[str, Any] | None = None
 
-    def measured(number: int) -> _Measured:
+    def measured(number: int, backend: Literal["process", "hybrid"] = "process") -> _Measured:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
-            env = open_env(number)
+            warnings.simplefilter("ignore", RuntimeWarning)  # of what is not enforced in line
+            env = open_env(backend, number)
         with env:
             found = _Measured(env)
-        batch_ms[f"process, {number} workers"] = round(1e3 * found.batch_s, 4)
+        batch_ms[f"{backend}, {number} workers"] = round(1e3 * found.batch_s, 4)
         return found
 
     try:
         first = measured(workers)
-        share = first.cpu_share
+        share, best_s = first.cpu_share, first.batch_s
+        waits = workers < num_envs and (share is None or share < _MOSTLY_WAITS)
         reason = "other settings are not faster"
         if can_be_serial:
             batch_ms["serial, estimated"] = round(1e3 * first.serial_batch_s, 4)
         if can_be_serial and first.serial_batch_s < _BETTER * first.batch_s:
-            arguments = {"backend": "serial", "num_workers": 1}
+            arguments, best_s = {"backend": "serial", "num_workers": 1}, first.serial_batch_s
             reason = "steps are too short for messages between processes"
-        elif workers < num_envs and (share is None or share < _MOSTLY_WAITS):
+        elif waits:
             more = num_envs if not share else min(math.ceil(usable_cpus() / share), num_envs)
             if measured(more).batch_s < _BETTER * first.batch_s:
                 arguments["num_workers"], reason = more, "simulators mostly wait, and do not need a CPU each"
+        has_hybrid = workers > 1 and not waits and (can_be_serial or takes_hybrid)
+        if has_hybrid and measured(workers, "hybrid").batch_s < _BETTER * best_s:
+            proposal = {"backend": "hybrid", "num_workers": workers}
     except (ParallelEnvError, ValueError) as error:  # such as a step of more than a second, or no action space
         reason = f"not measured to the end: {first_line(error)}"
-    logger.info('backend="auto" chooses %s: %s; milliseconds of a batch: %s', arguments, reason, batch_ms)
-    return {"arguments": arguments, "reason": reason, "batch_ms": batch_ms}
+    if proposal is not None and takes_hybrid:
+        arguments, proposal, reason = proposal, None, "this thread steps its share while the others step theirs"
+    name = "auto-hybrid" if takes_hybrid else "auto"
+    logger.info('backend="%s" chooses %s: %s; milliseconds of a batch: %s', name, arguments, reason, batch_ms)
+    if proposal is not None:
+        logger.info(
+            'backend="hybrid" is faster, but a crash of a simulator in this process ends the program: pass it, or '
+            'backend="auto-hybrid", to use it'
+        )
+    return {"arguments": arguments, "reason": reason, "batch_ms": batch_ms, "proposal": proposal}
 
 
 class WaitingRemark:

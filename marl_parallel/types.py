@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-BackendName: TypeAlias = Literal["process", "serial", "thread", "ray", "auto"]
+BackendName: TypeAlias = Literal["process", "hybrid", "serial", "thread", "ray", "auto", "auto-hybrid"]
 OnError: TypeAlias = Literal["raise", "restart"]
 Wait: TypeAlias = Literal["adaptive", "block", "spin"]
 AutoresetName: TypeAlias = Literal[

@@ -220,6 +220,7 @@ def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., ParallelEnv]
         arguments["num_workers"] = min(arguments["num_workers"], max(len(constructors), 1))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # four workers may be more than there are CPUs
+            warnings.filterwarnings("ignore", 'with backend="hybrid", this thread steps', RuntimeWarning)
             built.append(ParallelEnv(constructors, mode, seed, **arguments))
         return built[-1]
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from marl_parallel.backends.local import SerialBackend, ThreadBackend
 from marl_parallel.core.backend import Backend
 
-NAMES = ("process", "serial", "thread", "ray")
+if TYPE_CHECKING:
+    from marl_parallel.backends.process import ProcessBackend
+    from marl_parallel.backends.spawn import PortableProcessBackend
+
+NAMES = ("process", "hybrid", "serial", "thread", "ray")
+AUTOMATIC = ("auto", "auto-hybrid")
+"""Names in place of a backend's, for the choice that `planning.py` makes."""
+_OF_PROCESSES = ("process", "hybrid")
 WAITS = ("adaptive", "block", "spin")
 PORTABLE = "MARL_PARALLEL_PORTABLE"
 """The environment variable: with "1", `backend="process"` is that of macOS and Windows on Linux, too; "0" is none."""
@@ -18,31 +26,22 @@ def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: st
     """The backend of this name, or this backend if no other environment uses it; not yet started."""
     if wait not in WAITS:
         raise ValueError(f"wait must be one of {', '.join(WAITS)}, got {wait!r}")
-    if wait != "adaptive" and backend != "process":
-        raise ValueError(f'wait={wait!r} says how worker processes wait, so it goes with backend="process" only')
+    if wait != "adaptive" and backend not in _OF_PROCESSES:
+        raise ValueError(
+            f'wait={wait!r} says how worker processes wait, so it goes with backend="process" and "hybrid" only'
+        )
     if isinstance(backend, Backend):
         backend.claim()
         return backend
     if not isinstance(backend, str):
         raise TypeError(f"backend must be one of {', '.join(NAMES)} or a Backend, got {backend!r}")
-    if backend == "process":
-        value = os.environ.get(PORTABLE, "")
-        if value not in ("", "0", "1"):
-            raise ValueError(f'the environment variable {PORTABLE} must be "1" or "0", got {value!r}')
-        portable = value == "1"
-        if sys.platform == "linux" and not portable:  # only Linux has what `process.py` needs, and not in all builds
-            from marl_parallel.backends.memory import has_semaphores
+    if backend in _OF_PROCESSES:
+        processes = _open_processes(worker_threads, wait)
+        if backend == "process":
+            return processes
+        from marl_parallel.backends.hybrid import HybridBackend
 
-            if has_semaphores():
-                from marl_parallel.backends.process import ProcessBackend
-
-                return ProcessBackend(threads=worker_threads, wait=wait)
-        if wait == "spin":
-            where = f"with {PORTABLE}=1" if portable else "on this system"
-            raise ValueError(f'wait="spin" needs Linux; {where} processes sleep while they wait')
-        from marl_parallel.backends.spawn import PortableProcessBackend
-
-        return PortableProcessBackend(threads=worker_threads)
+        return HybridBackend(processes)
     if backend == "thread":
         return ThreadBackend()
     if backend == "serial":
@@ -51,4 +50,25 @@ def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: st
         from marl_parallel.backends.ray_backend import RayBackend
 
         return RayBackend(num_threads=worker_threads)
-    raise ValueError(f"there is no backend {backend!r}; there are {', '.join((*NAMES, 'auto'))}")
+    raise ValueError(f"there is no backend {backend!r}; there are {', '.join((*NAMES, *AUTOMATIC))}")
+
+
+def _open_processes(threads: int | None, wait: str) -> ProcessBackend | PortableProcessBackend:
+    """A backend of worker processes, as this system has them."""
+    value = os.environ.get(PORTABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f'the environment variable {PORTABLE} must be "1" or "0", got {value!r}')
+    portable = value == "1"
+    if sys.platform == "linux" and not portable:  # only Linux has what `process.py` needs, and not in all builds
+        from marl_parallel.backends.memory import has_semaphores
+
+        if has_semaphores():
+            from marl_parallel.backends.process import ProcessBackend
+
+            return ProcessBackend(threads=threads, wait=wait)
+    if wait == "spin":
+        where = f"with {PORTABLE}=1" if portable else "on this system"
+        raise ValueError(f'wait="spin" needs Linux; {where} processes sleep while they wait')
+    from marl_parallel.backends.spawn import PortableProcessBackend
+
+    return PortableProcessBackend(threads=threads)

@@ -33,7 +33,7 @@ class _LocalBackend(Backend):
     can_kill = False
     pickles = False
     shares_memory = True
-    in_line = False  # whether workers run in the caller's own thread
+    own_thread = True  # whether each worker has one
 
     def __init__(self) -> None:
         from marl_parallel.backends.memory import Block  # `import marl_parallel` alone does not need it
@@ -44,7 +44,7 @@ class _LocalBackend(Backend):
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in shares]
         arrays = self._arrays
         self.workers = [
-            Worker(status, lambda _: self.block, in_line=self.in_line, arrays=lambda: arrays.fd)
+            Worker(status, lambda _: self.block, in_line=not self.own_thread, arrays=lambda: arrays.fd)
             for status in self.statuses
         ]
 
@@ -75,10 +75,11 @@ class SerialBackend(_LocalBackend):
 
     enforces_timeouts = False
     side_by_side = False
-    in_line = True
+    own_thread = False
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         super().start(shares, most_requests)
+        self.in_line = range(len(shares))
         self._replies: list[tuple[int, Reply | Lost]] = []
 
     def simulators(self) -> dict[int, Any]:

@@ -30,7 +30,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ _ON_CHANNEL, _STEP, _DONE = 0, 1, 2  # the message is on the channel; step the e
 _KIND = 3  # the mask of the kind
 _LAST = _EACH = 1 << 2  # no other reply to the request follows; reply for each environment
 _ALL_DONE = _DONE | _LAST
+_ONLY_WAIT, _ONLY_SEND = 0, -1.0  # for `exchange`, in place of the code to send and of its patience
 
 
 def _code_of(kind: int, env_ids: range | None) -> int:
@@ -355,8 +356,17 @@ class ProcessBackend(Backend):
         self._control, self._records, self._arrays = Block(), Block(), Block()
         self._relay = Relay()
 
-    def start(self, shares: Sequence[Sequence[int]], most_requests: int, most: int | None = None) -> None:
-        """As `Backend.start`; `most` is how many workers there may be at a time."""
+    def start(
+        self,
+        shares: Sequence[Sequence[int]],
+        most_requests: int,
+        most: int | None = None,
+        left_out: Collection[int] = (),
+    ) -> None:
+        """As `Backend.start`; `most` is how many workers there may be at a time.
+
+        The caller's own thread does the work of those that are `left_out`.
+        """
         most = most_workers(shares) if most is None else most
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
         nbytes = control_nbytes(most, self._capacity)
@@ -367,12 +377,14 @@ class ProcessBackend(Backend):
         self._countdown = Semaphore(self._control_buffer, _COUNTDOWN)
         self._wake.init(0)
         self._countdown.init(0)
-        self._spin = Spin(self._wait, len(shares) < usable_cpus())
-        self._launcher = Launcher(entry=__name__, wake=self._control, threads=self._threads)
+        self._spin = Spin(self._wait, len(shares) - len(left_out) < usable_cpus())
+        if len(left_out) < len(shares):
+            self._launcher = Launcher(entry=__name__, wake=self._control, threads=self._threads)
         self._own_cpu = len(shares) <= usable_cpus()
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
         for worker, share in enumerate(shares):
-            self.add(worker, share)
+            if worker not in left_out:
+                self.add(worker, share)
 
     def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         launcher = self._launcher
@@ -487,21 +499,41 @@ class ProcessBackend(Backend):
                 except Gone:
                     continue  # `wait` finds out how it died
 
-    def step_all(self, requests: Mapping[int, Request], patience: float) -> bool:
+    def step_all(
+        self, requests: Mapping[int, Request], patience: float, meanwhile: Callable[[], bool] | None = None
+    ) -> bool:
+        """As `Backend.step_all`; `meanwhile` is called once the requests are posted.
+
+        If it returns False, this does so at once.
+        """
         exchanged = self._exchanged
         if exchanged is None or exchanged[0] is not requests:
             exchanged = self._exchanged = self._exchange_of(requests)
         if exchanged is None:
             self.post(requests, together=True)
+            if meanwhile is not None:
+                meanwhile()
             return False
         assert codec.exchange is not None
-        spin, wake, countdown = self._spin, self._wake.address, self._countdown.address
-        seconds = codec.exchange(exchanged[1], wake, countdown, _STEP, _ALL_DONE, spin.seconds, min(patience, _TICK_S))
+        spin, wake, countdown, request = self._spin, self._wake.address, self._countdown.address, _STEP
+        if meanwhile is not None:
+            codec.exchange(exchanged[1], wake, countdown, _STEP, _ALL_DONE, 0.0, _ONLY_SEND)
+            request = _ONLY_WAIT
+            for handle in exchanged[2]:
+                handle.expected += 1
+            if not meanwhile() or self._launcher is None:  # closed meanwhile by a signal handler
+                return False
+        seconds = codec.exchange(
+            exchanged[1], wake, countdown, request, _ALL_DONE, spin.seconds, min(patience, _TICK_S)
+        )
         if seconds < 0:
-            if self._launcher is not None:  # else closed meanwhile by a signal handler
+            if meanwhile is None and self._launcher is not None:  # else closed meanwhile by a signal handler
                 for handle in exchanged[2]:
                     handle.expected += 1
             return False
+        if meanwhile is not None:
+            for handle in exchanged[2]:
+                handle.expected -= 1
         if spin.adapts:
             spin.note(seconds)
         self._bring_records()

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,8 @@ class PortableProcessBackend(Backend):
         self._looked = 0.0  # when deaths were last looked for
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
 
-    def start(self, shares: Sequence[range], most_requests: int) -> None:
+    def start(self, shares: Sequence[range], most_requests: int, left_out: Collection[int] = ()) -> None:
+        """As `Backend.start`; the caller's own thread does the work of the workers that are `left_out`."""
         most = most_workers(shares)
         try:
             nbytes = most * WorkerStatus.NBYTES
@@ -97,7 +98,8 @@ class PortableProcessBackend(Backend):
                 self._relay.rings = RecordRings(buffer, nbytes, most)
             self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
             for worker, share in enumerate(shares):
-                self.add(worker, share)
+                if worker not in left_out:
+                    self.add(worker, share)
             deadline = time.monotonic() + _STARTED_WITHIN_S
             for process in self._workers.values():
                 process.wait_started(deadline)
@@ -165,6 +167,15 @@ class PortableProcessBackend(Backend):
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for worker, request in requests.items():
             self._workers[worker].post(request)
+
+    def step_all(
+        self, requests: Mapping[int, Request], patience: float, meanwhile: Callable[[], bool] | None = None
+    ) -> bool:
+        """As `Backend.step_all`; `meanwhile` is called once the requests are posted."""
+        self.post(requests, together=True)
+        if meanwhile is not None:
+            meanwhile()
+        return False
 
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         deadline = None if timeout is None else time.monotonic() + timeout

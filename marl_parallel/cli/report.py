@@ -30,7 +30,9 @@ from marl_parallel.core.backend import usable_cpus
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"process": "#2463a8", "thread": "#e08a1e", "serial": "#7a9a3a", "ray": "#a23b72"}
+COLOURS = {
+    "process": "#2463a8", "thread": "#e08a1e", "serial": "#7a9a3a", "ray": "#a23b72", "hybrid": "#3f8f8b"
+}  # fmt: skip
 GREY = "#555555"
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 FORMATS = (".png", ".svg", ".pdf")

@@ -2432,6 +2432,8 @@ PyDoc_STRVAR(exchange_doc,
     "Write a code to each worker and wait for a code of each, at most `patience` seconds, of which so many `seconds`\n"
     "without sleeping. `queues` is an int64 array `(workers, 8)` of the addresses of their queues; `wake` and `countdown`\n"
     "are the addresses of the doorbell's semaphores.\n\n"
+    "With `request` 0 nothing is written, and with a negative `patience` nothing is waited for: two calls do the work of\n"
+    "one, with other work between them.\n\n"
     "Returns how many seconds that took; -1.0 if not all have sent the code `reply`, or a signal has come: then no reply\n"
     "has been taken.");
 
@@ -2451,13 +2453,14 @@ static PyObject *exchange(PyObject *Py_UNUSED(self), PyObject *args) {
     const Queue *queues = PyArray_DATA((PyArrayObject *)array);
     Py_ssize_t size = PyArray_SIZE((PyArrayObject *)array) / 8;
     double waited;
-    sem_init((sem_t *)countdown, 1, (unsigned)(size - 1)); /* the last worker to reply rings */
-    for (Py_ssize_t i = 0; i < size; i++) {
+    if (request) sem_init((sem_t *)countdown, 1, (unsigned)(size - 1)); /* the last worker to reply rings */
+    for (Py_ssize_t i = 0; request && i < size; i++) {
         const Queue *requests = queues + 2 * i;
         *code_in(requests, 0) = request;
         ((int64_t *)requests->counts)[0] += 1;
         sem_post((sem_t *)requests->ready);
     }
+    if (patience < 0) return PyFloat_FromDouble(0.0);
     Py_BEGIN_ALLOW_THREADS
     waited = wait_for((sem_t *)wake, seconds, patience);
     Py_END_ALLOW_THREADS

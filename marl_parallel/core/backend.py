@@ -54,10 +54,14 @@ def _quota(own_groups: Path, mounted: Path) -> float:
     return min(quotas)
 
 
-def share_out(num_envs: int, num_workers: int) -> list[range]:
-    """The environments of each worker: neighbours, as evenly as possible; the first workers may have one more."""
+def share_out(num_envs: int, num_workers: int, *, last_have_more: bool = False) -> list[range]:
+    """The environments of each worker: neighbours, as evenly as possible; the first workers may have one more.
+
+    Or the last ones, if the first one has other work.
+    """
     small, larger = divmod(num_envs, num_workers)
-    bounds = [worker * small + min(worker, larger) for worker in range(num_workers + 1)]
+    equal = num_workers - larger if last_have_more else 0  # before those that have one more
+    bounds = [worker * small + min(max(worker - equal, 0), larger) for worker in range(num_workers + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
@@ -77,6 +81,10 @@ class Backend(ABC):
         clock: Returns the time in seconds, and never goes back. The pool reads no other clock; `statuses`, and
             `Reply.completed` are in its seconds, and `wait` measures its timeout with it. A test may have its own.
         looking_s: Seconds that `look` has spent waiting for other machines so far.
+        in_line: Workers in the caller's own thread, which carry out requests in `post`, `step_all` or `wait`: whatever
+            they do, they are neither ended nor replaced, they have no timeouts and get no standby.
+        awake: When a worker in the caller's own thread last had carried out a request, in seconds of `clock`: this
+            process was running until then, although it did not look for replies.
         shares_memory: Whether workers read and write the very block that `allocate` returned, all of it.
         has_standbys: Whether `add` can start workers after `start`; their numbers are less than `most_workers`.
         moves: Whether workers can move to other machines, as `leaving` and `rebalance` say.
@@ -99,6 +107,8 @@ class Backend(ABC):
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
     forward_logs: bool = False
+    in_line: Collection[int] = frozenset()
+    awake = 0.0
     clock: Callable[[], float] = time.monotonic
     looking_s = 0.0
     statuses: list[WorkerStatus]

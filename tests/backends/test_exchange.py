@@ -36,6 +36,15 @@ class Exchange:
         waited: float = process.codec.exchange(self.addresses, *arguments)
         return waited
 
+    def send(self) -> None:
+        arguments = self.wake.address, self.countdown.address, 7, 9, 0.0, -1.0
+        assert process.codec.exchange(self.addresses, *arguments) == 0.0
+
+    def wait(self, patience: float = 5.0) -> float:
+        arguments = self.wake.address, self.countdown.address, 0, 9, 0.0, patience
+        waited: float = process.codec.exchange(self.addresses, *arguments)
+        return waited
+
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_exchange(seconds):
@@ -53,6 +62,25 @@ def test_exchange(seconds):
         assert 0.0 <= exchange.run(seconds) < 5.0
         thread.join()
     assert not any(pair.replies.ready.try_take() for pair in exchange.pairs)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_exchange_in_two_calls(when):
+    """The replies come before the second call, or in it; nothing is sent twice."""
+    exchange = Exchange()
+    for _ in range(20):
+        exchange.send()
+        for pair in exchange.pairs:
+            assert pair.requests.ready.try_take()
+            assert pair.requests.take() == 7
+        assert exchange.wait(patience=0.001) == -1.0
+        replies = threading.Thread(target=lambda: [exchange.reply(worker, 9) for worker in range(2)])
+        replies.start()
+        if when == "before":
+            replies.join()
+        assert exchange.wait() >= 0.0
+        replies.join()
+        assert not any(queue.ready.try_take() for pair in exchange.pairs for queue in (pair.requests, pair.replies))
 
 
 @pytest.mark.parametrize("codes", [{}, {0: 9}, {1: 9}, {0: 9, 1: 5}, {0: 5, 1: 9}])

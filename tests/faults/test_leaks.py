@@ -46,12 +46,12 @@ def test_closed_worker_processes_leave_nothing(cycles):
     check(lambda: closed(backend="process"), cycles)
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread"])
+@pytest.mark.parametrize("backend", ["serial", "thread", rest("hybrid")])
 def test_closed_workers_leave_nothing(backend):
     check(lambda: closed(backend=backend))
 
 
-@pytest.mark.parametrize("backend", ["serial", "thread", "process"])
+@pytest.mark.parametrize("backend", ["serial", "thread", "process", rest("hybrid")])
 def test_large_arrays_in_constructors_leave_nothing(backend):
     """Closed, or after a constructor that raises."""
     table = np.ones(100_000)

@@ -11,7 +11,8 @@ import pytest
 
 from helpers.start_methods import START_METHODS
 
-BACKENDS = ("serial", "thread", "process", *(["ray"] if importlib.util.find_spec("ray") else []))
+BACKENDS = ("serial", "thread", "process", "hybrid", *(["ray"] if importlib.util.find_spec("ray") else []))
+REST_ONLY = "hybrid"  # what it does by itself has tests of its own
 
 
 class Setup(NamedTuple):
@@ -41,7 +42,7 @@ ALL_SETUPS = [
 ]
 TWO_WORKERS = [one for one in ALL_SETUPS if one.num_workers == 2 and (one.shared_memory or one.backend == "process")]
 BACKEND_SETUPS = [setup for setup in TWO_WORKERS if setup.shared_memory]
-CONCURRENT_SETUPS = [Setup(backend, True, 2) for backend in BACKENDS[1:]]
+CONCURRENT_SETUPS = [Setup(backend, True, 2) for backend in BACKENDS[1:] if backend != "hybrid"]
 CONCURRENT_OR_PORTABLE = [*CONCURRENT_SETUPS, Setup("portable", True, 2)]
 PROCESS_SETUPS = [setup for setup in ALL_SETUPS if setup.backend == "process" and setup.shared_memory]
 KILLABLE_SETUPS = [setup for setup in BACKEND_SETUPS if setup.backend in ("process", "ray")]
@@ -78,9 +79,9 @@ def _once_per_backend(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """
     chosen: dict[str, pytest.Item] = {}
     for item in items:
-        if item.get_closest_marker("rest") is not None:
-            continue
         setup = _setup_of(item)
+        if item.get_closest_marker("rest") is not None or (setup is not None and setup.backend == REST_ONLY):
+            continue
         name, _, parameters = item.nodeid.partition("[")
         if setup is not None:
             parameters = parameters.replace(str(setup), "process" if setup.backend == "portable" else setup.backend)

@@ -33,8 +33,9 @@ def test_a_stop_at_any_moment_does_not_count(stop):
     clock = Clock(stop)
     status = SimpleNamespace(state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True))
     backend: Any = SimpleNamespace(
-        enforces_timeouts=True, statuses=[status], looking_s=0.0, ready_since=lambda worker: 0.0, clock=clock.monotonic
-    )
+        enforces_timeouts=True, in_line=(), awake=0.0, statuses=[status], looking_s=0.0,
+        ready_since=lambda worker: 0.0, clock=clock.monotonic,
+    )  # fmt: skip
     queue = WorkerQueue(range(1), 0, since=clock.now)
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
     queue.requests.append((STEP_ALL, 1, None, True))
@@ -49,3 +50,31 @@ def test_a_stop_at_any_moment_does_not_count(stop):
         clock.now += deadlines.patience() or 0.0
         late += deadlines.late()
     assert late, "time that is not stopped counts"
+
+
+@pytest.mark.parametrize("when", ["before the first wait", "in a wait"])
+def test_time_in_which_the_callers_thread_steps_environments_counts(when):
+    """The other workers run meanwhile. Those in the caller's thread are never late."""
+    clock = Clock(stop=0)
+    statuses = [
+        SimpleNamespace(state=(1, clock.now), running=Running(env_id, Activity.STEP, clock.now, inside=True))
+        for env_id in range(2)
+    ]
+    backend: Any = SimpleNamespace(
+        enforces_timeouts=True, in_line={0}, awake=0.0, statuses=statuses, looking_s=0.0,
+        ready_since=lambda worker: 0.0, clock=clock.monotonic,
+    )  # fmt: skip
+    queues = {worker: WorkerQueue(range(worker, worker + 1), worker, since=clock.now) for worker in range(2)}
+    for queue in queues.values():
+        queue.requests.append((STEP_ALL, 1, None, True))
+    deadlines = Deadlines(backend, Limits(step=LIMIT_S), queues)
+    deadlines.looked = clock.monotonic()
+    if when == "in a wait":
+        assert deadlines.patience() is not None
+    clock.now += 1.01 * LIMIT_S
+    backend.awake = clock.monotonic()
+    late = deadlines.late() if when == "in a wait" else []
+    for _ in range(4):
+        clock.now += deadlines.patience() or 0.0
+        late += deadlines.late()
+    assert {*late} == {1}

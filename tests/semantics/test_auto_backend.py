@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from mpe2 import simple_spread_v3
 from simulators.failing import Fragile, SimulatorError, raising
 from simulators.waiting import Computing, Instant, Waiting
 
-from marl_parallel import EnvError, ParallelEnv
+from marl_parallel import EnvError, ParallelEnv, planning
+from marl_parallel.backends.hybrid import HybridBackend
 from marl_parallel.backends.spawn import PortableProcessBackend
 
 pytestmark = pytest.mark.release_independent
@@ -46,7 +49,7 @@ def test_quick_simulators_are_stepped_in_line(auto_reset, caplog):
 def test_simulators_that_compute_get_a_process_for_each_cpu():
     plan = chosen(Computing)
     assert plan["arguments"] == PROCESSES
-    assert plan["batch_ms"].keys() == {f"process, {CPUS} workers", "serial, estimated"}
+    assert plan["batch_ms"].keys() == {f"process, {CPUS} workers", "serial, estimated", f"hybrid, {CPUS} workers"}
 
 
 def test_portable_workers_do_not_tell_their_cpu_time(monkeypatch):
@@ -80,6 +83,75 @@ def test_what_needs_processes_gets_them(arguments):
     plan = chosen(Instant, 2, **arguments)
     assert plan["arguments"] == {"backend": "process", "num_workers": min(CPUS, 2)}
     assert "serial, estimated" not in plan["batch_ms"]
+    assert f"hybrid, {min(CPUS, 2)} workers" not in plan["batch_ms"]  # it would run simulators in this process
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds of a batch by backend, in place of what would be measured; other steps are as they are."""
+    batch_s: dict[str, float] = {}
+
+    def found(env: Any) -> Any:
+        in_line = isinstance(env.runner.pool.backend, HybridBackend)
+        env.reset()
+        env.step(env.sample_actions())
+        return SimpleNamespace(
+            batch_s=batch_s["hybrid" if in_line else "process"], serial_batch_s=batch_s["serial"], cpu_share=1.0
+        )
+
+    monkeypatch.setattr(planning, "_Measured", found)
+    return batch_s
+
+
+@pytest.mark.parametrize(
+    ("serial", "hybrid", "chosen_by_auto", "is_faster"),
+    [
+        (9.0, 0.8, "process", True),
+        (9.0, 0.95, "process", False),
+        (0.5, 0.4, "serial", True),
+        (0.5, 0.6, "serial", False),
+    ],
+)
+def test_hybrid_is_proposed_and_chosen_by_its_own_name_only(
+    serial, hybrid, chosen_by_auto, is_faster, measured, caplog
+):
+    caplog.set_level(logging.INFO, "marl_parallel")
+    measured.update(process=1.0, serial=serial, hybrid=hybrid)
+    proposal = {"backend": "hybrid", "num_workers": CPUS}
+    plan = chosen(Instant)
+    assert plan["arguments"]["backend"] == chosen_by_auto
+    assert plan["proposal"] == (proposal if is_faster else None)
+    logged = [record.getMessage() for record in caplog.records]
+    assert ['backend="hybrid" is faster' in text for text in logged] == ([False, True] if is_faster else [False])
+    with ParallelEnv([Instant] * SEVERAL, backend="auto-hybrid") as env:
+        assert env.plan is not None
+        assert env.plan["arguments"] == (proposal if is_faster else plan["arguments"])
+        assert env.plan["proposal"] is None
+        assert isinstance(env.runner.pool.backend, HybridBackend) == is_faster
+
+
+def test_auto_hybrid_measures_hybrid_also_if_processes_are_needed(measured):
+    measured.update(process=1.0, serial=0.1, hybrid=0.5)
+    with pytest.warns(RuntimeWarning, match="step_timeout=9.0 has no effect") as caught:
+        env = ParallelEnv([Instant] * 2, backend="auto-hybrid", step_timeout=9.0)
+    with env:
+        assert env.plan is not None
+        assert env.plan["arguments"] == {"backend": "hybrid", "num_workers": min(CPUS, 2)}
+    assert len(caught) == 1  # none while it is measured
+
+
+def test_measuring_does_not_touch_the_generators_of_this_process():
+    random.seed(3)
+    before = random.getstate()
+    plan = chosen(Random)
+    assert f"hybrid, {CPUS} workers" in plan["batch_ms"]
+    assert random.getstate() == before
+
+
+class Random(Computing):
+    def step(self, actions):
+        random.random()
+        return super().step(actions)
 
 
 @pytest.mark.parametrize("constructor", [Instant, simple_spread_v3.parallel_env])
@@ -167,9 +239,11 @@ def test_unknown_actions_cannot_be_measured():
 
 
 @pytest.mark.parametrize("arguments", [{"num_workers": 2}, {"envs_per_worker": 1}])
-def test_numbers_of_workers_are_refused(arguments):
-    with pytest.raises(ValueError, match='backend="auto" chooses the number of workers'):
-        ParallelEnv([Instant] * 2, backend="auto", **arguments)
+@pytest.mark.parametrize(("backend", "instead"), [("auto", "process"), ("auto-hybrid", "hybrid")])
+def test_numbers_of_workers_are_refused(arguments, backend, instead):
+    text = f'backend="{backend}" chooses the number of workers: pass backend="{instead}" with yours'
+    with pytest.raises(ValueError, match=text):
+        ParallelEnv([Instant] * 2, backend=backend, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_call(two_worker_setup, build):
     assert_same(env.call("scale", factor=1.0, env_ids=[3, 1]), (totals[3], totals[1]))
     assert_same(env.call("observation_space", "wolf_0"), (Hunt().observation_space("wolf_0"),) * 4)
     assert len(set(env.call("pid"))) == (
-        two_worker_setup.num_workers if two_worker_setup.backend in ("process", "ray") else 1
+        two_worker_setup.num_workers if two_worker_setup.backend in ("process", "hybrid", "ray") else 1
     )
 
 

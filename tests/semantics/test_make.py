@@ -26,7 +26,7 @@ from simulators.deterministic import Hunt
 
 from marl_parallel import EnvError, ParallelEnv, make
 from marl_parallel.adapters import ADAPTERS
-from marl_parallel.backends import NAMES, WAITS
+from marl_parallel.backends import AUTOMATIC, NAMES, WAITS
 from marl_parallel.making import ParallelEnvArguments
 from marl_parallel.types import AdapterName, AutoresetName, BackendName, FacadeName, Wait
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
@@ -431,7 +431,7 @@ def test_types_name_all_arguments_and_values():
     own = [*inspect.signature(ParallelEnv).parameters][1:]
     assert [*ParallelEnvArguments.__annotations__] == own
     assert {*get_args(AdapterName)} == {*ADAPTERS}
-    assert {*get_args(BackendName)} == {*NAMES, "auto"}
+    assert {*get_args(BackendName)} == {*NAMES, *AUTOMATIC}
     assert get_args(Wait) == WAITS
     assert {*get_args(AutoresetName)} == {
         form for mode in AutoresetMode for form in (mode.name, mode.value, mode.name.lower())

@@ -45,11 +45,13 @@ HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
     "thread": {"backend": "thread", "num_workers": 2},
     "process": {"num_workers": 2},
+    "hybrid": {"num_workers": 2, "backend": "hybrid"},
     "views": {"num_workers": 2, "copy": False},
     "pickled": {"num_workers": 2, "shared_memory": False},
     "halves of one worker": {"num_workers": 1, "backend": "process", "halves": 2},
     "halves of two workers": {"num_workers": 2, "halves": 2},
     "halves in line": {"backend": "serial", "halves": 2},
+    "halves, hybrid": {"num_workers": 2, "backend": "hybrid", "halves": 2},
     "halves, pickled": {"num_workers": 2, "shared_memory": False, "halves": 2},
 }
 GROUPS: dict[str, dict[str, Any]] = {"variable": {"group_map": {"all": ["b", "a", "c"]}}}
@@ -160,7 +162,9 @@ def in_place(monkeypatch) -> list[bool]:
 
 
 @pytest.mark.needs("_codec")
-@pytest.mark.parametrize("how", ["serial", "thread", "process", "portable", "pickled", "halves of two workers"])
+@pytest.mark.parametrize(
+    "how", ["serial", "thread", "process", "hybrid", "portable", "pickled", "halves of two workers"]
+)
 def test_workers_write_observations_where_they_stay(how, in_place):
     keywords = {"num_workers": 2, "backend": PortableProcessBackend()} if how == "portable" else {**HOWS[how]}
     halves = keywords.pop("halves", 1)

@@ -40,6 +40,7 @@ _CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE)
 _ENDS_WITHIN_S = 0.1
 _MORE_OFTEN = 6.0
 _SLOW_S = 0.4  # to twice as much; timeouts are 1 s
+_SLOWER = 3.0  # where no timeout applies
 
 
 class Fault(NamedTuple):
@@ -103,7 +104,11 @@ class SimulatedWorker:
     def __init__(self, backend: SimulatedBackend, number: int, share: Sequence[int]) -> None:
         self.backend, self.number, self.share = backend, number, tuple(share)
         self.status = WorkerStatus(bytearray(WorkerStatus.NBYTES), backend.clock)
-        self.worker = Worker(self.status, lambda _: backend.block, own_process=True, moment=backend.moment)
+        self.in_line = number in backend.in_line  # whether it stands for the caller's own thread
+        self.worker = Worker(
+            self.status, lambda _: backend.block,
+            own_process=not self.in_line, in_line=self.in_line, moment=backend.moment,
+        )  # fmt: skip
         self.worker.settings = NoSettings()
         self.place = len(backend.all_workers)  # in the order in which workers were added; that of the one it replaces
         self.requests: deque[Request] = deque()
@@ -158,6 +163,8 @@ class SimulatedWorker:
             self.point("early", life, may_fail=False)
         self.replies.append((request, reply))
         self.expected -= reply.last
+        if self.in_line:
+            self.backend.awake = self.backend.now
         # Not after a result: whether it or the report of the death comes first is not known to the model.
         if life is not None and is_early and (reply.failures or reply.env_ids == ()):
             self.point("sent", life, may_fail=False)
@@ -208,6 +215,11 @@ class SimulatedWorker:
         if self.state == _STOPPED:
             raise greenlet.GreenletExit
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the caller's own thread is in the middle of a request, so that `wait` cannot return."""
+        return self.in_line and self.state in ("ready", "running") and self.request is not None
+
     def resume(self) -> None:
         self._greenlet.parent = greenlet.getcurrent()
         self._greenlet.switch()
@@ -226,6 +238,9 @@ class SimulatedBackend(Backend):
     Args:
         number: The history.
         rates: How often what happens.
+        standbys: Whether it has them.
+        hybrid: Whether worker 0 is the caller's own thread: it carries out requests while the caller waits, and neither
+            dies nor hangs.
         left_out: Faults that do not occur, to find those that matter.
     """
 
@@ -233,9 +248,12 @@ class SimulatedBackend(Backend):
     pickles = False
     side_by_side = False
 
-    def __init__(self, number: int, rates: Rates, *, standbys: bool, left_out: frozenset[Fault] = frozenset()) -> None:
+    def __init__(
+        self, number: int, rates: Rates, *, standbys: bool, hybrid: bool, left_out: frozenset[Fault] = frozenset()
+    ) -> None:
         self.number, self.rates, self._left_out = number, rates, left_out
         self.has_standbys = standbys  # type: ignore[misc]
+        self.in_line = frozenset({0} if hybrid else ())
         self.moment = np.array([_BEGINS_AT])
         self.now = _BEGINS_AT
         self.clock: Callable[[], float] = lambda: self.now
@@ -280,6 +298,7 @@ class SimulatedBackend(Backend):
                 rate = times * getattr(self.rates, outcome)
                 if chance < rate:
                     may_hang = outcome != "hangs" or not self.rates.hang_in or what in self.rates.hang_in
+                    may_hang &= outcome == "fails" or not worker.in_line
                     if (outcome == "fails" and not may_fail) or not may_hang or fault in self._left_out:
                         break
                     self.faults.append(fault)
@@ -288,7 +307,7 @@ class SimulatedBackend(Backend):
                     return outcome
                 chance -= rate
         if what in ("step", "reset") and self.draw(life, 8) < self.rates.slow:
-            return _SLOW_S * (1.0 + self.draw(life, 9))
+            return _SLOW_S * (1.0 + self.draw(life, 9)) * (_SLOWER if worker.in_line else 1.0)
         chance = self.draw(life, 2)
         if chance < 0.5:
             return "goes on"
@@ -345,9 +364,14 @@ class SimulatedBackend(Backend):
 
     def pass_time(self, seconds: float) -> None:
         """Let workers go on while the caller does something else."""
-        until = self.now + seconds
+        until, waiting = self.now + seconds, []
         while self._events and self._events[0][0] <= until:
-            self._next_event()
+            if self._events[0][2].in_line:  # it goes on when the caller waits
+                waiting.append(heapq.heappop(self._events))
+            else:
+                self._next_event()
+        for event in waiting:
+            heapq.heappush(self._events, event)
         self.advance(until)
 
     def _next_event(self) -> None:
@@ -395,6 +419,7 @@ class SimulatedBackend(Backend):
 
     def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         assert worker not in self.workers
+        assert beside not in self.in_line, "the caller's own thread has no standby"
         self.workers[worker] = SimulatedWorker(self, worker, share)
         self.all_workers.append(self.workers[worker])
         self.statuses[worker] = self.workers[worker].status
@@ -430,7 +455,7 @@ class SimulatedBackend(Backend):
         while not self._interrupted and any(not worker.replies and worker.state != "dead" for worker in workers):
             if self._is_interrupted_now():
                 continue
-            if not self._events or self._events[0][0] > deadline:
+            if not self._events or (self._events[0][0] > deadline and not any(one.is_inside for one in workers)):
                 self.advance(deadline)
                 return False
             self._next_event()
@@ -474,10 +499,12 @@ class SimulatedBackend(Backend):
         self._waits += 1
         if self._waits > _MOST_EVENTS or self.now > self._last_reply + _LONGEST_WAIT_S:
             raise Stuck(f"it goes on for ever: {self._states()}")
-        while len(arrived) < at_least and not any(isinstance(reply, Lost) for _, reply in arrived):
-            if self._interrupted:
+        while True:
+            inside = any(worker.is_inside for worker in self.workers.values())
+            is_enough = len(arrived) >= at_least or any(isinstance(reply, Lost) for _, reply in arrived)
+            if self._interrupted or (is_enough and not inside):
                 break
-            if not self._events or (deadline is not None and self._events[0][0] > deadline):
+            if not self._events or (deadline is not None and not inside and self._events[0][0] > deadline):
                 if deadline is None:
                     raise Stuck(f"nothing will ever happen: {self._states()}")
                 self.advance(deadline)
@@ -508,6 +535,7 @@ class SimulatedBackend(Backend):
 
     def end(self, worker: int) -> Sequence[Reply]:
         ended = self.workers[worker]
+        assert not ended.in_line, "the caller's own thread cannot be ended"
         ended.why = "hangs" if ended.is_late else "is killed"
         self.kinds["killed for memory"] += not ended.is_late
         ended.state = "dead"
@@ -520,12 +548,15 @@ class SimulatedBackend(Backend):
 
     def replace(self, worker: int) -> None:
         old = self.workers.pop(worker)
+        assert not old.in_line, "the caller's own thread cannot be replaced"
         old.state = "dead"
         self.model.lost(old, old.why)
         self.add(worker, old.share)
         self.workers[worker].place = old.place
 
     def memory(self, worker: int) -> int | None:
+        if worker in self.in_line:
+            return None
         grown = sum(life.episodes for life in self.workers[worker].lives.values())
         return (100 + 10 * grown) * 10**6 if worker in self.workers else None
 

@@ -11,6 +11,7 @@ import json
 import random
 import re
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,7 @@ class Setup(NamedTuple):
     shares_memory: bool
     copies: bool  # whether observations are copies, no views
     timeouts: tuple[float | None, float | None]  # of steps and resets
+    hybrid: bool  # whether worker 0 is the caller's own thread
 
 
 class Call(NamedTuple):
@@ -148,6 +150,7 @@ def setup_of(number: int) -> Setup:
         rng.random() < 0.9,
         rng.random() < 0.8,
         timeouts,
+        rng.random() < 0.2,
     )
 
 
@@ -175,9 +178,11 @@ class History:
 
     def __init__(self, number: int, left_out: frozenset[Fault], folder: Path) -> None:
         self.setup = setup = setup_of(number)
-        self.backend = SimulatedBackend(number, setup.rates, standbys=setup.standbys, left_out=left_out)
+        self.backend = SimulatedBackend(
+            number, setup.rates, standbys=setup.standbys, hybrid=setup.hybrid, left_out=left_out
+        )
         most = None if setup.recycle is None else setup.recycle.max_episodes
-        shares = share_out(setup.num_envs, setup.num_workers)
+        shares = share_out(setup.num_envs, setup.num_workers, last_have_more=setup.hybrid)
         self.model = self.backend.model = Model(
             shares,
             setup.mode,
@@ -203,27 +208,29 @@ class History:
         """Construct all environments."""
         setup = self.setup
         self.backend.troubled = setup.begins_troubled
-        self.env = ParallelEnv(
-            [KINDS[setup.kind]] * setup.num_envs,
-            setup.mode,
-            _SEED,
-            num_workers=setup.num_workers,
-            backend=self.backend,
-            on_error=setup.on_error,
-            restart_policy=setup.policy,
-            step_timeout=setup.timeouts[0],
-            reset_timeout=setup.timeouts[1],
-            start_timeout=5.0,
-            warn_after=setup.warn_after,
-            recycle=setup.recycle,
-            forward_logs=False,
-            shared_memory=setup.shares_memory,
-            copy=setup.copies,
-            on_restart=self._on_restart if setup.callback else None,
-            replay=_KEPT if setup.replay else None,
-            replay_dir=self.folder if setup.replay else None,
-            trace=self.folder / _TRACE if setup.traced else None,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", 'with backend="hybrid", this thread steps', RuntimeWarning)
+            self.env = ParallelEnv(
+                [KINDS[setup.kind]] * setup.num_envs,
+                setup.mode,
+                _SEED,
+                num_workers=setup.num_workers,
+                backend=self.backend,
+                on_error=setup.on_error,
+                restart_policy=setup.policy,
+                step_timeout=setup.timeouts[0],
+                reset_timeout=setup.timeouts[1],
+                start_timeout=5.0,
+                warn_after=setup.warn_after,
+                recycle=setup.recycle,
+                forward_logs=False,
+                shared_memory=setup.shares_memory,
+                copy=setup.copies,
+                on_restart=self._on_restart if setup.callback else None,
+                replay=_KEPT if setup.replay else None,
+                replay_dir=self.folder if setup.replay else None,
+                trace=self.folder / _TRACE if setup.traced else None,
+            )
         self.stepper = ArrayStepper(self.env, self) if setup.arrays else None
 
     def run(self, calls: Sequence[Call]) -> None:
@@ -553,7 +560,7 @@ class History:
 
     def _check_stats(self) -> None:
         stats = self.env.stats()
-        shares = share_out(self.setup.num_envs, self.setup.num_workers)
+        shares = share_out(self.setup.num_envs, self.setup.num_workers, last_have_more=self.setup.hybrid)
         for position, (own, share) in enumerate(zip(stats.workers, shares, strict=True)):
             expected = self._expected_stats(share)
             got = {name: getattr(own, name) for name in expected} | {"step_times": own.step_times.total}

@@ -65,6 +65,8 @@ class LongCalls(Extension):
             state, running = status.state, status.running
             if running is None and status.settled is not None and status.parts >= queue.posted:
                 continue  # its reply is here, or on its way
+            if running is None and worker in backend.in_line:
+                continue  # it waits for the caller's own thread
             elapsed = now - max(queue.since, state[1])
             known, after = self._next.get(worker, (state, self._after))
             if known != state:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stat
 ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
 _NO_EXTRAS: Mapping[int, Any] = {}
 _WAITING_FOR = {message: f"waiting for {message.name.lower()}" for message in Message}  # as slices of a trace say
+_CLOSE_IN_LINE_WITHIN_S = 1.0
 _INTERRUPTED_WITHIN_S = 0.5  # how long `close` waits at least for a thread that it has interrupted in a call
 
 
@@ -684,17 +685,17 @@ class Pool:
         if self.closed:
             raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
 
-    def close(self, *, ask: bool = True, timeout: float = 5.0) -> EnvError | None:
+    def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.
 
-        With `ask`, workers close their environments first, within `timeout` seconds. Returns the error of one that
-        failed to close; everything has been freed all the same. If Ctrl-C interrupts it before that, the next call
-        frees the rest. If another thread does not leave its call in time, all is freed beside it.
+        With `ask`, all workers close their environments first, or these workers, within `timeout` seconds. Returns the
+        error of one that failed to close; everything has been freed all the same. If Ctrl-C interrupts it before that,
+        the next call frees the rest. If another thread does not leave its call in time, all is freed beside it.
         """
         if self.freed or self._closing:
             return None  # `_closing`: by another thread, or by this one, which a signal handler has interrupted
         deadline = self.clock() + timeout
-        ask = ask and not self.closed  # a close that Ctrl-C has interrupted: the rest is freed now
+        ask = False if self.closed else ask  # a close that Ctrl-C has interrupted: the rest is freed now
         locked, error, patience = False, None, 0.0  # a worker without a request to close does not end by itself
         try:
             self.closed, self._closing, self.is_lean = True, True, False
@@ -706,8 +707,8 @@ class Pool:
             if not locked:
                 logger.warning("%s", reports.in_use(max(timeout, _INTERRUPTED_WITHIN_S), self.backend.can_kill))
             elif ask:
-                error = self._close_environments(deadline)
-                patience = max(deadline - self.clock(), 0.0)
+                error = self._close_environments(deadline, self.queues if ask is True else ask)
+                patience = max(deadline - self.clock(), 0.0) if ask is True else 0.0
         except KeyboardInterrupt:
             if locked:
                 self._on_ctrl_c()
@@ -739,10 +740,10 @@ class Pool:
             self._final_stats = self.stats()
         self._set_extensions([])  # which refer to this object
 
-    def _close_environments(self, deadline: float) -> EnvError | None:
+    def _close_environments(self, deadline: float, workers: Collection[int]) -> EnvError | None:
         for before_close in self._hooks.of(Extension.before_close):
             before_close()
-        pending = {worker for worker, queue in self.queues.items() if queue.share}
+        pending = {worker for worker, queue in self.queues.items() if queue.share and worker in workers}
         failures: dict[int, Failure] = {}
         for worker in pending:
             self.queues[worker].requests.clear()  # the workers leave them out
@@ -784,8 +785,9 @@ class Pool:
         if isinstance(error, EnvError):
             for on_raise in self._hooks.of(Extension.on_raise):
                 on_raise(error)
+        in_line = self.backend.in_line  # nothing else frees what simulators have in this process
         if isinstance(error, WorkerTimeout):
-            while_closing = self.close(ask=False, timeout=0.0)
+            while_closing = self.close(ask=in_line, timeout=_CLOSE_IN_LINE_WITHIN_S if in_line else 0.0)
         elif isinstance(error, ParallelEnvError):
             while_closing = self.close()
         else:
@@ -794,7 +796,7 @@ class Pool:
                 if isinstance(error, KeyboardInterrupt):
                     self._on_ctrl_c()
             finally:  # also after a second Ctrl-C
-                while_closing = self.close(ask=not self.backend.can_kill, timeout=1.0)
+                while_closing = self.close(ask=in_line if self.backend.can_kill else True, timeout=1.0)
         if while_closing is not None:
             logger.warning("while closing after another error: %s", while_closing)
 

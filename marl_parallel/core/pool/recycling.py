@@ -11,7 +11,8 @@ Until the old worker has ended there is no further standby. An environment that 
 a slow neighbour: one that had not moved when the present call began, so that the order of replies does not matter. If
 all have moved, an environment that has had its `max_episodes` waits for the end of the old worker.
 
-A backend without further workers constructs the new environment in place, and its caller waits.
+A backend without further workers, and a worker in the caller's own thread, construct the new environment in place, and
+the caller waits.
 
 Workers that leave their machines (`Backend.leaving`) move in the same way.
 """
@@ -169,7 +170,7 @@ class Recycling(Extension):
                 standby = None
             workers = {slot.worker for slot in slots}
             past = any(self._is_past_limit(worker, now) for worker in workers)
-            if standby is None and self._backend.has_standbys and self._may_begin(position, now):
+            if standby is None and self._has_standbys(position) and self._may_begin(position, now):
                 if past or self._waiting(share) or self._is_soon(slots, now):
                     self._begin_standby(position, now)
                 standby = self._standbys.get(position)
@@ -223,7 +224,7 @@ class Recycling(Extension):
         position, now = self._pool.position(slot.worker), self._pool.clock()
         limit = self._policy.max_episodes
         has_had_all = limit is not None and self._episodes(slot) + ends >= limit
-        if not self._backend.has_standbys:
+        if not self._has_standbys(position):
             return (has_had_all or self._is_past_age(slot, now)) and self._may_try(position, now)
         standby = self._standbys.get(position)
         if standby is None and has_had_all and position not in self._split:
@@ -239,6 +240,10 @@ class Recycling(Extension):
         return has_had_all or (standby.is_due and standby.is_ready)
 
     # -- standbys ------------------------------------------------------------------------------------------------------
+
+    def _has_standbys(self, position: int) -> bool:
+        """Whether the environments of a worker move to another one; else new ones are constructed in their place."""
+        return self._backend.has_standbys and position not in self._backend.in_line
 
     def _may_try(self, position: int, now: float) -> bool:
         """Whether it is not too soon after a failure."""
@@ -401,10 +406,11 @@ class Recycling(Extension):
     def _begin_move(self, slot: Slot) -> None:
         """Let the next episode of an environment begin in the new one, as soon as this is ready."""
         self._records[slot.env_id].phase = Phase.WAITING
-        if not self._backend.has_standbys:
+        position = self._pool.position(slot.worker)
+        if not self._has_standbys(position):
             self._prepare_in_place(slot)
             return
-        standby = self._standbys.get(self._pool.position(slot.worker))
+        standby = self._standbys.get(position)
         if standby is not None and standby.is_ready:
             self._move(slot, standby)
 

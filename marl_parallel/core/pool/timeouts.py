@@ -55,7 +55,7 @@ class Deadlines:
     """
 
     def __init__(self, backend: Backend, limits: Limits, queues: Mapping[int, WorkerQueue]) -> None:
-        self._backend, self._queues, self._clock = backend, queues, backend.clock
+        self._backend, self._all_queues, self._clock = backend, queues, backend.clock
         enforced = limits if backend.enforces_timeouts else Limits()
         self.limits: dict[Activity, float | None] = {one: getattr(enforced, one.timeout) for one in Activity}
         self.shortest = {  # by kind of request, the shortest timeout that may apply while it is carried out
@@ -68,6 +68,13 @@ class Deadlines:
         self._frozen: list[tuple[float, float]] = []
         # By worker: a status past its timeout, and when it was first seen.
         self._suspects: dict[int, tuple[tuple[int, float], float]] = {}
+
+    @property
+    def _queues(self) -> Mapping[int, WorkerQueue]:
+        """Those of workers that can be late: what the caller's own thread does, nothing limits."""
+        if not (in_line := self._backend.in_line):
+            return self._all_queues
+        return {worker: queue for worker, queue in self._all_queues.items() if worker not in in_line}
 
     def patience(self) -> float | None:
         """How long to wait before the next call of `late`; None for no limit. Called before each wait."""
@@ -82,8 +89,9 @@ class Deadlines:
             self._wait_ends = None
             return None
         now = self._clock()
-        if now - self.looked > _FROZEN_S:
-            self._note_frozen(self.looked, now)
+        awake = max(self.looked, self._backend.awake)
+        if now - awake > _FROZEN_S:
+            self._note_frozen(awake, now)
         seconds = min(_UNCHANGED_S if self._suspects else _POLL_S, *limits)
         self._wait_ends, self._looking_s = now + seconds, self._backend.looking_s
         return seconds
@@ -95,6 +103,7 @@ class Deadlines:
         if wait_ends is None:
             return []
         wait_ends += self._backend.looking_s - self._looking_s  # the workers did run meanwhile
+        wait_ends = max(wait_ends, self._backend.awake)  # and while this thread stepped environments
         if now - wait_ends > _FROZEN_S:
             self._note_frozen(wait_ends, now)
         late = []
@@ -131,7 +140,10 @@ class Deadlines:
 
     def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
         """What a worker is doing, if its status shows it; the activity that has a limit, and the limit."""
-        running, request = self._backend.statuses[worker].running, self._limited(self._queues[worker]) or Message.STEP
+        running, request = (
+            self._backend.statuses[worker].running,
+            self._limited(self._all_queues[worker]) or Message.STEP,
+        )
         activity = LIMITED_BY[request][0] if running is None else running.activity
         return running, activity, self.limits[activity]
 
