@@ -51,7 +51,7 @@ from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.messages import Answer, Message, Refusal, Request
+from marl_parallel.core.messages import Answer, Block, Message, Refusal, Request
 from marl_parallel.core.native import NativePool, NativeSimulator
 from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, loads
 from marl_parallel.core.pool.long_calls import LongCalls
@@ -337,7 +337,9 @@ class ParallelEnv:
             schema = common_schema(described)
             layout = Layout(schema, len(seeds), arrays=shared_memory)
             block = opened.allocate(layout)
-            attach = Request(Message.ATTACH, None, (len(seeds), shared_memory, opened.shares_memory and codec == "c"))
+            compiled = codec == "c"
+            described_block = Block(len(seeds), shared_memory, compiled, compiled and opened.shares_memory)
+            attach = Request(Message.ATTACH, None, described_block)
             pool.execute(dict.fromkeys(range(len(shares)), attach))
             batch = Batch(
                 pool.slots, layout, block, schema.rules, mode,

@@ -1,26 +1,30 @@
-/* The fast path of records: actions and transitions between Python objects and the block of shared memory. And how
-   processes wait for each other: `try_for`, and `exchange` for a step of all environments.
+/* Actions and transitions between Python objects and the block of shared memory. And how processes wait for each other:
+   `try_for`, and `exchange` for a step of all environments.
 
-   A `Codec` does for many environments in one call what `records.py` and `episode.py` do for one:
+   A `Codec` does for many environments in one call what `records.py`, `batch.py` and `episode.py` do for one:
 
-       caller   write   dicts of actions into records            read   records into the five dicts
+       caller   write, write_arrays   actions into records        read, read_arrays   records into dicts, or into arrays
        worker   run     actions out of records, the simulator's step, its transition into the record
+                put     a transition that `Episode` has decided about, such as that of a reset
 
    Each function stops at, or leaves out, what it does not know, and says where: Python takes over there. So this file
-   never decides more than Python would, and Python alone (`MARL_PARALLEL_PURE=1`) gives equal objects. The bytes are the
-   same too, but for infos: without this file they are pickled, with it those of simple values lie in the block
-   (`put_infos`). There, an info that several agents share becomes one for each. All offsets, codes and types come from
-   Python (`codec.py`).
+   never decides more than Python would, and Python alone (`MARL_PARALLEL_PURE=1`) gives equal objects. Infos of simple
+   values lie in the block; there, an info that several agents share becomes one for each. All offsets, codes and types
+   come from Python (`codec.py`).
 
-   It knows every transition of an episode that goes on, of agents that are known beforehand, with rewards that are
-   numbers and values that fit their columns. Any agents may be in any dict, die and come late. In `lives` it keeps, for
-   the worker, who is alive, by the rules of `Episode`; in `states`, for the caller, who is alive and acts, as the records
-   say it. Python does the rest: the end of an episode, an agent that comes back, adapters that have to be asked.
+   It knows every transition of agents that are known beforehand, of values that fit their columns: any agents may be in
+   any dict, die, come late and come back, and the next episode may begin in the same step. In `lives` it keeps, for
+   `run`, who is alive, by the rules of `Episode`, and leaves the end of an episode, an agent that comes back and adapters
+   that have to be asked to Python. In `states` it keeps, for the caller, who is alive and acts after what was read last.
 
    The most frequent transition is plain, and has a shorter way: every agent is in every dict, in order; all rewards are
    numbers of one type, all flags False and of one type, and all infos dicts. There may be no infos at all, and no flags
    but `__all__`. All agents act next, or one does whose turn it is: a `turn` is 0 for all agents, and else the agent's
    place plus one. Keys count as equal if they are the same object, or strings or integers that are equal.
+
+   The header of a transition: a code of 8 bytes, rewards 8n, types of rewards n, terminated n + 1, truncated n + 1,
+   presence n, for the n agents. The code is written last. Its bits are below; a plain one also has the type of the
+   rewards, that of the flags, and the turn.
 
    Built for the limited API of Python 3.10: one file for all later releases. */
 
@@ -104,7 +108,8 @@ typedef struct {
     const volatile double *moment; /* the time in seconds; NULL for the system's monotonic clock */
 } Codec;
 
-/* As in `records.py`. */
+/* Bits of a code. INFOS: infos are pickled; NO_INFOS: there are none at all; ONLY_ALL: no flags but `__all__`. Python has
+   another one, for records that it has written. */
 enum { PLAIN = 1, INFOS = 2, FINAL = 4, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, NOT_PLAIN = 0xC4 };
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
 enum {

@@ -17,7 +17,7 @@ class Message(Enum):
     """The kinds of messages: requests, and the two kinds of answers."""
 
     ACCESS = 1  # construct the environments, and describe them
-    ATTACH = 2  # lay out the block: the number of environments, whether it has arrays, and whether it has infos
+    ATTACH = 2  # lay out the block, a `Block`
     SEED = 3  # return the seeds that the environments use
     RESET = 4  # begin new episodes
     STEP = 5  # read the actions in the block, step, and reset where the episode is over and the mode says so
@@ -140,6 +140,15 @@ class Plan(NamedTuple):
     settings: bytes = b""  # of `CallerSettings`; workers in the caller's process ignore them
 
 
+class Block(NamedTuple):
+    """The payload of `ATTACH`: how the block is laid out, and what is written there."""
+
+    num_records: int  # the number of environments
+    arrays: bool  # whether values are there at all; else all travel pickled
+    compiled: bool  # whether the caller has compiled code, and reads what it writes
+    infos: bool  # whether infos of simple values are there
+
+
 class Watch(NamedTuple):
     """The payload of `WATCH`, to one environment of each worker: what workers write besides the transitions."""
 
@@ -154,7 +163,7 @@ class Rebuild(NamedTuple):
     """
 
     plan: Plan  # for this environment
-    block: tuple[int, bool, bool]  # the payload of `ATTACH`, for a worker that is new itself
+    block: Block  # for a worker that is new itself
     reset: bool  # whether its first episode begins at once; else with whatever resets it next
     keywords: bytes | None = None  # pickled, of the caller's reset that failed, if one did; its seed is not used again
     watch: Watch = Watch()  # the last payload of `WATCH`

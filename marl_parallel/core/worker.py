@@ -43,6 +43,7 @@ from marl_parallel.core.messages import (
     SEEDS_GENERATORS,
     STEPPED,
     Answer,
+    Block,
     Built,
     Failure,
     Message,
@@ -267,15 +268,16 @@ class Worker:
         self._has_generators = True
         return unpredictable_seed() if seed is None else seed
 
-    def _attach(self, env_id: int, payload: tuple[int, bool, bool]) -> None:
+    def _attach(self, env_id: int, payload: Block) -> None:
         if self._layout is not None:
             return  # one block for all environments
-        num_records, arrays, infos_in_block = payload
+        num_records, arrays, compiled, infos_in_block = payload
         layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
         buffer = self._open_block(layout)
         layout.bind(buffer)
         self._actions = ActionRecords(layout, buffer)
-        self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block, moment=self._moment)
+        if compiled:  # else the caller could not read what compiled code writes
+            self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block, moment=self._moment)
         self._transitions = TransitionRecords(layout, buffer, codec=self._codec)
         self._layout = layout
 

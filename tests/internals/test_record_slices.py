@@ -7,6 +7,7 @@ import pytest
 from gymnasium import spaces
 
 from marl_parallel.adapters.protocol import Schema
+from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Message
 from marl_parallel.core.records import ActionRecords, RecordSlices, TransitionRecords
@@ -22,12 +23,13 @@ ID_SETS = [range(4), (1, 2), (3, 0), (2,)]
 class End:
     """A block with its readers and writers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compiled: bool = True) -> None:
         self.layout = Layout(SCHEMA, 4)
         self.buffer = bytearray(self.layout.nbytes)
         self.layout.bind(self.buffer)
         self.actions = ActionRecords(self.layout, self.buffer)
-        self.transitions = TransitionRecords(self.layout, self.buffer)
+        codec = open_codec(self.layout, self.buffer, infos_in_block=False) if compiled else None
+        self.transitions = TransitionRecords(self.layout, self.buffer, codec=codec)
         self.slices = RecordSlices(self.layout, self.buffer)
 
 
@@ -56,13 +58,13 @@ def test_actions_arrive(env_ids):
         assert there.buffer[env_id * stride : (env_id + 1) * stride] == before[env_id * stride : (env_id + 1) * stride]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("env_ids", ID_SETS, ids=str)
-def test_results_arrive(env_ids, last):
+def test_results_arrive(env_ids, last, compiled):
     """With last observations if there are any, and without their space if there are none."""
-    here, there = End(), End()
-    for env_id in range(4):
-        assert here.transitions.write(env_id, results_of(env_id, last=last and env_id == 2)) is None
+    here, there = End(compiled=compiled), End(compiled=compiled)
+    extras = [here.transitions.write(env_id, results_of(env_id, last=last and env_id == 2)) for env_id in range(4)]
     slices = here.slices.results(env_ids, Message.STEP)
     head, step_end = here.layout.transition_header, here.layout.step_end
     whole = last and 2 in env_ids
@@ -70,11 +72,9 @@ def test_results_arrive(env_ids, last):
     assert slices.flags.c_contiguous
     there.slices.put_results(env_ids, slices)
     for env_id in env_ids:
-        ours, theirs = here.transitions.read(env_id, {}), there.transitions.read(env_id, {})
-        for one, other in zip(ours[0], theirs[0], strict=True):
-            np.testing.assert_equal(other, one)
-        assert theirs[1:] == ours[1:]
-        assert ("final_obs" in theirs[0][4].get("a", {})) == (last and env_id == 2)
+        theirs = there.transitions.read(env_id, extras[env_id])
+        np.testing.assert_equal(tuple(theirs), tuple(here.transitions.read(env_id, extras[env_id])))
+        assert (theirs.final_observations is not None) == (last and env_id == 2)
 
 
 def test_states_arrive():
@@ -88,15 +88,16 @@ def test_states_arrive():
 
 def test_whole_records_arrive_without_actions():
     here, there = End(), End()
+    extras = [here.transitions.write(env_id, results_of(env_id, last=env_id == 1)) for env_id in range(4)]
     for env_id in range(4):
-        here.transitions.write(env_id, results_of(env_id, last=env_id == 1))
         here.actions.write(env_id, dict.fromkeys(AGENTS, 7))
         there.actions.write(env_id, dict.fromkeys(AGENTS, 5))
     there.slices.put_records((1, 2), here.slices.records((1, 2)))
     for env_id in (1, 2):
-        np.testing.assert_equal(there.transitions.read(env_id, {})[0], here.transitions.read(env_id, {})[0])
+        ours, theirs = (end.transitions.read(env_id, extras[env_id]) for end in (here, there))
+        np.testing.assert_equal(tuple(theirs), tuple(ours))
         assert there.actions.read(env_id, {}) == dict.fromkeys(AGENTS, 5)
-    assert there.transitions.read(3, {})[0][0] == {}  # nothing has ever been written there
+    assert there.transitions.read(3, {}).observations == {}  # nothing has ever been written there
 
 
 def test_status_of_another_machine():

@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode
 from mpe2 import simple_spread_v3
 from pettingzoo.utils.wrappers import BaseParallelWrapper
 
-from marl_parallel.core.messages import STEP_ALL, Message, Plan, Reply, Request
+from marl_parallel.core.messages import STEP_ALL, Block, Message, Plan, Reply, Request
 from marl_parallel.core.pickling import dumps
 from marl_parallel.core.records import ActionRecords
 from marl_parallel.core.worker import Worker
@@ -42,7 +42,7 @@ def test_a_step_of_all_is_in_the_order_of_the_environments():
     for env_id in (1, 0):
         plan = Plan({env_id: construct}, {env_id: env_id}, AutoresetMode.SAME_STEP, None)
         worker.execute(Request(Message.ACCESS, (env_id,), plan), replies.append)
-    worker.execute(Request(Message.ATTACH, None, (2, True, True)), replies.append)
+    worker.execute(Request(Message.ATTACH, None, Block(2, arrays=True, compiled=True, infos=True)), replies.append)
     worker.execute(Request(Message.RESET, (1, 0), dict.fromkeys((0, 1), dumps({}))), replies.append)
     for env_id in (0, 1):
         actions[0].write(env_id, {f"agent_{place}": 0 for place in range(3)})

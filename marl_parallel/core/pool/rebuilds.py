@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from marl_parallel.core.batch import Batch
-from marl_parallel.core.messages import Failure, Message, Plan, Rebuild, Refusal, Reply, Watch
+from marl_parallel.core.messages import Block, Failure, Message, Plan, Rebuild, Refusal, Reply, Watch
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.pool import Pool
@@ -49,7 +49,7 @@ class Rebuilds(Extension):
         pool: Pool,
         batch: Batch,
         plan: Plan,
-        block: tuple[int, bool, bool],
+        block: Block,
         base_seed: int | None,
         *,
         options_last: bool,
