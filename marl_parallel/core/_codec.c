@@ -487,7 +487,7 @@ enum { DEEPEST = 16, MOST_AXES = 8 };
 
 typedef struct {
     char *at, *end;
-    int has_mask;              /* whether the info of an agent has an action mask */
+    int mask_depth, has_mask;  /* how deep the keys of agents' infos are; whether one is that of an action mask */
 } Area;
 
 static Outcome put(Area *area, const void *bytes, Py_ssize_t size) {
@@ -582,7 +582,7 @@ static Outcome put_value(Area *area, PyObject *value, int depth) {
 static Outcome write_infos(const Codec *codec, char *record, PyObject *infos) {
     char *start = record + codec->infos;
     if (codec->infos_nbytes < 8) return LEFT;
-    Area area = {start + 8, start + codec->infos_nbytes, 0};
+    Area area = {start + 8, start + codec->infos_nbytes, 0, 0};
     Outcome outcome = put_value(&area, infos, 0);
     if (outcome == FAILED) {
         PyErr_Clear(); /* pickle may know what to do */
@@ -657,7 +657,7 @@ static PyObject *get_value(Area *area, int depth) {
             PyObject *key = get_value(area, depth + 1);
             PyObject *part = key == NULL ? NULL : get_value(area, depth + 1);
             if (part == NULL || PyDict_SetItem(dict, key, part) < 0) Py_CLEAR(dict);
-            if (depth == 1 && area->at - text > 9 + (Py_ssize_t)sizeof action_mask - 1 && *text == 's' &&
+            if (depth == area->mask_depth && area->at - text > 9 + (Py_ssize_t)sizeof action_mask - 1 && *text == 's' &&
                 memcmp(text + 9, action_mask, sizeof action_mask - 1) == 0)
                 area->has_mask = 1;
             Py_XDECREF(key);
@@ -681,11 +681,11 @@ static PyObject *get_value(Area *area, int depth) {
     return NULL;
 }
 
-/* The infos of a record as a new dict. */
-static PyObject *read_infos(const Codec *codec, char *record, int *has_mask) {
+/* The infos of a record as a new dict; or a pair of those of a step and those of a reset. */
+static PyObject *read_infos(const Codec *codec, char *record, int is_pair, int *has_mask) {
     char *start = record + codec->infos;
     PyObject *infos = NULL;
-    Area area = {start + 8, start + 8, 0};
+    Area area = {start + 8, start + 8, is_pair ? 2 : 1, 0};
     int64_t used = -1;
     if (codec->infos_nbytes >= 8) memcpy(&used, start, sizeof used);
     if (used >= 0 && used <= codec->infos_nbytes - 8) {
@@ -1394,7 +1394,7 @@ static int add_finals(const Codec *codec, const Header *header, char *record, in
 
 /* The infos that a record has in the block: with final observations, `reset` is those of the automatic reset, too. */
 static PyObject *infos_in_block(const Codec *codec, const Header *header, char *record, int *has_mask, PyObject **reset) {
-    PyObject *infos = read_infos(codec, record, has_mask);
+    PyObject *infos = read_infos(codec, record, (header->code & FINAL) != 0, has_mask);
     *reset = NULL;
     if (infos == NULL || !(header->code & FINAL)) return infos;
     PyObject *own = NULL;
@@ -1556,20 +1556,25 @@ static int is_simple(uint64_t code) {
 /* The observations of a group, or a part of each: an array `(records, agents, ...)`, of what a view of the block has. The
    rows of agents that are not observed become zeros. The array is new, unless there is a target. */
 static PyObject *stacked(const Codec *codec, PyObject *leaf, PyObject *target, int written, Py_ssize_t start,
-                         int all_observed) {
+                         Py_ssize_t envs, int all_observed) {
     PyArrayObject *view, *array = (PyArrayObject *)target;
     PyObject *places;
     if (!PyArg_ParseTuple(leaf, "O!O!", &PyArray_Type, &view, &PyTuple_Type, &places)) return NULL;
+    if (PyArray_NDIM(view) < 2 || PyArray_DIM(view, 0) != envs || PyArray_DIM(view, 1) != PyTuple_Size(places)) {
+        PyErr_SetString(PyExc_ValueError, "expected a view of the block, (records, agents, ...)");
+        return NULL;
+    }
     if (target == NULL) {
         if ((array = (PyArrayObject *)PyArray_NewCopy(view, NPY_CORDER)) == NULL) return NULL;
-    } else if (!PyArray_Check(target) || !PyArray_ISCARRAY(array) || PyArray_NDIM(array) < 2) {
-        PyErr_SetString(PyExc_ValueError, "observations can be written to contiguous arrays only");
+    } else if (!PyArray_Check(target) || !PyArray_ISCARRAY(array) || PyArray_NDIM(array) != PyArray_NDIM(view) ||
+               !PyArray_CompareLists(PyArray_DIMS(array), PyArray_DIMS(view), PyArray_NDIM(view))) {
+        PyErr_SetString(PyExc_ValueError, "observations can be written to contiguous arrays of their shape only");
         return NULL;
     } else {
         if (!written && PyArray_CopyInto(array, view) < 0) return NULL;
         Py_INCREF(target);
     }
-    Py_ssize_t rows = PyTuple_Size(places), envs = PyArray_DIM(array, 0);
+    Py_ssize_t rows = PyTuple_Size(places);
     size_t nbytes = envs && rows ? (size_t)(PyArray_NBYTES(array) / (envs * rows)) : 0;
     for (Py_ssize_t row = 0; !all_observed && row < rows; row++) {
         Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GetItem(places, row));
@@ -1584,7 +1589,7 @@ static PyObject *stacked(const Codec *codec, PyObject *leaf, PyObject *target, i
 
 /* The observations of all groups as a new list. */
 static PyObject *all_stacked(const Codec *codec, PyObject *leaves, PyObject *targets, int written, Py_ssize_t start,
-                             int all_observed) {
+                             Py_ssize_t envs, int all_observed) {
     Py_ssize_t size = PyTuple_Size(leaves);
     PyObject *arrays = PyList_New(size), *before = NULL;
     if (arrays == NULL) return NULL;
@@ -1593,7 +1598,7 @@ static PyObject *all_stacked(const Codec *codec, PyObject *leaves, PyObject *tar
         PyObject *target = targets == Py_None ? NULL : PyList_GetItem(targets, i);
         failed = target == NULL && targets != Py_None;
         PyObject *array = failed ? NULL : stacked(codec, PyTuple_GetItem(leaves, i), target, written, start,
-                                                    all_observed);
+                                                    envs, all_observed);
         failed = array == NULL || PyList_SetItem(arrays, i, array) < 0;
     }
     use_other(before);
@@ -1636,7 +1641,7 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
     for (Py_ssize_t i = start; simple && i < stop; i++)
         simple = is_simple(header_of(codec, codec->base + i * codec->stride).code);
     PyObject *arrays[FIELDS] = {NULL}, *found[4] = {NULL}, *result = NULL; /* infos, left, masked, ended */
-    PyObject *observations = all_stacked(codec, leaves, targets, written, start, simple);
+    PyObject *observations = all_stacked(codec, leaves, targets, written, start, dims[0], simple);
     char *fields[FIELDS];
     if (observations == NULL) return NULL;
     for (int field = 0; field < FIELDS; field++) {

@@ -388,26 +388,27 @@ class Batch:
 
     @property
     def acting(self) -> list[Sequence[AgentID]]:
-        lists = [()] * len(self.env_ids) if self.codec is None else self.codec.agents_of(0, len(self.env_ids), False)
-        for env_id, standing in self.apart.items():
-            lists[env_id] = standing.acting
-        return lists
+        return self._agents(self.env_ids, alive=False)
 
     def acting_in(self, env_id: int) -> Sequence[AgentID]:
-        if self.codec is None or env_id in self.apart:
-            return self.apart.get(env_id, _UNKNOWN).acting
-        agents: Sequence[AgentID] = self.codec.agents_of(env_id, env_id + 1, False)[0]
-        return agents
+        return self._agents((env_id,), alive=False)[0]
 
     @property
     def alive(self) -> list[Sequence[AgentID]]:
-        return [*map(self.alive_in, self.env_ids)]
+        return self._agents(self.env_ids, alive=True)
 
     def alive_in(self, env_id: int) -> Sequence[AgentID]:
-        if self.codec is None or env_id in self.apart:
-            return self.apart.get(env_id, _UNKNOWN).alive
-        agents: Sequence[AgentID] = self.codec.agents_of(env_id, env_id + 1, True)[0]
-        return agents
+        return self._agents((env_id,), alive=True)[0]
+
+    def _agents(self, env_ids: Sequence[int], *, alive: bool) -> list[Sequence[AgentID]]:
+        """The agents that are alive or act, in neighbouring environments."""
+        lists: list[Sequence[AgentID]] = [()] * len(env_ids)
+        if self.codec is not None:
+            lists = self.codec.agents_of(env_ids[0], env_ids[-1] + 1, alive)
+        for env_id in self.apart if len(env_ids) > 1 else env_ids:
+            if (standing := self.apart.get(env_id)) is not None:
+                lists[env_id - env_ids[0]] = standing.alive if alive else standing.acting
+        return lists
 
     @property
     def over(self) -> list[bool]:
