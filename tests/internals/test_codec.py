@@ -54,15 +54,23 @@ class Scripted:
 
     possible_agents = AGENTS
 
-    def __init__(self, script: list[Any], declared: list[spaces.Space[Any]], actions: list[spaces.Space[Any]]) -> None:
+    def __init__(
+        self,
+        script: list[Any],
+        declared: list[spaces.Space[Any]],
+        actions: list[spaces.Space[Any]],
+        reset_infos: Any = None,
+    ) -> None:
         self.script, self.received = copy.deepcopy(script), []
+        self.reset_infos = {a: {} for a in AGENTS} if reset_infos is None else reset_infos
         self.observation_space = spaces.Dict([*zip(AGENTS, declared)])  # type: ignore[list-item]
         self.action_space = spaces.Dict([*zip(AGENTS, actions)])  # type: ignore[list-item]
         for space in declared:
             space.seed(5)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return {a: space.sample() for a, space in self.observation_space.items()}, {a: {} for a in AGENTS}
+        observations = {a: space.sample() for a, space in self.observation_space.items()}
+        return observations, copy.deepcopy(self.reset_infos)
 
     def step(self, actions: Any) -> Any:
         self.received.append(copy.deepcopy(actions))
@@ -97,6 +105,7 @@ class Outcome:
         only_acting: bool = True,
         rules: Rules = Rules.DICT,
         adapter: Any = "dict",
+        reset_infos: Any = None,
         **keywords: Any,
     ) -> None:
         self.results: list[Any] = []
@@ -105,7 +114,8 @@ class Outcome:
             patch.setattr(SerialBackend, "shares_memory", infos_in_block)
             if not compiled:
                 patch.setattr(codec, "Codec", None)
-            constructors = [lambda script=script: Scripted(script, declared, action_spaces) for script in scripts]
+            arguments = declared, action_spaces, reset_infos
+            constructors = [lambda script=script: Scripted(script, *arguments) for script in scripts]
             if turns:
                 adapter = type("Turned", (Turned,), {"turns": turns, "rules": rules})
             with ParallelEnv(constructors, backend="serial", seed=3, adapter=adapter, **keywords) as env:
@@ -217,6 +227,7 @@ def transitions(draw: st.DrawFn, declared: list[spaces.Space[Any]]) -> Any:
     return draw(st.sampled_from([dicts] * 9 + [[*dicts]]))
 
 
+TWO_OR_ALL, DICTS = st.sampled_from([2, 3]), [one for one in INFOS if isinstance(one, dict)]
 thorough = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
@@ -233,6 +244,10 @@ def test_any_transitions(name, data):
     steps = [[dict.fromkeys(AGENTS, 0)] * 3] * 3
     discrete = [spaces.Discrete(3)] * 3
     arguments = {"scripts": scripts, "declared": declared, "action_spaces": discrete, "actions": steps}
+    if data.draw(few):
+        arguments["reset_infos"] = {
+            agent: data.draw(st.sampled_from(DICTS)) for agent in AGENTS[: data.draw(TWO_OR_ALL)]
+        }
     with_infos, copies = data.draw(st.booleans()), data.draw(st.booleans())
     auto_reset = data.draw(st.sampled_from([True, False, "NEXT_STEP"]))
     assert_equal_with_both(with_infos, **arguments, auto_reset=auto_reset, copy=copies)
