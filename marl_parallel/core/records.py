@@ -144,7 +144,6 @@ class TransitionRecords:
             extras["reset_infos"] = reset_infos
         if written:
             return extras
-        self._codes[record] = 0  # a worker that dies here leaves no code that does not hold
         presence = bytearray(self._n)
         for name, columns, values, what in (
             ("observations", self._layout.observations, observations, "observation"),

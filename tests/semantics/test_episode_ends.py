@@ -12,7 +12,9 @@ from gymnasium import spaces
 from helpers.comparison import assert_same, spoil
 
 from marl_parallel.adapters.protocol import Schema
+from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
+from marl_parallel.core.episode import dicts_of, is_over
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.transition import Transition, copied_dicts
 
@@ -147,19 +149,21 @@ FINALS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def written_and_read(records: int, transition: Transition, record: int) -> tuple[Any, ...]:
+def written_and_read(records: int, transition: Transition, record: int, compiled: bool) -> Transition:
     """The transition read from a record that held other values before."""
     layout = Layout(Schema(AGENTS, dict.fromkeys(AGENTS, BOX), {}, None), records)
     block = bytearray([0xFF]) * layout.nbytes
     layout.bind(block)
-    extras = TransitionRecords(layout, block).write(record, transition)
-    return TransitionRecords(layout, block).read(record, copy.deepcopy(extras) or {})
+    codec = open_codec(layout, block, infos_in_block=True) if compiled else None
+    extras = TransitionRecords(layout, block, codec=codec).write(record, transition)
+    return TransitionRecords(layout, block, codec=codec).read(record, copy.deepcopy(extras))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("final", FINALS.values(), ids=FINALS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("there", [AGENTS, ["b"], ["c", "d"], []], ids=str)
-def test_last_step_round_trip(there, change, final):
+def test_last_step_round_trip(there, change, final, compiled):
     dicts = last_step(**change)
     expected = copy.deepcopy(dicts)
     for agent, value in (final or {}).items():
@@ -167,6 +171,6 @@ def test_last_step_round_trip(there, change, final):
         if isinstance(info, dict):
             info["final_obs"] = value
     transition = Transition(*dicts, alive=there, acting=there, final_observations=final)
-    arrived, acting, alive, over = written_and_read(3, transition, 1)
-    assert_same([*arrived], expected)
-    assert (acting, alive, over) == (there, there, True)
+    arrived = written_and_read(3, transition, 1, compiled)
+    assert_same([*dicts_of(arrived)], expected)
+    assert (arrived.acting, arrived.alive, is_over(arrived)) == (there, there, True)
