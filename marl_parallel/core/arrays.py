@@ -197,7 +197,7 @@ class ArrayBatch(ArrayView):
         if self._from_dicts:
             self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & apart}
         arrays: Arrays = self._complete(fields) if self._is_composed else tuple.__new__(Arrays, fields)
-        return self.read_some(apart, extras, arrays) if apart else arrays
+        return self.read_some(apart, extras, arrays._replace(none_over=False)) if apart else arrays
 
     def _read_block(self, extras: Mapping[int, Any], *, notes: bool) -> Any:
         """What `Codec.read_arrays` returns; observations are in the arrays of `write_to`, or those of before."""

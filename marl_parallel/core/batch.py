@@ -293,6 +293,10 @@ class Batch:
         over = ended and self.mode is not AutoresetMode.SAME_STEP
         return Snapshot(dicts, transition.acting, transition.alive, over, masks)
 
+    def is_whole(self, env_id: int) -> bool:
+        """Whether the latest transition of an environment can be read without its extras, but for infos."""
+        return bool(self.layout.agents) and self.transitions.is_whole(env_id)
+
     def has_next_episode(self, env_id: int) -> bool:
         """Whether the latest step of an environment has ended an episode and begun the next one."""
         return self.transitions.is_final(env_id)

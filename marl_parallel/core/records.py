@@ -21,6 +21,7 @@ without it, is done here: arrays are in the block, all else is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -32,7 +33,7 @@ from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.core.columns import AgentColumns, Layout, over_records, span_of
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import Extras, in_order
-from marl_parallel.core.spaces import Mismatch, as_scalars, check_reward, conform, has_scalars, is_vector
+from marl_parallel.core.spaces import DoesNotFit, Mismatch, as_scalars, check_reward, conform, has_scalars, is_vector
 from marl_parallel.core.transition import Transition, are_empty
 
 SOME, ALL_IN_ORDER, STACKED = 0, 1, 2
@@ -136,6 +137,8 @@ class TransitionRecords:
     def write(self, record: int, transition: Transition) -> Extras | None:
         """Write what fits, and return the rest, to be pickled; `Mismatch` if a value is not of its space."""
         written = 0 if self._codec is None else self._codec.put(record, transition)
+        if written == 0 and self._codec is not None:
+            written = self._codec.put(record, self._conformed(transition))
         if written == 1:
             return None
         observations, rewards, terminateds, truncateds, infos, alive, acting, final, reset_infos = transition
@@ -172,6 +175,22 @@ class TransitionRecords:
         self.presence[record] = np.frombuffer(presence, np.uint8)
         self._codes[record] = PICKLED | (FINAL if final is not None else 0)
         return extras
+
+    def _conformed(self, transition: Transition) -> Transition:
+        """A transition with observations cast to their spaces, as far as that goes."""
+
+        def cast(values: dict[Any, Any] | None) -> dict[Any, Any] | None:
+            declared = self._layout.schema.observation_spaces
+            with contextlib.suppress(Mismatch, DoesNotFit):  # `write` raises it again
+                return values and {a: conform(declared[a], one) if a in declared else one for a, one in values.items()}
+            return values
+
+        observations = cast(transition.observations) or {}
+        return transition._replace(observations=observations, final_observations=cast(transition.final_observations))
+
+    def is_whole(self, record: int) -> bool:
+        """Whether nothing but infos is pickled."""
+        return not int(self._codes[record]) & PICKLED
 
     def read(self, record: int, extras: Extras | None) -> Transition:
         """What `write` or compiled code has written; `extras` is what did not fit. The lists are not to be changed."""

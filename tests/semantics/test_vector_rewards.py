@@ -17,6 +17,7 @@ from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import adapt
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import pickling
+from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.transition import Transition
@@ -73,13 +74,14 @@ def test_nothing_is_pickled_in_a_step(monkeypatch, parallel):
     assert pickle.loads(pickling.dumps(env.reward_space)) == env.reward_space
 
 
+@pytest.mark.needs("_codec")
 def test_records_hold_reward_vectors():
     agents, seen = ["a", "b"], spaces.Box(-1, 1, (1,), np.float32)
     paid = spaces.Box(-9, 9, (3,), np.float32)
     layout = Layout(Schema(agents, dict.fromkeys(agents, seen), {}, None, dict.fromkeys(agents, paid)), 3)
     block = bytearray(layout.nbytes)
     layout.bind(block)
-    records = TransitionRecords(layout, block)
+    records = TransitionRecords(layout, block, codec=open_codec(layout, block, infos_in_block=False))
     due = []
     for record in range(3):
         rewards = {agent: np.arange(3, dtype=np.float32) + 10 * record for agent in agents}
@@ -88,7 +90,7 @@ def test_records_hold_reward_vectors():
         dicts = observations, rewards, flags, flags, {agent: {} for agent in agents}
         assert records.write(record, Transition(*dicts, agents, agents)) is None
         due.append(rewards)
-    assert_same([records.read(record, {})[0][1] for record in range(3)], due)
+    assert_same([records.read(record, None).rewards for record in range(3)], due)
 
 
 def test_reward_space_in_each_form_of_declaration(parallel):

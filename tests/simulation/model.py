@@ -124,12 +124,14 @@ class Model:
         clock: Callable[[], float],
         steps_on: bool,
         in_block: bool,
+        outlives_pickles: bool,
     ) -> None:
         self.envs = [EnvModel(env_id, number) for number, share in enumerate(shares) for env_id in share]
         self.episodes = [Episodes(env.env_id, mode) for env in self.envs]
         self.finished: list[Finished] = []
         self.mode, self.restarts, self.seeds = mode, policy is not None, seeds
         self._steps_on, self._in_block = steps_on, in_block
+        self._outlives_pickles = outlives_pickles  # whether rewards and flags are known if infos cannot be unpickled
         self._policy, self._clock = policy or RestartPolicy(), clock
         self.fatal: list[str] = []
         self.limits: list[int] = []
@@ -575,7 +577,7 @@ class Model:
             return [Cut("step", _interrupted(written.observations, [] if written.over else written.alive))]
         if stage == "replying":  # the caller has seen nothing of the new environment
             return [Cut("step", _interrupted(last, alive))]
-        is_lost = bool(steps) and steps[0].unreadable and not self._in_block  # what the worker has sent of that step
+        is_lost = bool(steps) and steps[0].unreadable and not self._outlives_pickles
         if steps and steps[0].over and self.mode == "SAME_STEP" and not is_lost:
             if resets and stage == "returned":
                 step = _ended(steps[0])

@@ -31,6 +31,7 @@ from marl_parallel import (
     WorkerCrashed,
     WorkerTimeout,
 )
+from marl_parallel.core import codec
 from marl_parallel.core.backend import share_out
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.replay_file import Crash, read_crash
@@ -194,6 +195,7 @@ class History:
             clock=self.backend.clock,
             steps_on=setup.kind == "dict",
             in_block=setup.shares_memory,
+            outlives_pickles=setup.shares_memory and codec.Codec is not None,
         )
         self.actions = 0
         self.ids = range(setup.num_envs)

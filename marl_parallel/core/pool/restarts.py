@@ -259,7 +259,7 @@ class Restarts(Extension):
             return _Unreported(Message.RESET, _NO_DICTS)
         if auto_reset and _can_be_read(record.saved):
             record.latest = record.saved
-        elif auto_reset and self._batch.layout.agents:
+        elif auto_reset and self._batch.is_whole(slot.env_id):
             record.latest = None  # all but what cannot be unpickled is in the record
         else:
             auto_reset = False
