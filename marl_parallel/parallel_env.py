@@ -478,7 +478,7 @@ class ParallelEnv:
     @property
     def acting(self) -> tuple[list[AgentID], ...]:
         """The agents that act next in each environment; none before its first reset and when its episode is over."""
-        return tuple([*acting] for acting in self.runner.batch.acting)
+        return tuple(map(list, self.runner.batch.acting))
 
     @property
     def finished_episodes(self) -> tuple[FinishedEpisode, ...]:

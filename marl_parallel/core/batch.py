@@ -406,10 +406,12 @@ class Batch:
 
     def _agents(self, env_ids: Sequence[int], *, alive: bool) -> list[Sequence[AgentID]]:
         """The agents that are alive or act, in neighbouring environments."""
-        lists: list[Sequence[AgentID]] = [()] * len(env_ids)
-        if self.codec is not None:
+        lists: list[Sequence[AgentID]]
+        if self.codec is None:
+            lists = [()] * len(env_ids)
+        else:
             lists = self.codec.agents_of(env_ids[0], env_ids[-1] + 1, alive)
-        for env_id in self.apart if len(env_ids) > 1 else env_ids:
+        for env_id in env_ids if self.apart else ():
             if (standing := self.apart.get(env_id)) is not None:
                 lists[env_id - env_ids[0]] = standing.alive if alive else standing.acting
         return lists

@@ -146,6 +146,7 @@ def test_number_of_measurements_is_known(workers, seed):
 # -- the command, on simulators that wait ------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_known_best_setting(tune, tmp_path):
     """Three workers with four environments each, on any number of CPUs."""
     workers, envs = (1, 3, 6), (1, 4)

@@ -40,6 +40,7 @@ def test_one_number_is_one_history():
         assert first.checked == second.checked > 0
 
 
+@pytest.mark.rest
 def test_first_histories_have_faults_of_all_kinds():
     kinds: Counter[str] = Counter()
     for number in range(FOR_KINDS):
