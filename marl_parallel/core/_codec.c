@@ -1275,7 +1275,7 @@ static int is_left(const Codec *codec, const Header *header) {
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         int bits = header->presence[i];
         if (bits & FINAL_BIT && !(header->code & FINAL)) return 1;
-        if (bits & REWARDED_BIT && (header->tags[i] & TYPE_OF_TAG) >= types) return 1;
+        if (bits & REWARDED_BIT && (header->tags[i] & TYPE_OF_TAG) >= types) return 1; /* vectors: Python adds them up */
         if (codec->in_infos && (bits & (REWARDED_BIT | ALIVE_BIT)) == REWARDED_BIT) return 1;
         for (int j = 0; j < 2; j++) {
             int flag = header->flags[j][i], is_there = bits & (j ? TRUNCATED_BIT : TERMINATED_BIT);
@@ -1412,16 +1412,14 @@ static PyObject *infos_in_block(const Codec *codec, const Header *header, char *
     return own;
 }
 
-/* Note what a record says, as `note_state`. `infos` is a new reference, NULL if all are empty. LEFT if Python has to read
-   it. */
+/* Note what a record says, as `note_state`. `infos` is a new reference, NULL if all are empty, or without `with_infos`.
+   LEFT if Python has to read it. */
 static Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header, PyObject *extras,
-                           int copy, PyObject *ended, int *has_mask, PyObject **infos) {
+                           int copy, int with_infos, PyObject *ended, int *has_mask, PyObject **infos) {
     char *record = codec->base + number * codec->stride;
     PyObject *reset = NULL;
     *has_mask = 0;
     if (is_left(codec, header)) return LEFT;
-    for (Py_ssize_t i = 0; codec->totals != NULL && !(header->code & PLAIN) && i < codec->n; i++)
-        if (header->presence[i] & REWARDED_BIT && header->tags[i] == VECTOR_TAG) return LEFT; /* Python adds them up */
     *infos = pickled_infos(extras, env_id);
     if (*infos == NULL && PyErr_Occurred()) return FAILED;
     if ((*infos != NULL) != ((header->code & INFOS) != 0)) return LEFT;
@@ -1431,7 +1429,7 @@ static Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t numb
     }
     Py_XINCREF(*infos);
     int failed = 0;
-    if (header->code & INFOS_IN_BLOCK) failed = (*infos = infos_in_block(codec, header, record, has_mask, &reset)) == NULL;
+    if (with_infos && header->code & INFOS_IN_BLOCK) failed = (*infos = infos_in_block(codec, header, record, has_mask, &reset)) == NULL;
     if (!failed && header->code & FINAL) {
         if (*has_mask) { /* Python knows whose they are */
             Py_CLEAR(*infos);
@@ -1457,7 +1455,7 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     const uint64_t code = header.code;
     int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT & 0xFF), plain = code & PLAIN;
     PyObject *infos;
-    Outcome outcome = note_record(codec, env_id, number, &header, extras, copy, ended, has_mask, &infos);
+    Outcome outcome = note_record(codec, env_id, number, &header, extras, copy, 1, ended, has_mask, &infos);
     if (outcome != DONE) return outcome;
     PyObject *no_flags = code & ONLY_ALL ? codec->only_all : flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {NULL, NULL, NULL, NULL, infos};
@@ -1529,6 +1527,141 @@ failed:
     use_other(before);
     for (int i = 0; i < 8; i++) Py_XDECREF(lists[i]);
     return NULL;
+}
+
+/* -- infos as arrays over neighbouring environments ----------------------------------------------------------------- */
+
+enum { MOST_KEYS = 16 };
+
+/* The values of one key in the infos of all agents. */
+typedef struct {
+    const char *name;          /* in the block */
+    int64_t length;
+    char kind;                 /* as in the area */
+    int type;
+    PyObject *array;           /* (records, agents) */
+} Column;
+
+/* The number after a letter; -1 if there is another letter. */
+static int64_t head_of(Area *area, char kind) {
+    int64_t number;
+    if (area->end - area->at < 9 || *area->at != kind) return -1;
+    memcpy(&number, area->at + 1, sizeof number);
+    area->at += 9;
+    return number;
+}
+
+/* The next text in the area, and its length; NULL if there is none. */
+static const char *text_of(Area *area, int64_t *length) {
+    *length = head_of(area, 's');
+    if (*length < 0 || *length > area->end - area->at) return NULL;
+    area->at += *length;
+    return area->at - *length;
+}
+
+/* Take a number over into a column; LEFT if it is none, or of another type than those before. */
+static Outcome take_number(Area *area, Column *column, npy_intp *dims, Py_ssize_t place) {
+    char kind = area->at < area->end ? *area->at : 0, truth = kind == 'T';
+    const char *bytes = area->at + 1;
+    int64_t type = NPY_BOOL;
+    if (truth || kind == 'F') {
+        kind = 'T';
+        bytes = &truth;
+        area->at += 1;
+    } else if (kind == 'f' || kind == 'i') {
+        type = kind == 'f' ? NPY_DOUBLE : NPY_INT64;
+        if (area->end - area->at < 9) return LEFT;
+        area->at += 9;
+    } else {
+        type = head_of(area, 'n');
+        if (type < 0 || !is_plain_number((int)type)) return LEFT;
+        bytes = area->at;
+    }
+    if (column->array == NULL) {
+        column->kind = kind;
+        column->type = (int)type;
+        if ((column->array = PyArray_ZEROS(2, dims, (int)type, 0)) == NULL) return FAILED;
+    }
+    if (column->kind != kind || column->type != type) return LEFT;
+    PyArrayObject *array = (PyArrayObject *)column->array;
+    Py_ssize_t size = PyArray_ITEMSIZE(array);
+    if (kind == 'n') {
+        if (area->end - area->at < size) return LEFT;
+        area->at += size;
+    }
+    memcpy((char *)PyArray_DATA(array) + place * size, bytes, (size_t)size);
+    return DONE;
+}
+
+/* Take over the infos of one record: of known agents, all with the same keys in the same order. `size` is the number of
+   keys, -1 at first. */
+static Outcome take_infos(const Codec *codec, char *record, Column *columns, Py_ssize_t *size, npy_intp *dims,
+                          Py_ssize_t row, char *there) {
+    char *start = record + codec->infos;
+    int64_t used, length;
+    memcpy(&used, start, sizeof used);
+    if (used < 0 || used > codec->infos_nbytes - 8) return LEFT;
+    Area area = {start + 8, start + 8 + used, 0, 0};
+    int64_t count = head_of(&area, 'd');
+    if (count < 0) return LEFT;
+    for (Py_ssize_t agent = 0; count > 0; count--, agent++) {
+        const char *name = text_of(&area, &length);
+        Py_ssize_t tried = 0, own_length = -1;
+        for (; name != NULL && tried < codec->n; tried++, agent++) {
+            PyObject *own = PyTuple_GetItem(codec->agents, agent % codec->n);
+            const char *own_name = PyUnicode_Check(own) ? PyUnicode_AsUTF8AndSize(own, &own_length) : NULL;
+            if (own_name == NULL) PyErr_Clear();
+            if (own_name != NULL && own_length == length && memcmp(name, own_name, (size_t)length) == 0) break;
+        }
+        if (name == NULL || tried == codec->n) return LEFT;
+        int64_t keys = head_of(&area, 'd');
+        if (*size < 0 && keys > 0 && keys <= MOST_KEYS) *size = (Py_ssize_t)keys;
+        if (keys <= 0 || keys != *size) return LEFT;
+        agent %= codec->n;
+        for (Py_ssize_t i = 0; i < *size; i++) {
+            const char *key = text_of(&area, &length);
+            if (key == NULL) return LEFT;
+            if (columns[i].name == NULL) columns[i] = (Column){key, length, 0, 0, NULL};
+            if (columns[i].length != length || memcmp(columns[i].name, key, (size_t)length) != 0) return LEFT;
+            Outcome outcome = take_number(&area, &columns[i], dims, row * codec->n + agent);
+            if (outcome != DONE) return outcome;
+        }
+        there[row * codec->n + agent] = 1;
+    }
+    return DONE;
+}
+
+/* The infos of neighbouring records, if all have the same keys with numbers, in the block: a tuple of a dict of arrays
+   `(records, agents)` by key, of the keys with numbers of Python, and of which agents have infos. NULL without an error if
+   they have not. */
+static PyObject *info_table(const Codec *codec, Py_ssize_t start, Py_ssize_t stop) {
+    Column columns[MOST_KEYS] = {{0}};
+    npy_intp dims[2] = {stop - start, codec->n};
+    Py_ssize_t size = -1;
+    Outcome outcome = codec->infos_nbytes < 8 ? LEFT : DONE;
+    PyObject *there = PyArray_ZEROS(2, dims, NPY_BOOL, 0), *table = NULL, *plain = NULL, *result = NULL;
+    if (there == NULL) return NULL;
+    for (Py_ssize_t i = start; outcome == DONE && i < stop; i++) {
+        char *record = codec->base + i * codec->stride;
+        const Header header = header_of(codec, record);
+        if ((header.code & (INFOS | FINAL | INFOS_IN_BLOCK)) != INFOS_IN_BLOCK || is_left(codec, &header)) outcome = LEFT;
+        else outcome = take_infos(codec, record, columns, &size, dims, i - start, PyArray_DATA((PyArrayObject *)there));
+    }
+    if (outcome == DONE && size > 0 && (table = PyDict_New()) != NULL && (plain = PyList_New(0)) != NULL) {
+        int failed = 0;
+        for (Py_ssize_t i = 0; i < size && !failed; i++) {
+            PyObject *key = PyUnicode_DecodeUTF8(columns[i].name, (Py_ssize_t)columns[i].length, NULL);
+            failed = key == NULL || PyDict_SetItem(table, key, columns[i].array) < 0 ||
+                     (columns[i].kind != 'n' && PyList_Append(plain, key) < 0);
+            Py_XDECREF(key);
+        }
+        if (!failed && PyDict_Size(table) == size) result = Py_BuildValue("(OOO)", table, plain, there);
+    }
+    Py_XDECREF(table);
+    Py_XDECREF(plain);
+    Py_DECREF(there);
+    for (int i = 0; i < MOST_KEYS; i++) Py_XDECREF(columns[i].array);
+    return result;
 }
 
 /* -- arrays over neighbouring environments -------------------------------------------------------------------------- */
@@ -1620,20 +1753,21 @@ static void fill_row(const Codec *codec, const Header *header, char **fields, Py
 }
 
 PyDoc_STRVAR(read_arrays_doc,
-    "read_arrays(start, stop, leaves, targets, written, extras, copy, notes) -> list, (left, masked, ended) | None\n--\n\n"
+    "read_arrays(start, stop, leaves, targets, written, extras, copy, as_table, notes) -> list, (left, masked, ended) | None\n--\n\n"
     "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards. `leaves` are pairs\n"
     "of a view of the block, `(records, agents, ...)`, and the agents' places; each is an array among the observations:\n"
     "new ones, or the `targets`, a list, which may have been `written` already. If there is more to do, the rest is as of\n"
     "`read`, and so is `copy`, for last observations. Rows of environments that are `left` are filled too, as far as their records tell. Without `notes`, nothing\n"
-    "is noted, and there are no infos.");
+    "is noted, and there are no infos. `as_table`, infos are a tuple if all have the same keys, with numbers: arrays by\n"
+    "key, `(records, agents)`, the keys with numbers of Python, and which agents have infos.");
 
 static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
     PyObject *leaves, *targets, *extras;
     Py_ssize_t start, stop;
-    int written, copy, notes;
-    if (!PyArg_ParseTuple(args, "nnO!OpO!pp:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
-                          &PyDict_Type, &extras, &copy, &notes))
+    int written, copy, as_table, notes;
+    if (!PyArg_ParseTuple(args, "nnO!OpO!ppp:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
+                          &PyDict_Type, &extras, &copy, &as_table, &notes))
         return NULL;
     if (!are_records(codec, start, stop)) return NULL;
     npy_intp dims[2] = {stop - start, codec->n};
@@ -1651,7 +1785,12 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         if (arrays[field] == NULL) goto finally;
         fields[field] = PyArray_DATA((PyArrayObject *)arrays[field]);
     }
-    for (int i = 0; i < 4; i++)
+    if (as_table && notes && !simple && PyDict_Size(extras) == 0) {
+        found[0] = info_table(codec, start, stop);
+        if (found[0] == NULL && PyErr_Occurred()) goto finally;
+    }
+    as_table = found[0] != NULL;
+    for (int i = as_table; i < 4; i++)
         if ((found[i] = i == 0 ? PyDict_New() : PyList_New(0)) == NULL) goto finally;
     if (simple)
         for (int mask = PRESENT; mask <= OBSERVED; mask++) memset(fields[mask], 1, (size_t)(dims[0] * dims[1]));
@@ -1665,10 +1804,10 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         int has_mask = 0;
         Outcome outcome = FAILED;
         if (number != NULL)
-            outcome = note_record(codec, number, i, &header, extras, copy, found[3], &has_mask, &infos);
+            outcome = note_record(codec, number, i, &header, extras, copy, !as_table, found[3], &has_mask, &infos);
         failed = outcome == FAILED;
         if (outcome == LEFT || has_mask) failed |= PyList_Append(found[outcome == LEFT ? 1 : 2], number) < 0;
-        if (infos != NULL) failed |= PyDict_SetItem(found[0], number, infos) < 0;
+        if (infos != NULL && !as_table) failed |= PyDict_SetItem(found[0], number, infos) < 0;
         Py_XDECREF(infos);
         Py_XDECREF(number);
     }

@@ -119,6 +119,7 @@ class ArrayView:
         groups: The agents with equal observation spaces.
         places: By agent, its group, and its row there.
         is_one_stack: Whether the observations of all agents are one array, in order.
+        wants_info_arrays: Whether infos are to be `InfoColumns`, where they can be: for facades that stack them.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -128,6 +129,7 @@ class ArrayView:
         rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
         self.places = {agent: rows[place] for agent, place in self._column.items()}  # the group, and the row in it
         self.is_one_stack = len(self.groups) == 1 and not isinstance(self.groups[0].space, spaces.Dict | spaces.Tuple)
+        self.wants_info_arrays = False
         self._target: list[Any] | None = None
         self._rollout: RolloutBuffer | None = None
 

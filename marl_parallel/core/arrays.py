@@ -22,6 +22,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, ArrayView
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.codec import keep_large
+from marl_parallel.core.info_columns import InfoArrays, InfoColumns
 from marl_parallel.core.native import NativeArrays, NativePool
 from marl_parallel.core.records import BITS, VECTOR_TAG, ActionRecords, TransitionRecords
 from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
@@ -194,6 +195,11 @@ class ArrayBatch(ArrayView):
             of_infos = {env_id: more for env_id, more in extras.items() if type(more) is dict and more.keys() <= _INFOS}
             apart = sorted(extras.keys() - of_infos.keys())
             batch.read_infos(fields[8], others, self._env_ids, of_infos, apart)
+        if type(fields[8]) is tuple:
+            table, plain, there = fields[8]
+            present = None if there.all() else there
+            infos = InfoArrays(np.array(self._env_ids, np.int32), table, {}, present, None, plain)
+            fields[8] = InfoColumns(infos, self.agents)
         if self._from_dicts:
             self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & apart}
         arrays: Arrays = self._complete(fields) if self._is_composed else tuple.__new__(Arrays, fields)
@@ -209,7 +215,8 @@ class ArrayBatch(ArrayView):
             targets = leaves
         written = self._rollout is not None and self._target is not None and self._rollout.is_written(span)
         return self._codec.read_arrays(
-            span.start, span.stop, self._leaves, targets, written, extras, self._batch.copies, notes
+            span.start, span.stop, self._leaves, targets, written, extras, self._batch.copies, self.wants_info_arrays,
+            notes,
         )
 
     def _complete(self, fields: list[Any]) -> Arrays:

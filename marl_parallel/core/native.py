@@ -28,6 +28,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, ArrayView, StackedMasks, of_acting
+from marl_parallel.core.info_columns import InfoArrays, InfoColumns, by_agent
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import in_order, loads
 from marl_parallel.core.pool.slots import Results
@@ -85,12 +86,9 @@ class Received(NamedTuple):
     def at(self, rows: NDArray[Any]) -> Received:
         return Received(*tree_map(lambda array: array[rows], tuple(self)))
 
-    def infos_of(self, position: int) -> dict[str, Any]:
-        """The infos of one agent, by its position: arrays `(n, ...)` by key."""
-        infos: dict[str, Any] = (
-            self.infos[position] if isinstance(self.infos, list) else stacking.column(self.infos, position)
-        )
-        return infos
+    @property
+    def info_arrays(self) -> InfoArrays:
+        return InfoArrays(self.env_ids, self.infos, self.common, self.present, self.informed)
 
 
 class NativeSimulator(ABC):
@@ -162,59 +160,6 @@ class NativeSimulator(ABC):
     @abstractmethod
     def abandon(self) -> None:
         """In a forked child process: forget everything, and touch nothing that the parent uses."""
-
-
-class InfoColumns(Mapping[int, dict[Any, Any]]):
-    """The infos in `received` by env id; their dicts are made on first access."""
-
-    def __init__(self, received: Received, agents: Sequence[AgentID]) -> None:
-        self.received, self.agents = received, agents
-        self._by_env: dict[int, dict[Any, Any]] = {}
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether all agents have infos of the same keys."""
-        return isinstance(self.received.infos, dict)
-
-    def __len__(self) -> int:
-        return len(self._env_ids())
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._env_ids().tolist())
-
-    def _env_ids(self) -> EnvIds:
-        """The environments that have infos."""
-        received = self.received
-        if not (any(received.infos) or received.common):
-            return received.env_ids[:0]
-        return received.env_ids if received.informed is None else received.env_ids[received.informed]
-
-    def __getitem__(self, env_id: int) -> dict[Any, Any]:
-        if not self._by_env:
-            self._by_env = dict(zip(self.received.env_ids.tolist(), self.rows()))
-        return self._by_env[env_id]
-
-    def rows(self) -> list[dict[Any, Any]]:
-        """One new dict by agent for each row."""
-        received = self.received
-        rows = _by_agent(self.agents, received, [*map(received.infos_of, range(len(self.agents)))])
-        informed = [True] * len(rows) if received.informed is None else received.informed.tolist()
-        if received.common:
-            for row, env_info, has_infos in zip(rows, stacking.one_by_one(received.common, len(rows)), informed):
-                if has_infos:
-                    row[COMMON] = env_info
-        return [row if has_infos else {agent: {} for agent in row} for row, has_infos in zip(rows, informed)]
-
-
-def _by_agent(agents: Sequence[AgentID], received: Received, columns: Iterable[Any]) -> list[dict[Any, Any]]:
-    """One dict by agent for each row, from one stack of values for each agent. Absent agents have no entry."""
-    values = [stacking.one_by_one(column, len(received.env_ids)) for column in columns]
-    if received.present is not None:
-        present = received.present.tolist()
-        return [dict(itertools.compress(zip(agents, row), mask)) for row, mask in zip(zip(*values), present)]
-    if len(agents) == 1:
-        return [{agents[0]: value} for value in values[0]]
-    return [dict(zip(agents, row)) for row in zip(*values)]
 
 
 class NativePool:
@@ -539,11 +484,14 @@ class NativePool:
         self.note_received(received)
         observations = [stacking.column(received.observations[group], row) for group, row in self._group_of.values()]
         columns = observations, received.rewards.T, received.terminations.T, received.truncations.T
-        seen, rewards, terminateds, truncateds = (tuple(_by_agent(self._agents, received, each)) for each in columns)
+        size, present = len(received.env_ids), received.present
+        seen, rewards, terminateds, truncateds = (
+            tuple(by_agent(self._agents, size, present, each)) for each in columns
+        )  # fmt: skip
         for flags, of_envs in ((terminateds, received.terminated), (truncateds, received.truncated)):
             for row, flag in zip(flags, of_envs.tolist()):
                 row[ALL] = flag
-        return seen, rewards, terminateds, truncateds, (*InfoColumns(received, self._agents).rows(),)
+        return seen, rewards, terminateds, truncateds, (*InfoColumns(received.info_arrays, self._agents).rows(),)
 
     # -- statistics and the end ------------------------------------------------------------------------------------
 
@@ -638,6 +586,6 @@ class NativeArrays(ArrayView):
         return Arrays(
             observations, received.rewards.astype(np.float64), received.terminations, received.truncations,
             received.terminated, received.truncated, present, self._pool.marks["acting"].copy(),
-            InfoColumns(received, self.agents), present,
+            InfoColumns(received.info_arrays, self.agents), present,
             present, present, shared_flags=len(self.agents) == 1 and received.present is None,
         )  # fmt: skip

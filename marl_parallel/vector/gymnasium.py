@@ -19,7 +19,8 @@ from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.native import InfoColumns, NativePool
+from marl_parallel.core.info_columns import InfoColumns
+from marl_parallel.core.native import NativePool
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.spaces import fits_block, tree_map, zeros
 from marl_parallel.core.transition import EPISODE, FINAL_OBS

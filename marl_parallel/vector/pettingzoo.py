@@ -58,6 +58,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     def __init__(self, env: ParallelEnv) -> None:
         super().__init__(env, vectors=True)
         self._runner = self._stepper.runner
+        self._stepper.view.wants_info_arrays = True
         self.num_envs, self.possible_agents = env.num_envs, env.possible_agents
         self.max_num_agents = len(self.possible_agents)
         self.metadata, self.render_mode = env.metadata, env.render_mode

@@ -23,7 +23,7 @@ from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
-from marl_parallel.core.native import InfoColumns
+from marl_parallel.core.info_columns import InfoColumns
 from marl_parallel.core.pickling import same
 from marl_parallel.core.schema import equal
 from marl_parallel.core.spaces import check_form, tree_map
@@ -165,18 +165,18 @@ class AgentRows:
         def of_rows(array: NDArray[Any]) -> NDArray[Any]:
             return stacking.flat(self.of(array))
 
-        received, per_env = infos.received, len(self.agents)
+        arrays, per_env = infos.arrays, len(self.agents)
         rows = having = informed = None
-        if len(received.env_ids) < self.num_envs or received.present is not None or received.informed is not None:
-            rows = having = informed = (received.env_ids[:, None] * per_env + np.arange(per_env)).ravel()
+        if len(arrays.env_ids) < self.num_envs or arrays.present is not None or arrays.informed is not None:
+            rows = having = informed = (arrays.env_ids[:, None] * per_env + np.arange(per_env)).ravel()
             mask = np.ones(len(rows), np.bool_)
-            if received.informed is not None:
-                mask = np.repeat(received.informed, per_env)
+            if arrays.informed is not None:
+                mask = np.repeat(arrays.informed, per_env)
                 informed = rows[mask]
-            having = rows[mask if received.present is None else mask & of_rows(received.present)]
-        result = _placed(tree_map(of_rows, received.infos), rows, having, self.num_envs * per_env)
-        if received.common:
-            common = {COMMON: tree_map(lambda array: np.repeat(array, per_env, axis=0), received.common)}
+            having = rows[mask if arrays.present is None else mask & of_rows(arrays.present)]
+        result = _placed(tree_map(of_rows, arrays.infos), rows, having, self.num_envs * per_env)
+        if arrays.common:
+            common = {COMMON: tree_map(lambda array: np.repeat(array, per_env, axis=0), arrays.common)}
             result |= _placed(common, rows, informed, self.num_envs * per_env)
         return result
 
@@ -330,17 +330,20 @@ def infos_by_agent(
 ) -> dict[Any, dict[Any, Any]]:
     """Infos of all environments by agent, and by the keys that are no agents, also those whose values are no dicts."""
     if isinstance(infos, InfoColumns):
-        received = infos.received
-        rows = None if len(received.env_ids) == num_envs else received.env_ids
-        informed = rows if received.informed is None else received.env_ids[received.informed]
+        arrays = infos.arrays
+        rows = None if len(arrays.env_ids) == num_envs else arrays.env_ids
+        informed = rows if arrays.informed is None else arrays.env_ids[arrays.informed]
         by_key: dict[Any, dict[Any, Any]] = {}
         for column, agent in enumerate(agents):
             having = informed
-            if received.present is not None:
-                mask = received.present[:, column]
-                having = received.env_ids[mask if received.informed is None else mask & received.informed]
-            by_key[agent] = _placed(received.infos_of(column), rows, having, num_envs)
-        return by_key | ({COMMON: _placed(received.common, rows, informed, num_envs)} if received.common else {})
+            if arrays.present is not None:
+                mask = arrays.present[:, column]
+                if arrays.plain and not mask.any():
+                    by_key[agent] = {}
+                    continue
+                having = arrays.env_ids[mask if arrays.informed is None else mask & arrays.informed]
+            by_key[agent] = _placed(arrays.of_agent(column), rows, having, num_envs)
+        return by_key | ({COMMON: _placed(arrays.common, rows, informed, num_envs)} if arrays.common else {})
     if not infos:
         return {agent: {} for agent in agents}
     by_key = {

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from gymnasium import spaces
+from helpers.comparison import assert_same
 
+from marl_parallel import ParallelEnv
+from marl_parallel.core import codec
+from marl_parallel.vector import PettingZooVecEnv
 from marl_parallel.vector.rows import vector_infos
 
 
@@ -61,3 +67,75 @@ def test_last_observations_stay_objects():
     assert infos["final_obs"].dtype == object
     assert infos["final_obs"][1].tolist() == [1.0, 1.0]
     assert infos["final_obs"][2] == {"x": 1}
+
+
+# -- infos that compiled code stacks -----------------------------------------------------------------------------------
+
+
+class Reporting:
+    """Infos come from a function of the environment's number, the agent and the step; `b` dies in the second step."""
+
+    possible_agents: ClassVar = ["a", "b", "c"]
+    observation_space = spaces.Dict({agent: spaces.Discrete(9) for agent in "abc"})
+    action_space = spaces.Dict({agent: spaces.Discrete(2) for agent in "abc"})
+
+    def __init__(self, info_of: Callable[[int, str, int], Any], env_id: int = 0) -> None:
+        self.info_of, self.env_id, self.steps = info_of, env_id, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.steps = 0
+        return dict.fromkeys("abc", 0), {}
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        there = "abc" if self.steps < 3 else "ac"
+        flags = {agent: (agent, self.steps) == ("b", 2) or self.steps == 5 for agent in there}
+        infos = {agent: one for agent in there if (one := self.info_of(self.env_id, agent, self.steps)) is not None}
+        no, over = dict.fromkeys(there, False), self.steps == 5
+        return dict.fromkeys(there, self.steps), dict.fromkeys(there, 1.0), {**flags, "__all__": over}, no, infos
+
+    def close(self) -> None:
+        pass
+
+
+NUMBERS = (1, 2.5, True, np.float32(3), np.int8(4), np.float64(5), np.bool_(False), np.int64(6))
+INFOS_OF: dict[str, Callable[[int, str, int], Any]] = {
+    "one number": lambda env_id, agent, step: {"x": 10.0 * env_id + step + ord(agent)},
+    "many types": lambda env_id, agent, step: {f"k{place}": one for place, one in enumerate(NUMBERS)},
+    "another type later": lambda env_id, agent, step: {"x": 1.0 if (env_id, agent) < (1, "c") else 1},
+    "other keys": lambda env_id, agent, step: {"x": 1.0, **({"y": 2.0} if agent == "b" else {})},
+    "another order": lambda env_id, agent, step: dict([("x", 1.0), ("y", 2)][:: 1 if agent == "a" else -1]),
+    "not everybody": lambda env_id, agent, step: {"x": step} if agent != "c" else None,
+    "one has none": lambda env_id, agent, step: {"x": step} if agent != "a" else {},
+    "one environment has none": lambda env_id, agent, step: {"x": step} if env_id else {},
+    "arrays": lambda env_id, agent, step: {"x": np.full(2, env_id)},
+    "nested": lambda env_id, agent, step: {"x": {"y": 1.0}},
+    "texts": lambda env_id, agent, step: {"x": "é", "y": None},
+    "the same key twice": lambda env_id, agent, step: {"x": 1.0, "_x": True},
+    "large": lambda env_id, agent, step: {"x": 2**62 + step},
+    "too large": lambda env_id, agent, step: {"x": 2**64},
+    "many keys": lambda env_id, agent, step: {f"k{place}": place for place in range(20)},
+}
+
+
+@pytest.mark.needs("_codec")
+@pytest.mark.parametrize("auto_reset", [True, False, "NEXT_STEP"])
+@pytest.mark.parametrize("info_of", INFOS_OF.values(), ids=INFOS_OF)
+def test_infos_are_the_same_with_compiled_code(info_of, auto_reset, monkeypatch):
+    def results() -> list[Any]:
+        with ParallelEnv([lambda env_id: Reporting(info_of, env_id)] * 3, auto_reset, backend="serial") as env:
+            front = PettingZooVecEnv(env)
+            front.reset()
+            found = []
+            for _ in range(5):
+                infos = front.step(dict.fromkeys("abc", np.zeros(3, np.int64)))[4]
+                latest = front._stepper.latest
+                assert latest is not None
+                found.append((infos, {env_id: {**latest.infos[env_id]} for env_id in latest.infos}))
+            return found
+
+    ours = results()
+    monkeypatch.setattr(codec, "Codec", None)
+    for (infos, by_env), (expected, expected_by_env) in zip(ours, results(), strict=True):
+        assert_same(infos, expected)
+        assert_same(by_env, expected_by_env)
