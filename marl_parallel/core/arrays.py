@@ -215,7 +215,14 @@ class ArrayBatch(ArrayView):
             targets = leaves
         written = self._rollout is not None and self._target is not None and self._rollout.is_written(span)
         return self._codec.read_arrays(
-            span.start, span.stop, self._leaves, targets, written, extras, self._batch.copies, self.wants_info_arrays,
+            span.start,
+            span.stop,
+            self._leaves,
+            targets,
+            written,
+            extras,
+            self._batch.copies,
+            self.wants_info_arrays,
             notes,
         )
 

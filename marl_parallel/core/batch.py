@@ -406,11 +406,8 @@ class Batch:
 
     def _agents(self, env_ids: Sequence[int], *, alive: bool) -> list[Sequence[AgentID]]:
         """The agents that are alive or act, in neighbouring environments."""
-        lists: list[Sequence[AgentID]]
-        if self.codec is None:
-            lists = [()] * len(env_ids)
-        else:
-            lists = self.codec.agents_of(env_ids[0], env_ids[-1] + 1, alive)
+        bounds, lists = (env_ids[0], env_ids[-1] + 1), list[Sequence[AgentID]]()
+        lists = [()] * len(env_ids) if self.codec is None else self.codec.agents_of(*bounds, alive)
         for env_id in env_ids if self.apart else ():
             if (standing := self.apart.get(env_id)) is not None:
                 lists[env_id - env_ids[0]] = standing.alive if alive else standing.acting

@@ -36,7 +36,7 @@ from marl_parallel.core.records import Columns
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
-from marl_parallel.core.transition import ALL, COMMON
+from marl_parallel.core.transition import ALL
 from marl_parallel.types import EnvError, Stats, WorkerStats
 
 EnvIds = NDArray[np.int32]
@@ -409,7 +409,7 @@ class NativePool:
             reported: Any = True if received.present is None else received.present[:, position]
             if received.action_masks is not None and (allowed := received.action_masks[of_choices]) is not None:
                 masks, reported = allowed[:, place], None
-            elif ACTION_MASK in (infos := received.infos_of(position)):
+            elif ACTION_MASK in (infos := received.info_arrays.of_agent(position)):
                 masks = infos[ACTION_MASK]
                 reported = reported if received.informed is None else reported & received.informed
             elif isinstance(observed, dict) and ACTION_MASK in observed:

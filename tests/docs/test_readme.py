@@ -152,6 +152,7 @@ def between_markers(name: str) -> str:
 TABLES = [
     "collect_rollouts",
     "compare_workers",
+    "cpu_times",
     "compare_peers",
     "compare_facades",
     "async_stepping",
