@@ -228,7 +228,7 @@ def test_no_file_has_marks_of_a_merge_conflict():
 def test_rule_and_number_of_the_readme_follow_from_the_measurements():
     """The best number of workers is faster than a plain loop from about that time of a step on, and slower below."""
     measured = json.loads((RESULTS / "compare_workers.json").read_text())["measurements"]
-    measured = [one for one in measured if (one["num_envs"], one["way"]) == (8, "step")]
+    measured = [one for one in measured if one["num_envs"] == 8]  # with dicts or arrays
     loops = {one["environment"]: one["microseconds_per_step"] for one in measured if one["backend"] == "loop"}
     best = {
         name: max(one["speedup"] for one in measured if one["environment"] == name and one["backend"] == "process")
