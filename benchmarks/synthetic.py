@@ -125,8 +125,8 @@ class Synthetic(pettingzoo.ParallelEnv):
         terminations = dict.fromkeys(agents, False)
         if self.dying and len(agents) == len(self.possible_agents):
             terminations.update(self._deaths)
-            self.agents = self._survivors.copy()
-            self._observations, self._rewards = self._of_survivors
+            self.agents = self._alive.copy()
+            self._observations, self._rewards = self._of_alive
         self._steps_left -= 1
         over = self._steps_left <= 0
         if over:
@@ -165,10 +165,10 @@ class Synthetic(pettingzoo.ParallelEnv):
         everybody = [[dict(zip(agents, row, strict=True)) for row in rows] for rows in (observations, rewards)]
         dying = {agents[place] for place in rng.permutation(len(agents))[: self.dying]}
         self._deaths = dict.fromkeys(dying, True)
-        self._survivors = [agent for agent in agents if agent not in dying]
-        alive = [[{agent: row[agent] for agent in self._survivors} for row in rows] for rows in everybody]
+        self._alive = [agent for agent in agents if agent not in dying]
+        alive = [[{agent: row[agent] for agent in self._alive} for row in rows] for rows in everybody]
         self._of_everybody = [*map(itertools.cycle, everybody)]
-        self._of_survivors = [*map(itertools.cycle, alive)]
+        self._of_alive = [*map(itertools.cycle, alive)]
         self._observations, self._rewards = self._of_everybody
 
 

@@ -8,7 +8,7 @@ A step::
       |    Pool.run               one slot per environment, one wait loop                       core/pool/pool.py
       |      Backend.post         wakes the workers                                             backends/
       |        Worker.execute     in each process or thread                                     core/worker.py
-      |          Codec.run        steps simulators, plain transitions into shared memory        core/codec.py
+      |          Codec.run        steps simulators, numeric transitions into shared memory      core/codec.py
       |          Episode.interpret    what any other step means, and the next episode           core/episode.py
       |          TransitionRecords.write    its transition into shared memory                   core/records.py
       |      Backend.wait         until the last worker is done

@@ -99,7 +99,7 @@ typedef struct {
     int same_step;             /* whether an episode that is over is followed by the next one at once */
     int has_large;             /* whether an observation is a large array */
     int in_infos;              /* whether infos have the statistics of agents that end */
-    PyObject *totals_array;    /* None, or what plain transitions that are read are added to: */
+    PyObject *totals_array;    /* None, or what transitions that are read are added to: */
     double *totals;            /* by record: each agent's sum of rewards, and steps; all steps. NULL for None */
     double inside;             /* seconds in simulators since the last `sums` */
     long long steps;
@@ -605,12 +605,17 @@ static PyObject *get_array(Area *area, PyArray_Descr *dtype) {
     char kind;
     int64_t ndim, size;
     npy_intp dims[MOST_AXES];
+    int is_empty = 0;
     if (get(area, &kind, 1) < 0 || get(area, &ndim, sizeof ndim) < 0) goto failed;
     if (ndim < 0 || ndim > MOST_AXES) goto failed;
     for (int axis = 0; axis < ndim; axis++) {
-        if (get(area, &size, sizeof size) < 0) goto failed;
+        if (get(area, &size, sizeof size) < 0 || size < 0) goto failed;
         dims[axis] = (npy_intp)size;
+        is_empty |= size == 0;
     }
+    Py_ssize_t most = (area->end - area->at) / PyDataType_ELSIZE(dtype); /* no memory for what is not there */
+    for (int axis = 0; !is_empty && axis < ndim; axis++)
+        if ((most /= dims[axis]) == 0) goto failed;
     PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, (int)ndim, dims, NULL, NULL, 0, NULL);
     if (array != NULL && get(area, PyArray_DATA((PyArrayObject *)array), PyArray_NBYTES((PyArrayObject *)array)) < 0)
         Py_CLEAR(array);
@@ -871,7 +876,7 @@ static Outcome place_of(const Codec *codec, PyObject *key, Py_ssize_t *place) {
     return DONE;
 }
 
-/* The code of a flag, as in `FLAGS` in `records.py`; -1 for anything else. */
+/* The code of a flag: its place in `flags`; -1 for anything else. */
 static int code_of_flag(const Codec *codec, PyObject *flag) {
     for (int code = 0; code <= NP_TRUE_CODE; code++)
         if (flag == codec->flags[code]) return code;
@@ -1030,7 +1035,7 @@ static Outcome note_left(const Codec *codec, PyObject *agents_left, const unsign
     return outcome;
 }
 
-/* The code of a header, with what makes it plain, as in `records.py`. */
+/* The code of a header, with what makes it plain, if it is. */
 static uint64_t code_of(const Codec *codec, uint64_t code, const unsigned char *tags, const unsigned char *const flags[2],
                         const unsigned char *presence, int no_infos, int only_all) {
     int everywhere = EVERYWHERE & ~(code || no_infos ? INFOS_BIT : 0) & ~(only_all ? FLAG_BITS : 0);
@@ -1269,9 +1274,10 @@ static int is_left(const Codec *codec, const Header *header) {
     Py_ssize_t types = PyTuple_Size(codec->reward_types);
     int any_over = header->flags[0][codec->n] | header->flags[1][codec->n];
     if (header->code & PLAIN)
-        return header->code & NOT_PLAIN || (header->code >> REWARD_SHIFT & TYPE_OF_TAG) >= (uint64_t)types;
+        return header->code & NOT_PLAIN || (header->code & INFOS && header->code & INFOS_IN_BLOCK) || (header->code >> REWARD_SHIFT & TYPE_OF_TAG) >= (uint64_t)types;
     if (header->code & ~(uint64_t)(INFOS | INFOS_IN_BLOCK | FINAL) || any_over > NP_TRUE_CODE) return 1;
-    if ((header->code & INFOS && header->code & FINAL) || (codec->in_infos && any_over & 1)) return 1;
+    if (header->code & INFOS && header->code & (FINAL | INFOS_IN_BLOCK)) return 1;
+    if (codec->in_infos && any_over & 1) return 1;
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         int bits = header->presence[i];
         if (bits & FINAL_BIT && !(header->code & FINAL)) return 1;
@@ -1417,17 +1423,19 @@ static PyObject *infos_in_block(const Codec *codec, const Header *header, char *
 static Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header, PyObject *extras,
                            int copy, int with_infos, PyObject *ended, int *has_mask, PyObject **infos) {
     char *record = codec->base + number * codec->stride;
-    PyObject *reset = NULL;
+    PyObject *reset = NULL, *pickled;
     *has_mask = 0;
+    *infos = NULL;
     if (is_left(codec, header)) return LEFT;
-    *infos = pickled_infos(extras, env_id);
-    if (*infos == NULL && PyErr_Occurred()) return FAILED;
-    if ((*infos != NULL) != ((header->code & INFOS) != 0)) return LEFT;
-    if (*infos == NULL && PyDict_Size(extras) > 0) {
+    pickled = pickled_infos(extras, env_id);
+    if (pickled == NULL && PyErr_Occurred()) return FAILED;
+    if ((pickled != NULL) != ((header->code & INFOS) != 0)) return LEFT;
+    if (pickled == NULL && PyDict_Size(extras) > 0) {
         int has_extras = PyDict_Contains(extras, env_id);
         if (has_extras) return has_extras < 0 ? FAILED : LEFT;
     }
-    Py_XINCREF(*infos);
+    Py_XINCREF(pickled);
+    *infos = pickled;
     int failed = 0;
     if (with_infos && header->code & INFOS_IN_BLOCK) failed = (*infos = infos_in_block(codec, header, record, has_mask, &reset)) == NULL;
     if (!failed && header->code & FINAL) {
@@ -1621,6 +1629,7 @@ static Outcome take_infos(const Codec *codec, char *record, Column *columns, Py_
         for (Py_ssize_t i = 0; i < *size; i++) {
             const char *key = text_of(&area, &length);
             if (key == NULL) return LEFT;
+            if (length == sizeof action_mask - 1 && memcmp(key, action_mask, (size_t)length) == 0) return LEFT;
             if (columns[i].name == NULL) columns[i] = (Column){key, length, 0, 0, NULL};
             if (columns[i].length != length || memcmp(columns[i].name, key, (size_t)length) != 0) return LEFT;
             Outcome outcome = take_number(&area, &columns[i], dims, row * codec->n + agent);
@@ -1662,6 +1671,16 @@ static PyObject *info_table(const Codec *codec, Py_ssize_t start, Py_ssize_t sto
     Py_DECREF(there);
     for (int i = 0; i < MOST_KEYS; i++) Py_XDECREF(columns[i].array);
     return result;
+}
+
+/* Whether all infos of an environment are `{}`. */
+static int are_empty_infos(PyObject *infos) {
+    Py_ssize_t position = 0;
+    PyObject *key, *info;
+    int are_empty = PyDict_Check(infos);
+    while (are_empty && PyDict_Next(infos, &position, &key, &info))
+        are_empty = PyDict_CheckExact(info) && PyDict_Size(info) == 0;
+    return are_empty;
 }
 
 /* -- arrays over neighbouring environments -------------------------------------------------------------------------- */
@@ -1807,7 +1826,7 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
             outcome = note_record(codec, number, i, &header, extras, copy, !as_table, found[3], &has_mask, &infos);
         failed = outcome == FAILED;
         if (outcome == LEFT || has_mask) failed |= PyList_Append(found[outcome == LEFT ? 1 : 2], number) < 0;
-        if (infos != NULL && !as_table) failed |= PyDict_SetItem(found[0], number, infos) < 0;
+        if (infos != NULL && !as_table && !are_empty_infos(infos)) failed |= PyDict_SetItem(found[0], number, infos) < 0;
         Py_XDECREF(infos);
         Py_XDECREF(number);
     }
@@ -2023,6 +2042,8 @@ static PyObject *codec_parts(PyObject *self, PyObject *args) {
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return NULL;
     const Header header = header_of(codec, record);
+    if (codec->observations == NULL)
+        return PyErr_Format(PyExc_ValueError, "the record of environment %zd is damaged", number);
     for (Py_ssize_t i = 0; i <= codec->n; i++) {
         int tag = i < codec->n && header.presence[i] & REWARDED_BIT ? header.tags[i] : 0;
         int is_vector = tag == VECTOR_TAG && codec->vectors[i].kind != NO_KIND;

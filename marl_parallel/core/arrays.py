@@ -68,6 +68,7 @@ def action_masks(batch: Batch | NativePool, schema: Schema, agents: Sequence[Age
 
 _INFOS = {"infos", "reset_infos"}
 _REWARDED = BITS["rewards"]
+_INTEGERS_OF_64_BITS = np.dtype(int).itemsize == 8  # those of arrays of Python's integers; in the block, all are
 _AGENTS, _VALUES = operator.itemgetter(0), operator.itemgetter(1)  # of `Stacked`
 
 
@@ -213,17 +214,10 @@ class ArrayBatch(ArrayView):
             for tree in targets:
                 tree_map(leaves.append, tree)
             targets = leaves
+        as_table = self.wants_info_arrays and _INTEGERS_OF_64_BITS
         written = self._rollout is not None and self._target is not None and self._rollout.is_written(span)
         return self._codec.read_arrays(
-            span.start,
-            span.stop,
-            self._leaves,
-            targets,
-            written,
-            extras,
-            self._batch.copies,
-            self.wants_info_arrays,
-            notes,
+            span.start, span.stop, self._leaves, targets, written, extras, self._batch.copies, as_table, notes
         )
 
     def _complete(self, fields: list[Any]) -> Arrays:
@@ -272,7 +266,7 @@ class ArrayBatch(ArrayView):
         if self._codec is not None:
             seen = self._complete(self._read_block({}, notes=False)[0])
         arrays = self._empty(seen.observations)._replace(
-            present=seen.present, acting=seen.acting, observed=seen.observed
+            present=seen.present, acting=self.acting(), observed=seen.observed
         )
         for env_id, (observations, present) in self._from_dicts.items():
             self._clear(arrays, env_id)

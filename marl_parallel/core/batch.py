@@ -187,7 +187,7 @@ class Batch:
                     column[place_of[env_id]] = values
 
             here = {env_id: more for env_id, more in extras.items() if env_id in place_of}
-            self._complete(others, here, put, lambda env_id: columns[4][place_of[env_id]])
+            self._complete(others, env_ids, here, put, lambda env_id: columns[4][place_of[env_id]])
             columns = tuple(map(tuple, columns))
         return columns  # type: ignore[no-any-return]
 
@@ -217,18 +217,24 @@ class Batch:
                 if not are_empty(dicts[4].values()):
                     infos[env_id] = dicts[4]
 
-            self._complete(others, extras, put, infos.__getitem__)
+            self._complete(others, env_ids, extras, put, lambda env_id: infos.get(env_id, {}))
 
     def _complete(
-        self, others: Any, extras: Mapping[int, Any], put: Callable[[int, Sequence[dict[Any, Any]]], None],
+        self,
+        others: Any,
+        env_ids: Sequence[int],
+        extras: Mapping[int, Any],
+        put: Callable[[int, Sequence[dict[Any, Any]]], None],
         infos_of: Callable[[int], dict[Any, Any]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read what compiled code has left, and note what it has found; see `Codec.read`."""
         left, masked, ended = others
-        for env_id, terminated, truncated in ended:
-            self.statistics.finish(env_id, terminated, truncated)
-        for env_id in left:
-            put(env_id, self._read_one(env_id, extras.get(env_id)))
+        ends = {env_id: flags for env_id, *flags in ended}
+        for env_id in sorted({*ends, *left}, key=env_ids.index) if ends and left else (*ends, *left):
+            if env_id in ends:
+                self.statistics.finish(env_id, *ends[env_id])
+            else:
+                put(env_id, self._read_one(env_id, extras.get(env_id)))
         for env_id in {*masked, *extras} - {*left}:
             infos = infos_of(env_id)
             self._note_masks(env_id, self.acting_in(env_id), {"infos": infos}, infos, ended=False)

@@ -23,7 +23,8 @@ class InfoArrays(NamedTuple):
         common: Of environments: `(n, ...)` by key.
         present: bool `(n, k)`: which agents have infos; None if all have.
         informed: bool `(n,)`: which rows have infos; None if all have.
-        plain: The keys whose values are Python's numbers in dicts, not NumPy's.
+        plain: The keys whose values are Python's numbers in dicts, not NumPy's; None unless the infos are those of a
+            block, whose dicts are the same as without compiled code.
     """
 
     env_ids: NDArray[np.int32]
@@ -31,7 +32,7 @@ class InfoArrays(NamedTuple):
     common: dict[str, Any]
     present: NDArray[np.bool_] | None
     informed: NDArray[np.bool_] | None
-    plain: Collection[str] = ()
+    plain: Collection[str] | None = None
 
     def of_agent(self, position: int) -> dict[str, Any]:
         """The infos of one agent, by its position: arrays `(n, ...)` by key."""
@@ -62,7 +63,8 @@ class InfoColumns(Mapping[int, dict[Any, Any]]):
     def _env_ids(self) -> NDArray[np.int32]:
         """The environments that have infos."""
         arrays = self.arrays
-        if not (any(arrays.infos) or arrays.common):
+        infos = [arrays.infos] if isinstance(arrays.infos, dict) else arrays.infos
+        if not (any(map(bool, infos)) or arrays.common):
             return arrays.env_ids[:0]
         return arrays.env_ids if arrays.informed is None else arrays.env_ids[arrays.informed]
 

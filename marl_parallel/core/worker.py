@@ -4,7 +4,7 @@ How a step goes::
 
     Request(STEP) -> execute -> _carry_out -> send(STEPPED), or a Reply with pickled extras and failures
                                   |
-                                  | Codec.run: reads actions, steps, writes plain transitions
+                                  | Codec.run: reads actions, steps, writes numeric transitions
                                   v  for each environment where it stops, and for all if there is no compiled code:
                                 _step         Episode.step
                                 _go_on        or Episode.interpret, if the simulator has been stepped already

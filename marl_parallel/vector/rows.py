@@ -338,7 +338,7 @@ def infos_by_agent(
             having = informed
             if arrays.present is not None:
                 mask = arrays.present[:, column]
-                if arrays.plain and not mask.any():
+                if arrays.plain is not None and not mask.any():
                     by_key[agent] = {}
                     continue
                 having = arrays.env_ids[mask if arrays.informed is None else mask & arrays.informed]

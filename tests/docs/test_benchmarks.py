@@ -723,10 +723,10 @@ def test_synthetic_agents_that_die(synthetic):
             (dead,) = (agent for agent, over in terminations.items() if over)
             assert not any(truncations.values())
             assert len(observations) == len(rewards) == len(infos) == 3
-            survivors = [agent for agent in env.possible_agents if agent != dead]
-            for left in (survivors, survivors, []):
+            remaining = [agent for agent in env.possible_agents if agent != dead]
+            for left in (remaining, remaining, []):
                 results = env.step({})
-                assert [[*one] for one in results] == [survivors] * 5
+                assert [[*one] for one in results] == [remaining] * 5
                 assert not any(results[2].values())
                 assert all(over == (not left) for over in results[3].values())
                 assert env.agents == left

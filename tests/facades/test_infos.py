@@ -106,6 +106,10 @@ INFOS_OF: dict[str, Callable[[int, str, int], Any]] = {
     "other keys": lambda env_id, agent, step: {"x": 1.0, **({"y": 2.0} if agent == "b" else {})},
     "another order": lambda env_id, agent, step: dict([("x", 1.0), ("y", 2)][:: 1 if agent == "a" else -1]),
     "not everybody": lambda env_id, agent, step: {"x": step} if agent != "c" else None,
+    "NumPy's number of one": lambda env_id, agent, step: {"x": np.float64(1)} if agent == "a" else None,
+    "an empty key": lambda env_id, agent, step: {"": 1.0},
+    "a mask that is a number": lambda env_id, agent, step: {"action_mask": 1},
+    "none at all": lambda env_id, agent, step: {},
     "one has none": lambda env_id, agent, step: {"x": step} if agent != "a" else {},
     "one environment has none": lambda env_id, agent, step: {"x": step} if env_id else {},
     "arrays": lambda env_id, agent, step: {"x": np.full(2, env_id)},
@@ -131,11 +135,12 @@ def test_infos_are_the_same_with_compiled_code(info_of, auto_reset, monkeypatch)
                 infos = front.step(dict.fromkeys("abc", np.zeros(3, np.int64)))[4]
                 latest = front._stepper.latest
                 assert latest is not None
-                found.append((infos, {env_id: {**latest.infos[env_id]} for env_id in latest.infos}))
+                by_env = {env_id: {**latest.infos[env_id]} for env_id in latest.infos}
+                found.append((infos, by_env, env.action_masks, env.finished_episodes))
             return found
 
     ours = results()
     monkeypatch.setattr(codec, "Codec", None)
-    for (infos, by_env), (expected, expected_by_env) in zip(ours, results(), strict=True):
-        assert_same(infos, expected)
-        assert_same(by_env, expected_by_env)
+    for one, expected in zip(ours, results(), strict=True):
+        for part, expected_part in zip(one, expected, strict=True):
+            assert_same(part, expected_part)

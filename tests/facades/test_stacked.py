@@ -19,7 +19,7 @@ from simulators.returning_agents import ReturningPettingZooAgents
 from simulators.variable_agents import AGENTS, VariableAgents, VariableDictAgents
 
 from marl_parallel import EnvError, ParallelEnv
-from marl_parallel.vector import StackedVecEnv
+from marl_parallel.vector import Stacked, StackedVecEnv
 
 ENVS, STEPS = 3, 40
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -386,3 +386,13 @@ def test_states_that_cannot_be_written_with_each_step():
         StackedVecEnv(ParallelEnv([VariableDictAgents], backend="serial"), with_state=True)
     with pytest.raises(NotImplementedError, match="shared_memory=True"):
         StackedVecEnv(ParallelEnv([VariableAgents], backend="serial", shared_memory=False), with_state=True)
+
+
+def test_who_acts_beside_environments_that_were_constructed_again():
+    """Nobody does in these, until their reset."""
+    env = StackedVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 2, backend="serial"))
+    env.reset()
+    env.parallel_env.restart([1])
+    agents = tuple(env.stepper.view.agents)
+    arrays = env.stepper.step([Stacked(agents, np.zeros((2, len(agents)), np.int64))], env_ids=[0])
+    assert arrays.acting.tolist() == [[True] * len(agents), [False] * len(agents)]

@@ -483,6 +483,23 @@ def test_records_with_other_extras_are_left_to_python(extras):
     assert left == [2]
 
 
+def test_infos_that_a_record_does_not_announce():
+    """They are left to Python, and nothing refers to them less often than before."""
+    layout = Layout(Schema(AGENTS, dict.fromkeys(AGENTS, BOX), {}, None), 1)
+    block = bytearray(layout.nbytes)
+    layout.bind(block)
+    compiled = codec.open_codec(layout, block, infos_in_block=False)
+    no = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), no, no, {a: {} for a in AGENTS}
+    assert compiled.put(0, Transition(*plain, AGENTS, AGENTS)) == 1
+    infos = {"a": {"x": object()}}
+    before = sys.getrefcount(infos)
+    for _ in range(5):
+        assert compiled.read((0,), {0: {"infos": infos}}, True)[1][0] == [0]
+        assert compiled.read_arrays(0, 1, (), None, False, {0: {"infos": infos}}, True, False, True)[1][0] == [0]
+    assert sys.getrefcount(infos) == before
+
+
 class Tracked(MultiAgentEnv):
     """An adapter that tells whose turn it is, and who is alive."""
 

@@ -4,8 +4,8 @@ The pool calls the hooks that an extension overrides, in the order in which the 
 extension by name. A hook that nobody overrides costs nothing. The order matters: settings come first, then replays,
 which only look on, then recycling, which takes resets and ends of episodes before restarts see them.
 
-In a step of all environments in which nothing goes wrong and every extension `is_quiet`, the pool looks at no slot:
-`before_step_all` is the only hook that is called.
+In a step of all environments in which nothing goes wrong and every extension `is_quiet`, the pool looks at no slot: it
+calls `begin`, `before_step_all`, and `patience` of extensions without a `lean_patience`.
 """
 
 from __future__ import annotations
