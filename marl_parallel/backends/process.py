@@ -378,7 +378,7 @@ class ProcessBackend(Backend):
         self._wake.init(0)
         self._countdown.init(0)
         self._spin = Spin(self._wait, len(shares) - len(left_out) < usable_cpus())
-        if len(left_out) < len(shares):
+        if not left_out or len(left_out) < len(shares):  # workers may be added where there are none yet
             self._launcher = Launcher(entry=__name__, wake=self._control, threads=self._threads)
         self._own_cpu = len(shares) <= usable_cpus()
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
