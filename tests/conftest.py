@@ -9,7 +9,7 @@ pytest -n 0            all tests in this process, one at a time; the default is 
 CI=true pytest         a skipped test makes the run fail
 
 Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed;
-`needs("_codec")` is for tests of compiled code.
+`needs("_codec")` is for tests of compiled code, also one by one.
 `release_independent` marks tests whose result is the same with every release of every library. `whole_machine` marks
 tests that look at shared memory, processes or temporary files of all programs: while one of them runs, the other
 process of pytest-xdist waits (`MachineLock`). `starts_anew` marks tests whose worker processes start as in any program;
@@ -63,7 +63,8 @@ class OptionalLibraries:
         if collection_path.suffix != ".py":
             return None
         # Read from the text: a file whose library is missing cannot be imported to look at its markers.
-        marked = re.search(r"(?:mark\.needs\(|__doctest_requires__ = \[)([^)\]]*)", collection_path.read_text())
+        marks = re.compile(r"^(?:pytestmark = [^=]*?mark\.needs\(|__doctest_requires__ = \[)([^)\]]*)", re.MULTILINE)
+        marked = marks.search(collection_path.read_text())
         libraries = re.findall(r'"(\w+)"', marked[1]) if marked else []
         return True if any(map(self.is_missing, libraries)) else None
 
@@ -115,8 +116,15 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def needed(item: pytest.Item) -> tuple[str, ...]:
+    """The libraries that a test needs, by its marker."""
+    mark = item.get_closest_marker("needs")
+    return () if mark is None else mark.args
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    out = left_out(items, config.getoption("--setups"))
+    missing = [item for item in items if any(map(OptionalLibraries.is_missing, needed(item)))]
+    out = [*left_out(items, config.getoption("--setups")), *missing]
     config.hook.pytest_deselected(items=[item for item in items if item in out])
     items[:] = [item for item in items if item not in out]
 

@@ -63,6 +63,7 @@ def test_rewards_equal_a_plain_loop(mode, how, two_worker_setup, build):
             env.reset(env_ids=over)
 
 
+@pytest.mark.needs("_codec")
 def test_nothing_is_pickled_in_a_step(monkeypatch, parallel):
     env = parallel(Couriers, 2, True)
     env.reset()
