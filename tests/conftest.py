@@ -5,7 +5,7 @@ pytest --setups=rest   the other setups: other backends and numbers of workers, 
                        what is marked `rest`: slow tests, and combinations of what others cover one by one
 pytest --setups=all    both
 pytest --setups=ray    the tests that are repeated on setups, on Ray, which must be installed
-pytest -n 0            all tests in this process, one at a time; the default is two processes (pytest-xdist)
+pytest -n 0            all tests in this process, one at a time; the default is three processes (pytest-xdist)
 CI=true pytest         a skipped test makes the run fail
 
 Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed;

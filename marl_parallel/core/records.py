@@ -216,10 +216,7 @@ class TransitionRecords:
         )  # fmt: skip
 
     def _merged(self, record: int, name: str, columns: AgentColumns, extras: Extras) -> dict[Any, Any]:
-        agents = [
-            agent for agent, bits in zip(self._layout.agents, self.presence[record].tolist()) if bits & BITS[name]
-        ]
-        values = columns.read(record, agents, self._copy)
+        values = columns.read(record, self._agents_with(record, name), self._copy)
         return in_order(values | extras[name], self._layout.schema.possible_agents) if name in extras else values
 
     def is_final(self, record: int) -> bool:
