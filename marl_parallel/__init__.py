@@ -10,11 +10,11 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.codec import codec
-from marl_parallel.core.native import NativeSimulator, Received
 from marl_parallel.making import make
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
 from marl_parallel.rollout import Current, Extra, Rollout, RolloutArrays, gae
+from marl_parallel.sources.native import NativeSimulator, Received
 from marl_parallel.types import (
     EnvError,
     FinishedEpisode,

@@ -183,8 +183,8 @@ class Monitor:
             yield f"{name}/{agent}", value
 
     def _memory(self, stats: Stats) -> list[int | None]:
-        memory = getattr(self._env.runner.pool, "memory", None)  # native simulators have no workers
-        return [None] * len(stats.workers) if memory is None else memory()
+        workers = self._env.runner.workers
+        return [None] * len(stats.workers) if workers is None else workers.pool.memory()
 
     # -- Prometheus ----------------------------------------------------------------------------------------------------
 

@@ -18,12 +18,13 @@ A step::
 
 `send` and `recv` are its two halves. After a crash, `Backend.wait` returns `Lost` in place of a reply; then `Pool`
 raises an error and closes everything, or rebuilds the environments in a new worker (`core/pool/restarts.py`). For
-simulators that step many environments by themselves (`from_native`), `core/native.py` replaces `Pool` and `Batch`.
+simulators that step many environments by themselves (`from_native`), `sources/native.py` replaces `Pool` and `Batch`.
 """
 
 from __future__ import annotations
 
 import copy as copying
+import functools
 import math
 import os
 import warnings
@@ -44,6 +45,7 @@ from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import AUTOMATIC, open_backend
 from marl_parallel.core import reports
+from marl_parallel.core.arrays import ArrayBatch
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.batch import Batch, Dicts
 from marl_parallel.core.caller_settings import CallerSettings
@@ -52,7 +54,6 @@ from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.messages import Answer, Block, Message, Refusal, Request
-from marl_parallel.core.native import NativePool, NativeSimulator
 from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, loads
 from marl_parallel.core.pool.long_calls import LongCalls
 from marl_parallel.core.pool.pool import Pool
@@ -65,8 +66,10 @@ from marl_parallel.core.pool.timeouts import Limits, Timeouts
 from marl_parallel.core.pool.tracing import Tracing
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
+from marl_parallel.core.source import Source
 from marl_parallel.core.worker_status import Tracer
-from marl_parallel.runner import BatchRunner
+from marl_parallel.runner import BatchRunner, Workers
+from marl_parallel.sources.native import NativeSimulator, SimulatorArrays, SimulatorSource
 from marl_parallel.types import (
     AdapterName,
     AutoresetName,
@@ -87,7 +90,7 @@ from marl_parallel.types import (
 START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # before a worker, beyond three for each of its environments: such as the one to close
 
-_live: weakref.WeakSet[Pool | NativePool] = weakref.WeakSet()
+_live: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
 class _DefaultSeed(int):
@@ -364,8 +367,9 @@ class ParallelEnv:
                 pool.extend(Restarts(pool, rebuilds, batch, restart_policy, on_restart))
             seed_check = None if seeds[0] is None else SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(
-                pool, batch, schema, seeds, local_modules, seed_check, rebuilds, restarts=restarts
-            )
+                pool, batch, functools.partial(ArrayBatch, batch), schema, seeds,
+                Workers(pool, batch, rebuilds, local_modules), seed_check, restarts=restarts,
+            )  # fmt: skip
             self._guard = self.runner.guard
             if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):
                 self.runner.default_seed = DefaultSeed(pool)
@@ -391,10 +395,10 @@ class ParallelEnv:
         check_agents(simulator.schema.possible_agents, simulator.name)
         env = cls.__new__(cls)
         env.plan = None
-        pool = NativePool(simulator)
-        env._close_at_exit(pool)
+        source = SimulatorSource(simulator)
+        env._close_at_exit(source)
         schema = replace(simulator.schema, metadata=simulator.metadata, render_mode=simulator.render_mode)
-        env.runner = BatchRunner(pool, pool, schema, simulator.seeds)
+        env.runner = BatchRunner(source, source, lambda **_: SimulatorArrays(source), schema, simulator.seeds)
         env._guard = env.runner.guard
         return env
 
@@ -431,7 +435,7 @@ class ParallelEnv:
             ImportError: EnvPool is not installed, or of a release that is not supported.
             TypeError, ValueError: There is no such task; or an argument is wrong, or none of EnvPool's.
         """
-        from marl_parallel.backends import envpool
+        from marl_parallel.sources import envpool
 
         if not isinstance(task, str):
             if num_envs is not None or batch_size is not None or num_threads is not None or task_arguments:
@@ -445,10 +449,10 @@ class ParallelEnv:
         seeds = arguments.pool_seeds(seed, range(num_envs), "EnvPool")
         return cls.from_native(envpool.open_pool(task, seeds, {**numbers, **task_arguments}, times))
 
-    def _close_at_exit(self, pool: Pool | NativePool) -> None:
-        """Close the pool when the interpreter exits or this object is collected, unless `close` has freed all."""
-        _live.add(pool)
-        self._finalizer = weakref.finalize(self, pool.close)
+    def _close_at_exit(self, source: Source) -> None:
+        """Close all when the interpreter exits or this object is collected, unless `close` has freed all."""
+        _live.add(source)
+        self._finalizer = weakref.finalize(self, source.close)
 
     # -- what the environments are ---------------------------------------------------------------------------------
 
@@ -460,12 +464,12 @@ class ParallelEnv:
     @property
     def batch_size(self) -> int:
         """How many results are ready at a time: `num_envs`, unless a native simulator has smaller batches."""
-        return self.runner.pool.batch_size
+        return self.runner.source.batch_size
 
     @property
     def num_workers(self) -> int:
         """The number of workers."""
-        return len(self.runner.pool.shares)
+        return len(self.runner.source.shares)
 
     def __len__(self) -> int:
         return self.runner.num_envs
@@ -585,7 +589,7 @@ class ParallelEnv:
         runner = self.runner
         if drain:
             runner.check_reset(seed, options, env_ids)
-            if runner.pool.in_flight:
+            if runner.source.in_flight:
                 dropped, _, extras = runner.recv()
                 runner.batch.read(dropped, extras)
         ids, extras = runner.reset(seed, options, env_ids)
@@ -616,7 +620,7 @@ class ParallelEnv:
         """
         runner = self.runner
         # In most steps, all environments are ready, as the pool knows.
-        ids = runner.env_ids if env_ids is None and runner.pool.is_lean else runner.ids_to_step(env_ids)
+        ids = runner.env_ids if env_ids is None and runner.source.is_lean else runner.ids_to_step(env_ids)
         batch = runner.batch
         if type(actions) is not list or len(actions) != len(ids):  # a quick check first
             arguments.check_one_for_each(actions, ids)
@@ -649,11 +653,11 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_idle("restart")
-        if isinstance(runner.pool, NativePool):
-            raise NotImplementedError(f"{runner.pool.name} cannot construct some of its environments again")
+        if runner.workers is None:
+            raise NotImplementedError(f"{runner.source.name} cannot construct some of its environments again")
         ids = runner.checked_ids(env_ids)
         try:
-            runner.rebuild(ids)
+            runner.workers.rebuilds.rebuild(ids)
         finally:
             runner.note_rebuilt()
 
@@ -675,9 +679,9 @@ class ParallelEnv:
         runner = self.runner
         runner.check_open()
         runner.check_not_calling("rebalance")
-        if isinstance(runner.pool, NativePool):
+        if runner.workers is None:
             return 0
-        pool = runner.pool
+        pool = runner.workers.pool
         return int(pool.alone("", self._rebalance, pool))
 
     def _rebalance(self, pool: Pool) -> int:
@@ -758,14 +762,13 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_idle("state")
-        batch = runner.batch
-        if runner.schema.state_space is None or isinstance(batch, NativePool):
+        if runner.schema.state_space is None or runner.workers is None:
             raise NotImplementedError(
                 "this environment has no global state: it has no state() with a state_space of arrays or numbers"
             )
         ids = runner.checked_ids(env_ids)
         runner.check_has_reset(ids, "state")
-        return batch.states(ids, runner.pool.execute_in(Message.STATE, ids))
+        return runner.batch.states(ids, runner.source.execute_in(Message.STATE, ids))
 
     def seed(self) -> tuple[int | None, ...]:
         """The seed of each environment: its own `unwrapped.seed` if that is an int, else the one it got from here.
@@ -775,15 +778,15 @@ class ParallelEnv:
         """
         runner = self.runner
         runner.check_open()
-        if runner.pool.seeds_stale and not runner.pool.in_flight and not runner.calling:
+        if runner.source.seeds_stale and not runner.source.in_flight and not runner.calling:
             self._update_seeds()
         return runner.seeds
 
     @exclusive("seed")
     def _update_seeds(self) -> None:
         runner = self.runner
-        declared = runner.pool.execute_in(Message.SEED, runner.env_ids)
-        runner.seeds, runner.pool.seeds_stale = tuple(map(declared.get, runner.env_ids)), False
+        declared = runner.source.execute_in(Message.SEED, runner.env_ids)
+        runner.seeds, runner.source.seeds_stale = tuple(map(declared.get, runner.env_ids)), False
 
     @exclusive("call")
     def call(
@@ -810,7 +813,7 @@ class ParallelEnv:
         runner = self.runner
         runner.check_idle("call")
         ids, pickle = runner.checked_ids(env_ids), self._pickled_call(name, args, kwargs)
-        return self._unpickled(Message.CALL, ids, pickle, runner.pool.execute_in(Message.CALL, ids, pickle()))
+        return self._unpickled(Message.CALL, ids, pickle, runner.source.execute_in(Message.CALL, ids, pickle()))
 
     @exclusive("call_async")
     def call_async(
@@ -896,7 +899,7 @@ class ParallelEnv:
                 for env_id, value in zip(ids, values)
             }
 
-        self._unpickled(Message.ASSIGN, ids, pickle, runner.pool.execute_in(Message.ASSIGN, ids, pickle()))
+        self._unpickled(Message.ASSIGN, ids, pickle, runner.source.execute_in(Message.ASSIGN, ids, pickle()))
 
     def _unpickled(
         self, message: Message, env_ids: tuple[int, ...], pickle: Callable[[], Any], results: dict[int, Any]
@@ -909,7 +912,7 @@ class ParallelEnv:
         while again := add_missing_modules(runner.local_modules, results, "what is sent to"):
             for env_id in again:
                 del results[env_id]
-            results.update(runner.pool.execute_in(message, again, pickle()))
+            results.update(runner.source.execute_in(message, again, pickle()))
         for env_id in sorted(results):
             result = results[env_id]
             if isinstance(result, Refusal):
@@ -960,11 +963,11 @@ class ParallelEnv:
         Raises:
             NotImplementedError: Native simulators have no workers with timers.
         """
-        pool = self.runner.pool
-        if isinstance(pool, NativePool):
-            raise NotImplementedError(f"{pool.name} has no workers with timers")
-        self.runner.check_open()
-        first = [share[0] for share in pool.present_shares().values()]
+        runner = self.runner
+        if runner.workers is None:
+            raise NotImplementedError(f"{runner.source.name} has no workers with timers")
+        runner.check_open()
+        first = [share[0] for share in runner.workers.pool.present_shares().values()]
         return {"name": "root", **merged_timers(self.call(timer_tree, env_ids=first))}
 
     @exclusive("render")
@@ -985,7 +988,7 @@ class ParallelEnv:
         if runner.render_mode is None:
             return None
         runner.check_has_reset(ids, "render")
-        rendered = runner.pool.execute_in(Message.RENDER, ids)
+        rendered = runner.source.execute_in(Message.RENDER, ids)
         frames = tuple(rendered[env_id] for env_id in ids)
         return tiled(frames) if tile else frames
 
@@ -1005,9 +1008,9 @@ class ParallelEnv:
             ParallelEnvError: A worker has died; no trace is recorded.
         """
         self.runner.check_idle("start_trace")
-        pool = self.runner.pool
-        if isinstance(pool, NativePool):
-            raise NotImplementedError(f"{pool.name} keeps no timeline: it has no workers")
+        if self.runner.workers is None:
+            raise NotImplementedError(f"{self.runner.source.name} keeps no timeline: it has no workers")
+        pool = self.runner.workers.pool
         if self._tracing is not None:
             path = self._tracing.tracer.path
             raise RuntimeError(f"a trace is being recorded already, for {path}: call stop_trace first")
@@ -1016,17 +1019,16 @@ class ParallelEnv:
         if fault is not None:
             self._trace_workers(pool, False)
             raise fault
-        self._set_tracing(pool, tracing)
+        self._set_tracing(self.runner.workers, tracing)
 
-    def _set_tracing(self, pool: Pool, tracing: Tracing | None) -> None:
-        batch = self.runner.batch
-        assert isinstance(batch, Batch)
+    def _set_tracing(self, workers: Workers, tracing: Tracing | None) -> None:
+        pool = workers.pool
         if self._tracing is not None:
             pool.drop(self._tracing)
         if tracing is not None:
             pool.extend(tracing)
         self._tracing = tracing
-        pool.around = batch.around = None if tracing is None else tracing.tracer.during
+        pool.around = workers.batch.around = None if tracing is None else tracing.tracer.during
 
     @exclusive("stop_trace")
     def stop_trace(self) -> Path:
@@ -1038,14 +1040,13 @@ class ParallelEnv:
             ParallelEnvError: A worker has died; with `on_error="restart"`, call this again for the others' slices.
         """
         self.runner.check_idle("stop_trace")
-        pool = self.runner.pool
-        tracing = self._tracing
-        if isinstance(pool, NativePool) or tracing is None:
+        workers, tracing = self.runner.workers, self._tracing
+        if workers is None or tracing is None:
             raise RuntimeError("no trace is being recorded: call start_trace first, or pass trace=")
-        fault = self._trace_workers(pool, False)
+        fault = self._trace_workers(workers.pool, False)
         if fault is not None:
             raise fault
-        self._set_tracing(pool, None)
+        self._set_tracing(workers, None)
         tracing.tracer.finish()
         return tracing.tracer.path
 
@@ -1062,8 +1063,8 @@ class ParallelEnv:
 
     def _trace_workers(self, pool: Pool, on: bool) -> ParallelEnvError | None:
         """Begin or end traces in all workers, and add their slices; returns the first error of a replaced worker."""
-        if self.runner.rebuilds is not None:
-            self.runner.rebuilds.traced = on
+        if self.runner.workers is not None:
+            self.runner.workers.rebuilds.traced = on
         fault = None
         for worker, share in pool.present_shares().items():  # one by one: an error must not lose the others' slices
             try:
@@ -1083,12 +1084,12 @@ class ParallelEnv:
 
     def stats(self) -> Stats:
         """Steps, resets and restarts so far, and seconds by kind of work; of each worker and in total."""
-        return self.runner.pool.stats()
+        return self.runner.source.stats()
 
     @property
     def pending(self) -> tuple[int, ...]:
         """The env ids in flight: sent to, and not received yet."""
-        pool = self.runner.pool
+        pool = self.runner.source
         return () if pool.closed else pool.pending
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -1106,7 +1107,7 @@ class ParallelEnv:
             EnvError: An environment raised in its own `close`; everything has been freed nevertheless.
         """
         seconds = arguments.closing_time(timeout)
-        pool = self.runner.pool
+        pool = self.runner.source
         error = pool.close(ask=not terminate, timeout=seconds)
         if pool.freed:  # else another call of `close` is in progress, which Ctrl-C may interrupt
             self._finalizer.detach()
@@ -1118,16 +1119,16 @@ class ParallelEnv:
 
     def __repr__(self) -> str:
         runner = self.runner
-        if isinstance(runner.pool, NativePool):
+        if runner.workers is None:
             return (
-                f"{type(self).__name__}({runner.pool.name}, num_envs={self.num_envs}, batch_size={self.batch_size}, "
-                f"agents={self.possible_agents}, auto_reset={runner.mode.name}, closed={runner.pool.closed})"
+                f"{type(self).__name__}({runner.source.name}, num_envs={self.num_envs}, batch_size={self.batch_size}, "
+                f"agents={self.possible_agents}, auto_reset={runner.mode.name}, closed={runner.source.closed})"
             )
-        backend = type(runner.pool.backend).__name__
+        backend = type(runner.workers.pool.backend).__name__
         return (
             f"{type(self).__name__}(num_envs={self.num_envs}, agents={self.possible_agents}, "
             f"num_workers={self.num_workers}, backend={backend}, auto_reset={runner.mode.name}, "
-            f"closed={runner.pool.closed})"
+            f"closed={runner.source.closed})"
         )
 
     def __enter__(self) -> ParallelEnv:

@@ -35,7 +35,7 @@ class _Measured:
     """Seconds of a batch of steps, and the share of their time in simulators in which workers need a CPU."""
 
     def __init__(self, env: Any) -> None:
-        backend, workers = env.runner.pool.backend, range(env.num_workers)
+        backend, workers = env.runner.workers.pool.backend, range(env.num_workers)
         env.reset()
 
         def totals() -> tuple[Any, list[float | None]]:

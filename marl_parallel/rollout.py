@@ -144,7 +144,7 @@ class _Part:
 def _halves(env: StackedVecEnv) -> tuple[range, range]:
     """The environments of half of the workers each, or half of those of one worker."""
     middle = env.num_envs / 2
-    borders = [share.start for share in env.stepper.runner.pool.shares[1:]] or [env.num_envs // 2]
+    borders = [share.start for share in env.stepper.runner.source.shares[1:]] or [env.num_envs // 2]
     border = min(borders, key=lambda first: abs(first - middle))
     return range(border), range(border, env.num_envs)
 

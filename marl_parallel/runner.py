@@ -6,7 +6,7 @@ It checks env ids and the order of calls, and decides about the seeds and option
                    \           /
                    BatchRunner           reset, step, send, recv
                     |        |
-                  pool     batch                Pool and Batch, or NativePool for both
+                source     batch                a `Source`, and its `Transitions`
     carries out requests    actions in, transitions out
 """
 
@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
@@ -36,16 +36,17 @@ from marl_parallel.arguments import (
     pool_seeds,
     seeds_of,
 )
+from marl_parallel.core.array_view import ArrayView
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.construction import DefaultSeed, SeedCheck
 from marl_parallel.core.exclusive import CallGuard
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Watch
-from marl_parallel.core.native import NativePool
 from marl_parallel.core.pickling import dumps_for_workers
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
 from marl_parallel.core.pool.slots import Results, Snapshot
+from marl_parallel.core.source import Source, Transitions
 from marl_parallel.planning import WaitingRemark
 from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
 
@@ -58,10 +59,19 @@ Options = dict[str, Any] | list[dict[str, Any] | None] | None
 _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False", AutoresetMode.NEXT_STEP: '"NEXT_STEP"'}
 
 
+class Workers(NamedTuple):
+    """What only environments in workers have."""
+
+    pool: Pool
+    batch: Batch
+    rebuilds: Rebuilds
+    local_modules: list[ModuleType]  # that workers cannot import
+
+
 class BatchRunner:
     """Resets and steps a batch of environments, for `ParallelEnv` and for facades.
 
-    A step is three calls: the batch writes actions (dicts, or arrays with `arrays.view_of`), `step` carries them out,
+    A step is three calls: the batch writes actions (dicts, or arrays with a `view`), `step` carries them out,
     and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does this for
     facades, which need only the attributes below. All methods raise `ClosedEnvironmentError` after `close`, and
     `ParallelEnvError` for a fault.
@@ -75,31 +85,33 @@ class BatchRunner:
         seeds: The seed of each environment; None with `seed="own"`, if it declares none.
         restarts: Whether environments that fail are rebuilt.
         takes_options: Whether the environments' `reset` takes options.
+        view: Makes an `ArrayView` of all environments; of neighbouring ones with `env_ids`, which is a range. With
+            `copy`, observations are the caller's.
+        workers: What only environments in workers have; None for a simulator that steps many by itself.
         batch: `batch.acting` and `batch.alive` have a list of agents for each environment: those that act next, and
             those that are alive. `batch.over` says for each environment whether its episode is over.
     """
 
     def __init__(
         self,
-        pool: Pool | NativePool,
-        batch: Batch | NativePool,
+        source: Source,
+        batch: Transitions,
+        view: Callable[..., ArrayView],
         schema: Schema,
         seeds: Sequence[int | None],
-        local_modules: list[ModuleType] | None = None,
+        workers: Workers | None = None,
         seed_check: SeedCheck | None = None,
-        rebuilds: Rebuilds | None = None,
         *,
         restarts: bool = False,
     ) -> None:
-        self.pool, self.batch, self.schema = pool, batch, schema
-        self.rebuilds = rebuilds  # None for native simulators
+        self.source, self.batch, self.view, self.schema, self.workers = source, batch, view, schema, workers
         self.mode, self.env_ids, self.num_envs = batch.mode, batch.env_ids, len(batch.env_ids)
         self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": batch.mode}, schema.render_mode
         self.seeds: tuple[int | None, ...] = tuple(seeds)  # the seed that each environment got, or declared last
         self.takes_options = "options" in schema.reset_keywords
         self.restarts = restarts  # whether failed environments are rebuilt
-        self.guard = CallGuard(pool.check_open)  # one call at a time
-        self.local_modules = [] if local_modules is None else local_modules  # modules that workers cannot import
+        self.guard = CallGuard(source.check_open)  # one call at a time
+        self.local_modules = [] if workers is None else workers.local_modules
         self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
         self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs
         self._sampler_seeds = [*self.seeds]
@@ -108,7 +120,6 @@ class BatchRunner:
         self._memory: list[tuple[weakref.ref[Any], int, int]] = []  # of rollout buffers, from where to where
         self._all_have_reset = False  # whether every environment is known to have been reset
         self.calling = False  # whether a call is in flight, from `begin_call` until `finish_call`
-        self._called: dict[int, Any] = {}  # its results, if they are here already
         self.default_seed: DefaultSeed | None = None  # until environment 0 gets another seed
         self._default_seed_noted = False
         self.stepped_by: Callable[[], object] = lambda: None
@@ -129,9 +140,8 @@ class BatchRunner:
         """
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
-        if isinstance(self.pool, NativePool):
-            self.pool.check_resets(ids)
-        extras = self.pool.run(Message.RESET, ids, self._reset_keywords(ids, seed, options))
+        self.source.check_resets(ids)
+        extras = self.source.run(Message.RESET, ids, self._reset_keywords(ids, seed, options))
         self.batch.statistics.finished = []
         self._note_resets(ids, extras)
         return ids, extras
@@ -152,29 +162,21 @@ class BatchRunner:
 
     def note_options(self, env_ids: Sequence[int], options: Mapping[str, Any]) -> None:
         """Note options that environments which keep them have now: they may be constructed again."""
-        assert self.rebuilds is not None
+        assert self.workers is not None
+        pool, rebuilds = self.workers.pool, self.workers.rebuilds
         for env_id in env_ids:
-            self.rebuilds.remember_options(env_id, self.rebuilds.merged_options(env_id, options))
-        self._note_outdated(env_ids)
-
-    def rebuild(self, env_ids: Sequence[int]) -> None:
-        """Construct environments again, which count as never reset then; as `ParallelEnv.restart`."""
-        assert self.rebuilds is not None
-        self.rebuilds.rebuild(env_ids)
-
-    def _note_outdated(self, env_ids: Sequence[int]) -> None:
-        assert isinstance(self.pool, Pool)
-        self.pool.alone("", self.pool.note_outdated, env_ids)
+            rebuilds.remember_options(env_id, rebuilds.merged_options(env_id, options))
+        pool.alone("", pool.note_outdated, env_ids)
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
         """Begin new episodes and return; `recv` has the results. Arguments and errors are those of `reset`."""
         ids = self.checked_ids(env_ids)
         self.check_idle("reset_async", ids)
-        self.pool.send(Message.RESET, ids, self._reset_keywords(ids, seed, options))
+        self.source.send(Message.RESET, ids, self._reset_keywords(ids, seed, options))
 
     def ids_to_step(self, env_ids: Sequence[int] | None = None) -> tuple[int, ...]:
         """The env ids of a step that is allowed now; errors are those of `reset`, and `ResetNeeded`."""
-        if self.pool.closed or self.pool.in_flight or self.calling:
+        if self.source.closed or self.source.in_flight or self.calling:
             self.check_idle("step")
         ids = self.env_ids if env_ids is None else self.checked_ids(env_ids)
         if not self._all_have_reset:
@@ -186,11 +188,11 @@ class BatchRunner:
 
         Returns the extras of the results, which the batch needs to read them.
         """
-        pool = self.pool
-        if isinstance(pool, Pool) and pool.is_lean and not written and len(env_ids) == self.num_envs:
-            extras: Any = pool.step_all()
+        source = self.source
+        if source.is_lean and not written and len(env_ids) == self.num_envs:
+            extras = source.step_all()
         else:
-            extras = pool.run(Message.STEP, env_ids, written or None)
+            extras = source.run(Message.STEP, env_ids, written or None)
         if self.batch.statistics.any_finished:
             self.batch.statistics.finished = []
         if self.remark is not None and not self.remark.after_batch():
@@ -202,7 +204,7 @@ class BatchRunner:
 
         With `together`, all are received at once, which is faster.
         """
-        self.pool.send(Message.STEP, env_ids, written or None, together=together)
+        self.source.send(Message.STEP, env_ids, written or None, together=together)
 
     def recv(
         self,
@@ -215,8 +217,8 @@ class BatchRunner:
 
         With `env_ids`, which are in flight: the results of all of these, and no others.
         """
-        self.pool.check_open()
-        in_flight = self.pool.in_flight
+        self.source.check_open()
+        in_flight = self.source.in_flight
         if not in_flight:
             self.check_not_calling("recv")
             raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
@@ -225,35 +227,28 @@ class BatchRunner:
         number = in_flight if min_envs is None else checked_integer(min_envs, "min_envs", 0, " or None")
         if number > in_flight:
             raise ValueError(f"min_envs={number}, but only {in_flight} environments are in flight")
-        some: dict[str, Any] = {} if env_ids is None else {"env_ids": env_ids}  # never of native simulators
         if window is not None:
-            if isinstance(self.pool, NativePool):
-                raise ValueError(f"window={window!r}, but native simulators return whole batches: pass None")
-            some["window"] = checked_timeout(window, "window", zero=True)
-        results = self.pool.recv(number, checked_timeout(timeout, "timeout", zero=True), **some)
+            window = checked_timeout(window, "window", zero=True)
+        seconds = checked_timeout(timeout, "timeout", zero=True)
+        results = self.source.recv(number, seconds, env_ids, window=window)
         self.batch.statistics.finished = []
         self._note_resets(results.resets, results.extras)
         return results
 
     def begin_call(self, message: Message, env_ids: tuple[int, ...], payload: Any) -> None:
         """Begin a request other than a step or reset, and return; until `finish_call`, `check_idle` raises."""
-        if isinstance(self.pool, NativePool):  # which has no workers
-            self._called = self.pool.execute_in(message, env_ids, payload)
-        else:
-            self.pool.begin_in(message, env_ids, payload)
+        self.source.begin_in(message, env_ids, payload)
         self.calling = True
 
     def finish_call(self, timeout: float | None) -> dict[int, Any]:
         """Wait for the results of `begin_call`, by environment; `TimeoutError` after so many seconds, and try again."""
-        self.pool.check_open()
+        self.source.check_open()
         if not self.calling:
             raise NoAsyncCallError("call_wait() without a call_async() before it", "call_wait")
         seconds = checked_timeout(timeout, "timeout", zero=True)
         self.calling = False
-        if isinstance(self.pool, NativePool):
-            return self._called
         try:
-            return self.pool.finish_in(seconds)
+            return self.source.finish_in(seconds)
         except TimeoutError as error:
             self.calling = not isinstance(error, ParallelEnvError)
             raise
@@ -264,15 +259,15 @@ class BatchRunner:
         Raises `NotImplementedError` if the environments have no state that can be written.
         """
         self.check_idle("watch_states")
-        pool, batch = self.pool, self.batch
-        if isinstance(pool, NativePool) or self.schema.state_space is None:
+        workers = self.workers
+        if workers is None or self.schema.state_space is None:
             raise NotImplementedError("these environments have no global state: no state() with a state_space")
-        if cast(Batch, batch).layout.state is None:
+        if workers.batch.layout.state is None:
             raise NotImplementedError(
                 f"states are written with each step only if they are arrays in shared memory; state_space is "
                 f"{self.schema.state_space}: call state() after each step, or pass shared_memory=True"
             )
-        self._have_written(pool, self._watch._replace(states=True))
+        self._have_written(workers, self._watch._replace(states=True))
 
     def rollout_buffer(self, num_times: int, more: int) -> RolloutBuffer | None:
         """Have workers write the observations of so many times into a new buffer; no longer into earlier ones.
@@ -281,11 +276,11 @@ class BatchRunner:
         workers share no memory, or not all observations are arrays in the block, or without compiled code.
         """
         self.check_idle("rollout_buffer")
-        pool, batch = self.pool, self.batch
-        if isinstance(pool, NativePool) or not isinstance(batch, Batch) or not pool.backend.shares_memory:
+        workers = self.workers
+        if workers is None or not workers.pool.backend.shares_memory:
             return None
-        layout = batch.layout
-        if batch.codec is None or not layout.agents or layout.observations.agents != self.schema.possible_agents:
+        layout, codec = workers.batch.layout, workers.batch.codec
+        if codec is None or not layout.agents or layout.observations.agents != self.schema.possible_agents:
             return None
         self._memory = [used for used in self._memory if used[0]() is not None]
         buffer = RolloutBuffer(layout, num_times, layout.nbytes, more)
@@ -293,24 +288,24 @@ class BatchRunner:
             if buffer.nbytes > start:
                 buffer = RolloutBuffer(layout, num_times, max(stop, buffer.start), more)
         nbytes = max([buffer.nbytes, *[stop for *_, stop in self._memory]])
-        memory = (ctypes.c_char * nbytes).from_buffer(pool.backend.extend(nbytes))  # to which only arrays refer
+        memory = (ctypes.c_char * nbytes).from_buffer(workers.pool.backend.extend(nbytes))  # to which only arrays refer
         buffer.bind(memory)
         self._memory.append((weakref.ref(memory), buffer.start, buffer.nbytes))
-        self._have_written(pool, self._watch._replace(rollout=(buffer.start, num_times)))
+        self._have_written(workers, self._watch._replace(rollout=(buffer.start, num_times)))
         return buffer
 
-    def _have_written(self, pool: Pool, watch: Watch) -> None:
-        self._watch = watch
-        if self.rebuilds is not None:
-            self.rebuilds.watch = watch
-        pool.execute_in_each_worker(Message.WATCH, watch)
-        self._note_outdated(self.env_ids)
+    def _have_written(self, workers: Workers, watch: Watch) -> None:
+        self._watch = workers.rebuilds.watch = watch
+        workers.pool.execute_in_each_worker(Message.WATCH, watch)
+        workers.pool.alone("", workers.pool.note_outdated, self.env_ids)
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """After `watch_states`: the states that the last reset or step of each environment has written, and the last
         state of each episode before an automatic reset: views of the block, `(num_envs, *state_space.shape)`.
         """
-        state, final_state = cast(Batch, self.batch).layout.state, cast(Batch, self.batch).layout.final_state
+        assert self.workers is not None
+        layout = self.workers.batch.layout
+        state, final_state = layout.state, layout.final_state
         assert state is not None
         assert final_state is not None
         return state.array[:, 0], final_state.array[:, 0]
@@ -347,15 +342,15 @@ class BatchRunner:
 
     def check_open(self) -> None:
         """Raise `ClosedEnvironmentError` if everything has been closed."""
-        self.pool.check_open()
+        self.source.check_open()
 
     def check_idle(self, name: str, env_ids: Sequence[int] | None = None) -> None:
         """Raise unless everything is open and nothing in flight, or none of these environments."""
-        self.pool.check_open()
+        self.source.check_open()
         self.check_not_calling(name)
-        if not self.pool.in_flight:
+        if not self.source.in_flight:
             return
-        pending = dict.fromkeys(self.pool.pending)
+        pending = dict.fromkeys(self.source.pending)
         busy = [*pending] if env_ids is None else [env_id for env_id in env_ids if env_id in pending]
         if busy:
             call = f"while environments {busy} are" if env_ids is None else f"to environments {busy}, which are"
@@ -381,21 +376,20 @@ class BatchRunner:
 
     def check_seed(self, seed: Any) -> None:
         """Raise `ValueError` for a seed if `reset` accepts none."""
-        if seed is not None and isinstance(self.pool, NativePool) and not self.pool.reseeds:
+        if seed is not None and not self.source.reseeds:
             raise ValueError(f"seed={seed!r}, but these environments are seeded only once, when they are made")
 
     def check_mode(self, facade: str, modes: Collection[AutoresetMode]) -> None:
         """Raise `ValueError` unless a facade supports the auto-reset mode."""
-        # In a native simulator, a reset right after an episode's end cancels the automatic one.
-        as_disabled = isinstance(self.pool, NativePool) and AutoresetMode.DISABLED in modes
+        as_disabled = self.source.reset_replaces_automatic_one and AutoresetMode.DISABLED in modes
         if self.mode not in modes and not as_disabled:
             supported = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
             raise ValueError(f"{facade} wants a ParallelEnv with {supported}, got auto_reset={_AUTO_RESET[self.mode]}")
 
     def check_batch_size(self, facade: str, *, partial_resets: bool = False) -> None:
         """Raise `ValueError` unless a facade can receive all results at once, and reset some environments if needed."""
-        batch_size, how, advice = self.pool.batch_size, "at a time", ""
-        if partial_resets and not self.pool.partial:
+        batch_size, how, advice = self.source.batch_size, "at a time", ""
+        if partial_resets and not self.source.partial:
             how = "and resets some of them"
             advice = f": make them with batch_size={self.num_envs}" if batch_size < self.num_envs else ""
         elif self.num_envs % batch_size:
@@ -440,17 +434,18 @@ class BatchRunner:
             return
         for env_id in env_ids:
             check.note(env_id, self._first_observations(env_id, extras))
-        if not all(self.batch.has_reset) or self.pool.in_flight:
+        if not all(self.batch.has_reset) or self.source.in_flight:
             return
         self._seed_check = None
-        declared = self.pool.execute_in(Message.SEED, self.env_ids) if check.asks_again else None
+        declared = self.source.execute_in(Message.SEED, self.env_ids) if check.asks_again else None
         text = check.warning(self.seeds, declared)
         if text is not None:
             warnings.warn(text, UserWarning, stacklevel=5)
 
     def _first_observations(self, env_id: int, extras: Any) -> dict[AgentID, Any]:
         """The observations that a reset has returned, from the extras of its result."""
-        more, batch = extras.get(env_id), cast(Batch, self.batch)  # native simulators have no checks
+        assert self.workers is not None
+        more, batch = extras.get(env_id), self.workers.batch
         observations: dict[AgentID, Any] = (more if isinstance(more, Snapshot) else batch.snapshot(env_id, more)).dicts[
             0
         ]
@@ -464,9 +459,9 @@ class BatchRunner:
         """By environment, the pickled keywords of its reset; of native simulators, the new seeds. Seeds are noted."""
         self._check_takes(options)
         self.check_seed(seed)
-        pool = self.pool
-        if isinstance(pool, NativePool):
-            return None if seed is None else self._seeds_of_all(env_ids, seed, pool.name)
+        if self.workers is None:
+            return None if seed is None else self._seeds_of_all(env_ids, seed)
+        pool, rebuilds = self.workers.pool, self.workers.rebuilds
         if seed is not None and self.schema.seeded_when_made:
             warnings.warn(
                 f"seed={seed!r} is refused: these environments are seeded when they are made; pass it to ParallelEnv, "
@@ -483,8 +478,6 @@ class BatchRunner:
             first = base_seed(seed)
             base = None if base is None else first
             seeds = [first + env_id for env_id in env_ids]
-        rebuilds = self.rebuilds
-        assert rebuilds is not None
         options_of = checked_options(options, env_ids)
         for env_options in options_of:
             if env_options is not None:
@@ -515,18 +508,18 @@ class BatchRunner:
             self._samplers.pop(env_id, None)
         if rebuilds.base_seed != base:
             rebuilds.base_seed = base
-            self._note_outdated(self.env_ids)
+            pool.alone("", pool.note_outdated, self.env_ids)
         elif remembered:
-            self._note_outdated(remembered)
+            pool.alone("", pool.note_outdated, remembered)
         return keywords
 
-    def _seeds_of_all(self, env_ids: Sequence[int], seed: Seeds, name: str) -> list[int]:
+    def _seeds_of_all(self, env_ids: Sequence[int], seed: Seeds) -> list[int]:
         """The new seeds of a native simulator, which are noted."""
         if len(env_ids) < self.num_envs:
             raise ValueError(
                 f"seed={seed!r} for environments {[*env_ids]}, but these environments are seeded all at once: reset all"
             )
-        by_env = dict(zip(env_ids, pool_seeds(seed, env_ids, name)))
+        by_env = dict(zip(env_ids, pool_seeds(seed, env_ids, self.source.name)))
         seeds = [by_env[env_id] for env_id in self.env_ids]
         self._base_seed, self.seeds, self._sampler_seeds = seeds[0], tuple(seeds), [*seeds]
         self._samplers.clear()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import spaces
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
@@ -15,13 +16,7 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.schema import alike
-
-
-class Group(NamedTuple):
-    """Agents with equal observation spaces, by their positions among the possible agents."""
-
-    space: Space[Any]
-    positions: list[int]
+from marl_parallel.core.source import Transitions
 
 
 class Arrays(NamedTuple):
@@ -87,11 +82,6 @@ environment; or of several agents at a time. They reach simulators in the dtypes
 vector environments: numbers of a `Discrete` space, or of a `Box` of shape `()`, are NumPy's scalars."""
 
 
-StackedMasks: TypeAlias = dict[AgentID, tuple[NDArray[Any] | None, NDArray[np.bool_]]]
-"""By agent, views of its action masks, `(num_envs, ...)`, and the rows that the simulator reported; other rows hold
-anything. The views are None for masks of a form that does not stack."""
-
-
 def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
     """The actions of the agents that act; `TypeError` unless `actions` is a dict, `ValueError` if one is missing."""
     if not isinstance(actions, Mapping):
@@ -106,17 +96,12 @@ def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[Agen
     return {agent: actions[agent] for agent in acting}
 
 
-class _WithActing(Protocol):
-    @property
-    def acting(self) -> Sequence[Sequence[AgentID]]: ...
-
-
-class ArrayView:
-    """The agents of a batch that is read and written as arrays; the schema names them all, and a space for each.
+class ArrayView(ABC):
+    """Environments whose transitions are read and written as arrays; the schema names all agents, and their spaces.
 
     Attributes:
         agents: The columns.
-        groups: The agents with equal observation spaces.
+        groups: The agents with equal observation spaces, as `core.schema.alike` returns them.
         places: By agent, its group, and its row there.
         is_one_stack: Whether the observations of all agents are one array, in order.
         wants_info_arrays: Whether infos are to be `InfoColumns`, where they can be: for facades that stack them.
@@ -124,14 +109,41 @@ class ArrayView:
 
     def __init__(self, schema: Schema) -> None:
         self.agents = list(schema.possible_agents)
-        self.groups = [Group(*group) for group in alike(schema.observation_spaces, self.agents)]
+        self.groups = alike(schema.observation_spaces, self.agents)
         self._column = {agent: place for place, agent in enumerate(self.agents)}
         rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
         self.places = {agent: rows[place] for agent, place in self._column.items()}  # the group, and the row in it
-        self.is_one_stack = len(self.groups) == 1 and not isinstance(self.groups[0].space, spaces.Dict | spaces.Tuple)
+        self.is_one_stack = len(self.groups) == 1 and not isinstance(self.groups[0][0], spaces.Dict | spaces.Tuple)
         self.wants_info_arrays = False
         self._target: list[Any] | None = None
         self._rollout: RolloutBuffer | None = None
+
+    @abstractmethod
+    def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
+        """Take the actions of the agents that act, and ignore all others; returns the payload of the step.
+
+        Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
+        """
+
+    @abstractmethod
+    def read(self, extras: Any) -> Arrays:
+        """The transitions of all environments, with the extras of the step or reset.
+
+        Raises `ValueError` if something has no place in an array, such as an undeclared vector of rewards or an unknown
+        agent. All environments have been stepped, and their state is known.
+        """
+
+    @abstractmethod
+    def last(self) -> Arrays:
+        """What `read` and `read_some` have returned last, for `read_some`."""
+
+    @abstractmethod
+    def read_some(self, env_ids: Sequence[int], extras: Any, last: Arrays) -> Arrays:
+        """The transitions of some environments, and the observations in `last` of all others."""
+
+    @abstractmethod
+    def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
+        """Note what an environment was stepped to in between: its observations and who was rewarded."""
 
     def write_to(self, observations: list[Any] | None, rollout: RolloutBuffer | None = None) -> None:
         """Have the next `read`s write observations into these arrays, one tree for each group; None for new arrays.
@@ -144,15 +156,15 @@ class ArrayView:
         """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
         return {agent: stacking.column(observations[group], row) for agent, (group, row) in self.places.items()}
 
-    def _checked(self, actions: Actions, batch: _WithActing, env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
-        """Actions by agent; `ValueError` if an agent is unknown, or one that acts in `batch` has none."""
+    def _checked(self, actions: Actions, transitions: Transitions, env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
+        """Actions by agent; `ValueError` if an agent is unknown, or one that acts has none."""
         if isinstance(actions, list):
             actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
         if actions.keys() != self._column.keys():
             for agent in actions:
                 if agent not in self._column:
                     raise ValueError(f"actions for {agent!r}, which is none of the agents {self.agents}")
-            acting = batch.acting
+            acting = transitions.acting
             for env_id in env_ids:
                 of_acting(env_id, actions, acting[env_id])
         return actions

@@ -23,13 +23,13 @@ from marl_parallel.core.array_view import Actions, Arrays, ArrayView
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.codec import keep_large
 from marl_parallel.core.info_columns import InfoArrays, InfoColumns
-from marl_parallel.core.native import NativeArrays, NativePool
 from marl_parallel.core.records import BITS, VECTOR_TAG, ActionRecords, TransitionRecords
+from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
 from marl_parallel.core.transition import ALL, are_empty
 
 
-def action_masks(batch: Batch | NativePool, schema: Schema, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
+def action_masks(batch: Transitions, schema: Schema, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
     """Action masks as an array; see `ArrayStepper.action_masks`."""
     if not agents:
         raise ValueError("agents is empty: pass at least one agent")
@@ -78,7 +78,8 @@ class ArrayBatch(ArrayView):
     Without `copy`, the next `read` writes to the same observations again.
     """
 
-    def __init__(self, batch: Batch, env_ids: range, *, copy: bool) -> None:
+    def __init__(self, batch: Batch, *, copy: bool, env_ids: range | None = None) -> None:
+        env_ids = range(len(batch.env_ids)) if env_ids is None else env_ids
         layout, schema = batch.layout, batch.layout.schema
         super().__init__(schema)
         self._batch, self._copy = batch, copy
@@ -114,10 +115,6 @@ class ArrayBatch(ArrayView):
             keep_large(self, view)
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
-        """Write the actions of the agents that act, and ignore all others; returns the payload of the step.
-
-        Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
-        """
         batch = self._batch
         if batch.around is not None and (context := batch.around("write actions")):
             with context:
@@ -179,11 +176,6 @@ class ArrayBatch(ArrayView):
         return mask
 
     def read(self, extras: Mapping[int, Any]) -> Arrays:
-        """The transitions of all environments, with the extras of the step or reset.
-
-        Raises `ValueError` if something has no place in an array, such as an undeclared vector of rewards or an unknown
-        agent. All environments have been stepped, and their state is known.
-        """
         batch = self._batch
         if batch.around is not None and (context := batch.around("read results")):
             with context:
@@ -358,10 +350,3 @@ class ArrayBatch(ArrayView):
                 "so that arrays have no row for it"
             )
         return agent
-
-
-def view_of(batch: Batch | NativePool, *, copy: bool, env_ids: range | None = None) -> ArrayBatch | NativeArrays:
-    """The environments of a batch as arrays, or some neighbouring ones; with `copy`, observations are the caller's."""
-    if isinstance(batch, NativePool):
-        return NativeArrays(batch)
-    return ArrayBatch(batch, env_ids or range(len(batch.env_ids)), copy=copy)

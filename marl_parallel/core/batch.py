@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
-from marl_parallel.core.array_view import StackedMasks, of_acting
+from marl_parallel.core.array_view import of_acting
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import add_to_infos, dicts_of, is_over, needs_actions
 from marl_parallel.core.pickling import dumps_for_workers, in_order
 from marl_parallel.core.pool.slots import Slot, Snapshot
 from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionRecords
+from marl_parallel.core.source import StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, conform, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.core.transition import ALL, COMMON, EPISODE, FINAL_OBS, are_empty
@@ -44,7 +45,7 @@ class Standing(NamedTuple):
 _UNKNOWN = Standing((), (), over=False)
 
 
-class Batch:
+class Batch(Transitions):
     """All environments' records, seen by the parent.
 
     Args:
@@ -331,10 +332,6 @@ class Batch:
     # -- action masks --------------------------------------------------------------------------------------------------
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
-        """By agent, the latest action masks that the simulator reported, in new arrays, also of agents that do not act.
-
-        {} if the next action does not count.
-        """
         slot = self._slots[env_id]
         if slot.request is not None or slot.skips or not slot.has_reset:  # in flight, or rebuilt
             return {}
@@ -345,7 +342,6 @@ class Batch:
         return in_order(reported, self.layout.schema.possible_agents)
 
     def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
-        """The action masks by agent, and the environments in which only `masks` knows them."""
         columns, observed = self.layout.observations, (self.transitions.presence & BITS["observations"]) != 0
         found: StackedMasks = {}
         for column, positions in columns.groups:
@@ -440,6 +436,5 @@ class Batch:
             self._slots[env_id].has_reset = True
 
     def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
-        """The global states, stacked: from the block, or from those that travelled pickled, by environment."""
         column = self.layout.state
         return np.stack([pickled[env_id] if column is None else column.array[env_id, 0] for env_id in env_ids])

@@ -9,7 +9,7 @@ A `RolloutBuffer` lies behind the records: observations of several times, one af
 
 A `Layout` follows from a `Schema` and the number of environments alone, so that workers and parent lay out the same
 block without exchanging offsets. `AgentColumns` are the values of all agents, such as their observations. Agents with
-equal spaces form a `Group`, whose values lie side by side in one column, so that they are written with one call and
+equal spaces form a group, whose values lie side by side in one column, so that they are written with one call and
 read as one array. Headers are described in `records.py`. `row` is an agent's place in its group.
 
 `codec.py` passes the forms of the columns to compiled code, which reads and writes the same bytes.
@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -231,18 +231,12 @@ def column_of(space: Space[Any], rows: int, place: Place) -> Column:
 # -- the values of all agents ------------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
-    """Agents with equal spaces, by their positions, and the column of their values."""
-
-    column: Column
-    positions: list[int]
-
-
 class AgentColumns:
     """The values of all agents whose declared space has a fixed size; `cast` is for values that do not fit.
 
     Attributes:
         agents: Those agents, in the order of `possible_agents`.
+        groups: The column of each group of agents with equal spaces, and the positions of these among `agents`.
     """
 
     def __init__(
@@ -254,7 +248,7 @@ class AgentColumns:
     ) -> None:
         self._declared, self._cast = declared, cast
         self.agents = [agent for agent in agents if agent in declared and fits_block(declared[agent])]
-        self.groups = [Group(column_of(space, len(of), place), of) for space, of in alike(declared, self.agents)]
+        self.groups = [(column_of(space, len(of), place), of) for space, of in alike(declared, self.agents)]
         self._places = {self.agents[at]: (column, row) for column, of in self.groups for row, at in enumerate(of)}
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:

@@ -129,7 +129,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
                 )
         nan = {agent: rows for agent, array in arrays.items() if (rows := _nan_rows(array)) is not None}
         acting = self._stepper.runner.batch.acting if nan else []
-        if any(agent in acting[env_id] for agent, rows in nan.items() for env_id in np.flatnonzero(rows)):
+        if any(agent in acting[env_id] for agent, rows in nan.items() for env_id in np.flatnonzero(rows).tolist()):
             of_envs = [{agent: array[env_id] for agent, array in arrays.items()} for env_id in range(self.num_envs)]
             self._stepper.send_dicts([self._of_env(of_env) for of_env in of_envs])
         else:

@@ -20,8 +20,6 @@ from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.info_columns import InfoColumns
-from marl_parallel.core.native import NativePool
-from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.spaces import fits_block, tree_map, zeros
 from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
@@ -151,15 +149,15 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         Raises:
             AttributeError: They run in other processes or threads.
         """
-        self._stepper.runner.check_open()
-        pool = self._stepper.runner.pool
-        if not isinstance(pool, Pool) or not isinstance(pool.backend, SerialBackend):
-            how = pool.name if isinstance(pool, NativePool) else f"a {type(pool.backend).__name__}"
+        runner = self._stepper.runner
+        runner.check_open()
+        backend = None if runner.workers is None else runner.workers.pool.backend
+        if not isinstance(backend, SerialBackend):
             raise AttributeError(
-                f"envs is only there with backend='serial', but this GymnasiumVectorEnv has {how}, whose simulators "
-                "are out of reach: use get_attr, set_attr or call"
+                f"envs is only there with backend='serial', but this GymnasiumVectorEnv has {runner.source.name}, "
+                "whose simulators are out of reach: use get_attr, set_attr or call"
             )
-        return [simulator for _, simulator in sorted(pool.backend.simulators().items())]
+        return [simulator for _, simulator in sorted(backend.simulators().items())]
 
     @property
     def over(self) -> NDArray[np.bool_]:

@@ -25,9 +25,8 @@ from ray.tune.registry import ENV_CREATOR, _global_registry
 from marl_parallel.adapters import AgentID, GroupSpaces
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.core.backend import usable_cpus
-from marl_parallel.core.batch import Batch
 from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.native import NativePool
+from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import from_zero, leaves, starts_elsewhere, to_start, to_zero
 from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
@@ -201,7 +200,7 @@ class EpisodeFilter:
     Agents that are alive again in an episode in which they have ended are added to `came_back`, with `env_id`.
     """
 
-    def __init__(self, batch: Batch | NativePool, env_id: int, came_back: list[tuple[int, AgentID]]) -> None:
+    def __init__(self, batch: Transitions, env_id: int, came_back: list[tuple[int, AgentID]]) -> None:
         self._batch, self._env_id, self._came_back = batch, env_id, came_back
         self._forget()
 

@@ -21,8 +21,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import check_one_for_each
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, Stacked
-from marl_parallel.core.arrays import action_masks, view_of
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.arrays import action_masks
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import is_vector
 from marl_parallel.parallel_env import ParallelEnv
@@ -127,7 +126,7 @@ class ArrayStepper(OfParallelEnv):
         self._copies = batch.copies if copy is None else copy
         self.env_ids = self.runner.env_ids
         self._some: tuple[int, ...] | None = None  # those of `narrow`
-        self.view = view_of(batch, copy=self._copies)
+        self.view = self.runner.view(copy=self._copies)
         self.latest: Arrays | None = None
         self.in_flight = False
         self._resetting: tuple[tuple[int, ...], Arrays | None] | None = None  # the reset in flight
@@ -140,11 +139,10 @@ class ArrayStepper(OfParallelEnv):
         Raises:
             ValueError: Native simulators, which have no workers.
         """
-        batch = self.runner.batch
-        if not isinstance(batch, Batch):
+        if self.runner.workers is None:
             raise ValueError("a native simulator steps all its environments at once, not some apart from the others")
         self.env_ids = self._some = tuple(env_ids)
-        self.view = view_of(batch, copy=self._copies, env_ids=env_ids)
+        self.view = self.runner.view(copy=self._copies, env_ids=env_ids)
 
     @exclusive("reset")
     def reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> Arrays:
@@ -201,7 +199,7 @@ class ArrayStepper(OfParallelEnv):
         """
         runner, view, ids = self.runner, self.view, self.env_ids
         # In most steps, all environments are ready, as the pool knows.
-        if not (runner.pool.is_lean and env_ids is None and runner.stepped_by is self._facade and self.latest):
+        if not (runner.source.is_lean and env_ids is None and runner.stepped_by is self._facade and self.latest):
             self._check_may_step("step")
             ids = runner.ids_to_step(env_ids)
         written = view.write(actions, ids)

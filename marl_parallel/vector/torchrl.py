@@ -29,7 +29,6 @@ from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.native import NativePool
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
@@ -440,7 +439,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         except AttributeError:
             if name.startswith("_") or "_forwards" not in vars(self) or hasattr(type(self), name):
                 raise
-        if isinstance(self._runner.pool, NativePool):
+        if self._runner.workers is None:
             return [*self.env.get_attr(name)]
         try:
             found = self.env.call(attributes.peek, name)
@@ -463,7 +462,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         )
 
     def _indices(self, tensordict: TensorDictBase | None, env_index: int | Sequence[int] | None) -> tuple[int, ...]:
-        if isinstance(self._runner.pool, NativePool) or self._returns_state:
+        if self._runner.workers is None or self._returns_state:
             raise NotImplementedError(
                 "native simulators, and environments made with return_state=True, are stepped all at once: use step"
             )

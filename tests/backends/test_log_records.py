@@ -281,7 +281,7 @@ def test_full_queues_drop_records_and_say_so_once(logs, caplog, records):
         records()
         env.set_attr("at_step", [None, None, functools.partial(Logging.log_many, None, 3000, 100)])
         env.send([ACTIONS], [2])
-        wait_for(lambda: env.runner.pool.backend.statuses[1].settled is not None)
+        wait_for(lambda: env.runner.source.backend.statuses[1].settled is not None)
         caplog.clear()
         env.recv()
         counts.append(sum(one.name == "sim" for one in caplog.records))

@@ -15,8 +15,8 @@ from simulators.envpool_players import ACTIONS, PLAYERS, Game, Pool
 from simulators.native_arena import Arena
 
 from marl_parallel import EnvError, ParallelEnv, Rollout
-from marl_parallel.backends.envpool import EnvPool
-from marl_parallel.core.native import Received
+from marl_parallel.sources.envpool import EnvPool
+from marl_parallel.sources.native import Received
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
 COPIES = 4

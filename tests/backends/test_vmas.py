@@ -12,7 +12,7 @@ import vmas
 from gymnasium import spaces
 
 from marl_parallel import ParallelEnv, Rollout, make
-from marl_parallel.backends.vmas_pool import VmasPool
+from marl_parallel.sources.vmas import VmasPool
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
 NUM_ENVS, SEED = 4, 7

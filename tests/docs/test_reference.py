@@ -14,7 +14,7 @@ from helpers import ROOT
 
 import marl_parallel
 from marl_parallel import vector
-from marl_parallel.core.native import NativeSimulator
+from marl_parallel.sources.native import NativeSimulator
 
 pytestmark = pytest.mark.release_independent
 

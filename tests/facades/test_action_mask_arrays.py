@@ -18,7 +18,7 @@ from simulators.masked_actions import Formed, Turnstile
 from simulators.native_arena import Arena
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.native import Received
+from marl_parallel.sources.native import Received
 from marl_parallel.vector.stepper import ArrayStepper
 
 AGENTS = ["guest", "host"]  # not in the simulators' order

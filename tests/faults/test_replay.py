@@ -533,7 +533,7 @@ def test_failed_call_after_a_restart(message, build, again, tmp_path):
     end_episode(env)
     env.restart([0])
     with pytest.raises(EnvError) as caught:
-        env.runner.pool.execute_in(message, [0])  # the methods of `ParallelEnv` want a reset first
+        env.runner.source.execute_in(message, [0])  # the methods of `ParallelEnv` want a reset first
     crash = same(str(caught.value), again)
     assert (crash.seed, crash.number, crash.step) == (seed_of(42, 0, 1), 0, 0)
 

@@ -670,7 +670,7 @@ def test_damaged_headers(header, code):
     if code is not None:
         block[start : start + 8] = struct.pack("=Q", code)
     compiled = codec.open_codec(layout, block, infos_in_block=True, totals=np.zeros((1, 7)))
-    leaves = ((layout.observations.groups[0].column.array, (0, 1, 2)),)
+    leaves = ((layout.observations.groups[0][0].array, (0, 1, 2)),)
     for as_arrays in (False, True):
         try:
             if as_arrays:

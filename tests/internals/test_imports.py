@@ -18,7 +18,7 @@ LEVELS = [
     {"types"},
     {"action_masks", "adapters"},
     {"core"},
-    {"backends", "arguments", "planning"},
+    {"backends", "sources", "arguments", "planning"},
     {"runner"},
     {"parallel_env"},
     {"monitoring", "recording", "vector", "wrappers"},

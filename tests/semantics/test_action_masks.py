@@ -27,7 +27,7 @@ from marl_parallel.action_masks import for_sample, mask_of
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.cli.check import Actor
 from marl_parallel.cli.measure import adapted_for_loop
-from marl_parallel.core.native import Received
+from marl_parallel.sources.native import Received
 from marl_parallel.vector import PettingZooVecEnv
 
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]

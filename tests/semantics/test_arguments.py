@@ -69,7 +69,7 @@ def test_envs_per_worker(num_envs, arguments, sizes):
     """The number of CPUs does not matter."""
     with ParallelEnv([Skirmish] * num_envs, backend="thread", **arguments) as env:
         assert env.num_workers == len(sizes)
-        assert [len(share) for share in env.runner.pool.shares] == sizes
+        assert [len(share) for share in env.runner.source.shares] == sizes
         assert len(env.reset()[0]) == num_envs
 
 

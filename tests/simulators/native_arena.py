@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core.native import EnvIds, NativeSimulator, Received
+from marl_parallel.sources.native import EnvIds, NativeSimulator, Received
 
 TANKS = ("tank_0", "tank_1")
 

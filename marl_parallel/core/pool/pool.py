@@ -30,6 +30,7 @@ from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Hooks, Interrupted
 from marl_parallel.core.pool.slots import OnReply, Results, Slot, State, WorkerQueue
 from marl_parallel.core.reports import logger
+from marl_parallel.core.source import Source
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
@@ -40,7 +41,7 @@ _CLOSE_IN_LINE_WITHIN_S = 1.0
 _INTERRUPTED_WITHIN_S = 0.5  # how long `close` waits at least for a thread that it has interrupted in a call
 
 
-class Pool:
+class Pool(Source):
     """The workers of one `ParallelEnv`, with a slot for each environment.
 
     Args:
@@ -52,15 +53,13 @@ class Pool:
         called: When the present call, or the latest one, has begun.
         survives_faults: Whether an extension replaces workers that are gone.
         advice: What errors say about restarts.
-        seeds_stale: Whether environments may use other seeds than those they declared last.
         is_lean: Whether `step_all` may be called: every slot is idle and has a result, and no extension needs to see
             the next ones.
         around: Called with the name of what a call does; a context of the call, or None if it is in one already.
     """
 
-    partial = True
-
     def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
+        self.name = f"a {type(backend).__name__}"
         self.backend, self.shares, self.clock = backend, shares, backend.clock
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
         self.queues = {worker: WorkerQueue(share, worker, share) for worker, share in enumerate(shares)}
@@ -101,6 +100,9 @@ class Pool:
         self._lean_patience = min(known, default=math.inf)
         self._lean_asked = [one.patience for one in extensions if one.lean_patience is None]
 
+    def check_resets(self, env_ids: Sequence[int]) -> None:
+        """Any environments can be reset at once."""
+
     # -- requests of the caller ------------------------------------------------------------------------------------
 
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
@@ -116,7 +118,7 @@ class Pool:
         timeout: float | None = None,
         env_ids: Sequence[int] | None = None,
         *,
-        window: float = 0.0,
+        window: float | None = None,
     ) -> Results:
         """Wait for the results of so many environments, and take all that are here; or wait for all of `env_ids`.
 
@@ -128,7 +130,7 @@ class Pool:
             ClosedEnvironmentError: Another thread has closed everything.
         """
         slots = self.slots if env_ids is None else [self.slots[env_id] for env_id in env_ids]
-        results: Results | None = self.alone("waiting", self._recv, at_least, timeout, slots, window)
+        results: Results | None = self.alone("waiting", self._recv, at_least, timeout, slots, window or 0.0)
         if results is None:
             raise NotReadyInTime(
                 f"{sum(slot.state is State.DONE for slot in slots)} of at least {at_least} environments were ready "
@@ -679,11 +681,6 @@ class Pool:
         return found
 
     # -- the end ---------------------------------------------------------------------------------------------------
-
-    def check_open(self) -> None:
-        """Raise `ClosedEnvironmentError` if everything has been closed."""
-        if self.closed:
-            raise ClosedEnvironmentError("the environments have been closed; make a new ParallelEnv")
 
     def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.

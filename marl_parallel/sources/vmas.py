@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import tree_map
+from marl_parallel.sources.native import EnvIds, NativeSimulator, Received
 from marl_parallel.types import how_to_install
 
 try:

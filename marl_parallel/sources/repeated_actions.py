@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.core import stacking
-from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.spaces import tree_map
+from marl_parallel.sources.native import EnvIds, NativeSimulator, Received
 
 
 class RepeatedActions(NativeSimulator):

@@ -3,7 +3,7 @@
 There are no workers and no shared memory: a step is one `send` with the actions of all environments, and one `receive`
 with arrays of all results::
 
-    BatchRunner  -->  NativePool (dicts), NativeArrays (arrays)  -->  NativeSimulator: reset, send, receive
+    BatchRunner  -->  SimulatorSource (dicts), SimulatorArrays (arrays)  -->  NativeSimulator: reset, send, receive
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import itertools
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
@@ -27,13 +27,14 @@ from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, ArrayView, StackedMasks, of_acting
+from marl_parallel.core.array_view import Actions, Arrays, ArrayView, of_acting
 from marl_parallel.core.info_columns import InfoArrays, InfoColumns, by_agent
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import in_order, loads
 from marl_parallel.core.pool.slots import Results
 from marl_parallel.core.records import Columns
 from marl_parallel.core.schema import alike
+from marl_parallel.core.source import Source, StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.core.transition import ALL
@@ -162,33 +163,36 @@ class NativeSimulator(ABC):
         """In a forked child process: forget everything, and touch nothing that the parent uses."""
 
 
-class NativePool:
-    """A native simulator as both `pool` and `batch` of a `BatchRunner`; it counts as one worker.
+class SimulatorSource(Source, Transitions):
+    """A native simulator as both the `Source` and the `Transitions` of a `BatchRunner`; it counts as one worker.
 
     The payload of a step is what `NativeSimulator.send` takes, and the extras of results are a `Received`. A simulator
     that raises closes everything.
     """
 
     seeds_stale = False
-    is_lean: ClassVar[bool] = False
-    mode: ClassVar[AutoresetMode] = AutoresetMode.NEXT_STEP
-    copies: ClassVar[bool] = True
+    is_lean = False
+    reset_replaces_automatic_one = True
+    mode = AutoresetMode.NEXT_STEP
+    copies = True
 
     def __init__(self, simulator: NativeSimulator) -> None:
         self._simulator, self.name, self.schema = simulator, simulator.name, simulator.schema
         self.batch_size = simulator.batch_size
+        self.reseeds = simulator.reseeds  # all at once
         self.partial = simulator.partial and simulator.batch_size == simulator.num_envs
         self.shares = [range(simulator.num_envs)]
         self.env_ids = tuple(self.shares[0])
         self.closed = False
         self.freed = False  # whether the simulator has been closed, or is being closed
-        self.has_reset = [False] * simulator.num_envs
+        self._has_reset = [False] * simulator.num_envs
+        self._called: dict[int, Any] = {}  # the results of `begin_in`
         self._all = np.arange(simulator.num_envs, dtype=np.int32)
         self._pending: dict[int, Message] = {}
         self._steps = self._resets = 0
         self.statistics = EpisodeStatistics(simulator.num_envs, self.schema.possible_agents, self.mode)
         self._simulator_s = 0.0
-        view = ArrayView(self.schema)
+        view = SimulatorArrays(self)
         self._agents, self._group_of = view.agents, view.places
         groups = alike(self.schema.action_spaces, view.agents)
         self._action_groups = [(space, [view.agents[at] for at in positions]) for space, positions in groups]
@@ -203,15 +207,10 @@ class NativePool:
             view.agents[at]: (group, row) for group, (_, of) in enumerate(groups) for row, at in enumerate(of)
         }
 
-    @property
-    def reseeds(self) -> bool:
-        """Whether environments can be seeded again, all at once."""
-        return self._simulator.reseeds
-
     # -- requests --------------------------------------------------------------------------------------------------
 
     @property
-    def in_flight(self) -> int:
+    def in_flight(self) -> int:  # type: ignore[override]
         return len(self._pending)
 
     @property
@@ -231,6 +230,9 @@ class NativePool:
         row_of[received.env_ids] = np.arange(len(ids))
         return received.at(row_of[ids])
 
+    def step_all(self) -> NoReturn:
+        raise NotImplementedError("is_lean is never True: a step has a payload")
+
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
         self.check_open()
         if self._pending and self.partial:
@@ -244,8 +246,17 @@ class NativePool:
             self._start(message, env_ids, payloads)
         self._pending.update(dict.fromkeys(env_ids, message))
 
-    def recv(self, at_least: int, timeout: float | None = None) -> Results:
+    def recv(
+        self,
+        at_least: int,
+        timeout: float | None = None,
+        env_ids: Sequence[int] | None = None,
+        *,
+        window: float | None = None,
+    ) -> Results:
         self.check_open()
+        if window is not None:
+            raise ValueError(f"window={window!r}, but native simulators return whole batches: pass None")
         in_flight = len(self._pending)
         if timeout is not None:
             raise ValueError(f"timeout={timeout:g}, but {self.name} waits for as long as it takes: pass None")
@@ -266,8 +277,11 @@ class NativePool:
         ids = tuple(received.env_ids.tolist())
         return Results(ids, [env_id for env_id in ids if self._pending.pop(env_id) is Message.RESET], received)
 
-    def execute_in(self, message: Message, env_ids: Sequence[int], payload: Any = None) -> dict[int, Any]:
+    def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
         self.check_open()
+        env_ids = tuple(env_ids)
+        if message is Message.STATE:
+            raise NotImplementedError(f"{self.name} has no global state")
         if message is Message.RENDER:
             with self._in_simulator(message, env_ids):
                 frames = self._simulator.render()
@@ -286,6 +300,12 @@ class NativePool:
                 f"environments of {self.name} have no methods of their own: {name!r} is a method for all of them"
             )
         return dict.fromkeys(env_ids, value)
+
+    def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
+        self._called = self.execute_in(message, env_ids, payload)
+
+    def finish_in(self, timeout: float | None) -> dict[int, Any]:
+        return self._called
 
     @contextlib.contextmanager
     def _in_simulator(self, message: Message, env_ids: Sequence[int]) -> Iterator[None]:
@@ -309,7 +329,6 @@ class NativePool:
             self.check_open("the environments were closed by another thread")
 
     def check_resets(self, env_ids: Sequence[int]) -> None:
-        """Raise `ValueError` if these environments cannot be reset at once."""
         self._check_whole(Message.RESET, env_ids)
 
     def _check_whole(self, message: Message, env_ids: Sequence[int]) -> None:
@@ -367,6 +386,13 @@ class NativePool:
         over: list[bool] = self.marks["over"].tolist()
         return over
 
+    @property
+    def has_reset(self) -> list[bool]:
+        return self._has_reset
+
+    def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
+        raise NotImplementedError(f"{self.name} has no global state")
+
     def _agents_with(self, mark: str) -> list[list[AgentID]]:
         if mark not in self._agent_lists:
             rows = self.marks[mark].tolist()
@@ -375,7 +401,7 @@ class NativePool:
 
     def begin(self, env_ids: Iterable[int]) -> None:
         for env_id in env_ids:
-            self.has_reset[env_id] = True
+            self._has_reset[env_id] = True
 
     def note_received(self, received: Received) -> bool:
         """Note where these transitions leave their environments; returns whether they are all, in order."""
@@ -433,13 +459,11 @@ class NativePool:
         return self.marks["acting"][:, self._agents.index(agent)] if reported is None else reported
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
-        """As in `Batch`."""
         agents = [] if env_id in self._pending else [a for a in self._masks if self._have_reported(a)[env_id]]
         masks: dict[AgentID, Any] = own_mask(tree_map(lambda array: array[env_id], {a: self._masks[a] for a in agents}))
         return in_order(masks, self._agents)
 
     def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
-        """As in `Batch`."""
         arrays: StackedMasks = {
             agent: (masks if type(masks) is np.ndarray else None, self._have_reported(agent))
             for agent, masks in self._masks.items()
@@ -451,7 +475,7 @@ class NativePool:
     def write_actions(
         self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
     ) -> list[Any]:
-        """What `NativeSimulator.send` takes; `stacked` is for `Batch`."""
+        """What `NativeSimulator.send` takes; all actions become arrays, so `stacked` makes no difference."""
         over, acting = self.over, self.acting
         used = [
             of_env if type(of_env) is dict and [*of_env] == acting[env_id]  # the most frequent case
@@ -498,11 +522,7 @@ class NativePool:
     def stats(self) -> Stats:
         return Stats.of([WorkerStats(steps=self._steps, resets=self._resets, simulator_s=self._simulator_s)])
 
-    def check_open(self, error: str = "the environments have been closed; make a new ParallelEnv") -> None:
-        if self.closed:
-            raise ClosedEnvironmentError(error)
-
-    def close(self, *, ask: bool = True, timeout: float = 5.0) -> None:
+    def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> None:
         if self.freed:
             return
         self.closed = self.freed = True
@@ -528,10 +548,10 @@ def _one_by_one(env_ids: Sequence[int], agent: AgentID, space: Space[Any], value
     return tree_map(lambda *arrays: np.stack(arrays), *checked)
 
 
-class NativeArrays(ArrayView):
-    """What a `NativePool` receives, with the methods of `ArrayBatch`; not copied if all environments were stepped."""
+class SimulatorArrays(ArrayView):
+    """What a `SimulatorSource` receives; not copied if all environments were stepped."""
 
-    def __init__(self, pool: NativePool) -> None:
+    def __init__(self, pool: SimulatorSource) -> None:
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
         # Groups with `Discrete` values, which simulators may return in another dtype than that of the space.

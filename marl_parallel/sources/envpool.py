@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.backends.repeated_actions import RepeatedActions
-from marl_parallel.core.native import EnvIds, NativeSimulator, Received
 from marl_parallel.core.spaces import leaves, tree_map
+from marl_parallel.sources.native import EnvIds, NativeSimulator, Received
+from marl_parallel.sources.repeated_actions import RepeatedActions
 from marl_parallel.types import how_to_install
 
 _INSTALL = how_to_install("envpool")

@@ -1,0 +1,188 @@
+"""`Source`: what a `BatchRunner` sends requests to; `Transitions`: the caller's side of what comes back.
+
+A pool of workers (`pool/pool.py`) is a source, and its block (`batch.py`) has the transitions. A simulator that steps
+many environments by itself (`sources/native.py`) is both. Nothing above needs to know which of them it has, except for
+what only workers can do: `BatchRunner.workers` is None where there are none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.adapters.protocol import AgentID
+from marl_parallel.core.messages import Message
+from marl_parallel.core.pool.slots import Results
+from marl_parallel.core.records import Columns
+from marl_parallel.core.statistics import EpisodeStatistics
+from marl_parallel.types import EnvError, Stats
+
+StackedMasks: TypeAlias = dict[AgentID, tuple[NDArray[Any] | None, NDArray[np.bool_]]]
+"""By agent, views of its action masks, `(num_envs, ...)`, and the rows that the simulator reported; other rows hold
+anything. The views are None for masks of a form that does not stack."""
+
+
+class Source(ABC):
+    """Environments that are reset and stepped by requests. After a fault, everything is closed, unless it is survived.
+
+    Attributes:
+        name: What errors call it.
+        shares: The environments of each worker; of all, where there are none.
+        batch_size: How many results arrive at a time.
+        partial: Whether some environments can be stepped or reset alone.
+        reseeds: Whether a reset can seed environments.
+        reset_replaces_automatic_one: Whether a reset right after the end of an episode takes the place of the automatic
+            one, so that it serves where automatic resets are not wanted.
+        in_flight: How many environments have been sent to and not received.
+        seeds_stale: Whether environments may use other seeds than those they declared last.
+        is_lean: Whether `step_all` may be called.
+        closed: Whether `close` has begun.
+        freed: Whether it has freed everything, or is doing so.
+    """
+
+    name: str
+    shares: Sequence[range]
+    batch_size: int
+    partial: bool = True
+    reseeds: bool = True
+    reset_replaces_automatic_one: bool = False
+    in_flight: int
+    seeds_stale: bool
+    is_lean: bool
+    closed: bool
+    freed: bool
+
+    @property
+    @abstractmethod
+    def pending(self) -> tuple[int, ...]:
+        """The environments in flight, in order of their ids."""
+
+    @abstractmethod
+    def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Any:
+        """`send` and `recv` in one call, while nothing is in flight; returns the extras of the results."""
+
+    @abstractmethod
+    def step_all(self) -> Any:
+        """As `run` of a step of all environments, with the actions in shared memory; only if `is_lean`."""
+
+    @abstractmethod
+    def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
+        """Begin a `STEP` or `RESET` of environments that are not in flight; `payloads` are what they need for it.
+
+        With `together`, all of them are received at once, which is faster.
+        """
+
+    @abstractmethod
+    def recv(
+        self,
+        at_least: int,
+        timeout: float | None = None,
+        env_ids: Sequence[int] | None = None,
+        *,
+        window: float | None = None,
+    ) -> Results:
+        """Wait for so many results, or for those of `env_ids`; then for `window` seconds for all others in flight."""
+
+    @abstractmethod
+    def check_resets(self, env_ids: Sequence[int]) -> None:
+        """Raise `ValueError` if these environments cannot be reset at once."""
+
+    @abstractmethod
+    def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
+        """Carry out another request in some environments, while nothing is in flight: the results by environment."""
+
+    @abstractmethod
+    def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
+        """Begin what `execute_in` does, and return; `finish_in` comes next, and nothing else before it."""
+
+    @abstractmethod
+    def finish_in(self, timeout: float | None) -> dict[int, Any]:
+        """The results of `begin_in`; `TimeoutError` after so many seconds, which loses nothing."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """What has been done so far."""
+
+    def check_open(self, error: str = "the environments have been closed; make a new ParallelEnv") -> None:
+        """Raise `ClosedEnvironmentError` if everything has been closed."""
+        if self.closed:
+            raise ClosedEnvironmentError(error)
+
+    @abstractmethod
+    def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> EnvError | None:
+        """Free everything; `ask` environments to close first. Returns the first error of their `close`. Idempotent."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """In a forked child process: forget everything, and touch nothing that the parent uses."""
+
+
+class Transitions(ABC):
+    """Actions of many environments in, their transitions out, and where each environment stands.
+
+    Attributes:
+        env_ids: All environments.
+        mode: The auto-reset mode.
+        copies: Whether observations belong to the caller, and are no views of shared memory.
+        statistics: Of episodes.
+    """
+
+    env_ids: tuple[int, ...]
+    mode: AutoresetMode
+    copies: bool
+    statistics: EpisodeStatistics
+
+    @abstractmethod
+    def write_actions(
+        self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
+    ) -> Any:
+        """Take one dict of actions for each environment; returns the payload of their step."""
+
+    @abstractmethod
+    def read(self, env_ids: Sequence[int], extras: Any) -> Columns:
+        """The transitions of environments that were received with these extras, as five tuples of dicts."""
+
+    @abstractmethod
+    def masks(self, env_id: int) -> dict[AgentID, Any]:
+        """By agent, the latest action masks that the simulator reported, in new arrays, also of agents that do not act.
+
+        {} if the next action does not count.
+        """
+
+    @abstractmethod
+    def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
+        """The action masks by agent, and the environments in which only `masks` knows them."""
+
+    @property
+    @abstractmethod
+    def acting(self) -> Sequence[Sequence[AgentID]]:
+        """The agents that act next, in each environment."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> Sequence[Sequence[AgentID]]:
+        """The agents that are alive, in each environment."""
+
+    @property
+    @abstractmethod
+    def over(self) -> Sequence[bool]:
+        """Whether the episode has ended and no reset has followed, in each environment."""
+
+    @property
+    @abstractmethod
+    def has_reset(self) -> Sequence[bool]:
+        """Whether it has been reset at least once, for each environment."""
+
+    @abstractmethod
+    def begin(self, env_ids: Iterable[int]) -> None:
+        """Note that environments have been reset by the caller."""
+
+    @abstractmethod
+    def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
+        """The global states, stacked, after a request for them has returned what it `pickled`, by environment."""
