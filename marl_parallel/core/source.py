@@ -145,7 +145,7 @@ class Transitions(ABC):
         """Take one dict of actions for each environment; returns the payload of their step."""
 
     @abstractmethod
-    def read(self, env_ids: Sequence[int], extras: Any) -> Columns:
+    def read(self, env_ids: Sequence[int], extras: Any, /) -> Columns:
         """The transitions of environments that were received with these extras, as five tuples of dicts."""
 
     @abstractmethod
