@@ -18,19 +18,22 @@ _MOST_S = 60  # for one history, which takes some hundredths of a second
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Let what takes longer, since it goes on for ever without a wait, raise `Stuck`; where there are alarms."""
+    """Let what takes longer, since it goes on for ever without a wait, raise `Stuck`; where there are alarms.
+
+    It is raised again and again: what runs then may go on for ever, too.
+    """
 
     def stop(number: int, frame: Any) -> None:
         raise Stuck("it goes on for ever, without a wait")
 
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGALRM, stop)
-        signal.alarm(seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds, 5.0)
     try:
         yield
     finally:
         if hasattr(signal, "SIGALRM"):
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 class Done(NamedTuple):
