@@ -27,7 +27,8 @@ def pad_spaces(env: Any) -> MultiAgentEnv:
       spaces must be equal.
     - Masks, where actions are padded: zeros for the actions that an agent does not have; for the others, the
       environment's own mask, or ones. If observations are `Dict`s with an entry `"action_mask"`, they are that entry,
-      else `infos[i][agent]["action_mask"]`, int8, of each agent that is observed. So `env.action_masks` has them, and
+      else `infos[i][agent]["action_mask"]`, int8, of each agent that is observed; those of kinds with masks of their
+      own, such as PyMARL's, stay there. So `env.action_masks` has them, and
       policies that follow masks never choose a padded action.
 
     Args:
@@ -58,7 +59,8 @@ class _Padded(MultiAgentEnv):
         self._env, self.source = env, env.source
         for name in (
             "rules", "seeded_when_made", "options_last", "needs_all_actions", "check_options", "possible_agents",
-            "reward_spaces", "state_space", "metadata", "render_mode", "reset_keywords", "agents_left", "alive", "turn",
+            "reward_spaces", "state_space", "state_per_agent", "metadata", "render_mode", "reset_keywords",
+            "agents_left", "alive", "turn",
         ):  # fmt: skip
             setattr(self, name, getattr(env, name))
         agents = env.possible_agents
@@ -71,9 +73,13 @@ class _Padded(MultiAgentEnv):
         acts = _padded_space("Discrete actions with equal starts", [*self._own.values()], spaces.Discrete)
         is_padded = any(space != acts for space in self._own.values())
         self._num_actions = int(acts.n) if is_padded else 0
+        self.mask_spaces = env.mask_spaces
+        if is_padded:
+            self.mask_spaces = dict.fromkeys(env.mask_spaces, spaces.MultiBinary(self._num_actions))
         seen = [_with_masks_of(self._num_actions, space) for space in env.observation_spaces.values()]
         sees = _padded_space("Box observations of one dtype and number of axes", seen, spaces.Box, spaces.Dict)
         self._masks_in_infos = is_padded and not (isinstance(sees, spaces.Dict) and KEY in sees.spaces)
+        self._reports_masks = is_padded and bool(env.mask_spaces)
         self._sees = sees
         self.observation_spaces, self.action_spaces = dict.fromkeys(agents, sees), dict.fromkeys(agents, acts)
 
@@ -94,12 +100,21 @@ class _Padded(MultiAgentEnv):
     def _padded(self, observations: Any, infos: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         if self._masks_in_infos:
             infos = {**infos}
-            for agent in observations:
+            # Masks that the environment reports apart are in infos at the end of an episode only.
+            for agent in infos if self._reports_masks else observations:
                 info = infos.get(agent) or {}
                 mask = mask_of(None, info)
+                if mask is None and self._reports_masks:
+                    continue
                 mask = np.ones(self._own[agent].n, np.int8) if mask is None else mask.astype(np.int8)  # type: ignore[attr-defined]
                 infos[agent] = {**info, KEY: padded_array(mask, (self._num_actions,))}
         return {agent: _padded_value(self._sees, seen) for agent, seen in observations.items()}, infos
+
+    def masks(self) -> Mapping[AgentID, Any]:
+        masks = self._env.masks()
+        if not self._reports_masks:
+            return masks
+        return {agent: padded_array(np.asarray(mask, np.int8), (self._num_actions,)) for agent, mask in masks.items()}
 
     def render(self) -> Any:
         return self._env.render()

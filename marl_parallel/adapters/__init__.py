@@ -31,6 +31,7 @@ from marl_parallel.adapters.protocol import (
     check_agents,
     choices,
 )
+from marl_parallel.adapters.pymarl_env import PyMARLEnv, is_pymarl
 from marl_parallel.adapters.tuple_env import TupleEnv
 
 __all__ = [
@@ -49,6 +50,7 @@ ADAPTERS: dict[str, AdapterFunction] = {
     "tuple": TupleEnv,
     "rllib": RLlibEnv,
     "mlagents": MLAgentsEnv,
+    "pymarl": PyMARLEnv,
 }
 
 
@@ -107,6 +109,8 @@ def _recognise(env: Any) -> MultiAgentEnv:
         return adapt_aec(env)
     if isinstance(env, ParallelEnv):
         return PettingZooEnv(env)
+    if is_pymarl(env):
+        return PyMARLEnv(env)
     if isinstance(env, gymnasium.Env):
         return _recognise_by_spaces(env) or GymnasiumEnv(env)
     if missing := [name for name in ("reset", "step") if not callable(declared(env, name))]:

@@ -103,7 +103,10 @@ class MultiAgentEnv(ABC):
             `GroupSpaces` if agents are open-ended.
         action_spaces: Likewise.
         reward_spaces: Of the agents whose rewards are vectors; empty if all rewards are numbers.
+        mask_spaces: Of the action masks that `masks` returns, by agent: `MultiBinary`. Empty if masks are only in
+            observations or infos.
         state_space: Of the global state; None if there is none.
+        state_per_agent: Whether the first axis of the global state is agents: each has a state of its own.
         metadata: The simulator's metadata (not copied).
         render_mode: The simulator's render mode.
         reset_keywords: Which of `seed` and `options` the simulator's `reset` takes.
@@ -118,7 +121,9 @@ class MultiAgentEnv(ABC):
     observation_spaces: Mapping[AgentID, Space[Any]]
     action_spaces: Mapping[AgentID, Space[Any]]
     reward_spaces: Mapping[AgentID, Space[Any]] = MappingProxyType({})
+    mask_spaces: Mapping[AgentID, Space[Any]] = MappingProxyType({})
     state_space: Space[Any] | None
+    state_per_agent: bool = False
     metadata: Mapping[str, Any]
     render_mode: str | None
     reset_keywords: frozenset[str]
@@ -150,6 +155,10 @@ class MultiAgentEnv(ABC):
     def turn(self) -> AgentID | None:
         """The only agent who may act next; None if all in the latest observation may."""
         return None
+
+    def masks(self) -> Mapping[AgentID, Any]:
+        """The action masks after the latest reset or step, by agent; only called if there are `mask_spaces`."""
+        return {}
 
     @abstractmethod
     def render(self) -> Any:
@@ -191,12 +200,15 @@ class Schema:
     seeded_when_made: bool = False
     options_last: bool = False
     needs_all_actions: bool = False
+    mask_spaces: Mapping[AgentID, Space[Any]] = field(default_factory=dict)
+    state_per_agent: bool = False
 
     @classmethod
     def of(cls, env: MultiAgentEnv) -> Schema:
         values = {attribute.name: getattr(env, attribute.name) for attribute in fields(cls)}
         values["possible_agents"] = list(env.possible_agents)
         values["metadata"], values["reward_spaces"] = dict(env.metadata), dict(env.reward_spaces)
+        values["mask_spaces"] = dict(env.mask_spaces)
         values["reset_keywords"] = tuple(sorted(env.reset_keywords))
         return cls(**values)
 
@@ -294,13 +306,17 @@ class Adapter(MultiAgentEnv):
         metadata, render_mode = declared(source, "metadata"), declared(source, "render_mode")
         self.metadata = metadata if isinstance(metadata, Mapping) else {}
         self.render_mode = render_mode if isinstance(render_mode, str) else None
-        check_spaces(source)
+        self._check_spaces()
         self.state_space = attributes.declared_state_space(source)
         self.reset_keywords = attributes.reset_keywords(source.reset)
         self._note_required()
         self.possible_agents = self._agents()
         self.observation_spaces, self.action_spaces = self._spaces("observation"), self._spaces("action")
         self.reward_spaces = attributes.vector_reward_spaces(source, self.possible_agents)
+
+    def _check_spaces(self) -> None:
+        """Raise `NotAnEnvironment` for declared spaces that cannot be used."""
+        check_spaces(self.source)
 
     def _note_required(self) -> None:
         """Note what `reset` of what is stepped requires, which gets None by default."""

@@ -296,7 +296,8 @@ class Batch(Transitions):
         transition = self._own.read(env_id, extras)
         dicts, ended = dicts_of(transition), is_over(transition)
         pickled = {**(extras or {}), "reset_infos": transition.reset_infos}
-        masks = self._pickled_masks(transition.acting, dicts[0], pickled, dicts[4], ended)
+        masks = self._masks_in_block(env_id)
+        masks |= self._pickled_masks(transition.acting, dicts[0], pickled, dicts[4], ended)
         over = ended and self.mode is not AutoresetMode.SAME_STEP
         return Snapshot(dicts, transition.acting, transition.alive, over, masks)
 
@@ -337,9 +338,15 @@ class Batch(Transitions):
             return {}
         observed = self.transitions.observed(env_id)
         masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
+        masks |= self._masks_in_block(env_id)
         masks |= self._masks.get(env_id, {})
         reported = {agent: own_mask(mask) for agent, mask in masks.items() if mask is not None}
         return in_order(reported, self.layout.schema.possible_agents)
+
+    def _masks_in_block(self, env_id: int) -> dict[AgentID, Any]:
+        """The masks that have columns of their own, as views."""
+        columns = self.layout.masks
+        return columns.read(env_id, columns.agents, False) if columns.agents else {}
 
     def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
         columns, observed = self.layout.observations, (self.transitions.presence & BITS["observations"]) != 0
@@ -350,6 +357,11 @@ class Batch(Transitions):
                 for row, at in enumerate(positions):
                     agent, masks = columns.agents[at], stacked[:, row] if type(stacked) is np.ndarray else None
                     found[agent] = masks, observed[:, self._places[agent]]
+        everywhere = np.ones(len(self.env_ids), np.bool_)
+        for group in self.layout.masks.groups:
+            for row, at in enumerate(group.positions):
+                masks = group.column.array[:, row]
+                found[self.layout.masks.agents[at]] = masks, everywhere
         apart = [
             slot.env_id
             for slot in self._slots
@@ -364,7 +376,12 @@ class Batch(Transitions):
         observations = extras.get("observations", {})
         masks: dict[AgentID, Any] = {}
         # Most infos have no masks: they cost one look at each.
-        if ended or observations or any(type(one) is not dict or ACTION_MASK in one for one in infos.values()):
+        if (
+            ended
+            or observations
+            or "masks" in extras
+            or any(type(one) is not dict or ACTION_MASK in one for one in infos.values())
+        ):
             masks = self._pickled_masks(acting, observations, extras, infos, ended)
         if masks:
             self._masks[env_id] = masks
@@ -377,11 +394,12 @@ class Batch(Transitions):
         """The masks in observations and infos; None for an agent whose observation is in `observations` without one."""
         if ended and self.mode is AutoresetMode.SAME_STEP:  # those infos are the finished episode's
             infos = extras.get("reset_infos", {})
-        masks = {}
+        masks = {**extras.get("masks", {})}
+        apart = {*masks, *self.layout.masks.agents}
         for agent in {**dict.fromkeys(acting), **observations, **infos}:
             mask = mask_of(observations.get(agent), infos.get(agent))
             if mask is None:
-                is_agent = agent in observations
+                is_agent = agent in observations and agent not in apart
             elif self._possible:
                 is_agent = agent in self._possible or agent in acting or agent in observations
             else:

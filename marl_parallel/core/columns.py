@@ -421,6 +421,7 @@ class Layout:
         step_end: Offset in a record after what every step writes; infos, final observations and state follow.
         infos, infos_nbytes: Offset and size of the area for infos of simple values, which compiled code writes.
         rewards: Columns of the agents whose rewards are vectors; rewards that are numbers lie in the header.
+        masks: Columns of the agents whose action masks are neither in observations nor in infos.
         state, final_state: The global state, and the last one of an episode whose environment has been reset since;
             None if there is none, or if it travels pickled.
     """
@@ -435,6 +436,7 @@ class Layout:
         self.transition_header = place(8 + 12 * n + 2)
         self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
+        self.masks = AgentColumns(schema.mask_spaces, self.agents, place)
         self.step_end = _aligned(self._record_nbytes, COLUMN_ALIGNMENT)
         self.infos_nbytes = min(256 + 128 * n, 1 << 16) if n else 0
         self.infos = place(self.infos_nbytes)
@@ -463,7 +465,7 @@ class Layout:
 
     def bind(self, buffer: Any) -> None:
         """Build all views into a block of `nbytes` zeroed bytes."""
-        for columns in (self.actions, self.rewards, self.observations, self.final_observations):
+        for columns in (self.actions, self.rewards, self.observations, self.masks, self.final_observations):
             columns.bind(buffer, self.starts)
         for column in (self.state, self.final_state):
             if column is not None:

@@ -29,11 +29,11 @@ def common_schema(described: Sequence[Schema]) -> Schema:
             raise _difference(env_id, "possible_agents", other.possible_agents, first.possible_agents)
         if not equal(first.state_space, other.state_space, classes=True):
             raise _difference(env_id, "the state space", other.state_space, first.state_space)
-        for kind in ("observation", "action", "reward"):
+        for kind in ("observation", "action", "reward", "mask"):
             ours, theirs = (getattr(schema, f"{kind}_spaces") for schema in (first, other))
             for agent in {**ours, **theirs}:
                 if not equal(ours.get(agent), theirs.get(agent), classes=True):
-                    what = f"the {kind} space of agent {agent!r}"
+                    what = f"the {'space of the action mask' if kind == 'mask' else f'{kind} space'} of agent {agent!r}"
                     raise _difference(env_id, what, theirs.get(agent), ours.get(agent))
     return first
 

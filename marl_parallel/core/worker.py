@@ -22,7 +22,7 @@ import contextlib
 import functools
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pickle import UnpicklingError
 from typing import Any
 
@@ -57,7 +57,7 @@ from marl_parallel.core.messages import (
     answer,
     name_of,
 )
-from marl_parallel.core.pickling import dump_extras, dumps, install_registrations, loads
+from marl_parallel.core.pickling import Extras, dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.schema import check_pickled_agents, common_schema, dumps_compactly
 from marl_parallel.core.spaces import DoesNotFit, Mismatch, Unreadable, as_array
@@ -185,6 +185,8 @@ class Worker:
             self._status.add_steps(*codec.sums())
         if self._rollout is not None and (message is Message.STEP or message is Message.RESET):
             self._rollout.write(ids)
+        if self._layout is not None and self._layout.masks.agents and message in _WITH_STATES:
+            self._write_masks(env_id for env_id in ids if env_id not in failures)
         if self.watch.states and message in _WITH_STATES:
             for env_id in ids:
                 if env_id not in failures and not self._episodes[env_id].awaits_reset:
@@ -332,7 +334,20 @@ class Worker:
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
         """Write a transition into the block; returns what does not fit, pickled."""
         extras = self._transitions.write(env_id, transition)
-        return None if extras is None else dump_extras(extras)
+        return None if extras is None else dump_extras(self._with_masks(env_id, extras))
+
+    def _with_masks(self, env_id: int, extras: Extras) -> Extras:
+        """Extras with the action masks of an environment if they have no place in the block."""
+        env = self._episodes[env_id].env
+        if env.mask_spaces and self._layout is not None and not self._layout.agents:
+            extras["masks"] = {**env.masks()}
+        return extras
+
+    def _write_masks(self, env_ids: Iterable[int]) -> None:
+        """Write the action masks of environments that have been stepped or reset into the block."""
+        layout: Any = self._layout
+        for env_id in env_ids:
+            layout.masks.write(env_id, self._episodes[env_id].env.masks(), "action mask")
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a reset that the simulator accepts, and the seed if the episode needs it."""
@@ -378,8 +393,7 @@ class Worker:
                     self._save(env_id, transition)
                     last = transition
                 transition = episode.begin_next(transition)
-            extras = self._transitions.write(env_id, transition)
-            return None if extras is None else dump_extras(extras)
+            return self._write(env_id, transition)
         except BaseException:
             if last is None:
                 self._partially_written = env_id

@@ -15,8 +15,8 @@ from helpers import ROOT
 PACKAGE = ROOT / "marl_parallel"
 
 LEVELS = [
-    {"types"},
-    {"action_masks", "adapters"},
+    {"types", "action_masks"},
+    {"adapters"},
     {"core"},
     {"backends", "sources", "arguments", "planning"},
     {"runner"},
