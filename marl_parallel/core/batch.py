@@ -358,9 +358,9 @@ class Batch(Transitions):
                     agent, masks = columns.agents[at], stacked[:, row] if type(stacked) is np.ndarray else None
                     found[agent] = masks, observed[:, self._places[agent]]
         everywhere = np.ones(len(self.env_ids), np.bool_)
-        for group in self.layout.masks.groups:
-            for row, at in enumerate(group.positions):
-                masks = group.column.array[:, row]
+        for column, positions in self.layout.masks.groups:
+            for row, at in enumerate(positions):
+                masks = column.array[:, row]
                 found[self.layout.masks.agents[at]] = masks, everywhere
         apart = [
             slot.env_id

@@ -55,6 +55,8 @@ class Episode:
             a derived seed. None if they get no seed.
         seeds_generators: Whether derived seeds also seed the process-wide generators, so that each episode can be
             repeated by itself. Needs `seeding`; `reset` then takes a seed in any case.
+
+    `after_step` is called after each step that compiled code carries out, before the transition is written.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Episode:
         seeding: tuple[int, int] | None = None,
         *,
         seeds_generators: bool = False,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         self.env, self.env_id, self.seeding, self.seeds_generators = env, env_id, seeding, seeds_generators
         self._mode, self._status = mode, status
@@ -77,6 +80,7 @@ class Episode:
         methods = [getattr(method, "__func__", None) for method in (env.turn, env.alive)]
         self._asked = methods != [MultiAgentEnv.turn, MultiAgentEnv.alive]
         self.fast: tuple[Callable[..., Any], Callable[[], Any] | None, bool, tuple[Any, bytes] | None] | None = None
+        self._fast_step = env.step if after_step is None else followed_by(env.step, after_step)
         self._takes_turns = False
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
@@ -234,13 +238,13 @@ class Episode:
         if not self._asked:
             left = None if self._dict_rules else self.env.agents_left
             if (lives := self._lives()) is not None:
-                self.fast = self.env.step, None, False, (left, lives)
+                self.fast = self._fast_step, None, False, (left, lives)
         elif self._flagged or self._alive != self.env.possible_agents:
             return
         elif self._takes_turns and len(self._acting) == 1 < len(self._alive):
-            self.fast = self.env.step, self._next_turn, True, None
+            self.fast = self._fast_step, self._next_turn, True, None
         elif self._acting == self._alive:
-            self.fast = self.env.step, self._all_go_on, False, None
+            self.fast = self._fast_step, self._all_go_on, False, None
 
     def _lives(self) -> bytes | None:
         """A byte for each possible agent, as of `Codec.lives`, and one more; None if there are others."""
@@ -300,6 +304,17 @@ class Episode:
 def derived_seed(seed: int, number: int) -> int:
     """The seed of the episode that begins as the `number`-th without a seed of its own since `seed` was passed."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1)[0] >> 1)
+
+
+def followed_by(step: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    """A simulator's step, and what comes after it."""
+
+    def stepped(actions: dict[Any, Any]) -> Any:
+        result = step(actions)
+        after()
+        return result
+
+    return stepped
 
 
 def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:

@@ -22,7 +22,7 @@ import contextlib
 import functools
 import os
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pickle import UnpicklingError
 from typing import Any
 
@@ -185,8 +185,6 @@ class Worker:
             self._status.add_steps(*codec.sums())
         if self._rollout is not None and (message is Message.STEP or message is Message.RESET):
             self._rollout.write(ids)
-        if self._layout is not None and self._layout.masks.agents and message in _WITH_STATES:
-            self._write_masks(env_id for env_id in ids if env_id not in failures)
         if self.watch.states and message in _WITH_STATES:
             for env_id in ids:
                 if env_id not in failures and not self._episodes[env_id].awaits_reset:
@@ -251,8 +249,10 @@ class Worker:
             trace(self._status, plan.traced)
         derives_from = (seed, 0) if plan.derived_seeds and seed is not None else None
         self._episodes[env_id] = Episode(
-            env, env_id, plan.mode, self._status, derives_from, seeds_generators=plan.isolate_rng and plan.derived_seeds
-        )
+            env, env_id, plan.mode, self._status, derives_from,
+            seeds_generators=plan.isolate_rng and plan.derived_seeds,
+            after_step=functools.partial(self._write_masks, env_id) if env.mask_spaces else None,
+        )  # fmt: skip
         self._all = tuple(sorted(self._seeds))  # however they came: the pool knows who is before whom
         self._restarts = plan.restarts
         return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source))
@@ -333,6 +333,7 @@ class Worker:
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
         """Write a transition into the block; returns what does not fit, pickled."""
+        self._write_masks(env_id)
         extras = self._transitions.write(env_id, transition)
         return None if extras is None else dump_extras(self._with_masks(env_id, extras))
 
@@ -343,11 +344,10 @@ class Worker:
             extras["masks"] = {**env.masks()}
         return extras
 
-    def _write_masks(self, env_ids: Iterable[int]) -> None:
-        """Write the action masks of environments that have been stepped or reset into the block."""
-        layout: Any = self._layout
-        for env_id in env_ids:
-            layout.masks.write(env_id, self._episodes[env_id].env.masks(), "action mask")
+    def _write_masks(self, env_id: int) -> None:
+        """Write the action masks of an environment into the block, where they have columns: before the transition."""
+        if self._layout is not None and self._layout.masks.agents:
+            self._layout.masks.write(env_id, self._episodes[env_id].env.masks(), "action mask")
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a reset that the simulator accepts, and the seed if the episode needs it."""
