@@ -239,7 +239,7 @@ def _open_pool(
     seed = passed.get("seed", 42)
     if pool == "envpool":
         return ParallelEnv.from_envpool(task, num_envs, seed=seed, **env_kwargs)
-    module = importlib.import_module(f"marl_parallel.backends.{pool}_pool")
+    module = importlib.import_module(f"marl_parallel.sources.{pool}")
     seeds = arguments.pool_seeds(seed, range(num_envs), f"{pool}:{task}")
     return ParallelEnv.from_native(module.open_pool(task, num_envs, seeds, env_kwargs))
 
