@@ -121,7 +121,8 @@ def _recognise(env: Any) -> MultiAgentEnv:
         hint = " It can be called: did a constructor return another constructor?" if callable(env) else ""
         raise NotAnEnvironment(
             "Looked for a PettingZoo ParallelEnv or AECEnv, a gymnasium.Env, an RLlib MultiAgentEnv, an ML-Agents "
-            f"BaseEnv, or any object with methods `reset` and `step`; got {type_name(env)} without "
+            "BaseEnv, a PyMARL MultiAgentEnv, an environment of MAPPO or HARL, or any object with methods "
+            f"`reset` and `step`; got {type_name(env)} without "
             f"`{'` and `'.join(missing)}`.{hint}"
         )
     if attributes.is_a(env, "gym", "Env"):

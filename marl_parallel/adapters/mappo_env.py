@@ -87,7 +87,8 @@ class MAPPOEnv(Adapter):
         declaration, number = declared(self.source, name), len(self.possible_agents)
         if declaration is None:
             raise NotAnEnvironment(
-                f"{self.kind} has a list `{name}` with one space per agent; {type_name(self.source)} has none"
+                f"{self.kind} has a list `{name}` with one space per agent; {type_name(self.source)} has none. "
+                "If its `seed` makes the spaces, call it in the constructor"
             )
         one_each = [*declaration] if _length(declaration) else [declaration] * number
         converted: dict[int, Space[Any]] = {}  # most agents share one object
@@ -158,7 +159,7 @@ class MAPPOEnv(Adapter):
                     f"the share observation of agent {self.possible_agents[place]!r} of {type_name(self.source)} must "
                     f"have the shape {shape}, as `share_observation_space` says; it has {array.shape}"
                 )
-            state[(place, *map(slice, shape))] = array
+            state[place][tuple(map(slice, shape))] = array
         return state
 
     def _share_rows(self) -> Sequence[Any]:
@@ -175,7 +176,7 @@ class MAPPOEnv(Adapter):
                 f"{type_name(self.source)} must return {number} share observations, one per agent; it returned "
                 f"{described(share)}"
             )
-        return share
+        return [*share]
 
     def _is_triple(self, result: Any) -> bool:
         """Whether the result of a reset is not a list of observations, but has the observations as its first entry."""
@@ -184,8 +185,7 @@ class MAPPOEnv(Adapter):
         number, first = len(self.possible_agents), result[0]
         if not _is_list(first) or len(first) != number:
             return False
-        space = self.observation_spaces[self.possible_agents[0]]
-        return number != 3 or np.shape(first) != space.shape or np.shape(first[0]) == space.shape
+        return number != 3 or np.shape(first[0]) == self.observation_spaces[self.possible_agents[0]].shape
 
     def _joint(self, actions: Mapping[Any, Any]) -> Any:
         """What the simulator's `step` takes: an array with one row per agent, or a list if rows differ."""
@@ -313,7 +313,7 @@ def _plain_shape(space: Any) -> tuple[int, ...] | None:
     several = [*space] if isinstance(space, list | tuple | np.ndarray) else [space]
     if len(several) > 1 and any(isinstance(part, list | tuple) for part in several[1:]):
         del several[1:]
-    are_sizes = all(isinstance(part, Integral) and not isinstance(part, bool) and part > 0 for part in several)
+    are_sizes = all(isinstance(part, Integral) and not isinstance(part, bool) and int(part) > 0 for part in several)
     return tuple(map(int, several)) if are_sizes and several else None
 
 
@@ -335,9 +335,10 @@ def _stacked_space(share: Sequence[Space[Any]]) -> Space[Any] | None:
 def _row(action: Any, space: Any, form: str) -> NDArray[Any]:
     """The action of one agent as the simulator takes it."""
     if isinstance(space, spaces.Discrete):
-        number = int(np.asarray(action).reshape(())) if np.size(action) == 1 else action
+        number = int(np.asarray(action).reshape(()))
         if form == "one-hot":
-            return np.eye(int(space.n))[number - int(space.start)]
+            row: NDArray[Any] = np.eye(int(space.n))[number - int(space.start)]
+            return row
         return np.array([number] if form == "column" else number)
     if isinstance(space, spaces.MultiDiscrete) and form == "one-hot":
         return np.concatenate([np.eye(int(count))[part] for count, part in zip(space.nvec, action)])
