@@ -31,7 +31,7 @@ _VALUES = (
 
 
 class MAPPOEnv(Adapter):
-    """A simulator with lists of spaces, `share_observation_space` among them; see `docs/mappo.md`.
+    """A simulator with lists of spaces, `share_observation_space` among them; see `docs/environments.md`.
 
     Args:
         source: The simulator.

@@ -28,7 +28,7 @@ _SIZES = {
 
 
 class PyMARLEnv(Adapter):
-    """A simulator with the methods of PyMARL's `MultiAgentEnv`; `docs/pymarl.md` describes what becomes of them.
+    """A simulator with the methods of PyMARL's `MultiAgentEnv`; `docs/environments.md` describes its steps and masks.
 
     Attributes:
         raw_reward: The reward of the latest step, as the simulator returned it; None before the first one.
