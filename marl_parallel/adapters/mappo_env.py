@@ -37,6 +37,29 @@ class MAPPOEnv(Adapter):
         source: The simulator.
         actions: How `Discrete` and `MultiDiscrete` actions reach it: "one-hot" rows, "column" for integers in an array
             `(agents, 1)`, or "index" for integers `(agents,)`. None chooses what the projects' own runners send.
+
+    Raises:
+        NotAnEnvironment: A list of spaces is missing, or one of them cannot be converted.
+        ValueError: Another value of `actions`.
+
+    Example:
+        >>> class Swarm:
+        ...     observation_space = [spaces.Box(-9, 9, (4,))] * 2
+        ...     share_observation_space = [spaces.Box(-9, 9, (8,))] * 2
+        ...     action_space = [spaces.Discrete(3)] * 2
+        ...     def reset(self):
+        ...         self.time = 0
+        ...         return [np.zeros(4, np.float32)] * 2
+        ...     def step(self, actions):
+        ...         self.time += 1
+        ...         observations = [np.full(4, self.time, np.float32)] * 2
+        ...         return observations, [[float(actions.sum())]] * 2, [self.time == 9] * 2, [{}, {}]
+        >>> from marl_parallel import ParallelEnv
+        >>> with ParallelEnv([Swarm] * 2, backend="serial") as env:
+        ...     observations, infos = env.reset()
+        ...     _, rewards, *_ = env.step([{"agent_0": 2, "agent_1": 1}] * 2)
+        ...     rewards[0], env.state().shape
+        ({'agent_0': 3.0, 'agent_1': 3.0}, (2, 2, 8))
     """
 
     rules: ClassVar[Rules] = Rules.DICT

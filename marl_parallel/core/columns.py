@@ -3,7 +3,7 @@
 Each environment has one record, contiguous and starting on a cache line:
 
     header of the actions | actions | header of the transition | vector rewards | observations
-    | infos | final observations | global state | final state
+    | action masks | infos | final observations | global state | final state
 
 A `RolloutBuffer` lies behind the records: observations of several times, one after another.
 
