@@ -23,6 +23,8 @@ BAD_TRANSITION = "bad_transition"
 
 _SPACES = "observation_space", "share_observation_space", "action_space"
 _FORMS = "one-hot", "column", "index"
+_NUMBERS = {float, int, np.float64, np.float32}
+"""The most frequent types of rewards."""
 _ALONE = "a list of observations, or (observations, share_observations, available_actions)"
 _VALUES = (
     "(observations, rewards, dones, infos) or (observations, share_observations, rewards, dones, infos, "
@@ -78,6 +80,11 @@ class MAPPOEnv(Adapter):
         self.state_space, self.state_per_agent = _stacked_space(share), True
         counts = {agent: choices_of(space) for agent, space in self.action_spaces.items()}
         self.mask_spaces = {agent: spaces.MultiBinary(sum(of)) for agent, of in counts.items() if of is not None}
+        # For results of all agents at once: the number of actions if all have the same Discrete space, else 0.
+        first = self.action_spaces[self.possible_agents[0]]
+        are_equal = all(space is first or space == first for space in self.action_spaces.values())
+        self._choices = int(first.n) if are_equal and isinstance(first, spaces.Discrete) and first.start == 0 else 0
+        self._no_flags = dict.fromkeys([*self.possible_agents, ALL], False)
         self._masks: dict[AgentID, NDArray[np.int8]] = {}
         self._share: Any = None  # the latest share observations, as the simulator returned them
         self._shares = False  # whether it returns any
@@ -148,25 +155,32 @@ class MAPPOEnv(Adapter):
             after = "as `reset` returned share observations" if self._shares else "as `reset` returned observations"
             raise self._wrong_result("step", f"{_VALUES}; {expected} values, {after}", result)
         seen, share, rewards, dones, infos, available = result if self._shares else _with_gaps(result)
-        agents = self.possible_agents
         observations = self._observations("step", seen)
         self._masks = self._allowed("step", available)
         self._seen, self._share = observations, share
         of_agents = self._infos(infos)
-        done = self._dones(dones)
-        common = bool(of_agents.get(COMMON, {}).get(BAD_TRANSITION))
-        terminateds: dict[Any, bool] = {}
-        truncateds: dict[Any, bool] = {}
+        numbers, done = self._rewards(rewards), self._dones(dones)
+        terminateds, truncateds = self._no_flags.copy(), self._no_flags.copy()
+        if any(done):
+            self._note_ends(done, of_agents, terminateds, truncateds)
+        elif self._ended:
+            self._ended.clear()
+        return observations, numbers, terminateds, truncateds, of_agents
+
+    def _note_ends(
+        self, done: list[bool], infos: dict[Any, Any], terminateds: dict[Any, bool], truncateds: dict[Any, bool]
+    ) -> None:
+        """Set the flags of agents that have ended, and add the last masks to the infos if the episode has."""
+        agents = self.possible_agents
+        common = bool(infos.get(COMMON, {}).get(BAD_TRANSITION))
         for agent, is_done in zip(agents, done):
-            bad = is_done and agent not in self._ended and (common or bool(of_agents[agent].get(BAD_TRANSITION)))
+            bad = is_done and agent not in self._ended and (common or bool(infos[agent].get(BAD_TRANSITION)))
             terminateds[agent], truncateds[agent] = is_done and not bad, bad
-        terminateds[ALL] = truncateds[ALL] = False
         self._ended = {agent for agent in agents if terminateds[agent]}
         if all(done):
             self._over = terminateds[ALL], truncateds[ALL] = len(self._ended) == len(agents), any(truncateds.values())
             for agent, mask in self._masks.items():  # an automatic reset replaces those of `masks`
-                of_agents[agent] = {ACTION_MASK: mask, **of_agents[agent]}
-        return observations, self._rewards(rewards), terminateds, truncateds, of_agents
+                infos[agent] = {ACTION_MASK: mask, **infos[agent]}
 
     def masks(self) -> Mapping[AgentID, Any]:
         return self._masks
@@ -213,6 +227,11 @@ class MAPPOEnv(Adapter):
     def _joint(self, actions: Mapping[Any, Any]) -> Any:
         """What the simulator's `step` takes: an array with one row per agent, or a list if rows differ."""
         form = self._actions or ("column" if self._shares else "index")
+        if self._choices and [*actions] == self.possible_agents:
+            numbers = np.array([*actions.values()]).reshape(-1)
+            if form == "one-hot":
+                return np.eye(self._choices)[numbers]
+            return numbers[:, None] if form == "column" else numbers
         rows = [
             _row(actions[agent] if agent in actions else self._idle(agent), space, form)
             for agent, space in self.action_spaces.items()
@@ -245,6 +264,10 @@ class MAPPOEnv(Adapter):
         if not _is_list(available) or len(available) != len(agents):
             raise self._wrong_result(method, f"{len(agents)} available actions, one row per agent, or None", available)
         masks: dict[AgentID, NDArray[np.int8]] = {}
+        if self._choices:
+            together = _array_of(available)
+            if together.shape == (len(agents), self._choices) and together.dtype.kind in "biuf":
+                return dict(zip(agents, (together != 0).astype(np.int8)))
         for agent, row in zip(agents, available):
             space = self.mask_spaces.get(agent)
             if row is None or space is None:
@@ -262,25 +285,36 @@ class MAPPOEnv(Adapter):
         agents = self.possible_agents
         if not _is_list(rewards) or len(rewards) != len(agents):
             raise self._wrong_result("step", f"{len(agents)} rewards, one per agent", rewards)
-        numbers = [_alone(reward) for reward in rewards]
-        if any(map(_is_list, numbers)):
+        if isinstance(rewards, np.ndarray) and rewards.size == len(agents):
+            return dict(zip(agents, rewards.reshape(-1)))
+        numbers = [reward[0] if type(reward) is list and len(reward) == 1 else _alone(reward) for reward in rewards]
+        if not {*map(type, numbers)} <= _NUMBERS and any(map(_is_list, numbers)):
             raise self._wrong_result("step", f"{len(agents)} rewards, one number per agent", [*rewards])
         return dict(zip(agents, numbers))
 
     def _dones(self, dones: Any) -> list[bool]:
         number = len(self.possible_agents)
-        if isinstance(dones, bool | np.bool_ | Integral) or (isinstance(dones, np.ndarray) and dones.shape == ()):
-            return [bool(dones)] * number
-        flags = [_alone(done) for done in dones] if _is_list(dones) and len(dones) == number else [None]
-        if not all(isinstance(flag, bool | np.bool_ | Integral | float | np.floating) for flag in flags):
+        flags: Any = dones
+        if isinstance(dones, np.ndarray) and dones.size in (1, number):
+            flags = dones.reshape(-1).tolist()
+        elif not _is_list(dones):
+            flags = [dones]
+        if len(flags) == 1:  # one flag for all
+            flags = [flags[0]] * number
+        if {*map(type, flags)} != {bool}:
+            flags = [_alone(flag) for flag in flags]
+            if not all(isinstance(flag, bool | np.bool_ | Integral | float | np.floating) for flag in flags):
+                flags = []
+        if len(flags) != number:
             raise self._wrong_result("step", f"{number} dones, one flag per agent, or one flag", dones)
-        return [bool(flag) for flag in flags]
+        return [*map(bool, flags)]
 
     def _infos(self, infos: Any) -> dict[Any, Any]:
         agents = self.possible_agents
         if infos is None or isinstance(infos, Mapping):
             return {agent: {} for agent in agents} | ({COMMON: infos} if infos else {})
-        if not _is_list(infos) or len(infos) != len(agents) or not all(isinstance(one, Mapping) for one in infos):
+        kinds = {*map(type, infos)} if _is_list(infos) and len(infos) == len(agents) else {type(None)}
+        if kinds != {dict} and not all(issubclass(kind, Mapping) for kind in kinds):
             raise self._wrong_result("step", f"{len(agents)} infos, one dict per agent, or one dict", infos)
         return dict(zip(agents, infos))
 
@@ -379,6 +413,14 @@ def _cast(observation: Any, space: Space[Any]) -> Any:
     except ValueError:  # rows of different lengths: an error that names the agent follows
         return observation
     return array.astype(space.dtype) if np.can_cast(array.dtype, space.dtype, "same_kind") else observation
+
+
+def _array_of(rows: Any) -> NDArray[Any]:
+    """Rows of numbers as one array; an empty one if they have different lengths."""
+    try:
+        return np.asarray(rows)
+    except ValueError:
+        return np.zeros(0)
 
 
 def _with_gaps(result: Sequence[Any]) -> tuple[Any, ...]:
