@@ -27,6 +27,7 @@ from simulators.pymarl_envs import Forwarding
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import AdapterMismatch, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters.mappo_env import MAPPOEnv
+from marl_parallel.vector import StackedVecEnv
 from marl_parallel.wrappers import pad_spaces
 
 INF = np.inf
@@ -312,6 +313,33 @@ def test_a_restart_keeps_masks_and_share_observations(build, two_worker_setup):
     np.testing.assert_array_equal([*env.action_masks[0].values()], expected)
     assert env.state()[0, 0, 4] == 0
     assert env.state()[1, 0, 4] == 2
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_masks_that_come_and_go(num_workers, shared_memory):
+    """Available actions may be None for all, or for some agents."""
+
+    class Now(Squad):
+        def get_avail_actions(self) -> Any:
+            row = [0, 1, 0, 1, 1]
+            return [None, [row, None, row], [row] * K, [None] * K][self.time % 4]
+
+        def step(self, actions: Any) -> Any:
+            self.move([0] * K)
+            return self.get_obs(), self.shares(), [0.0] * K, [False] * K, [{}] * K, self.get_avail_actions()
+
+    vec = StackedVecEnv(ParallelEnv([Now] * 2, num_workers=num_workers, shared_memory=shared_memory))
+    vec.reset()
+    for step in range(9):
+        reported = [[], ["agent_0", "agent_2"], AGENTS, []][step % 4]
+        for masks in vec.env.action_masks:
+            assert [*masks] == reported
+            assert all(mask.tolist() == [False, True, False, True, True] for mask in masks.values())
+        expected = [[0, 1, 0, 1, 1] if agent in reported else [1] * 5 for agent in AGENTS]
+        np.testing.assert_array_equal(vec.action_masks, [expected] * 2)
+        vec.step(np.ones((2, K), np.int64))
+    vec.close()
 
 
 def test_actions_of_different_numbers_can_be_padded():
