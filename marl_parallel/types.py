@@ -26,7 +26,7 @@ AutoresetName: TypeAlias = Literal[
     "SAME_STEP", "NEXT_STEP", "DISABLED", "same_step", "next_step", "disabled", "SameStep", "NextStep", "Disabled"
 ]
 AdapterName: TypeAlias = Literal[
-    "dict", "pettingzoo", "aec", "aec-turn-based", "gymnasium", "tuple", "rllib", "mlagents", "pymarl"
+    "dict", "pettingzoo", "aec", "aec-turn-based", "gymnasium", "tuple", "rllib", "mlagents", "pymarl", "mappo"
 ]
 FacadeName: TypeAlias = Literal["agilerl", "gymnasium", "pettingzoo", "rllib", "sb3", "stacked", "torchrl"]
 

@@ -17,6 +17,7 @@ from marl_parallel.adapters import attributes
 from marl_parallel.adapters.attributes import AgentID, LookupFailed, declared, length_of, type_name
 from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, RLlibEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
+from marl_parallel.adapters.mappo_env import MAPPOEnv, is_mappo
 from marl_parallel.adapters.mlagents import MLAgentsEnv
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv, TurnBasedAECEnv, adapt_aec
 from marl_parallel.adapters.protocol import (
@@ -51,6 +52,7 @@ ADAPTERS: dict[str, AdapterFunction] = {
     "rllib": RLlibEnv,
     "mlagents": MLAgentsEnv,
     "pymarl": PyMARLEnv,
+    "mappo": MAPPOEnv,
 }
 
 
@@ -109,6 +111,8 @@ def _recognise(env: Any) -> MultiAgentEnv:
         return adapt_aec(env)
     if isinstance(env, ParallelEnv):
         return PettingZooEnv(env)
+    if is_mappo(env):  # some of these have PyMARL's methods, too
+        return MAPPOEnv(env)
     if is_pymarl(env):
         return PyMARLEnv(env)
     if isinstance(env, gymnasium.Env):
@@ -117,7 +121,8 @@ def _recognise(env: Any) -> MultiAgentEnv:
         hint = " It can be called: did a constructor return another constructor?" if callable(env) else ""
         raise NotAnEnvironment(
             "Looked for a PettingZoo ParallelEnv or AECEnv, a gymnasium.Env, an RLlib MultiAgentEnv, an ML-Agents "
-            f"BaseEnv, or any object with methods `reset` and `step`; got {type_name(env)} without "
+            "BaseEnv, a PyMARL MultiAgentEnv, an environment of MAPPO or HARL, or any object with methods "
+            f"`reset` and `step`; got {type_name(env)} without "
             f"`{'` and `'.join(missing)}`.{hint}"
         )
     if attributes.is_a(env, "gym", "Env"):

@@ -35,7 +35,7 @@ _MOST_TYPES_SHOWN = 5
 
 _MEANINGS = {
     "dict": " (dicts keyed by agent)", "tuple": " (sequences with one entry per agent)", "gymnasium": " (one agent)",
-    "pettingzoo": "", "aec": "",
+    "pettingzoo": "", "aec": "", "pymarl": " (PyMARL's methods)", "mappo": " (lists, with share observations)",
 }  # fmt: skip
 """The adapters to choose from, and what they are for."""
 
@@ -50,6 +50,8 @@ def choices(source: Any, in_use: Container[str] = ()) -> str:
         "gymnasium": not several,
         "pettingzoo": agents is not None,
         "aec": callable(declared(source, "observe")) and callable(declared(source, "last")),
+        "pymarl": callable(declared(source, "get_avail_actions")),
+        "mappo": declared(source, "share_observation_space") is not None,
     }
     named = [
         f'adapter="{name}"{meaning}'

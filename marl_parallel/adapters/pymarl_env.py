@@ -28,10 +28,35 @@ _SIZES = {
 
 
 class PyMARLEnv(Adapter):
-    """A simulator with the methods of PyMARL's `MultiAgentEnv`; `docs/pymarl.md` describes what becomes of them.
+    """A simulator with the methods of PyMARL's `MultiAgentEnv`; `docs/environments.md` describes its steps and masks.
 
     Attributes:
         raw_reward: The reward of the latest step, as the simulator returned it; None before the first one.
+
+    Raises:
+        NotAnEnvironment: It lacks methods, or `get_env_info` lacks sizes.
+
+    Example:
+        >>> class Duel:
+        ...     def get_env_info(self):
+        ...         return {"n_agents": 2, "n_actions": 3, "obs_shape": 4, "state_shape": 5, "episode_limit": 9}
+        ...     def reset(self):
+        ...         self.time = 0
+        ...     def step(self, actions):
+        ...         self.time += 1
+        ...         return float(actions.sum()), self.time == 9, {}
+        ...     def get_obs(self):
+        ...         return [np.full(4, self.time, np.float32)] * 2
+        ...     def get_state(self):
+        ...         return np.full(5, self.time, np.float32)
+        ...     def get_avail_actions(self):
+        ...         return [[1, 0, 0], [0, 1, 1]]
+        >>> from marl_parallel import ParallelEnv
+        >>> with ParallelEnv([Duel] * 2, backend="serial") as env:
+        ...     observations, infos = env.reset()
+        ...     _, rewards, *_ = env.step([{"agent_1": 2}] * 2)
+        ...     rewards[0], env.action_masks[1]["agent_0"], env.state().shape
+        ({'agent_0': 2.0, 'agent_1': 2.0}, array([ True, False, False]), (2, 5))
     """
 
     rules: ClassVar[Rules] = Rules.DICT
@@ -70,10 +95,12 @@ class PyMARLEnv(Adapter):
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         result = self._reset(keywords)
-        is_pair = isinstance(result, tuple | list) and len(result) == 2
-        if result is not None and not is_pair:
+        if result is None:
+            info: Any = {}
+        elif isinstance(result, tuple | list) and len(result) == 2:
+            info = result[1] if isinstance(result[1], Mapping) else {}
+        else:
             raise self._wrong_result("reset", "nothing, (observations, state) or (observations, info)", result)
-        info = result[1] if is_pair and isinstance(result[1], Mapping) else {}
         self._over, self.raw_reward = None, None
         observations = self._observations()
         self._masks = self._allowed()

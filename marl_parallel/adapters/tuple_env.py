@@ -105,7 +105,7 @@ class TupleEnv(Adapter):
             return actions[agent]
         if agent in self._alive:
             raise ValueError(f"no action for agent {agent!r}: a tuple environment needs one for each of {self._alive}")
-        return _idle(self.action_spaces.get(agent))
+        return idle_action(self.action_spaces.get(agent))
 
     def _for_each(self, method: str, what: str, values: Any) -> dict[AgentID, Any]:
         agents = self.possible_agents
@@ -148,7 +148,7 @@ def _is_true(flag: Any) -> bool:
         return False
 
 
-def _idle(space: Space[Any] | None) -> Any:
+def idle_action(space: Space[Any] | None) -> Any:
     """The action for an agent that has ended, if the caller passes none: zeros or the nearest value in the space."""
     if isinstance(space, spaces.Discrete):
         return int(space.start)
@@ -157,7 +157,7 @@ def _idle(space: Space[Any] | None) -> Any:
     if isinstance(space, spaces.Box):
         return np.clip(np.zeros(space.shape, space.dtype), space.low, space.high)
     if isinstance(space, spaces.Tuple):
-        return tuple(map(_idle, space.spaces))
+        return tuple(map(idle_action, space.spaces))
     if isinstance(space, spaces.Dict):
-        return {key: _idle(child) for key, child in space.spaces.items()}
+        return {key: idle_action(child) for key, child in space.spaces.items()}
     return np.zeros(space.shape, space.dtype) if isinstance(space, spaces.MultiBinary) else None

@@ -48,7 +48,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from marl_parallel.action_masks import ActionSampler, allows_nothing, for_sample, mask_of
+from marl_parallel.action_masks import KEY, ActionSampler, allows_nothing, for_sample, mask_of
 from marl_parallel.adapters import AgentID, InvalidAgents, MultiAgentEnv, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
@@ -537,6 +537,8 @@ class Solo:
         started = time.perf_counter()
         dicts = getattr(self.env, method)(*args, **keywords)
         self.seconds[method].append(time.perf_counter() - started)
+        if self.env.mask_spaces:
+            dicts = (*dicts[:-1], _with_masks(dicts[-1], self.env.masks()))
         if self.inspect is not None:
             self.inspect(dicts)
         return dicts
@@ -546,6 +548,12 @@ class Solo:
     def begin(self, seed: int | None = None) -> Transition:
         """Begin an episode, with the seed if the simulator takes one."""
         return self.episode.reset({"seed": seed} if seed is not None and "seed" in self.env.reset_keywords else {})
+
+
+def _with_masks(infos: Mapping[Any, Any], masks: Mapping[AgentID, Any]) -> dict[Any, Any]:
+    """Infos with the masks that an environment reports apart, where those of other environments are."""
+    as_infos = {agent: {KEY: np.asarray(mask, np.int8), **infos.get(agent, {})} for agent, mask in masks.items()}
+    return {**infos, **as_infos}
 
 
 def _run_alone(probe: Probe, solo: Solo, seed: int | None, steps: int, seconds: float) -> Steps:
@@ -829,12 +837,20 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
             warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
             return ParallelEnv([constructor] * _NUM_ENVS, False, SEED, **options)
 
+    def with_masks(infos: Sequence[dict[Any, Any]], env_ids: Iterable[int]) -> Iterable[dict[Any, Any]]:
+        if not env.runner.schema.mask_spaces:
+            return infos
+        masks = env.action_masks
+        return [_with_masks(of_env, masks[env_id]) for of_env, env_id in zip(infos, env_ids)]
+
     def begin(env_ids: Sequence[int]) -> list[Transition]:
-        resets = zip(env_ids, *env.reset(env_ids=env_ids))
-        return [Transition(observations, {}, {}, {}, infos, (), env.acting[i]) for i, observations, infos in resets]
+        observations, infos = env.reset(env_ids=env_ids)
+        resets = zip(env_ids, observations, with_masks(infos, env_ids))
+        return [Transition(seen, {}, {}, {}, info, (), env.acting[i]) for i, seen, info in resets]
 
     def act(actions: Sequence[Any]) -> list[Transition]:
-        results = zip(*env.step(actions), env.acting)
+        *dicts, infos = env.step(actions)
+        results = zip(*dicts, with_masks(infos, range(_NUM_ENVS)), env.acting)
         return [Transition(*dicts, (), acting) for *dicts, acting in results]  # type: ignore[call-arg]
 
     try:

@@ -33,7 +33,9 @@ from marl_parallel.action_masks import KEY, ActionSampler, for_sample, mask_of
 from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
 from marl_parallel.adapters.dict_env import ListActionsEnv
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
+from marl_parallel.adapters.mappo_env import MAPPOEnv
 from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, TurnBasedAECEnv
+from marl_parallel.adapters.pymarl_env import PyMARLEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.target import CommandError, in_brief
 from marl_parallel.core.backend import usable_cpus
@@ -124,6 +126,8 @@ def plain_loop(envs: Sequence[Any], adapted: MultiAgentEnv) -> StepAll:
     if isinstance(adapted, ParallelizableAECEnv):
         envs = [conversions.aec_to_parallel(env) for env in envs]
     seeded = "seed" in adapted.reset_keywords
+    if isinstance(adapted, PyMARLEnv | MAPPOEnv):
+        return _loop_of_adapters([*map(adapt, envs)], seeded)
     first = [env.reset(**({"seed": 42 + i} if seeded else {})) for i, env in enumerate(envs)]
     if isinstance(adapted, TupleEnv):
         return functools.partial(_step_tuples, envs, adapted.sequence)
@@ -144,6 +148,29 @@ def plain_loop(envs: Sequence[Any], adapted: MultiAgentEnv) -> StepAll:
         samplers = [ActionSampler(adapted.action_spaces, (42 + i, i)) for i in range(len(envs))]
         return functools.partial(_step_by_masks, envs, follow, first, samplers)
     return functools.partial(step, envs)
+
+
+def _loop_of_adapters(envs: Sequence[MultiAgentEnv], seeded: bool) -> StepAll:
+    """The loop over simulators whose actions and results are not keyed by agent: any loop has to convert them."""
+
+    def with_masks(env: MultiAgentEnv, observations: Any) -> tuple[Any, Any]:
+        return observations, {agent: {KEY: mask} for agent, mask in env.masks().items()}
+
+    def follow(env: MultiAgentEnv, actions: Actions) -> tuple[Any, Any]:
+        observations, _, terminateds, truncateds, _ = env.step(actions)
+        if terminateds["__all__"] or truncateds["__all__"]:
+            observations, _ = env.reset()
+        return with_masks(env, observations)
+
+    def step(batch: Sequence[Actions]) -> None:
+        for env, actions in zip(envs, batch, strict=True):
+            follow(env, actions)
+
+    first = [with_masks(env, env.reset(**({"seed": 42 + i} if seeded else {}))[0]) for i, env in enumerate(envs)]
+    if not any(infos for _, infos in first):
+        return step
+    samplers = [ActionSampler(env.action_spaces, (42 + i, i)) for i, env in enumerate(envs)]
+    return functools.partial(_step_by_masks, envs, follow, first, samplers)
 
 
 def _masks(observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> dict[Any, Any]:

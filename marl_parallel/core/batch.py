@@ -296,7 +296,7 @@ class Batch(Transitions):
         transition = self._own.read(env_id, extras)
         dicts, ended = dicts_of(transition), is_over(transition)
         pickled = {**(extras or {}), "reset_infos": transition.reset_infos}
-        masks = self._masks_in_block(env_id)
+        masks = {agent: mask.copy() for agent, mask in self.layout.masks.reported(env_id).items()}
         masks |= self._pickled_masks(transition.acting, dicts[0], pickled, dicts[4], ended)
         over = ended and self.mode is not AutoresetMode.SAME_STEP
         return Snapshot(dicts, transition.acting, transition.alive, over, masks)
@@ -338,15 +338,10 @@ class Batch(Transitions):
             return {}
         observed = self.transitions.observed(env_id)
         masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
-        masks |= self._masks_in_block(env_id)
+        masks |= self.layout.masks.reported(env_id)
         masks |= self._masks.get(env_id, {})
         reported = {agent: own_mask(mask) for agent, mask in masks.items() if mask is not None}
         return in_order(reported, self.layout.schema.possible_agents)
-
-    def _masks_in_block(self, env_id: int) -> dict[AgentID, Any]:
-        """The masks that have columns of their own, as views."""
-        columns = self.layout.masks
-        return columns.read(env_id, columns.agents, False) if columns.agents else {}
 
     def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
         columns, observed = self.layout.observations, (self.transitions.presence & BITS["observations"]) != 0
@@ -357,11 +352,7 @@ class Batch(Transitions):
                 for row, at in enumerate(positions):
                     agent, masks = columns.agents[at], stacked[:, row] if type(stacked) is np.ndarray else None
                     found[agent] = masks, observed[:, self._places[agent]]
-        everywhere = np.ones(len(self.env_ids), np.bool_)
-        for column, positions in self.layout.masks.groups:
-            for row, at in enumerate(positions):
-                masks = column.array[:, row]
-                found[self.layout.masks.agents[at]] = masks, everywhere
+        found |= self.layout.masks.stacked()
         apart = [
             slot.env_id
             for slot in self._slots

@@ -3,7 +3,7 @@
 Each environment has one record, contiguous and starting on a cache line:
 
     header of the actions | actions | header of the transition | vector rewards | observations
-    | infos | final observations | global state | final state
+    | action masks | infos | final observations | global state | final state
 
 A `RolloutBuffer` lies behind the records: observations of several times, one after another.
 
@@ -345,6 +345,37 @@ def _aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
+_NO_MASK = -1
+"""The first entry of a mask that has not been reported."""
+
+
+class MaskColumns(AgentColumns):
+    """The action masks of agents whose environment reports them apart: zeros and ones, int8 `(choices,)`."""
+
+    def write_all(self, record: int, masks: Mapping[AgentID, Any]) -> None:
+        """Write the masks of all agents; one without a mask has none from now on."""
+        self.write(record, masks, "action mask")
+        if len(masks) < len(self.agents):
+            for column, positions in self.groups:
+                for row, at in enumerate(positions):
+                    if self.agents[at] not in masks:
+                        column.array[record, row, 0] = _NO_MASK
+
+    def reported(self, record: int) -> dict[AgentID, Any]:
+        """The masks of a record as views, without agents that have none."""
+        masks = self.read(record, self.agents, False) if self.agents else {}
+        return {agent: mask for agent, mask in masks.items() if mask[0] != _NO_MASK}
+
+    def stacked(self) -> dict[AgentID, tuple[NDArray[Any], NDArray[np.bool_]]]:
+        """By agent: the masks of all records, `(records, choices)`, and which of them have been reported."""
+        found = {}
+        for column, positions in self.groups:
+            for row, at in enumerate(positions):
+                masks = column.array[:, row]
+                found[self.agents[at]] = masks, masks[:, 0] != _NO_MASK
+        return found
+
+
 class RolloutBuffer:
     """The observations of several times, of all environments, in shared memory behind the records.
 
@@ -436,7 +467,7 @@ class Layout:
         self.transition_header = place(8 + 12 * n + 2)
         self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
-        self.masks = AgentColumns(schema.mask_spaces, self.agents, place)
+        self.masks = MaskColumns(schema.mask_spaces, self.agents, place)
         self.step_end = _aligned(self._record_nbytes, COLUMN_ALIGNMENT)
         self.infos_nbytes = min(256 + 128 * n, 1 << 16) if n else 0
         self.infos = place(self.infos_nbytes)

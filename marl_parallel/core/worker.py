@@ -347,7 +347,7 @@ class Worker:
     def _write_masks(self, env_id: int) -> None:
         """Write the action masks of an environment into the block, where they have columns: before the transition."""
         if self._layout is not None and self._layout.masks.agents:
-            self._layout.masks.write(env_id, self._episodes[env_id].env.masks(), "action mask")
+            self._layout.masks.write_all(env_id, self._episodes[env_id].env.masks())
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a reset that the simulator accepts, and the seed if the episode needs it."""

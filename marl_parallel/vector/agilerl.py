@@ -12,6 +12,7 @@ from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays
 from marl_parallel.core.exclusive import CallGuard, exclusive
@@ -231,6 +232,9 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
             info = vector_infos(((env_id, of_agents[place]) for env_id, of_agents in by_env.items()), self.num_envs)
             if _FORCED in info:
                 info[_FORCED] = _forced(agent, info[_FORCED], info[f"_{_FORCED}"])
+            if agent in schema.mask_spaces:  # not in infos, except at the end of an episode
+                masks = self._stepper.action_masks([agent])[:, 0].astype(np.int8)
+                info[ACTION_MASK], info[f"_{ACTION_MASK}"] = masks, np.ones(self.num_envs, np.bool_)
             result[agent], result[f"_{agent}"] = info, np.ones(self.num_envs, np.bool_)
         return result
 

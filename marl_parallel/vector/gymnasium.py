@@ -40,14 +40,14 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
     `reward_space`, as in MO-Gymnasium.
 
     The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
-    need an action. If the observation space declares an `action_mask`, `infos["action_mask"]` has the masks of all
-    rows, as in `ArrayStepper.action_masks`: bool `(num_envs, num_choices)`. A row is done when its agent dies, and all
-    rows of an environment are when its episode ends. With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers
-    apply. With `True` (SAME_STEP) infos have the reset's, and `final_obs` and `final_info` in rows that are done, as
-    Gymnasium's. With `False` (DISABLED) the rows of an environment whose episode is over are zeros and stay done until
-    `reset(options={"reset_mask": env.over})`. With the `episode_stats` of `env`, `infos["episode"]` has the returns
-    `"r"` and lengths `"l"` of rows whose agent's own part of an episode ends, in the form of Gymnasium's
-    `RecordEpisodeStatistics`.
+    need an action. If the observation space declares an `action_mask`, or for kinds of environments with masks of their
+    own, as PyMARL's, `infos["action_mask"]` has the masks of all rows, as in `ArrayStepper.action_masks`: bool
+    `(num_envs, num_choices)`. A row is done when its agent dies, and all rows of an environment are when its episode
+    ends. With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos have the
+    reset's, and `final_obs` and `final_info` in rows that are done, as Gymnasium's. With `False` (DISABLED) the rows of
+    an environment whose episode is over are zeros and stay done until `reset(options={"reset_mask": env.over})`. With
+    the `episode_stats` of `env`, `infos["episode"]` has the returns `"r"` and lengths `"l"` of rows whose agent's own
+    part of an episode ends, in the form of Gymnasium's `RecordEpisodeStatistics`.
 
     Args:
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
@@ -91,7 +91,9 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.reward_space = self._rows.reward_space
         self.metadata, self.render_mode = env.metadata, env.render_mode
-        self._has_masks = declares_mask(self._rows.space, self._rows.action_space)
+        self._has_masks = declares_mask(self._rows.space, self._rows.action_space) or (
+            {*self.agents} <= {*self._stepper.runner.schema.mask_spaces}
+        )
         self.present = np.zeros(self.num_envs, np.bool_)
         self._resetting: list[int] | None = None  # the environments of a reset in flight
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP

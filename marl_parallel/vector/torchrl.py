@@ -137,7 +137,11 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             name: counts
             for name, group in self._groups.items()
             if (counts := choices_of(group.action_space))
-            and (info_masks or declares_mask(group.space, group.action_space))
+            and (
+                info_masks
+                or declares_mask(group.space, group.action_space)
+                or {*group.agents} <= {*self._runner.schema.mask_spaces}
+            )
         }
         if info_masks and not self._choices:
             raise ValueError(

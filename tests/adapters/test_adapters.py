@@ -391,5 +391,16 @@ def test_single_agent_results_of_a_wrong_form():
 
 
 def test_every_adapter_name_is_tested():
-    kinds = {"dict", "pettingzoo", "aec", "aec-turn-based", "gymnasium", "tuple", "rllib", "mlagents"}
+    kinds = {
+        "dict",
+        "pettingzoo",
+        "aec",
+        "aec-turn-based",
+        "gymnasium",
+        "tuple",
+        "rllib",
+        "mlagents",
+        "pymarl",
+        "mappo",
+    }
     assert set(ADAPTERS) == kinds

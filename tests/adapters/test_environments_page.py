@@ -13,7 +13,7 @@ PAGE = (ROOT / "docs" / "environments.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=["first", "wrappers", "tuples"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["first", "wrappers", "tuples", "pymarl", "mappo"])
 def test_code_prints_the_commented_output(block, tmp_path):
     done = subprocess.run([sys.executable, "-"], input=block, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

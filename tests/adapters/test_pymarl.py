@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from typing import Any
 
@@ -24,7 +25,7 @@ from simulators.pymarl_envs import (
     Wrapped,
 )
 
-from marl_parallel import EnvError, ParallelEnv, make
+from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
 from marl_parallel.adapters import AdapterMismatch, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.pymarl_env import PyMARLEnv
@@ -268,6 +269,114 @@ def test_masks_after_a_restart_are_those_of_the_new_simulator(mode, build, two_w
     for _ in range(20):
         env.step(env.sample_actions())
     assert env.stats().restarts == 1
+
+
+def assert_masks_are_those_of_the_simulators(env: ParallelEnv) -> None:
+    known = [place for place, masks in enumerate(env.action_masks) if masks]
+    shown = [[*env.action_masks[place].values()] for place in known]
+    np.testing.assert_array_equal(shown, np.array(env.call("get_avail_actions", env_ids=known), bool))
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+def test_masks_after_a_crash_and_of_neighbours_in_the_same_worker(mode):
+    class Crashes(Skirmish):
+        def __init__(self, seed: int | None = None, env_id: int = 0, restarts: int = 0) -> None:
+            super().__init__(seed)
+            self.crashes = env_id == 1 and not restarts
+
+        def step(self, actions: Any) -> Any:
+            if self.crashes and self.time == 2:
+                os._exit(3)
+            return super().step(actions)
+
+    with ParallelEnv([Crashes] * 4, mode, 3, num_workers=2, on_error="restart") as env:
+        env.reset()
+        known = []
+        for _ in range(25):
+            env.step(env.sample_actions())
+            known.append(sum(map(bool, env.action_masks)))
+            assert_masks_are_those_of_the_simulators(env)
+        assert env.stats().restarts == 2
+        assert known.count(4) > 20
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "DISABLED"])
+def test_masks_of_a_standby_worker(mode):
+    with ParallelEnv([Skirmish] * 2, mode, 3, num_workers=2, recycle=RecyclePolicy(max_episodes=1)) as env:
+        env.reset()
+        recycled = 0
+        for _ in range(30):
+            *_, terminateds, truncateds, infos = env.step(env.sample_actions())
+            over = [place for place in range(2) if terminateds[place]["__all__"] or truncateds[place]["__all__"]]
+            if over and mode == "DISABLED":
+                _, infos = env.reset(env_ids=over)
+            recycled += sum("recycled" in of_env.get("__common__", {}) for of_env in infos)
+            assert [*map(len, env.action_masks)] == [N_AGENTS] * 2
+            assert_masks_are_those_of_the_simulators(env)
+    assert recycled > 2
+
+
+class Gymma:
+    """As EPyMARL's wrapper of the same name around Gymnasium's environments with lists; it has no spaces of its own."""
+
+    def __init__(self, key: str, seed: int | None, common_reward: bool) -> None:
+        self._env = gymnasium.wrappers.TimeLimit(gymnasium.make(key), 30)
+        self.n_agents, self.common_reward = self._env.unwrapped.n_agents, common_reward  # type: ignore[attr-defined]
+        self.reset(seed)
+
+    def get_env_info(self) -> dict[str, Any]:
+        acts, seen = self._env.action_space[0], self._env.observation_space[0]  # type: ignore[index]
+        sizes = {"obs_shape": seen.shape[0], "state_shape": seen.shape[0] * self.n_agents, "n_actions": acts.n}
+        return {**sizes, "n_agents": self.n_agents, "episode_limit": 30}
+
+    def get_obs(self) -> Any:
+        return self._seen
+
+    def get_state(self) -> Any:
+        return np.concatenate(self._seen)
+
+    def get_avail_actions(self) -> Any:
+        return [[1] * space.n for space in self._env.action_space]  # type: ignore[attr-defined]
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> Any:
+        self._seen, info = self._env.reset(seed=seed, options=options)
+        return self._seen, info
+
+    def step(self, actions: Any) -> Any:
+        self._seen, rewards, done, truncated, info = self._env.step([int(action) for action in actions])
+        return self._seen, float(sum(rewards)) if self.common_reward else rewards, done, truncated, info  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("common_reward", [True, False])
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param("lbforaging:Foraging-8x8-2p-3f-v3", marks=pytest.mark.needs("lbforaging")),
+        pytest.param("rware:rware-tiny-2ag-v2", marks=pytest.mark.needs("rware")),
+    ],
+)
+def test_foraging_and_warehouses_equal_a_plain_loop(key, common_reward):
+    def construct(seed: int) -> Gymma:
+        return Gymma(key, seed, common_reward)
+
+    loop, rng, ends = PlainLoop(construct, [5, 6], reset_seeds=True), np.random.default_rng(1), 0
+    with ParallelEnv([construct] * 2, "SAME_STEP", 5, num_workers=2) as env:
+        observations, _ = env.reset()
+        for _ in range(100):
+            for place in range(2):
+                np.testing.assert_array_equal([*observations[place].values()], loop.observations[place])
+                np.testing.assert_array_equal(env.state()[place], loop.states[place])
+                np.testing.assert_array_equal([*env.action_masks[place].values()], loop.masks[place])
+            chosen = loop.choose(rng)
+            observations, rewards, terminateds, truncateds, _ = env.step([dict(zip(AGENTS, one)) for one in chosen])
+            for place in range(2):
+                reward, terminated, truncated, _ = loop.step(place, chosen[place])
+                assert [*rewards[place].values()] == ([reward] * 2 if common_reward else [*reward])
+                assert (terminateds[place]["__all__"], truncateds[place]["__all__"]) == (terminated, truncated)
+                if loop.over[place]:
+                    ends += 1
+                    loop.reset(place, {})
+    assert ends >= 6
 
 
 def test_padding_keeps_the_masks():

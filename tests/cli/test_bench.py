@@ -300,12 +300,21 @@ class RecordsActions(Healthy):
         f"{MASKED}:by_observations",
         f"{MASKED}:by_infos",
         f"{MASKED}:mask_of_another_form",
+        f"{SIMULATORS / 'pymarl_envs.py'}:Wrapped",
+        f"{SIMULATORS / 'mappo_envs.py'}:Squad",
     ],
 )
 def test_action_masks_and_turns(bench, env):
     """The simulators raise if an action is illegal, in the plain loop, too."""
     more = ("--async", "--facade", "pettingzoo,gymnasium", "--backends", "serial,thread")
     result = bench(env, *BRIEF, *more)
+    assert result.exit_code == 0, result.stderr
+    assert "plain loop" in result.stdout
+
+
+def test_mappo_environments_without_masks(bench):
+    """They assert that they get one-hot rows."""
+    result = bench(f"{SIMULATORS / 'mappo_envs.py'}:Particles", *BRIEF, "--backends", "serial")
     assert result.exit_code == 0, result.stderr
     assert "plain loop" in result.stdout
 

@@ -21,7 +21,9 @@ from helpers.processes import gone
 from pettingzoo.classic import tictactoe_v3
 from simulators.deterministic import Hunt
 from simulators.failing import LockedError, PickyError
+from simulators.mappo_envs import Squad
 from simulators.masked_actions import by_infos
+from simulators.pymarl_envs import Skirmish
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 from typer.testing import CliRunner
 
@@ -114,6 +116,19 @@ def test_no_findings_for_correct_simulators(alone):
     assert alone["Healthy"].checked >= {Question.RUNS, Question.SPACES, Question.PICKLING, Question.PROCESSES}
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("pymarl_envs.py:Skirmish", "A PyMARL environment"), ("mappo_envs.py:Squad", "A MAPPO environment")],
+)
+def test_kinds_with_masks_of_their_own_are_checked_with_legal_actions(name, kind):
+    """Both assert that actions are allowed; the runs alone and in a `ParallelEnv` are compared, masks included."""
+    found = examine(Job("alone", f"{SIMULATORS}/{name}", "{}", **BRIEF), ["serial"])
+    assert [one.what for one in found.findings if one.severity is PROBLEM] == []
+    assert found.checked >= {Question.RUNS, Question.API, Question.SPACES, Question.DETERMINISM, Question.SERIAL}
+    assert found.facts["kind"] == kind
+    assert found.facts["masked_agents"] == ["agent_0", "agent_1", "agent_2"]
+
+
 def test_crash_and_hang_show_the_simulators_line(alone):
     lines = BUGGY.read_text().splitlines()
     for name, code in (
@@ -143,6 +158,10 @@ def test_step_and_reset_times(alone):
          "agents that end before others (a, b)"),
         (VariableDictAgents, "no action masks; no state; agents that join late (c); "
          "agents that end before others (a, b)"),
+        (Skirmish, "action masks (agent_0, agent_1, agent_2); a state, Box(-inf, inf, (11,), float32); "
+         "no agents that join late; no agents that end before others"),
+        (Squad, "action masks (agent_0, agent_1, agent_2); a state, Box(-inf, inf, (3, 9), float32); "
+         "no agents that join late; agents that end before others (agent_0, agent_1, agent_2)"),
         (tictactoe_v3.raw_env, "action masks (player_1, player_2); no state; no agents that join late; "
          "no agents that end before others; agents take turns"),
     ],

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from agilerl.algorithms import MADDPG
 from simulators.masked_actions import Gate
+from simulators.pymarl_envs import Skirmish
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import AgileRLVecEnv
@@ -36,4 +37,18 @@ def test_maddpg_never_takes_an_illegal_action():
             simulator.step({agent: simulator.right(agent) for agent in simulator.agents})
             if not simulator.agents:
                 simulator.reset()
+    env.close()
+
+
+def test_masks_that_simulators_report_apart_are_in_infos():
+    """Skirmishes assert that actions are allowed."""
+    env = AgileRLVecEnv(ParallelEnv([Skirmish] * 3, num_workers=2))
+    _, infos = env.reset()
+    for _ in range(30):
+        expected = np.array(env.env.call("get_avail_actions"))
+        for place, agent in enumerate(env.agents):
+            np.testing.assert_array_equal(infos[agent]["action_mask"], expected[:, place])
+            assert infos[agent]["action_mask"].dtype == np.int8
+            assert infos[agent]["_action_mask"].all()
+        *_, infos = env.step({agent: infos[agent]["action_mask"].argmax(axis=1) for agent in env.agents})
     env.close()

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 from simulators.masked_actions import BoxWithMask, Turnstile
+from simulators.pymarl_envs import Skirmish
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv
@@ -49,4 +50,18 @@ def test_masks_of_continuous_actions_stay_observations():
     observations, infos = env.reset()
     assert "action_mask" not in infos
     assert observations["action_mask"].shape == (2, 7)
+    env.close()
+
+
+def test_masks_that_are_neither_in_observations_nor_in_infos():
+    """Skirmishes assert that actions are allowed."""
+    env = GymnasiumVectorEnv(ParallelEnv([Skirmish] * 3, backend="serial"))
+    _, infos = env.reset()
+    for _ in range(30):
+        assert infos["action_mask"].shape == (9, 6)
+        assert infos["_action_mask"].all()
+        expected = [mask for masks in env.call("get_avail_actions") for mask in masks]
+        np.testing.assert_array_equal(infos["action_mask"], expected)
+        *_, infos = env.step(infos["action_mask"].argmax(axis=1))
+    assert sum(stats["battles_game"] for stats in env.call("get_stats")) > 3
     env.close()

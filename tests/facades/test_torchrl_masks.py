@@ -13,6 +13,7 @@ from mpe2 import simple_spread_v3
 from pettingzoo.classic import connect_four_v3
 from simulators.masked_actions import BoxWithMask, Turnstile, refusing_multi_discrete
 from simulators.native_arena import Arena
+from simulators.pymarl_envs import Skirmish
 from torchrl.envs import PettingZooWrapper
 from torchrl.envs.utils import check_env_specs
 
@@ -28,6 +29,7 @@ REFUSING: dict[str, tuple[Any, bool]] = {
     "observations": (functools.partial(Turnstile, "observations"), False),
     "infos": (functools.partial(Turnstile, "infos"), True),
     "turn-based": (connect_four_v3.raw_env, False),
+    "neither": (Skirmish, False),
     "multi-discrete": (
         functools.partial(refusing_multi_discrete, (np.array([0, 1, 0], np.int8), np.array([1, 0], np.int8))),
         True,
