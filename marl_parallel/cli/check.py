@@ -156,7 +156,7 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "no observation space": (Question.API, REMARK, "agent {agent!r} declares no observation space",
         f"declare one; {_PICKLED}"),
     "mask of another form": (Question.API, REMARK,
-        "the action mask of {agent} has another form than its action space, {space}",
+        "the action mask of {agent} does not match its action space, {space}",
         "actions are drawn without it: report masks in the form that the space's `sample` takes, or under another key"),
     "undeclared vector": (Question.API, REMARK, "the reward of {agent} is of type {kind}, not one number",
         "return a float, or declare `reward_space` if vectors are meant; vectors travel pickled without it"),
@@ -373,7 +373,7 @@ def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Fi
     """The finding that a worker has crashed or hung in a call of the simulator."""
     where = place(error.stack)
     if isinstance(error, WorkerTimeout):
-        what = f"has not come to its end within {job.limit_s:g} s{f'; it is at {where}' if where else ''}"
+        what = f"did not finish within {job.limit_s:g} s{f'; it is at {where}' if where else ''}"
         advice = "if it needs longer, raise --timeout; else fix what hangs there"
     else:
         manner, _ = manner_of_death(Lost(error.exitcode, ""))

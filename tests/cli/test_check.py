@@ -75,8 +75,8 @@ ALONE = {
     "ExitsInStep": (Question.RUNS, PROBLEM, "step ends the process, at line", "os._exit"),
     "AbortsAtNonsense": (Question.API, REMARK, "first reset ends the process, at line", "native code"),
     "RaisesInStep": (Question.RUNS, PROBLEM, "CollisionError: agent_0 at 7.0", "fix that line"),
-    "HangsInStep": (Question.RUNS, PROBLEM, "step has not come to its end within 8 s; it is at line", "--timeout"),
-    "HangsInConstructor": (Question.RUNS, PROBLEM, "the constructor has not come to its end within", "--timeout"),
+    "HangsInStep": (Question.RUNS, PROBLEM, "step did not finish within 8 s; it is at line", "--timeout"),
+    "HangsInConstructor": (Question.RUNS, PROBLEM, "the constructor did not finish within", "--timeout"),
     "FourValues": (Question.API, PROBLEM, "must return five dicts", "let step return that"),
     "NoActionSpace": (Question.API, PROBLEM, "'agent_1' declares no action space", "a space for each of them"),
     "nothing": (Question.API, PROBLEM, "returned None", "docs/environments.md"),
@@ -280,7 +280,7 @@ def test_unseeded_reset_that_draws_from_the_global_generator():
     ("name", "what"),
     [
         ("RaisesIfNotAlone", "the constructor raises, at line"),
-        ("HangsIfNotAlone", "the constructor has not come to its end within 8 s; it is at line"),
+        ("HangsIfNotAlone", "the constructor did not finish within 8 s; it is at line"),
         ("OnlyLatestSteps", "step ends the process, at line"),
     ],
 )
@@ -307,7 +307,7 @@ def test_one_simulation_per_process(name, what):
     [
         ("DeadAgentsStay", "parallel_api_test fails: AssertionError"),
         ("DiesInApiTest", "pettingzoo.test.parallel_api_test ends the process, at line"),
-        ("HangsInApiTest", "pettingzoo.test.parallel_api_test has not come to its end"),
+        ("HangsInApiTest", "pettingzoo.test.parallel_api_test did not finish"),
     ],
 )
 def test_failing_test_of_another_project(name, what):
@@ -540,7 +540,7 @@ def test_masks_of_another_form_are_a_remark():
     found = examine(Job("alone", f"{simulators}:mask_of_another_form", "{}", **BRIEF), ["serial"])
     (remark,) = [one for one in found.findings if "mask" in one.what]
     assert remark.severity is REMARK
-    assert "the action mask of agent_0 has another form than its action space, Box" in remark.what
+    assert "the action mask of agent_0 does not match its action space, Box" in remark.what
     assert Question.RUNS in found.checked
     assert Question.SERIAL in found.checked
     assert found.healthy
