@@ -22,6 +22,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import inspect
 import itertools
 import math
 import os
@@ -50,6 +51,7 @@ from rich.table import Table
 
 from marl_parallel.action_masks import ActionSampler, allows_nothing, for_sample, mask_of
 from marl_parallel.adapters import AgentID, InvalidAgents, MultiAgentEnv, NotAnEnvironment, Rules, adapt
+from marl_parallel.adapters.attributes import layers
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
 from marl_parallel.cli.target import DEBUG_HINT, CommandError, constructor_of, in_brief
@@ -60,7 +62,7 @@ from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dumps, where_unpicklable
-from marl_parallel.core.reports import first_line, manner_of_death, place
+from marl_parallel.core.reports import first_line, is_of_a_library, manner_of_death, place
 from marl_parallel.core.spaces import ARRAY_SPACES, Mismatch, as_array, is_vector
 from marl_parallel.core.transition import ALL, Transition, is_empty_info
 from marl_parallel.core.worker_status import WorkerStatus
@@ -117,12 +119,16 @@ class Question(str, Enum):
 
 
 class Finding(NamedTuple):
-    """A fault of the simulator, and the advice: a sentence or a phrase each."""
+    """A fault of the simulator, and the advice: a sentence or a phrase each.
+
+    `where` is the method with the fault and the line where it begins, unless `what` has the line already.
+    """
 
     question: Question
     severity: Severity
     what: str
     advice: str
+    where: str = ""
 
 
 _IN_RESET = "draw from a generator that is made in `reset` from its seed (gymnasium.utils.seeding.np_random)"
@@ -347,7 +353,7 @@ def run_probes(
                 result.merge(new)
         except (WorkerCrashed, WorkerTimeout) as error:
             assert doing is not None
-            result.add([_fault(error, doing, job)])
+            result.add([_fault(error, doing, job, result.facts.get("defined", {}))])
         except EnvError as error:
             if isinstance(error.__cause__, CommandError):
                 raise CommandError(*error.__cause__.args) from error
@@ -369,8 +375,8 @@ def run_probes(
             env.close(terminate=True)
 
 
-def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Finding:
-    """The finding that a worker has crashed or hung in a call of the simulator."""
+def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job, defined: Mapping[str, str]) -> Finding:
+    """The finding that a worker has crashed or hung in a call of the simulator, whose methods are `defined` there."""
     where = place(error.stack)
     if isinstance(error, WorkerTimeout):
         what = f"did not finish within {job.limit_s:g} s{f'; it is at {where}' if where else ''}"
@@ -382,7 +388,8 @@ def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Fi
             "find what ends it, native code or os._exit, and fix it; until then, workers in processes with "
             'on_error="restart" survive it'
         )
-    return doing._replace(what=f"{doing.what} {what}", advice=doing.advice or advice)
+    of_method = "" if where else _method(doing.what, defined)
+    return doing._replace(what=f"{doing.what} {what}", advice=doing.advice or advice, where=of_method)
 
 
 # -- probes in a worker ------------------------------------------------------------------------------------------------
@@ -409,6 +416,7 @@ class Probe:
         self.job, self.result = job, Examination(job.environment)  # the results since the last `advance`
         self.elapsed_s = 0.0  # of the latest call of the simulator
         self.seeded: dict[str, int] = {}  # the `fingerprints` of process-wide generators before the latest constructor
+        self.defined: dict[str, str] = {}  # by method: the line of the simulator where it begins; and "the constructor"
         self._pid, self._kinds = os.getpid(), set[str]()
         self._steps = self._run()
         with open(os.devnull, "wb") as null:  # nothing that simulators print is shown
@@ -431,6 +439,7 @@ class Probe:
             raise
         except (Exception, SystemExit) as error:
             raise CommandError(in_brief(error), DEBUG_HINT) from error
+        self.define("the constructor", [constructor])
         yield from PROBES[self.job.probe](self, constructor)
 
     def advance(self) -> tuple[Examination, Finding | None]:
@@ -447,8 +456,15 @@ class Probe:
         result, self.result = self.result, Examination(self.job.environment)
         return result, doing
 
-    def find(self, name: str, /, **fields: Any) -> None:
-        self.add(_finding(name, **fields))
+    def define(self, name: str, functions: Iterable[Any]) -> None:
+        """Note the line where a method of the simulator, or its constructor, begins."""
+        if line := line_of(functions):
+            self.defined[name] = line
+            self.result.facts["defined"] = {**self.defined}
+
+    def find(self, name: str, method: str = "", /, **fields: Any) -> None:
+        """Add a finding, about this method of the simulator or its constructor."""
+        self.add(_finding(name, **fields)._replace(where=_method(method, self.defined)))
 
     def add(self, finding: Finding, kind: str = "") -> None:
         """Add a finding, unless there has been one of its kind."""
@@ -462,17 +478,17 @@ class Probe:
         try:
             return self.call(function)
         except (Exception, SystemExit, GeneratorExit) as error:
-            question, what = self.job.question, _raises(doing, error)
+            question, what, where = self.job.question, _raises(doing, error), ""
             to_do = 'fix that line, or let runs go on with on_error="restart"'
             if isinstance(error, TypeError) and not _place_of(error):
                 # The adapter raises it because of what the simulator returned; or Python, because of how it was called.
                 last = traceback.extract_tb(error.__traceback__)[-1].line or ""
                 returned = last.startswith("raise ") and not isinstance(error.__cause__, TypeError)
                 to_do = f"let {doing} return that" if returned else f"let {doing} take what it is called with"
-                question, what = Question.API, str(error)
+                question, what, where = Question.API, str(error), _method(doing, self.defined)
             else:
                 self.check_exception(error)
-            self.add(Finding(question, PROBLEM, what, f"{to_do}; what comes after it was not checked"))
+            self.add(Finding(question, PROBLEM, what, f"{to_do}; what comes after it was not checked", where))
             raise Stopped from error
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -490,7 +506,31 @@ class Probe:
 
     def check_exception(self, error: BaseException) -> None:
         if (reason := pickling_error(error)) is not None:
-            self.find("unpicklable exception", name=type(error).__name__, reason=reason)
+            finding = _finding("unpicklable exception", name=type(error).__name__, reason=reason)
+            place = _place_of(error)
+            self.add(finding._replace(where=place and f"raised at {place}"), finding.what)
+
+
+def line_of(functions: Iterable[Any]) -> str:
+    """Where the first of some functions begins that is no library's, else the last one: "line 12 of sim.py", or ""."""
+    line = ""
+    for function in functions:
+        while isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, type):
+            function = inspect.getattr_static(function, "__init__")
+        with contextlib.suppress(ValueError):  # a cycle of wrapped functions
+            function = inspect.unwrap(function)
+        if (code := getattr(function, "__code__", None)) is not None:
+            line = f"line {code.co_firstlineno} of {code.co_filename}"
+            if not is_of_a_library(code.co_filename):
+                break
+    return line
+
+
+def _method(name: str, defined: Mapping[str, str]) -> str:
+    """A method of the simulator and the line where it begins, such as "step, line 12 of sim.py"; or ""."""
+    return f"{name}, {defined[name]}" if name in defined else ""
 
 
 def _place_of(error: BaseException) -> str:
@@ -619,8 +659,9 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     job, before = probe.job, _started()
     yield Finding(Question.PICKLING, PROBLEM, "pickling the constructor", "")
     if (reason := probe.call(lambda: pickling_error(constructor))) is not None:
-        probe.find("unpicklable constructor", reason=reason)
+        probe.find("unpicklable constructor", "the constructor", reason=reason)
     solo: Solo = yield from _construct(probe, constructor)
+    constructed = _started()
     env, types = solo.env, {"reward": set[str](), "flag": set[str]()}
     takes_seed = "seed" in env.reset_keywords
     probe.result.facts |= {
@@ -636,7 +677,8 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     }
     unknown = [agent for agent in env.possible_agents if agent not in env.action_spaces]
     if unknown or not env.action_spaces:
-        probe.find("no action space", whose=f"agent {unknown[0]!r} declares" if unknown else "its agents declare")
+        whose, method = (f"agent {unknown[0]!r} declares" if unknown else "its agents declare"), "action_space"
+        probe.find("no action space", method if method in probe.defined else "the constructor", whose=whose)
         return
 
     traits = Traits()
@@ -646,7 +688,8 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
         traits.note(env, dicts)
         for one in _findings_in(env, dicts, types):
             what = f"{one.what} ({f'in step {step}' if step else 'at the first reset'})"
-            probe.add(one._replace(what=what), f"{one.question} {one.advice}")
+            where = _method("step" if step else "reset", probe.defined)
+            probe.add(one._replace(what=what, where=where), f"{one.question} {one.advice}")
 
     solo.inspect = inspect
     trace = yield from again(probe, constructor, solo, job.seconds)
@@ -659,11 +702,11 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     probe.result.facts |= {f"{part}_types": sorted(names) for part, names in types.items()}
     probe.result.facts |= traits.facts()
     if traits.unseen:
-        probe.find("no last observation", agents=_few(sorted(traits.unseen)))
+        probe.find("no last observation", "step", agents=_few(sorted(traits.unseen)))
     probe.result.checked.add(Question.SPACES)
     used = yield from _run_alone(probe, solo, SEED, min(job.steps, 20), job.seconds)
     if takes_seed and (where := first_difference(used, trace)) is not None:
-        probe.find("not reset", where=where[1])
+        probe.find("not reset", "reset", where=where[1])
     unseeded, seeded = set[str](), set[str]()  # the first observations of episodes
     for beginnings, seeds in ((unseeded, [None] * _RESETS), (seeded, range(SEED, SEED + _RESETS))):
         for seed in seeds:
@@ -672,14 +715,14 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     yield from _measure_cost(probe, solo)
     yield from probe.calling("close", env.close)
     probe.result.checked.add(Question.RUNS)
-    _check_nothing_left(probe, before, "close")
+    _check_nothing_left(probe, before, "close", constructed)
     other: Solo = yield from _construct(probe, constructor, 1)
     other_trace = yield from _run_alone(probe, other, SEED + 1, job.steps, job.seconds)
     probe.result.traces[1] = other_trace
     if len(unseeded) > 1 and len(seeded) == 1:
-        probe.find("seed ignored")
+        probe.find("seed ignored", "reset")
     elif len(unseeded) > 1 and trace[0] == other_trace[0]:
-        probe.find("no seed")
+        probe.find("no seed", "reset")
     yield from _check_two_in_one_process(probe, other, constructor)
     yield from _provoke_exceptions(probe, constructor)
     probe.result.checked.add(Question.PICKLING)
@@ -701,8 +744,11 @@ def _construct(probe: Probe, constructor: Constructor, env_id: int = 0) -> Steps
     try:
         env = probe.call(lambda: adapt(simulator))
     except (NotAnEnvironment, InvalidAgents) as error:
-        probe.find("ambiguous agents" if isinstance(error, InvalidAgents) else "no environment", error=error)
+        name = "ambiguous agents" if isinstance(error, InvalidAgents) else "no environment"
+        probe.find(name, "the constructor", error=error)
         raise Stopped from error
+    for name in ("reset", "step", "close", "action_space", "observation_space"):
+        probe.define(name, [inspect.getattr_static(layer, name, None) for layer in layers(simulator)])
     probe.elapsed_s = construct_s
     return Solo(env)
 
@@ -785,14 +831,21 @@ def _started() -> dict[psutil.Process, str]:
     return lines
 
 
-def _check_nothing_left(probe: Probe, before: Collection[psutil.Process], after: str) -> None:
+def _check_nothing_left(
+    probe: Probe, before: Collection[psutil.Process], after: str, constructed: Collection[psutil.Process] = ()
+) -> None:
+    """Add a finding if processes are left that are not in `before`; the constructor has started `constructed`."""
     deadline = time.monotonic() + _GONE_WITHIN_S
     new = _started().keys() - before
-    while (left := [line for process, line in _started().items() if process in new]) and time.monotonic() < deadline:
+    while (left := {one: line for one, line in _started().items() if one in new}) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:
         count = f"{len(left)} process{'es' * (len(left) > 1)}"
-        probe.find("processes left", after=after, count=count, first=left[0])
+        first, line = next(iter(left.items()))
+        finding, starts = _finding("processes left", after=after, count=count, first=line), ""
+        if constructed:
+            starts = _method("the constructor", probe.defined) if first in constructed else "reset or step"
+        probe.add(finding._replace(where=starts and f"started by {starts}"))
     probe.result.checked.add(Question.PROCESSES)
 
 
@@ -1188,6 +1241,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
             finding = _finding(name, where=where)
             if not facts["takes_seed"]:
                 finding = finding._replace(advice=f"let `reset` take a `seed`; {finding.advice}")
+            finding = finding._replace(where=_method("reset", facts.get("defined", {})))
             result.add([finding])
             first, traces = first_episodes, traces if unseeded else {}
     for backend, together in traces.items():
@@ -1199,7 +1253,8 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
                 if facts.get("generators"):
                     names = " and ".join(facts["generators"])
                     finding = finding._replace(advice=f"it uses {names}: pass isolate_rng=True; {finding.advice}")
-                result.add([finding._replace(question=question)])
+                method = "step" if re.search(r", in step \d+$", difference[1]) else "reset"
+                result.add([finding._replace(question=question, where=_method(method, facts.get("defined", {})))])
                 break
     if p99_s > max(5 * step_s, 1e-3):
         result.add([_finding("uneven steps", ratio=p99_s / step_s)])
@@ -1253,6 +1308,8 @@ def show(result: Examination) -> None:
         where = f" (backend: {', '.join(backends)})" if backends else ""
         colour = "red" if one.severity is PROBLEM else "yellow"
         console.print(f"\n[{colour}]{one.severity.value}[/]: {escape(one.what)}{where}")
+        if one.where:
+            console.print(f"  where: {escape(one.where)}")
         console.print(f"  what to do: {escape(one.advice)}")
 
 

@@ -237,6 +237,11 @@ _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<fro
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 
+def is_of_a_library(path: str) -> bool:
+    """Whether a file of Python code belongs to this package, the standard library or an installed package."""
+    return path.startswith((_OURS, *_STDLIB)) or _INSTALLED.search(path) is not None
+
+
 def place(stack: str) -> str:
     """The line of the simulator that a stack comes from, in words; empty if there is none.
 

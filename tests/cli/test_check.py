@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import re
@@ -18,7 +19,10 @@ import pytest
 from gymnasium import spaces
 from helpers import SIMULATORS
 from helpers.processes import gone
+from mpe2 import simple_spread_v3
 from pettingzoo.classic import tictactoe_v3
+from pettingzoo.utils import BaseParallelWrapper
+from simulators import buggy
 from simulators.deterministic import Hunt
 from simulators.failing import LockedError, PickyError
 from simulators.masked_actions import by_infos
@@ -26,6 +30,7 @@ from simulators.variable_agents import VariableAgents, VariableDictAgents
 from typer.testing import CliRunner
 
 from marl_parallel.adapters import adapt
+from marl_parallel.adapters.attributes import layers
 from marl_parallel.cli.app import app
 from marl_parallel.cli.check import (
     Actor,
@@ -41,6 +46,7 @@ from marl_parallel.cli.check import (
     first_difference,
     in_words,
     is_flag,
+    line_of,
     mismatch,
     pickling_error,
     reward_error,
@@ -106,6 +112,65 @@ def test_one_bug_causes_one_finding(name, alone):
     """Except an exception, which is unpicklable as well."""
     others = {one.question for one in alone[name].findings} - {ALONE[name][0]}
     assert others == ({Question.PICKLING} if name == "RaisesInStep" else set())
+
+
+# By simulator: the method, or the constructor, where the finding says that the fault is.
+PLACES = {
+    **dict.fromkeys(("WrongShape", "WrongDtype", "OutOfBounds", "NotANumber"), ("reset", buggy.Healthy.reset)),
+    "RewardOfNone": ("step", buggy.RewardOfNone.step),
+    "FlagsOfNone": ("step", buggy.FlagsOfNone.step),
+    "UnpicklableInfo": ("step", buggy.UnpicklableInfo.step),
+    "ArrayAsInfo": ("step", buggy.ArrayAsInfo.step),
+    "UnpicklableException": ("raised at", buggy.UnpicklableException.step),
+    "unpicklable_constructor": ("the constructor", buggy.Healthy.__init__),
+    "SeedIgnored": ("reset", buggy.SeedIgnored.reset),
+    "NoSeed": ("reset", buggy.NoSeed.reset),
+    "LeavesAProcess": ("started by the constructor", buggy.LeavesAProcess.__init__),
+    "CrashesInReset": ("reset ends the process, at", buggy.CrashesInReset.reset),
+    "ExitsInStep": ("step ends the process, at", buggy.ExitsInStep.step),
+    "AbortsAtNonsense": ("a step before the first reset ends the process, at", buggy.AbortsAtNonsense.step),
+    "RaisesInStep": ("step raises, at", buggy.RaisesInStep.step),
+    "HangsInStep": ("step did not finish within 8 s; it is at", buggy.HangsInStep.step),
+    "HangsInConstructor": ("the constructor did not finish within 8 s; it is at", buggy.HangsInConstructor.__init__),
+    "FourValues": ("step", buggy.FourValues.step),
+    "NoActionSpace": ("action_space", buggy.Healthy.action_space),
+    "nothing": ("the constructor", buggy.nothing),
+    "NoLastObservation": ("step", buggy.NoLastObservation.step),
+    "Slow": ("step", buggy.Slow.step),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_finding_says_where(name, alone):
+    """A line of the method or constructor with the fault, in the file of the simulator."""
+    (found,) = (one for one in alone[name].findings if one.question is ALONE[name][0])
+    text, function = PLACES[name]
+    where = found.where or found.what
+    lines, first = inspect.getsourcelines(function)
+    named = re.search(rf"{re.escape(text)},? line (\d+) of {re.escape(str(BUGGY))}", where)
+    assert named is not None, where
+    assert int(named[1]) in range(first, first + len(lines))
+
+
+def test_place_of_a_wrapped_simulator():
+    """That of the outermost method which is no library's; if all are, that of the simulator itself."""
+
+    class Wrapper(BaseParallelWrapper):
+        def step(self, actions):
+            return super().step(actions)
+
+    def lines(env):
+        methods = ("reset", "step", "close")
+        return [line_of(inspect.getattr_static(layer, name, None) for layer in layers(env)) for name in methods]
+
+    ours, theirs = lines(Wrapper(buggy.Healthy())), lines(BaseParallelWrapper(simple_spread_v3.parallel_env()))
+    line = buggy.Healthy.reset.__code__.co_firstlineno
+    assert ours[0] == f"line {line} of {BUGGY}"
+    assert ours[1] == f"line {Wrapper.step.__code__.co_firstlineno} of {__file__}"
+    assert "pettingzoo" in ours[2]
+    assert all(re.search(r"line \d+ of .*mpe2.*\.py", line) for line in theirs[:2]), theirs
+    assert line_of([functools.partial(buggy.unpicklable_constructor, a=1)]) == line_of([buggy.Healthy])
+    assert line_of([None, len]) == ""
 
 
 def test_no_findings_for_correct_simulators(alone):
@@ -369,6 +434,8 @@ def test_exit_status_of_a_buggy_simulator(check):
     result = check(f"{BUGGY}:WrongShape", "--backends", "serial,process")
     assert result.exit_code == 1
     assert "problem: the observation of agent_0 has shape (3,), but its space says (4,)" in result.stdout
+    line = buggy.Healthy.reset.__code__.co_firstlineno
+    assert f"where: reset, line {line} of {BUGGY}" in result.stdout
     assert "what to do: return arrays of shape (4,)" in result.stdout
     assert "(backend: serial, process)" in result.stdout
     (line,) = (line for line in result.stdout.splitlines() if Question.THREAD.value in line)
