@@ -28,6 +28,7 @@ import math
 import os
 import pickle
 import re
+import shlex
 import sys
 import threading
 import time
@@ -1273,6 +1274,16 @@ def _difference(first: dict[int, Trace], again: dict[int, Trace]) -> tuple[int, 
 # -- the report in the terminal ----------------------------------------------------------------------------------------
 
 
+def next_step(result: Examination) -> str:
+    """What to do next."""
+    problems = sum(finding.severity is PROBLEM for finding in result.findings)
+    name = shlex.quote(result.environment)
+    if problems:
+        what = "the problem" if problems == 1 else f"the {problems} problems"
+        return f"fix {what} above, then run marl-parallel check {name} again"
+    return f"run marl-parallel tune {name} to find the number of workers"
+
+
 def show(result: Examination) -> None:
     """Print the answers, the cost of steps, and each finding with its advice."""
     console, facts, title = Console(highlight=False, soft_wrap=True), result.facts, result.environment
@@ -1311,6 +1322,8 @@ def show(result: Examination) -> None:
         if one.where:
             console.print(f"  where: {escape(one.where)}")
         console.print(f"  what to do: {escape(one.advice)}")
+    if groups:
+        console.print()
 
 
 def _duration(seconds: float) -> str:
