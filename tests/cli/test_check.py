@@ -290,6 +290,9 @@ def test_bug_that_only_a_comparison_shows(name, question, what, advice):
     own = [one for one in found.findings if one.question is question and what in one.what]
     assert len(own) == 1
     assert advice in own[0].advice
+    method = "step" if name == "SharedState" else "reset"
+    line = getattr(getattr(buggy, name), method).__code__.co_firstlineno
+    assert own[0].where == f"{method}, line {line} of {BUGGY}"
     assert found.facts["generators"] == (["random"] if name == "GlobalGenerator" else [])
     assert ("; it uses random" in own[0].what) == (name == "GlobalGenerator")
     remarks = [one for one in found.findings if one.question is Question.DETERMINISM and one.severity is REMARK]
