@@ -1202,6 +1202,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
     if Question.RUNS not in result.checked:
         return result
     facts, first = result.facts, {**result.traces}
+    defined = facts.get("defined", {})
     step_s, p99_s, reset_s = facts["step"]["median_s"], facts["step"]["p99_s"], facts["reset"]["median_s"]
     shares_process = facts.get("shares_process", True)
     job = replace(job, shares_process=shares_process)
@@ -1221,6 +1222,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
         result.merge(outcome)
         if outcome.traces:
             traces[done.name] = outcome.traces
+        facts |= {"defined": defined}  # the probe `parallel` sees the constructor only
         if Question.API in outcome.checked:  # a test of another project came to its end
             facts["tests"] = sorted([*facts.get("tests", ()), done.test])
     if (repeated := traces.pop("again", None)) is not None:
@@ -1242,7 +1244,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
             finding = _finding(name, where=where)
             if not facts["takes_seed"]:
                 finding = finding._replace(advice=f"let `reset` take a `seed`; {finding.advice}")
-            finding = finding._replace(where=_method("reset", facts.get("defined", {})))
+            finding = finding._replace(where=_method("reset", defined))
             result.add([finding])
             first, traces = first_episodes, traces if unseeded else {}
     for backend, together in traces.items():
@@ -1255,7 +1257,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
                     names = " and ".join(facts["generators"])
                     finding = finding._replace(advice=f"it uses {names}: pass isolate_rng=True; {finding.advice}")
                 method = "step" if re.search(r", in step \d+$", difference[1]) else "reset"
-                result.add([finding._replace(question=question, where=_method(method, facts.get("defined", {})))])
+                result.add([finding._replace(question=question, where=_method(method, defined))])
                 break
     if p99_s > max(5 * step_s, 1e-3):
         result.add([_finding("uneven steps", ratio=p99_s / step_s)])
