@@ -65,8 +65,8 @@ def check_signature(
     by_name = missing[0].kind is not missing[0].POSITIONAL_ONLY
     bound = bind.format(", ".join(f"{parameter.name}=..." for parameter in missing) if by_name else "...")
     raise TypeError(
-        f"{name} cannot be called: it requires {names}. Constructors are called with the keywords seed, env_id and "
-        "restarts, each only if their signature names it, and without positional arguments. What to do: write "
+        f"{name} cannot be called: it requires {names}. Constructors are called without positional arguments, and with "
+        "the keywords seed, env_id and restarts where they have a parameter of that name. What to do: write "
         f"`lambda env_id: ...`, `lambda seed: ...` or `lambda: ...`, or bind a value, {bound}. Got {constructor!r}"
     )
 

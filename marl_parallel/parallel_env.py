@@ -118,8 +118,8 @@ class ParallelEnv:
     `Env` (whose one agent is `agent_0`). Their dicts arrive with equal values; `docs/steps.md` lists the added keys.
 
     Args:
-        env_constructors: One callable per environment, called inside its worker with those of the keywords `seed`,
-            `env_id` and `restarts` that its signature names; see `docs/seeding.md`. Lambdas are allowed. Large
+        env_constructors: One callable per environment, called inside its worker. It may have the parameters `seed`,
+            `env_id` and `restarts`, and gets the ones that it has; see `docs/seeding.md`. Lambdas are allowed. Large
             arrays in them are in memory only once, see `docs/recipes/large_tables.md`.
         auto_reset: When the next episode begins: True or `AutoresetMode.SAME_STEP` in the step that ends one,
             `NEXT_STEP` in the next step, False or `DISABLED` only by `reset`.

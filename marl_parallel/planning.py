@@ -121,7 +121,7 @@ def plan(
         if has_hybrid and measured(workers, "hybrid").batch_s < _BETTER * best_s:
             proposal = {"backend": "hybrid", "num_workers": workers}
     except (ParallelEnvError, ValueError) as error:  # such as a step of more than a second, or no action space
-        reason = f"not measured to the end: {first_line(error)}"
+        reason = f"measurement stopped early: {first_line(error)}"
     if proposal is not None and takes_hybrid:
         arguments, proposal, reason = proposal, None, "this thread steps its share while the others step theirs"
     name = "auto-hybrid" if takes_hybrid else "auto"

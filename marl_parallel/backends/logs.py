@@ -66,12 +66,14 @@ class WorkerLog:
             return ""
         try:
             with open(self._path, "rb") as file:
-                begin = max(self._start, file.seek(0, os.SEEK_END) - _TAIL_NBYTES)
+                size = file.seek(0, os.SEEK_END)
+                start = self._start if self._start <= size else 0  # someone has emptied it, such as logrotate
+                begin = max(start, size - _TAIL_NBYTES)
                 file.seek(begin)
                 lines = file.read(_TAIL_NBYTES).decode(errors="replace").splitlines()
         except OSError:  # someone has deleted or moved it
             return ""
-        if begin > self._start and len(lines) > 1:
+        if begin > start and len(lines) > 1:
             del lines[0]  # a part of a line
         written = [line for line in lines if line != self._header][-_TAIL_LINES:]
         return "\n".join([f"{self._path}:", *written]) if written else ""

@@ -194,10 +194,10 @@ class Gone(EOFError):
 class Channel:
     """One end of a socket that sends objects between two processes that may die or stop at any moment.
 
-    A simulator's own children inherit the worker's end, so its death is no end of the stream. So the parent must not
-    wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies with its parent. Of a
-    message larger than a packet only the descriptor of a file is sent: a socket holds little, and the sender must not
-    wait. All methods raise `Gone` if either end is closed.
+    A simulator's own children inherit the worker's end, so the worker's death does not close the stream. So the parent
+    must not wait here (`receive_now`, `put`, `flush`); a worker may (`receive`, `finish`), since it dies with its
+    parent. Of a message larger than a packet only the descriptor of a file is sent: a socket holds little, and the
+    sender must not wait. All methods raise `Gone` if either end is closed.
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -22,7 +22,7 @@ from marl_parallel.cli import replay as replaying
 from marl_parallel.cli import report as reporting
 from marl_parallel.cli.check import BACKENDS
 from marl_parallel.cli.measure import ASYNC, FACADES, STEP
-from marl_parallel.cli.output import check_writable, deliver, report_written
+from marl_parallel.cli.output import check_writable, deliver, report_written, say_next
 from marl_parallel.cli.report import Report, machine, progress
 from marl_parallel.cli.target import (
     MEASURING_HINT,
@@ -72,7 +72,12 @@ def marl_parallel(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Check, measure, record and replay multi-agent simulators that are stepped in parallel."""
+    """Check, measure, record and replay multi-agent simulators that are stepped in parallel.
+
+    Every command ends with a line that says what to do next.
+
+    [bold]Start with[/bold]:  marl-parallel check mpe2.simple_spread_v3
+    """
 
 
 @app.command()
@@ -129,6 +134,7 @@ def bench(
             if path is not None:
                 write(report, path)
                 report_written(path)
+        say_next(reporting.next_after_bench(report, env), as_json)
 
 
 @app.command()
@@ -162,6 +168,7 @@ def check(
         if not as_json:
             checking.show(result)
         deliver(result.as_json(), as_json, output)
+        say_next(checking.next_step(result), as_json)
     raise typer.Exit(0 if result.healthy else 1)
 
 
@@ -220,6 +227,7 @@ def tune(
     if not as_json:
         reporting.show_tune(result)
     deliver(result, as_json, output)
+    say_next(reporting.next_after_tune(result), as_json)
 
 
 @app.command()
@@ -232,11 +240,12 @@ def doctor(as_json: AsJson = False, output: Output = None, debug: Debug = False)
     """
     with short_errors(debug):
         check_writable(output)
-        with stdout_to_stderr():
-            facts, works = examining.examine()
+        with progress(examining.TURNS, "examining") as on_turn, stdout_to_stderr():
+            facts, works = examining.examine(on_turn)
         if not as_json:
             typer.echo(examining.as_text(facts))
         deliver(dict(facts), as_json, output)
+        say_next(examining.next_step(works), as_json)
     raise typer.Exit(0 if works else 1)
 
 
@@ -293,11 +302,13 @@ def record(
     """
     with short_errors(debug):
         check_writable(output)
-        recording.record(
-            env, output, num_envs, steps, policy, env_kwargs, _seed(seed), workers or None,
-            fps=fps, tile_width=tile_width, labels=labels,
-        )  # fmt: skip
+        with progress(recording.num_turns(steps), "recording") as on_turn:
+            recording.record(
+                env, output, num_envs, steps, policy, env_kwargs, _seed(seed), workers or None, on_turn,
+                fps=fps, tile_width=tile_width, labels=labels,
+            )  # fmt: skip
         report_written(output)
+        say_next(f"open {output}" + ("" if policy else "; to see your policy instead of random actions, pass --policy"))
 
 
 @app.command()

@@ -22,11 +22,13 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import inspect
 import itertools
 import math
 import os
 import pickle
 import re
+import shlex
 import sys
 import threading
 import time
@@ -50,6 +52,7 @@ from rich.table import Table
 
 from marl_parallel.action_masks import KEY, ActionSampler, allows_nothing, for_sample, mask_of
 from marl_parallel.adapters import AgentID, InvalidAgents, MultiAgentEnv, NotAnEnvironment, Rules, adapt
+from marl_parallel.adapters.attributes import layers
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
 from marl_parallel.cli.target import DEBUG_HINT, CommandError, constructor_of, in_brief
@@ -60,7 +63,7 @@ from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dumps, where_unpicklable
-from marl_parallel.core.reports import first_line, manner_of_death, place
+from marl_parallel.core.reports import first_line, is_of_a_library, manner_of_death, place
 from marl_parallel.core.spaces import ARRAY_SPACES, Mismatch, as_array, is_vector
 from marl_parallel.core.transition import ALL, Transition, is_empty_info
 from marl_parallel.core.worker_status import WorkerStatus
@@ -117,12 +120,16 @@ class Question(str, Enum):
 
 
 class Finding(NamedTuple):
-    """A fault of the simulator, and the advice: a sentence or a phrase each."""
+    """A fault of the simulator, and the advice: a sentence or a phrase each.
+
+    `where` is the method with the fault and the line where it begins, unless `what` has the line already.
+    """
 
     question: Question
     severity: Severity
     what: str
     advice: str
+    where: str = ""
 
 
 _IN_RESET = "draw from a generator that is made in `reset` from its seed (gymnasium.utils.seeding.np_random)"
@@ -156,7 +163,7 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "no observation space": (Question.API, REMARK, "agent {agent!r} declares no observation space",
         f"declare one; {_PICKLED}"),
     "mask of another form": (Question.API, REMARK,
-        "the action mask of {agent} has another form than its action space, {space}",
+        "the action mask of {agent} does not match its action space, {space}",
         "actions are drawn without it: report masks in the form that the space's `sample` takes, or under another key"),
     "undeclared vector": (Question.API, REMARK, "the reward of {agent} is of type {kind}, not one number",
         "return a float, or declare `reward_space` if vectors are meant; vectors travel pickled without it"),
@@ -347,7 +354,7 @@ def run_probes(
                 result.merge(new)
         except (WorkerCrashed, WorkerTimeout) as error:
             assert doing is not None
-            result.add([_fault(error, doing, job)])
+            result.add([_fault(error, doing, job, result.facts.get("defined", {}))])
         except EnvError as error:
             if isinstance(error.__cause__, CommandError):
                 raise CommandError(*error.__cause__.args) from error
@@ -369,11 +376,11 @@ def run_probes(
             env.close(terminate=True)
 
 
-def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Finding:
-    """The finding that a worker has crashed or hung in a call of the simulator."""
+def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job, defined: Mapping[str, str]) -> Finding:
+    """The finding that a worker has crashed or hung in a call of the simulator, whose methods are `defined` there."""
     where = place(error.stack)
     if isinstance(error, WorkerTimeout):
-        what = f"has not come to its end within {job.limit_s:g} s{f'; it is at {where}' if where else ''}"
+        what = f"did not finish within {job.limit_s:g} s{f'; it is at {where}' if where else ''}"
         advice = "if it needs longer, raise --timeout; else fix what hangs there"
     else:
         manner, _ = manner_of_death(Lost(error.exitcode, ""))
@@ -382,7 +389,8 @@ def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job) -> Fi
             "find what ends it, native code or os._exit, and fix it; until then, workers in processes with "
             'on_error="restart" survive it'
         )
-    return doing._replace(what=f"{doing.what} {what}", advice=doing.advice or advice)
+    of_method = "" if where else _method(doing.what, defined)
+    return doing._replace(what=f"{doing.what} {what}", advice=doing.advice or advice, where=of_method)
 
 
 # -- probes in a worker ------------------------------------------------------------------------------------------------
@@ -409,6 +417,7 @@ class Probe:
         self.job, self.result = job, Examination(job.environment)  # the results since the last `advance`
         self.elapsed_s = 0.0  # of the latest call of the simulator
         self.seeded: dict[str, int] = {}  # the `fingerprints` of process-wide generators before the latest constructor
+        self.defined: dict[str, str] = {}  # by method: the line of the simulator where it begins; and "the constructor"
         self._pid, self._kinds = os.getpid(), set[str]()
         self._steps = self._run()
         with open(os.devnull, "wb") as null:  # nothing that simulators print is shown
@@ -431,6 +440,7 @@ class Probe:
             raise
         except (Exception, SystemExit) as error:
             raise CommandError(in_brief(error), DEBUG_HINT) from error
+        self.define("the constructor", [constructor])
         yield from PROBES[self.job.probe](self, constructor)
 
     def advance(self) -> tuple[Examination, Finding | None]:
@@ -447,8 +457,15 @@ class Probe:
         result, self.result = self.result, Examination(self.job.environment)
         return result, doing
 
-    def find(self, name: str, /, **fields: Any) -> None:
-        self.add(_finding(name, **fields))
+    def define(self, name: str, functions: Iterable[Any]) -> None:
+        """Note the line where a method of the simulator, or its constructor, begins."""
+        if line := line_of(functions):
+            self.defined[name] = line
+            self.result.facts["defined"] = {**self.defined}
+
+    def find(self, name: str, method: str = "", /, **fields: Any) -> None:
+        """Add a finding, about this method of the simulator or its constructor."""
+        self.add(_finding(name, **fields)._replace(where=_method(method, self.defined)))
 
     def add(self, finding: Finding, kind: str = "") -> None:
         """Add a finding, unless there has been one of its kind."""
@@ -462,17 +479,17 @@ class Probe:
         try:
             return self.call(function)
         except (Exception, SystemExit, GeneratorExit) as error:
-            question, what = self.job.question, _raises(doing, error)
+            question, what, where = self.job.question, _raises(doing, error), ""
             to_do = 'fix that line, or let runs go on with on_error="restart"'
             if isinstance(error, TypeError) and not _place_of(error):
                 # The adapter raises it because of what the simulator returned; or Python, because of how it was called.
                 last = traceback.extract_tb(error.__traceback__)[-1].line or ""
                 returned = last.startswith("raise ") and not isinstance(error.__cause__, TypeError)
                 to_do = f"let {doing} return that" if returned else f"let {doing} take what it is called with"
-                question, what = Question.API, str(error)
+                question, what, where = Question.API, str(error), _method(doing, self.defined)
             else:
                 self.check_exception(error)
-            self.add(Finding(question, PROBLEM, what, f"{to_do}; what comes after it was not checked"))
+            self.add(Finding(question, PROBLEM, what, f"{to_do}; what comes after it was not checked", where))
             raise Stopped from error
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -490,7 +507,31 @@ class Probe:
 
     def check_exception(self, error: BaseException) -> None:
         if (reason := pickling_error(error)) is not None:
-            self.find("unpicklable exception", name=type(error).__name__, reason=reason)
+            finding = _finding("unpicklable exception", name=type(error).__name__, reason=reason)
+            place = _place_of(error)
+            self.add(finding._replace(where=place and f"raised at {place}"), finding.what)
+
+
+def line_of(functions: Iterable[Any]) -> str:
+    """Where the first of some functions begins that is no library's, else the last one: "line 12 of sim.py", or ""."""
+    line = ""
+    for function in functions:
+        while isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, type):
+            function = inspect.getattr_static(function, "__init__")
+        with contextlib.suppress(ValueError):  # a cycle of wrapped functions
+            function = inspect.unwrap(function)
+        if (code := getattr(function, "__code__", None)) is not None:
+            line = f"line {code.co_firstlineno} of {code.co_filename}"
+            if not is_of_a_library(code.co_filename):
+                break
+    return line
+
+
+def _method(name: str, defined: Mapping[str, str]) -> str:
+    """A method of the simulator and the line where it begins, such as "step, line 12 of sim.py"; or ""."""
+    return f"{name}, {defined[name]}" if name in defined else ""
 
 
 def _place_of(error: BaseException) -> str:
@@ -627,8 +668,9 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     job, before = probe.job, _started()
     yield Finding(Question.PICKLING, PROBLEM, "pickling the constructor", "")
     if (reason := probe.call(lambda: pickling_error(constructor))) is not None:
-        probe.find("unpicklable constructor", reason=reason)
+        probe.find("unpicklable constructor", "the constructor", reason=reason)
     solo: Solo = yield from _construct(probe, constructor)
+    constructed = _started()
     env, types = solo.env, {"reward": set[str](), "flag": set[str]()}
     takes_seed = "seed" in env.reset_keywords
     probe.result.facts |= {
@@ -644,7 +686,8 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     }
     unknown = [agent for agent in env.possible_agents if agent not in env.action_spaces]
     if unknown or not env.action_spaces:
-        probe.find("no action space", whose=f"agent {unknown[0]!r} declares" if unknown else "its agents declare")
+        whose, method = (f"agent {unknown[0]!r} declares" if unknown else "its agents declare"), "action_space"
+        probe.find("no action space", method if method in probe.defined else "the constructor", whose=whose)
         return
 
     traits = Traits()
@@ -654,7 +697,8 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
         traits.note(env, dicts)
         for one in _findings_in(env, dicts, types):
             what = f"{one.what} ({f'in step {step}' if step else 'at the first reset'})"
-            probe.add(one._replace(what=what), f"{one.question} {one.advice}")
+            where = _method("step" if step else "reset", probe.defined)
+            probe.add(one._replace(what=what, where=where), f"{one.question} {one.advice}")
 
     solo.inspect = inspect
     trace = yield from again(probe, constructor, solo, job.seconds)
@@ -667,11 +711,11 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     probe.result.facts |= {f"{part}_types": sorted(names) for part, names in types.items()}
     probe.result.facts |= traits.facts()
     if traits.unseen:
-        probe.find("no last observation", agents=_few(sorted(traits.unseen)))
+        probe.find("no last observation", "step", agents=_few(sorted(traits.unseen)))
     probe.result.checked.add(Question.SPACES)
     used = yield from _run_alone(probe, solo, SEED, min(job.steps, 20), job.seconds)
     if takes_seed and (where := first_difference(used, trace)) is not None:
-        probe.find("not reset", where=where[1])
+        probe.find("not reset", "reset", where=where[1])
     unseeded, seeded = set[str](), set[str]()  # the first observations of episodes
     for beginnings, seeds in ((unseeded, [None] * _RESETS), (seeded, range(SEED, SEED + _RESETS))):
         for seed in seeds:
@@ -680,14 +724,14 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     yield from _measure_cost(probe, solo)
     yield from probe.calling("close", env.close)
     probe.result.checked.add(Question.RUNS)
-    _check_nothing_left(probe, before, "close")
+    _check_nothing_left(probe, before, "close", constructed)
     other: Solo = yield from _construct(probe, constructor, 1)
     other_trace = yield from _run_alone(probe, other, SEED + 1, job.steps, job.seconds)
     probe.result.traces[1] = other_trace
     if len(unseeded) > 1 and len(seeded) == 1:
-        probe.find("seed ignored")
+        probe.find("seed ignored", "reset")
     elif len(unseeded) > 1 and trace[0] == other_trace[0]:
-        probe.find("no seed")
+        probe.find("no seed", "reset")
     yield from _check_two_in_one_process(probe, other, constructor)
     yield from _provoke_exceptions(probe, constructor)
     probe.result.checked.add(Question.PICKLING)
@@ -709,8 +753,11 @@ def _construct(probe: Probe, constructor: Constructor, env_id: int = 0) -> Steps
     try:
         env = probe.call(lambda: adapt(simulator))
     except (NotAnEnvironment, InvalidAgents) as error:
-        probe.find("ambiguous agents" if isinstance(error, InvalidAgents) else "no environment", error=error)
+        name = "ambiguous agents" if isinstance(error, InvalidAgents) else "no environment"
+        probe.find(name, "the constructor", error=error)
         raise Stopped from error
+    for name in ("reset", "step", "close", "action_space", "observation_space"):
+        probe.define(name, [inspect.getattr_static(layer, name, None) for layer in layers(simulator)])
     probe.elapsed_s = construct_s
     return Solo(env)
 
@@ -793,14 +840,21 @@ def _started() -> dict[psutil.Process, str]:
     return lines
 
 
-def _check_nothing_left(probe: Probe, before: Collection[psutil.Process], after: str) -> None:
+def _check_nothing_left(
+    probe: Probe, before: Collection[psutil.Process], after: str, constructed: Collection[psutil.Process] = ()
+) -> None:
+    """Add a finding if processes are left that are not in `before`; the constructor has started `constructed`."""
     deadline = time.monotonic() + _GONE_WITHIN_S
     new = _started().keys() - before
-    while (left := [line for process, line in _started().items() if process in new]) and time.monotonic() < deadline:
+    while (left := {one: line for one, line in _started().items() if one in new}) and time.monotonic() < deadline:
         time.sleep(0.02)
     if left:
         count = f"{len(left)} process{'es' * (len(left) > 1)}"
-        probe.find("processes left", after=after, count=count, first=left[0])
+        first, line = next(iter(left.items()))
+        finding, starts = _finding("processes left", after=after, count=count, first=line), ""
+        if constructed:
+            starts = _method("the constructor", probe.defined) if first in constructed else "reset or step"
+        probe.add(finding._replace(where=starts and f"started by {starts}"))
     probe.result.checked.add(Question.PROCESSES)
 
 
@@ -1164,6 +1218,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
     if Question.RUNS not in result.checked:
         return result
     facts, first = result.facts, {**result.traces}
+    defined = facts.get("defined", {})
     step_s, p99_s, reset_s = facts["step"]["median_s"], facts["step"]["p99_s"], facts["reset"]["median_s"]
     shares_process = facts.get("shares_process", True)
     job = replace(job, shares_process=shares_process)
@@ -1183,6 +1238,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
         result.merge(outcome)
         if outcome.traces:
             traces[done.name] = outcome.traces
+        facts |= {"defined": defined}  # the probe `parallel` sees the constructor only
         if Question.API in outcome.checked:  # a test of another project came to its end
             facts["tests"] = sorted([*facts.get("tests", ()), done.test])
     if (repeated := traces.pop("again", None)) is not None:
@@ -1204,6 +1260,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
             finding = _finding(name, where=where)
             if not facts["takes_seed"]:
                 finding = finding._replace(advice=f"let `reset` take a `seed`; {finding.advice}")
+            finding = finding._replace(where=_method("reset", defined))
             result.add([finding])
             first, traces = first_episodes, traces if unseeded else {}
     for backend, together in traces.items():
@@ -1215,7 +1272,8 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
                 if facts.get("generators"):
                     names = " and ".join(facts["generators"])
                     finding = finding._replace(advice=f"it uses {names}: pass isolate_rng=True; {finding.advice}")
-                result.add([finding._replace(question=question)])
+                method = "step" if re.search(r", in step \d+$", difference[1]) else "reset"
+                result.add([finding._replace(question=question, where=_method(method, defined))])
                 break
     if p99_s > max(5 * step_s, 1e-3):
         result.add([_finding("uneven steps", ratio=p99_s / step_s)])
@@ -1232,6 +1290,16 @@ def _difference(first: dict[int, Trace], again: dict[int, Trace]) -> tuple[int, 
 
 
 # -- the report in the terminal ----------------------------------------------------------------------------------------
+
+
+def next_step(result: Examination) -> str:
+    """What to do next."""
+    problems = sum(finding.severity is PROBLEM for finding in result.findings)
+    name = shlex.quote(result.environment)
+    if problems:
+        what = "the problem" if problems == 1 else f"the {problems} problems"
+        return f"fix {what} above, then run marl-parallel check {name} again"
+    return f"run marl-parallel tune {name} to find the number of workers"
 
 
 def show(result: Examination) -> None:
@@ -1269,7 +1337,11 @@ def show(result: Examination) -> None:
         where = f" (backend: {', '.join(backends)})" if backends else ""
         colour = "red" if one.severity is PROBLEM else "yellow"
         console.print(f"\n[{colour}]{one.severity.value}[/]: {escape(one.what)}{where}")
+        if one.where:
+            console.print(f"  where: {escape(one.where)}")
         console.print(f"  what to do: {escape(one.advice)}")
+    if groups:
+        console.print()
 
 
 def _duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Callable
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +25,9 @@ from marl_parallel.cli.target import in_brief
 from marl_parallel.core.backend import cpu_quota, usable_cpus
 
 Facts: TypeAlias = dict[str, dict[str, Any]]
+
+TURNS = 2
+"""How often `examine` calls its `on_turn`."""
 
 NO_LIMIT = "no limit"
 # Distributions that this package works with; those that are not installed are left out, but for the first ones.
@@ -48,9 +52,14 @@ _LIMITS = {
 _SHARED_MEMORY = "/dev/shm"
 
 
-def examine() -> tuple[Facts, bool]:
-    """All facts by section, and whether environments can be stepped in worker processes here."""
+def examine(on_turn: Callable[[str], None] = lambda text: None) -> tuple[Facts, bool]:
+    """All facts by section, and whether environments can be stepped in worker processes here.
+
+    `on_turn` gets a text before each of `TURNS` parts of the work.
+    """
+    on_turn("two worker processes")
     trial, works = _trial()
+    on_turn("versions and limits")
     return {
         "marl_parallel": _package(),
         "Python": _python(),
@@ -62,6 +71,12 @@ def examine() -> tuple[Facts, bool]:
         "environment variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "trial": trial,
     }, works
+
+
+def next_step(works: bool) -> str:
+    """What to do next."""
+    report = "paste all of this into your report of the problem"
+    return report if works else f"read the error under 'trial' above: workers do not start here; or {report}"
 
 
 def as_text(facts: Facts) -> str:

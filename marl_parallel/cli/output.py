@@ -34,6 +34,12 @@ def deliver(values: dict[str, Any], as_json: bool, output: Path | None) -> None:
         report_written(output)
 
 
+def say_next(text: str, as_json: bool = False) -> None:
+    """Print the last line of a command: what to do next; nothing if it prints JSON."""
+    if not as_json:
+        typer.echo(f"what to do next: {text}")
+
+
 def report_written(path: Path) -> None:
     """Say on standard error where a file is."""
     typer.echo(f"wrote {path}", err=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from marl_parallel.cli.target import CommandError, constructor_of
+from marl_parallel.core.batch import Dicts
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.recording import record_video
 from marl_parallel.types import Seed
@@ -25,10 +27,15 @@ def record(
     env_kwargs: str,
     seed: Seed,
     num_workers: int | None,
+    on_turn: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> None:
-    """Step environments with a policy that is named as they are, and write a video; `options` are `record_video`'s."""
+    """Step environments with a policy that is named as they are, and write a video; `options` are `record_video`'s.
+
+    `on_turn` gets a text before each of `num_turns(steps)` parts of the work.
+    """
     act = constructor_of(policy) if policy else None
+    on_turn("start")
     constructor = _rendering(constructor_of(environment, env_kwargs))
     path.parent.mkdir(parents=True, exist_ok=True)
     with ParallelEnv([constructor] * num_envs, "NEXT_STEP", seed, num_workers=num_workers) as env:
@@ -37,7 +44,23 @@ def record(
                 f"{environment} does not render arrays: its render_mode is {env.render_mode!r}",
                 'let its constructor take render_mode="rgb_array", and have the attribute `render_mode`',
             )
-        record_video(env, path, steps, act, **options)
+        if act is None:
+            try:
+                env.sample_actions()
+            except ValueError as error:
+                raise CommandError(str(error), "name a policy with --policy") from error
+        done = itertools.count(1)
+
+        def noted(observations: Dicts) -> Sequence[Mapping[Any, Any]]:
+            on_turn(f"step {next(done)} of {steps}")
+            return env.sample_actions() if act is None else act(observations)
+
+        record_video(env, path, steps, noted, **options)
+
+
+def num_turns(steps: int) -> int:
+    """How often `record` calls `on_turn`: once for the start, once for each step."""
+    return 1 + steps
 
 
 def _rendering(constructor: functools.partial[Any]) -> Callable[..., Any]:

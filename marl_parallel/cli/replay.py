@@ -25,6 +25,7 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Schema, adapt
+from marl_parallel.cli.output import say_next
 from marl_parallel.cli.target import CommandError, in_brief, short_errors
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.constructors import call_constructor
@@ -62,11 +63,12 @@ def replay(path: Path, *, debugger: bool, until: int | None, timeout: float | No
     print(_summary(crash))
     if not crash.complete:
         lost = crash.first_step - 1
-        print(
+        return _conclude(
             f"cannot be replayed: the file has only the last {crash.step - lost} of {crash.step} steps, so that the "
-            f"state before step {crash.first_step} is unknown; pass replay={crash.step} or more to ParallelEnv"
+            f"state before step {crash.first_step} is unknown",
+            Outcome.UNREACHABLE,
+            f"pass replay={crash.step} or more to ParallelEnv, and run until it fails again",
         )
-        return Outcome.UNREACHABLE
     print("warning: this runs code of whoever wrote the file; open only files of people you trust", flush=True)
     if crash.error == "WorkerCrashed" and not (debugger or in_process):
         return _in_child(path, crash, until, timeout)
@@ -103,8 +105,10 @@ def _in_child(path: Path, crash: Crash, until: int | None, timeout: float | None
             print(f"warning: after the replay, {how} in close() or when it exited", file=sys.stderr)
         return outcome
     if progress.value == _NOT_BEGUN:
-        print("the process died before the first reset")
-        return Outcome.UNUSABLE
+        died = f"{how} before the first reset"
+        return _conclude(
+            died, Outcome.UNUSABLE, "find what ends the process in the constructor; --in-process lets gdb see it"
+        )
     return _compared(how, progress.value, crash)
 
 
@@ -116,13 +120,25 @@ def _child(path: Path, until: int | None, timeout: float | None, progress: Any) 
     sys.exit(outcome)
 
 
-def _compared(how: str, step: int, crash: Crash) -> Outcome:
+def _conclude(result: str, outcome: Outcome, to_do: str) -> Outcome:
+    """Print the last two lines: how the replay ended, and what to do next."""
+    print(result)
+    say_next(to_do)
+    sys.stdout.flush()
+    return outcome
+
+
+def _compared(how: str, step: int, crash: Crash, debugger: bool = False) -> Outcome:
     """Print whether this is the step that failed."""
-    if step == crash.step:
-        print(f"{how} again at the same step: {_at(step)}", flush=True)
-        return Outcome.SAME_STEP
-    print(f"{how} at another step: {_at(step)} instead of {_at(crash.step)}", flush=True)
-    return Outcome.DIFFERENT
+    if step != crash.step:
+        at = f"{_at(step)} instead of {_at(crash.step)}"
+        return _conclude(f"{how} at another step: {at}", Outcome.DIFFERENT, _OTHER_STATE)
+    to_do = "run this command with --pdb to look at the simulator in the debugger"
+    if debugger:
+        to_do = (
+            "fix the simulator, then run this command again: the exit code is 1 when this step does not fail any more"
+        )
+    return _conclude(f"{how} again at the same step: {_at(step)}", Outcome.SAME_STEP, to_do)
 
 
 def _summary(crash: Crash) -> str:
@@ -181,27 +197,29 @@ class _Run:
         try:
             ended = self._play(episode, actions, options, transitions)
         except bdb.BdbQuit:
-            print(f"stopped in the debugger, in {_at(self.step)}")
-            return Outcome.DIFFERENT
+            stopped = f"stopped in the debugger, in {_at(self.step)}"
+            return _conclude(stopped, Outcome.DIFFERENT, "run this command again to look at another step, with --until")
         except KeyboardInterrupt as error:
             self._show(error)
             print(f"interrupted in {_at(self.step)}")
             return Outcome.INTERRUPTED
         except BaseException as error:
             self._show(error)
-            return _compared(f"failed with {in_brief(error)}", self.step, self.crash)
+            return _compared(f"failed with {in_brief(error)}", self.step, self.crash, self.debugger)
         self._end_line()
         if not ended:
-            print(f"stopped before {_at(self.step + 1)}")
-            return Outcome.DIFFERENT
+            stopped = f"stopped before {_at(self.step + 1)}"
+            return _conclude(stopped, Outcome.DIFFERENT, "run this command without --until to reach the failure")
         if crash.method == "call":
-            print(f"cannot be replayed: after {_at(crash.step)}, call() failed, whose arguments are not in the file")
-            return Outcome.UNREACHABLE
-        print(
+            failed = f"cannot be replayed: after {_at(crash.step)}, call() failed, whose arguments are not in the file"
+            return _conclude(
+                failed, Outcome.UNREACHABLE, "call that method of one environment in a program of your own"
+            )
+        well = (
             f"did not fail: {_at(crash.step)} went well. The failure may depend on earlier episodes, on calls and "
             "attributes that were set, on time, or on generators that no seed reaches"
         )
-        return Outcome.DIFFERENT
+        return _conclude(well, Outcome.DIFFERENT, _OTHER_STATE)
 
     def end(self, outcome: Outcome) -> None:
         """Close the environment; what happens here and when this process exits does not change the outcome."""
@@ -335,8 +353,8 @@ class _Run:
             pdb.post_mortem(error.__traceback__)
 
     def _late_constructor(self) -> Outcome:
-        print("the constructor has not finished within the timeout")
-        return Outcome.UNUSABLE
+        late = f"the constructor did not finish within {self.timeout:g} s"
+        return _conclude(late, Outcome.UNUSABLE, "run this command with a longer --timeout, or fix what hangs there")
 
     def _late_step(self) -> Outcome:
         return _compared(f"did not finish within {self.timeout:g} s", self.step, self.crash)
@@ -367,4 +385,8 @@ class _Run:
         os._exit(outcome)
 
 
+_OTHER_STATE = (
+    "if the simulator draws from random, numpy.random or torch, pass isolate_rng=True to ParallelEnv, and run until it "
+    "fails again"
+)
 _HINT = "it needs the same versions of the simulator and its libraries, and may need the same files"

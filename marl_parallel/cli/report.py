@@ -8,7 +8,10 @@ import itertools
 import json
 import platform
 import re
+import shlex
 import statistics
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -36,6 +39,7 @@ COLOURS = {
 GREY = "#555555"
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 FORMATS = (".png", ".svg", ".pdf")
+LINE_EVERY_S = 30.0
 PLOT_LABEL = "environment steps per second (small: µs per step)"
 _DISTRIBUTIONS = ("marl-parallel", "numpy", "gymnasium", "pettingzoo")
 _PATTERNS = {STEP: "", ASYNC: "////", measure.PETTINGZOO: "....", measure.GYMNASIUM: "xxxx"}
@@ -88,14 +92,22 @@ class Report:
 def progress(total: int, description: str = "measuring") -> Iterator[Callable[[str], None]]:
     """A progress bar on standard error; yields the function to call before each turn, with a text.
 
-    It is drawn between turns only, so that no thread runs while something is measured.
+    Where standard error is no terminal, such as a log file, it is a line at most every `LINE_EVERY_S` seconds. Both are
+    written between turns only, so that no thread runs while something is measured.
     """
-    console = Console(stderr=True)
+    console, latest = Console(stderr=True), time.monotonic()
     with Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
         task, done = bar.add_task(description, total=total), itertools.count()
-        yield lambda turn: bar.update(
-            task, completed=next(done), description=f"{description} {escape(turn)}", refresh=True
-        )
+
+        def on_turn(turn: str) -> None:
+            nonlocal latest
+            completed = next(done)
+            bar.update(task, completed=completed, description=f"{description} {escape(turn)}", refresh=True)
+            if not console.is_terminal and time.monotonic() - latest >= LINE_EVERY_S:
+                latest = time.monotonic()
+                print(f"{description} {turn} ({completed} of {total} done)", file=sys.stderr, flush=True)
+
+        yield on_turn
 
 
 def show(report: Report) -> None:
@@ -153,6 +165,30 @@ def show_tune(result: dict[str, Any]) -> None:
     console.print(f"[dim]{escape(in_one_line(result['machine']))}", highlight=False)
     console.print(f"\n{result['advice']}", style=None if pays_off else "bold yellow", markup=False, highlight=False)
     console.print(result["code"], markup=False, highlight=False, soft_wrap=True)
+
+
+def next_after_bench(report: Report, environment: str) -> str:
+    """What to do next: pass the arguments of the fastest contender, or keep the plain loop."""
+    loop, *others = report.measurements
+    best = max(others, key=lambda one: one.speedup)
+    if best.speedup <= 1:
+        return "use a plain loop for this simulator: nothing here was faster"
+    if best.speedup - 1 <= max(loop.spread, best.spread):
+        return "measure again with --seconds 5 on an idle machine: the rounds differ by more than the speed-up"
+    arguments = f'backend="{best.backend}"' + (f", num_workers={best.workers}" if best.backend != "serial" else "")
+    named = "make" if best.way in measure.FACADES else "ParallelEnv"
+    arguments += f', facade="{best.way}"' if best.way in measure.FACADES else ""
+    way = " and step by send and recv" if best.way == ASYNC else ""
+    return (
+        f"pass {arguments} to {named}{way} ({best.speedup:.2f} times a plain loop), "
+        f"or run marl-parallel tune {shlex.quote(environment)} to find the number of environments, too"
+    )
+
+
+def next_after_tune(result: dict[str, Any]) -> str:
+    """What to do next with a `tune_result`."""
+    lines = "lines" if "\n" in result["code"] else "line"
+    return f"copy the {lines} above into your program"
 
 
 def _speed(rounds: Sequence[float]) -> tuple[str, str, str]:

@@ -220,7 +220,7 @@ class DefaultSeed:
 
 
 _WHAT_TO_DO = (
-    "A constructor gets the seed only if its signature names it. What to do: name it and pass it on, such as "
+    "A constructor gets the seed only if it has the parameter `seed`. What to do: add it and pass it on, such as "
     "`lambda seed: make_env(seed=seed)`."
 )
 

@@ -1,8 +1,8 @@
 """Calls of constructors, in workers: the keywords that they get, and whether these seed their environments.
 
-A constructor gets those of the keywords `seed`, `env_id` and `restarts` that its signature names. Known makers, such as
-`gymnasium.make`, pass `**kwargs` on, so they get `seed` too if the function that they call names it; but no `env_id`
-and `restarts`, since in other projects' signatures these names can mean something else.
+A constructor gets each of the keywords `seed`, `env_id` and `restarts` that is one of its parameters. Known makers,
+such as `gymnasium.make`, pass `**kwargs` on, so they get `seed` too if the function that they call has that parameter.
+They do not get `env_id` and `restarts`, since these names can mean something else in other projects' functions.
 """
 
 from __future__ import annotations

@@ -204,20 +204,22 @@ def manner_of_death(lost: Lost) -> tuple[str, str]:
     """How a process died, and what to do about it."""
     alone = 'run that environment alone, with backend="serial"'
     if lost.reason:
-        return lost.reason, "see why, and whether it will happen again"
+        return lost.reason, "find out what ended it, before you start the run again"
     if lost.exitcode is None:
-        return "how is not known", alone
+        return "cause unknown", alone
     if lost.exitcode >= 0:
-        return f"exit code {lost.exitcode}", f"see what in the simulator ends its process, as os._exit does; {alone}"
+        return f"exit code {lost.exitcode}", f"find what ends the process in the simulator, such as os._exit; {alone}"
     number = -lost.exitcode
     name = signal.Signals(number).name if number in [*signal.Signals] else "a signal"
     manner = f"{name} (signal {number})"
     if name == "SIGKILL":
-        to_do = "see whether memory ran out (`dmesg` shows it), and run fewer environments, or who else killed it"
+        to_do = (
+            "check `dmesg` for an out-of-memory kill and run fewer environments; otherwise find out what sent SIGKILL"
+        )
         return f"{manner}, as when memory runs out", to_do
     if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"):
         return manner, f"fix the native code that broke, or report it to its authors; to find it, {alone}"
-    return manner, f"see who sent that signal; {alone}"
+    return manner, f"find out what sent that signal; {alone}"
 
 
 def _runs_simulator(frames: Sequence[re.Match[str]]) -> int:
@@ -233,6 +235,11 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 _WORKER = str(Path(__file__).with_name("worker.py"))
 _STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+
+
+def is_of_a_library(path: str) -> bool:
+    """Whether a file of Python code belongs to this package, the standard library or an installed package."""
+    return path.startswith((_OURS, *_STDLIB)) or _INSTALLED.search(path) is not None
 
 
 def place(stack: str) -> str:

@@ -39,8 +39,9 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     from 0, in actions and observations; the simulator gets and returns s, s + 1, ... All arrays are the caller's own,
     also with the `copy=False` of `env`.
 
-    In the step that ends an episode, observations are the new episode's; agents without a flag of their own inherit
-    the environment's; infos are the reset's, with the old episode's last as `final_obs` and `final_info`.
+    In the step that ends an episode, observations are the new episode's. Agents that were observed or rewarded in this
+    step and have no flag of their own get the environment's. Infos are the reset's, with the old episode's last as
+    `final_obs` and `final_info`.
     `infos[agent]` has an array for each key, and a mask under `_key`, as Gymnasium's vector infos.
     `env_defined_actions` is NaN in environments that define none. Infos of the environment, such as the mark of a
     restart, `infos[agent]["__common__"]`, are in every agent's.

@@ -31,9 +31,9 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     tuples of them. Agents that act in no environment need no actions. Rewards are float64 and flags bool,
     `(num_envs,)`; vector rewards are `(num_envs, num_objectives)`, in the dtype of `single_reward_space`. All possible
     agents are in every dict. The rows of environments without the agent are zeros: `present[agent]` marks those that
-    are data, `acting[agent]` those that need an action. When an episode ends, agents without a flag of their own
-    inherit the environment's. Infos are laid out by agent as in Gymnasium's vector environments; those of the
-    environment, not an agent, are under their own key.
+    are data, `acting[agent]` the rows that need an action. When an episode ends, agents that were observed or rewarded
+    in this step and have no flag of their own get the environment's. Infos are laid out by agent as in Gymnasium's
+    vector environments; infos of the environment, not an agent, are under their own key.
 
     With `auto_reset=False`, PettingZoo's own loop over `agents` runs unchanged; it ends when no agent is left in any
     environment.
@@ -220,7 +220,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         return observations, infos
 
     def step(self, actions: dict[AgentID, Any]) -> tuple[dict[AgentID, Any], ...]:
-        """Step once; agents without a flag of their own inherit that of `__all__`, which is left out."""
+        """Step once; when the episode ends, agents still alive get the flag of `__all__`, which is left out."""
         results = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in results)
         self._note(self._env_id, observations, rewards)

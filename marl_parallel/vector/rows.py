@@ -260,7 +260,7 @@ def inherited_flags(arrays: Arrays, agents: Sequence[AgentID], *, same_step: boo
 
 
 def with_env_flags(arrays: Arrays, agents: NDArray[np.bool_]) -> Flags:
-    """The flags of agents; those of `agents` without a flag of their own inherit the environment's."""
+    """The flags of agents; where one of `agents` (a mask) has no flag of its own, it gets the environment's."""
     unflagged = agents & ~(arrays.terminations | arrays.truncations)
     return (
         arrays.terminations | (unflagged & arrays.terminated[:, None]),

@@ -53,8 +53,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     - `"observation"`: `[n, k, ...]`, in the dtype of its space; zeros for agents that are absent.
     - `"mask"`, `"present"`: `[n, k]`, bool: which agents act next; which rows are data.
     - `"reward"`: `[n, k, 1]`, or `[n, k, num_objectives]` for vector rewards; float32.
-    - `"done"`, `"terminated"`, `"truncated"`: `[n, k, 1]`, bool; agents without a flag of their own inherit the
-      environment's.
+    - `"done"`, `"terminated"`, `"truncated"`: `[n, k, 1]`, bool. When an episode ends, agents without a flag of their
+      own get the environment's, also agents that have died before.
 
     At the root are `"done"`, `"terminated"` and `"truncated"` of environments, `[n, 1]`, and with
     `on_error="restart"` also `"restarted"`: which environments have been rebuilt. Errors and all other infos are in

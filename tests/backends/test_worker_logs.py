@@ -151,6 +151,18 @@ def test_error_of_a_timeout_quotes_the_log(start_method, tmp_path):
     assert "in hangs" in str(caught.value)
 
 
+def test_log_that_is_emptied_during_a_run(tmp_path):
+    """As `logrotate` does with `copytruncate`: the worker goes on at the beginning, and errors quote what is there."""
+    path = tmp_path / "worker-0.log"
+    path.write_text("an earlier run\n" * 100)
+    with talking(log_dir=tmp_path, on_error="restart") as env:
+        env.call("say", "before", env_ids=[0])
+        os.truncate(path, 0)
+        env.call("say", "after", env_ids=[0])
+        assert path.read_text() == "after\n"
+        assert quoted(break_in_step(env, 0, exits)["error"], path) == ["after", "about to exit"]
+
+
 def test_errors_without_logs_have_no_such_section():
     with pytest.raises(WorkerCrashed) as caught, talking() as env:  # noqa: PT012
         env.set_attr("fault", [exits], env_ids=[2])

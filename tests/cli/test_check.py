@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import re
@@ -18,7 +19,10 @@ import pytest
 from gymnasium import spaces
 from helpers import SIMULATORS
 from helpers.processes import gone
+from mpe2 import simple_spread_v3
 from pettingzoo.classic import tictactoe_v3
+from pettingzoo.utils import BaseParallelWrapper
+from simulators import buggy
 from simulators.deterministic import Hunt
 from simulators.failing import LockedError, PickyError
 from simulators.mappo_envs import Squad
@@ -28,6 +32,7 @@ from simulators.variable_agents import VariableAgents, VariableDictAgents
 from typer.testing import CliRunner
 
 from marl_parallel.adapters import adapt
+from marl_parallel.adapters.attributes import layers
 from marl_parallel.cli.app import app
 from marl_parallel.cli.check import (
     Actor,
@@ -43,6 +48,7 @@ from marl_parallel.cli.check import (
     first_difference,
     in_words,
     is_flag,
+    line_of,
     mismatch,
     pickling_error,
     reward_error,
@@ -77,8 +83,8 @@ ALONE = {
     "ExitsInStep": (Question.RUNS, PROBLEM, "step ends the process, at line", "os._exit"),
     "AbortsAtNonsense": (Question.API, REMARK, "first reset ends the process, at line", "native code"),
     "RaisesInStep": (Question.RUNS, PROBLEM, "CollisionError: agent_0 at 7.0", "fix that line"),
-    "HangsInStep": (Question.RUNS, PROBLEM, "step has not come to its end within 8 s; it is at line", "--timeout"),
-    "HangsInConstructor": (Question.RUNS, PROBLEM, "the constructor has not come to its end within", "--timeout"),
+    "HangsInStep": (Question.RUNS, PROBLEM, "step did not finish within 8 s; it is at line", "--timeout"),
+    "HangsInConstructor": (Question.RUNS, PROBLEM, "the constructor did not finish within", "--timeout"),
     "FourValues": (Question.API, PROBLEM, "must return five dicts", "let step return that"),
     "NoActionSpace": (Question.API, PROBLEM, "'agent_1' declares no action space", "a space for each of them"),
     "nothing": (Question.API, PROBLEM, "returned None", "docs/environments.md"),
@@ -108,6 +114,65 @@ def test_one_bug_causes_one_finding(name, alone):
     """Except an exception, which is unpicklable as well."""
     others = {one.question for one in alone[name].findings} - {ALONE[name][0]}
     assert others == ({Question.PICKLING} if name == "RaisesInStep" else set())
+
+
+# By simulator: the method, or the constructor, where the finding says that the fault is.
+PLACES = {
+    **dict.fromkeys(("WrongShape", "WrongDtype", "OutOfBounds", "NotANumber"), ("reset", buggy.Healthy.reset)),
+    "RewardOfNone": ("step", buggy.RewardOfNone.step),
+    "FlagsOfNone": ("step", buggy.FlagsOfNone.step),
+    "UnpicklableInfo": ("step", buggy.UnpicklableInfo.step),
+    "ArrayAsInfo": ("step", buggy.ArrayAsInfo.step),
+    "UnpicklableException": ("raised at", buggy.UnpicklableException.step),
+    "unpicklable_constructor": ("the constructor", buggy.Healthy.__init__),
+    "SeedIgnored": ("reset", buggy.SeedIgnored.reset),
+    "NoSeed": ("reset", buggy.NoSeed.reset),
+    "LeavesAProcess": ("started by the constructor", buggy.LeavesAProcess.__init__),
+    "CrashesInReset": ("reset ends the process, at", buggy.CrashesInReset.reset),
+    "ExitsInStep": ("step ends the process, at", buggy.ExitsInStep.step),
+    "AbortsAtNonsense": ("a step before the first reset ends the process, at", buggy.AbortsAtNonsense.step),
+    "RaisesInStep": ("step raises, at", buggy.RaisesInStep.step),
+    "HangsInStep": ("step did not finish within 8 s; it is at", buggy.HangsInStep.step),
+    "HangsInConstructor": ("the constructor did not finish within 8 s; it is at", buggy.HangsInConstructor.__init__),
+    "FourValues": ("step", buggy.FourValues.step),
+    "NoActionSpace": ("action_space", buggy.Healthy.action_space),
+    "nothing": ("the constructor", buggy.nothing),
+    "NoLastObservation": ("step", buggy.NoLastObservation.step),
+    "Slow": ("step", buggy.Slow.step),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_finding_says_where(name, alone):
+    """A line of the method or constructor with the fault, in the file of the simulator."""
+    (found,) = (one for one in alone[name].findings if one.question is ALONE[name][0])
+    text, function = PLACES[name]
+    where = found.where or found.what
+    lines, first = inspect.getsourcelines(function)
+    named = re.search(rf"{re.escape(text)},? line (\d+) of {re.escape(str(BUGGY))}", where)
+    assert named is not None, where
+    assert int(named[1]) in range(first, first + len(lines))
+
+
+def test_place_of_a_wrapped_simulator():
+    """That of the outermost method which is no library's; if all are, that of the simulator itself."""
+
+    class Wrapper(BaseParallelWrapper):
+        def step(self, actions):
+            return super().step(actions)
+
+    def lines(env):
+        methods = ("reset", "step", "close")
+        return [line_of(inspect.getattr_static(layer, name, None) for layer in layers(env)) for name in methods]
+
+    ours, theirs = lines(Wrapper(buggy.Healthy())), lines(BaseParallelWrapper(simple_spread_v3.parallel_env()))
+    line = buggy.Healthy.reset.__code__.co_firstlineno
+    assert ours[0] == f"line {line} of {BUGGY}"
+    assert ours[1] == f"line {Wrapper.step.__code__.co_firstlineno} of {__file__}"
+    assert "pettingzoo" in ours[2]
+    assert all(re.search(r"line \d+ of .*mpe2.*\.py", line) for line in theirs[:2]), theirs
+    assert line_of([functools.partial(buggy.unpicklable_constructor, a=1)]) == line_of([buggy.Healthy])
+    assert line_of([None, len]) == ""
 
 
 def test_no_findings_for_correct_simulators(alone):
@@ -244,6 +309,9 @@ def test_bug_that_only_a_comparison_shows(name, question, what, advice):
     own = [one for one in found.findings if one.question is question and what in one.what]
     assert len(own) == 1
     assert advice in own[0].advice
+    method = "step" if name == "SharedState" else "reset"
+    line = getattr(getattr(buggy, name), method).__code__.co_firstlineno
+    assert own[0].where == f"{method}, line {line} of {BUGGY}"
     assert found.facts["generators"] == (["random"] if name == "GlobalGenerator" else [])
     assert ("; it uses random" in own[0].what) == (name == "GlobalGenerator")
     remarks = [one for one in found.findings if one.question is Question.DETERMINISM and one.severity is REMARK]
@@ -299,7 +367,7 @@ def test_unseeded_reset_that_draws_from_the_global_generator():
     ("name", "what"),
     [
         ("RaisesIfNotAlone", "the constructor raises, at line"),
-        ("HangsIfNotAlone", "the constructor has not come to its end within 8 s; it is at line"),
+        ("HangsIfNotAlone", "the constructor did not finish within 8 s; it is at line"),
         ("OnlyLatestSteps", "step ends the process, at line"),
     ],
 )
@@ -326,7 +394,7 @@ def test_one_simulation_per_process(name, what):
     [
         ("DeadAgentsStay", "parallel_api_test fails: AssertionError"),
         ("DiesInApiTest", "pettingzoo.test.parallel_api_test ends the process, at line"),
-        ("HangsInApiTest", "pettingzoo.test.parallel_api_test has not come to its end"),
+        ("HangsInApiTest", "pettingzoo.test.parallel_api_test did not finish"),
     ],
 )
 def test_failing_test_of_another_project(name, what):
@@ -388,6 +456,8 @@ def test_exit_status_of_a_buggy_simulator(check):
     result = check(f"{BUGGY}:WrongShape", "--backends", "serial,process")
     assert result.exit_code == 1
     assert "problem: the observation of agent_0 has shape (3,), but its space says (4,)" in result.stdout
+    line = buggy.Healthy.reset.__code__.co_firstlineno
+    assert f"where: reset, line {line} of {BUGGY}" in result.stdout
     assert "what to do: return arrays of shape (4,)" in result.stdout
     assert "(backend: serial, process)" in result.stdout
     (line,) = (line for line in result.stdout.splitlines() if Question.THREAD.value in line)
@@ -559,7 +629,7 @@ def test_masks_of_another_form_are_a_remark():
     found = examine(Job("alone", f"{simulators}:mask_of_another_form", "{}", **BRIEF), ["serial"])
     (remark,) = [one for one in found.findings if "mask" in one.what]
     assert remark.severity is REMARK
-    assert "the action mask of agent_0 has another form than its action space, Box" in remark.what
+    assert "the action mask of agent_0 does not match its action space, Box" in remark.what
     assert Question.RUNS in found.checked
     assert Question.SERIAL in found.checked
     assert found.healthy

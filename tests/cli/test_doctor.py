@@ -47,7 +47,8 @@ def test_facts_as_json_and_in_a_file(doctor, tmp_path, monkeypatch):
 def test_facts_as_text(doctor):
     result = doctor()
     assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
+    *lines, to_do = result.stdout.splitlines()
+    assert to_do == "what to do next: paste all of this into your report of the problem"
     sections = [line.partition(":")[0] for line in lines if not line.startswith(" ")]
     assert sections == [
         "marl_parallel", "Python", "libraries", "CPUs", "memory", "limits", "Ray", "environment variables", "trial",
@@ -71,6 +72,7 @@ def test_workers_that_cannot_start_are_reported(doctor, monkeypatch):
     trial = json.loads(result.stdout)["trial"]
     assert "Too many open files" in trial["two worker processes"]
     assert "Traceback" in trial["report"]
+    assert doctor().stdout.splitlines()[-1].startswith("what to do next: read the error under 'trial' above")
 
 
 def test_errors_are_one_line_and_a_hint(doctor):

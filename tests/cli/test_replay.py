@@ -78,7 +78,8 @@ def test_exception(raised, replay):
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("environment 1: EnvError in step 3, ")
-    assert lines[-1] == "failed with SimulatorError: bad terrain again at the same step: step 3"
+    assert lines[-2] == "failed with SimulatorError: bad terrain again at the same step: step 3"
+    assert lines[-1].startswith("what to do next: run this command with --pdb")
     assert "next: step 3, in which it failed" in lines
     assert "Traceback" in done.stderr
     assert "failing.py" in done.stderr
@@ -92,8 +93,10 @@ def test_death(fault, how, tmp_path):
     path = fail(tmp_path, Fate(fault, "step", 2))
     done = command(path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith(f"the process died ({how}")
-    assert done.stdout.splitlines()[-1].endswith(") again at the same step: step 3")
+    result, to_do = done.stdout.splitlines()[-2:]
+    assert result.startswith(f"the process died ({how}")
+    assert result.endswith(") again at the same step: step 3")
+    assert to_do.startswith("what to do next: run this command with --pdb")
     alone = command(path, "--in-process")
     assert alone.returncode == {"os._exit": 7, "SIGSEGV": -11, "SIGKILL": -9}[fault]
     assert alone.stdout.splitlines()[-1] == "next: step 3, in which it failed"
@@ -106,14 +109,18 @@ def test_death_at_another_step(tmp_path):
     write_crash(replace(crash, step=2, actions=pickle.dumps([ACTIONS] * 4)), path)
     done = command(path)
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == "the process died (exit code 7) at another step: step 3 instead of step 2"
+    result, to_do = done.stdout.splitlines()[-2:]
+    assert result == "the process died (exit code 7) at another step: step 3 instead of step 2"
+    assert "pass isolate_rng=True" in to_do
 
 
 def test_timeout(tmp_path):
     path = fail(tmp_path, Fate("loop", "step", 2))
     done = command(path, "--timeout", "0.5")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "did not finish within 0.5 s again at the same step: step 3"
+    result, to_do = done.stdout.splitlines()[-2:]
+    assert result == "did not finish within 0.5 s again at the same step: step 3"
+    assert to_do.startswith("what to do next: run this command with --pdb")
     assert "in forever" in done.stderr
 
 
@@ -122,7 +129,9 @@ def test_not_reproduced(fault, tmp_path):
     """The fault comes from steps of earlier episodes, which a replay does not repeat."""
     done = command(fail(tmp_path, Fate(fault, "step", 6), length=4))
     assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well. The failure may depend on earlier")
+    result, to_do = done.stdout.splitlines()[-2:]
+    assert result.startswith("did not fail: step 3 went well. The failure may depend on earlier")
+    assert "pass isolate_rng=True" in to_do
 
 
 class FailsAtTheEnd(Counting):
@@ -155,7 +164,7 @@ def test_death_after_the_replay(how, death, tmp_path):
     """It is no failure of the step that came before."""
     done = command(fails_at_the_end(tmp_path, "os._exit", how))
     assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well.")
+    assert done.stdout.splitlines()[-2].startswith("did not fail: step 3 went well.")
     assert f"the process died ({death}" in done.stderr.splitlines()[-1]
 
 
@@ -163,7 +172,7 @@ def test_death_after_the_replay(how, death, tmp_path):
 def test_exit_in_close(fault, tmp_path):
     done = command(fails_at_the_end(tmp_path, fault, "exits in close"))
     assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well.")
+    assert done.stdout.splitlines()[-2].startswith("did not fail: step 3 went well.")
 
 
 @pytest.mark.parametrize(("fault", "how"), [("os._exit", "hangs at exit"), ("loop", "hangs in close")])
@@ -171,7 +180,7 @@ def test_timeout_after_the_replay(fault, how, tmp_path):
     """In a child process, or in that of the command."""
     done = command(fails_at_the_end(tmp_path, fault, how), "--timeout", "1")
     assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("did not fail: step 3 went well.")
+    assert done.stdout.splitlines()[-2].startswith("did not fail: step 3 went well.")
     assert "test_replay.py" in done.stderr
     assert "close() or the exit of this process did not finish within 1 s" in done.stderr.splitlines()[-1]
 
@@ -181,19 +190,21 @@ def test_another_step(raised, replay):
     write_crash(replace(crash, step=5, actions=pickle.dumps([ACTIONS] * 5)), raised)
     done = replay(raised)
     assert done.exit_code == 1
-    assert done.stdout.splitlines()[-1].endswith("at another step: step 3 instead of step 5")
+    assert done.stdout.splitlines()[-2].endswith("at another step: step 3 instead of step 5")
 
 
 def test_lost_beginning(tmp_path, replay):
     done = replay(fail(tmp_path, Fate("raise", "step", 9), kept=4))
     assert done.exit_code == 3
     assert "the file has only the last 4 of 10 steps" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("what to do next: pass replay=10 or more to ParallelEnv")
 
 
 def test_until(raised, replay):
     done = replay(raised, "--until", "2")
     assert done.exit_code == 1
-    assert done.stdout.splitlines()[-1] == "stopped before step 2"
+    assert done.stdout.splitlines()[-2] == "stopped before step 2"
+    assert done.stdout.splitlines()[-1] == "what to do next: run this command without --until to reach the failure"
 
 
 def test_debugger(raised):
@@ -201,6 +212,7 @@ def test_debugger(raised):
     done = command(raised, "--pdb", text="p make.__name__\nq\n")
     assert done.returncode == 0, done.stderr
     assert "'SimulatorError'" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("what to do next: fix the simulator, then run this command again")
 
 
 def test_nothing_is_unpickled_before_the_warning(raised, tmp_path):

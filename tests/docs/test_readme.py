@@ -89,6 +89,40 @@ def test_blocks_about_frameworks(block, tmp_path):
     run("-", text=block, cwd=tmp_path)
 
 
+IN_DICTS = """
+from gymnasium.spaces import Dict, MultiBinary
+from mpe2 import simple_spread_v3
+from pettingzoo.utils import BaseParallelWrapper
+
+class InDicts(BaseParallelWrapper):
+    def observation_space(self, agent):
+        return Dict(observation=super().observation_space(agent), action_mask=MultiBinary(5))
+
+    def reset(self, seed=None, options=None):
+        observations, infos = super().reset(seed, options)
+        return self.in_dicts(observations), infos
+
+    def step(self, actions):
+        observations, *others = super().step(actions)
+        return self.in_dicts(observations), *others
+
+    def in_dicts(self, observations):
+        return {agent: {"observation": one, "action_mask": [1] * 5} for agent, one in observations.items()}
+"""
+
+
+def test_first_example_of_learners_with_dict_observations(tmp_path):
+    """It runs unchanged but for the simulator, with the same results."""
+    block = blocks("python", PAGES["docs/learners.md"])[0]
+    name = '"mpe2.simple_spread_v3"'
+    assert name in block
+    print_values = "print(values.sum(), final_values.sum(), advantages.sum())\n"
+    with_arrays = run("-", text=block + print_values, cwd=tmp_path)
+    in_dicts = block.replace(name, "lambda: InDicts(simple_spread_v3.parallel_env())")
+    is_dict = "assert isinstance(data.observations, dict)\n"
+    assert run("-", text=IN_DICTS + in_dicts + is_dict + print_values, cwd=tmp_path) == with_arrays
+
+
 def test_pages_exist():
     assert set(REST) <= PAGES.keys()
 

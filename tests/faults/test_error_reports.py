@@ -76,10 +76,10 @@ def test_message_of_an_exception():
     ("exitcode", "manner", "to_do"),
     [
         (7, "exit code 7", "os._exit"),
-        (-signal.SIGKILL, "SIGKILL (signal 9)", "memory ran out"),
+        (-signal.SIGKILL, "SIGKILL (signal 9)", "out-of-memory kill"),
         (-signal.SIGSEGV, "SIGSEGV (signal 11)", "native code"),
-        (-signal.SIGTERM, "SIGTERM (signal 15)", "who sent"),
-        (None, "how is not known", "alone"),
+        (-signal.SIGTERM, "SIGTERM (signal 15)", "what sent"),
+        (None, "cause unknown", "alone"),
     ],
 )
 def test_message_of_a_crash(exitcode, manner, to_do):

@@ -1,4 +1,4 @@
-"""Timeouts: which workers are late, and what becomes of them.
+"""Timeouts: which workers are past theirs; these are killed and replaced, or raise.
 
 A timeout runs from the moment at which an environment begins something, as the worker's status shows. While a worker
 has not begun a request, the request's own timeout runs from when the worker was free.
