@@ -25,7 +25,8 @@ from marl_parallel.vector.stepper import Arrays, ArrayStepper, OfParallelEnv, St
 _STEP, _RESET, _CLOSE = "step", "reset", "close"
 _CALLS = {"get_env_info": True, "get_stats": True, "render": False, "save_replay": False}
 """Commands that call the simulator's method of that name, and whether they have a reply."""
-_COMMANDS = (_STEP, _RESET, *_CALLS, _CLOSE)
+_ORDER = (*_CALLS, _RESET, _STEP)
+_COMMANDS = (*_ORDER, _CLOSE)
 
 
 class _Sent(NamedTuple):
@@ -103,7 +104,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         self._stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, partial_resets=True)
         self.env, self._runner, self._view = env, self._stepper.runner, self._stepper.view
         self._agents = tuple(self._view.agents)
-        self._check_spaces()
+        self._check_interface()
         numbers = range(env.num_envs)
         self._sent: list[deque[_Sent]] = [deque() for _ in numbers]
         self._replies: list[deque[Any]] = [deque() for _ in numbers]
@@ -138,19 +139,31 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     # -- what the simulators are ---------------------------------------------------------------------------------------
 
-    def _check_spaces(self) -> None:
+    def _check_interface(self) -> None:
+        """Raise `ValueError` unless the environments are those of PyMARL."""
         schema = self._runner.schema
         action_spaces = [schema.action_spaces[agent] for agent in self._agents]
-        fits = len(self._view.groups) == 1 and all(
-            isinstance(space, spaces.Discrete) and space == action_spaces[0] for space in action_spaces
-        )
-        if not fits or schema.state_space is None or not isinstance(self._view.groups[0].space, spaces.Box):
-            raise ValueError(
-                "PyMARLConnections needs environments with PyMARL's interface (get_env_info, get_obs, get_state, "
-                "get_avail_actions, reset, step), whose agents have equal observation and action spaces; got "
-                f"observation spaces {dict(schema.observation_spaces)}, action spaces {dict(schema.action_spaces)} and "
-                f"state space {schema.state_space}"
+        try:
+            self.env.call("get_env_info", env_ids=[0])
+        except AttributeError as error:
+            problem = str(error)
+        else:
+            if (
+                len(self._view.groups) == 1
+                and isinstance(self._view.groups[0].space, spaces.Box)
+                and isinstance(action_spaces[0], spaces.Discrete)
+                and all(space == action_spaces[0] for space in action_spaces)
+                and schema.state_space is not None
+            ):
+                return
+            problem = (
+                f"got observation spaces {dict(schema.observation_spaces)}, action spaces "
+                f"{dict(schema.action_spaces)} and state space {schema.state_space}"
             )
+        raise ValueError(
+            "PyMARLConnections needs environments with PyMARL's interface (get_env_info, get_obs, get_state, "
+            f"get_avail_actions, reset, step), whose agents have equal spaces: {problem}"
+        )
 
     def _has_states_written(self) -> bool:
         """Have workers write states with each step, where they can."""
@@ -176,7 +189,9 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             raise TypeError(f"environment {env_id}: expected a message (command, data), got {message!r}")
         command, data = message
         if command not in _COMMANDS:
-            raise ValueError(f"environment {env_id}: unknown command {command!r}; known are {', '.join(_COMMANDS)}")
+            raise ValueError(
+                f"environment {env_id}: unknown command {command!r}; expected one of {', '.join(_COMMANDS)}"
+            )
         if command == _CLOSE:
             self.close_one(env_id)
         elif command == _STEP:
@@ -255,21 +270,20 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     # -- everything that was sent --------------------------------------------------------------------------------------
 
     def _carry_out(self) -> None:
-        """Carry out all commands: in each round, the first one of each environment, equal ones together."""
-        while any(self._sent):
-            by_command: dict[str, dict[int, _Sent]] = {}
-            for env_id, sent in enumerate(self._sent):
-                if sent:
-                    by_command.setdefault(sent[0].command, {})[env_id] = sent[0]
-            for command, of_envs in by_command.items():
-                for env_id in of_envs:
-                    self._sent[env_id].popleft()
-                if command == _STEP:
-                    self._step({env_id: sent.actions for env_id, sent in of_envs.items()})
-                elif command == _RESET:
-                    self._reset([*of_envs])
-                else:
-                    self._call(command, [*of_envs])
+        """Carry out all commands, equal ones of several environments together, each environment's in their order.
+
+        Calls come before resets and steps, so that these are of as many environments as possible.
+        """
+        while next_of := {env_id: sent[0].command for env_id, sent in enumerate(self._sent) if sent}:
+            command = min(next_of.values(), key=_ORDER.index)
+            env_ids = [env_id for env_id, other in next_of.items() if other == command]
+            sent = {env_id: self._sent[env_id].popleft() for env_id in env_ids}
+            if command == _STEP:
+                self._step({env_id: of_env.actions for env_id, of_env in sent.items()})
+            elif command == _RESET:
+                self._reset(env_ids)
+            else:
+                self._call(command, env_ids)
 
     def _step(self, actions: Mapping[int, Any]) -> None:
         joint = np.zeros((len(self._sent), len(self._agents)), np.int64)

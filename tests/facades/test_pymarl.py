@@ -65,6 +65,7 @@ def test_runner_has_the_same_data(kind, keywords, how):
     assert 0 < sum(batch["terminated"].sum() for batch in batches) <= ENVS * RUNS
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # more workers than CPUs
 @pytest.mark.parametrize(("fault", "workers"), [("raise", 2), ("os._exit", ENVS)])
 @pytest.mark.parametrize("keywords", [TEAM, EACH], ids=["team", "each"])
 def test_restarts_are_ends_at_the_limit(fault, workers, keywords):
@@ -79,6 +80,14 @@ def test_restarts_are_ends_at_the_limit(fault, workers, keywords):
     got = record(pymarl_connections(faulty(fault), num_workers=workers, on_error="restart"), team=team)
     assert_same(got, expected)
     assert sum(info.get("restarted", 0) for info in got[1].infos) == 2
+
+
+def test_a_dead_worker_ends_the_episodes_of_its_environments():
+    fault = {"fault": "os._exit", "fault_at": 3}
+    connections = pymarl_connections([*makers(**fault)[:2], *makers()[2:]], num_workers=2, on_error="restart")
+    runner = record(connections)[1]
+    assert len(runner.infos) == ENVS * RUNS
+    assert sum(info.get("restarted", 0) for info in runner.infos) in (2, 3)  # environment 0, its neighbour, and again
 
 
 def test_what_is_sent_is_carried_out_together():
@@ -136,7 +145,7 @@ def test_commands_out_of_order():
     first.send(("save_replay", None))
     with pytest.raises(NoAsyncCallError, match="save_replay"):
         first.recv()
-    with pytest.raises(ValueError, match="environment 0: unknown command 'rest'; known are step, reset"):
+    with pytest.raises(ValueError, match="environment 0: unknown command 'rest'; expected one of get_env_info"):
         first.send(("rest", None))
     with pytest.raises(TypeError, match=r"expected a message \(command, data\), got 'reset'"):
         first.send("reset")
@@ -211,10 +220,11 @@ def test_a_call_that_fails(name, caplog):
         connection.send(("reset", None))
     for connection in connections:
         connection.recv()
+    replies = []
     for _ in range(2):
         connections[1].send((name, None))
         connections[1].send(("step", [1, 1, 1]))
-    replies = [connections[1].recv() for _ in range(2 + 2 * (name == "get_stats"))]
+        replies += [connections[1].recv() for _ in range(1 + (name == "get_stats"))]
     assert any(f"{name} of environments [1] failed" in record.getMessage() for record in caplog.records)
     if name == "get_stats":
         assert replies[2] == {}

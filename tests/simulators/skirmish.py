@@ -109,8 +109,8 @@ class Skirmish:
 class ModernSkirmish(Skirmish):
     """Like the wrappers of EPyMARL: `reset` and `step` of Gymnasium's form, one reward for the team or one for each."""
 
-    def __init__(self, common_reward: bool = True, **keywords: Any) -> None:
-        super().__init__(**keywords)
+    def __init__(self, common_reward: bool = True, restarts: int = 0, **keywords: Any) -> None:
+        super().__init__(restarts=restarts, **keywords)
         self.common_reward = common_reward
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
