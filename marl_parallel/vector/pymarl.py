@@ -16,6 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.core.batch import Batch
 from marl_parallel.core.reports import logger
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
@@ -125,7 +126,11 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     def __getitem__(self, index: slice) -> list[PyMARLConnection]: ...
     def __getitem__(self, index: int | slice) -> PyMARLConnection | list[PyMARLConnection]:
         env_ids = range(len(self._sent))[index]
-        return PyMARLConnection(self, env_ids) if isinstance(env_ids, int) else [PyMARLConnection(self, i) for i in env_ids]
+        return (
+            PyMARLConnection(self, env_ids)
+            if isinstance(env_ids, int)
+            else [PyMARLConnection(self, i) for i in env_ids]
+        )
 
     def __iter__(self) -> Iterator[PyMARLConnection]:
         return iter(self[:])
@@ -318,11 +323,21 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             self._replies[env_id].append({**self._latest[env_id]})
 
     def _seen(self, arrays: Arrays) -> Callable[[int], dict[str, Any]]:
-        """A function that returns the state, masks and observations of one environment."""
+        """A function that returns the state, masks and observations of one environment, in arrays of the caller's."""
         (observations,) = arrays.observations
-        masks = self._stepper.action_masks(self._agents).astype(np.int64)
+        masks = self._masks().astype(np.int64)
         states = self._runner.states_seen()[0].copy() if self._sees_states else self.env.state()
         return lambda env_id: {"state": states[env_id], "avail_actions": masks[env_id], "obs": observations[env_id]}
+
+    def _masks(self) -> NDArray[Any]:
+        """The action masks `(num_envs, agents, actions)`."""
+        batch = self._runner.batch
+        if isinstance(batch, Batch) and not batch.apart and [*self._agents] == batch.layout.masks.agents:
+            groups = batch.layout.masks.groups
+            if len(groups) == 1:  # all masks are one array of the block
+                column: NDArray[Any] = groups[0].column.array
+                return column
+        return self._stepper.action_masks(self._agents)
 
     def _call(self, command: str, env_ids: list[int]) -> None:
         """Call a method of simulators. A fault there ends nothing if environments are restarted."""

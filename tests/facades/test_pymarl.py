@@ -13,7 +13,7 @@ from helpers.pymarl_runner import Runner, process_connections
 from mpe2 import simple_spread_v3
 from simulators.skirmish import ModernSkirmish, Skirmish
 
-from marl_parallel import EnvError, ParallelEnv, make
+from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
 from marl_parallel.vector import PyMARLConnections, pymarl_connections
 
 ENVS, RUNS = 4, 8
@@ -49,7 +49,9 @@ def assert_same(got: tuple[list[dict[str, Any]], Runner], expected: tuple[list[d
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(
-    ("kind", "keywords"), [(Skirmish, {}), (ModernSkirmish, TEAM), (ModernSkirmish, EACH)], ids=["three", "team", "each"]
+    ("kind", "keywords"),
+    [(Skirmish, {}), (ModernSkirmish, TEAM), (ModernSkirmish, EACH)],
+    ids=["three", "team", "each"],
 )
 def test_runner_has_the_same_data(kind, keywords, how):
     options = {"team": keywords.get("common_reward", True), "render": True}
@@ -73,13 +75,22 @@ def test_restarts_are_ends_at_the_limit(fault, workers, keywords):
 
     def faulty(kind: str) -> list[Callable[..., Any]]:
         plain = makers(ModernSkirmish, **keywords)
-        return [functools.partial(maker, fault=kind, fault_at=7 + 6 * i) if i % 2 else maker for i, maker in enumerate(plain)]
+        return [
+            functools.partial(maker, fault=kind, fault_at=7 + 6 * i) if i % 2 else maker
+            for i, maker in enumerate(plain)
+        ]
 
     team = keywords["common_reward"]
     expected = record(process_connections(faulty("raise")), team=team)
     got = record(pymarl_connections(faulty(fault), num_workers=workers, on_error="restart"), team=team)
     assert_same(got, expected)
     assert sum(info.get("restarted", 0) for info in got[1].infos) == 2
+
+
+def test_recycled_environments():
+    expected = record(process_connections(makers(), max_episodes=3))
+    got = record(pymarl_connections(makers(), num_workers=2, recycle=RecyclePolicy(max_episodes=3)))
+    assert_same(got, expected)
 
 
 def test_a_dead_worker_ends_the_episodes_of_its_environments():

@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 
-def serve(pipe: Any, make: Callable[..., Any]) -> None:
-    """One environment's process. An environment that fails is made again, and its episode ends at the limit."""
-    env, restarts, last = make(), 0, {}
+def serve(pipe: Any, make: Callable[..., Any], max_episodes: int) -> None:
+    """One environment's process. An environment that fails is made again, and its episode ends at the limit.
+
+    It is also made again after so many episodes.
+    """
+    env, restarts, episodes, last = make(), 0, 0, {}
 
     def seen() -> dict[str, Any]:
         return {"state": env.get_state(), "avail_actions": env.get_avail_actions(), "obs": env.get_obs()}
@@ -27,7 +30,7 @@ def serve(pipe: Any, make: Callable[..., Any]) -> None:
             try:
                 result = env.step(data)
             except Exception:
-                restarts += 1
+                restarts, episodes = restarts + 1, 0
                 env = make(restarts=restarts)
                 reward = 0.0 if getattr(env, "common_reward", True) else [0.0] * env.n_agents
                 pipe.send(
@@ -38,7 +41,11 @@ def serve(pipe: Any, make: Callable[..., Any]) -> None:
             last = seen()
             pipe.send({**last, "reward": reward, "terminated": over, "info": info})
         elif command == "reset":
+            if episodes == max_episodes:
+                restarts, episodes = restarts + 1, 0
+                env = make(restarts=restarts)
             env.reset()
+            episodes += 1
             last = seen()
             pipe.send(last)
         elif command == "close":
@@ -50,12 +57,12 @@ def serve(pipe: Any, make: Callable[..., Any]) -> None:
             getattr(env, command)()
 
 
-def process_connections(makers: Sequence[Callable[..., Any]]) -> list[Any]:
-    """A process for each environment."""
+def process_connections(makers: Sequence[Callable[..., Any]], max_episodes: int = -1) -> list[Any]:
+    """A process for each environment, which is made again after so many episodes."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in makers]
     for (_, pipe), make in zip(pipes, makers):
-        context.Process(target=serve, args=(pipe, make), daemon=True).start()
+        context.Process(target=serve, args=(pipe, make, max_episodes), daemon=True).start()
     return [pipe for pipe, _ in pipes]
 
 

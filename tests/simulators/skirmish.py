@@ -52,7 +52,9 @@ class Skirmish:
 
     def get_obs(self) -> list[NDArray[np.float32]]:
         return [
-            np.array([self.health[agent], self.enemy, self.time, agent] if self.health[agent] > 0 else [0] * 4, np.float32)
+            np.array(
+                [self.health[agent], self.enemy, self.time, agent] if self.health[agent] > 0 else [0] * 4, np.float32
+            )
             for agent in range(self.n_agents)
         ]
 
