@@ -17,7 +17,6 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.core.batch import Batch
-from marl_parallel.core.reports import logger
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
@@ -52,8 +51,8 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     What is sent waits until the first `recv`; then everything is carried out together, each environment's commands in
     their order. A step that a fault has interrupted is the end of an episode at its limit: `terminated` is True, the
-    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state are the last ones
-    before. `docs/frameworks/pymarl.md` shows the two lines of the runner that change.
+    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state are those of the
+    reply before. `docs/frameworks/pymarl.md` shows the two lines of the runner that change.
 
     Args:
         env: Its environments have PyMARL's interface (`adapter="pymarl"`), and `auto_reset` is False.
@@ -237,7 +236,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         for sent in reversed(self._sent[env_id]):
             if sent.command == _STEP:
                 raise AlreadyPendingCallError(
-                    f"environment {env_id}: a step was sent before, and its reply has not been received; recv() it first",
+                    f"environment {env_id}: a step was sent before whose reply has not been received; recv() it first",
                     "send",
                 )
             if sent.command == _RESET:
@@ -340,7 +339,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         return self._stepper.action_masks(self._agents)
 
     def _call(self, command: str, env_ids: list[int]) -> None:
-        """Call a method of simulators. A fault there ends nothing if environments are restarted."""
+        """Call a method of simulators. A fault raises no error if environments are restarted, which logs it."""
         results = self._results(command, env_ids)
         for env_id in env_ids if _CALLS[command] else ():
             self._replies[env_id].append(results[env_id])
@@ -356,9 +355,8 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             failed = [env_id for env_id in env_ids if env_id in error.env_ids]
             if self._runner.pool.closed or name == "get_env_info" or not failed:
                 raise
-            logger.warning("%s of environments %s failed; the training goes on: %s", name, failed, error)
             others = [env_id for env_id in env_ids if env_id not in failed]
-            return {**dict.fromkeys(failed, {}), **(self._results(name, others) if others else {})}
+            return {**{env_id: {} for env_id in failed}, **(self._results(name, others) if others else {})}
 
 
 class PyMARLConnection:

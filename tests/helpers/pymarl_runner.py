@@ -1,7 +1,7 @@
 """A small runner that works as PyMARL's `ParallelRunner`, and the processes and pipes that it uses there.
 
-It fills arrays of whole episodes, as an `EpisodeBatch`. What the runner does with its connections, and when, is the same
-as in PyMARL: it sends to all, then receives from all; steps only environments whose episode is running; asks for
+It fills arrays of whole episodes, as an `EpisodeBatch`. What the runner does with its connections, and when, is the
+same as in PyMARL: it sends to all, then receives from all; steps only environments whose episode is running; asks for
 statistics at the end.
 """
 
