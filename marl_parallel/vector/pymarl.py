@@ -152,9 +152,10 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         except AttributeError as error:
             problem = str(error)
         else:
+            observed = [space for space, _ in self._view.groups]
             if (
-                len(self._view.groups) == 1
-                and isinstance(self._view.groups[0].space, spaces.Box)
+                len(observed) == 1
+                and isinstance(observed[0], spaces.Box)
                 and isinstance(action_spaces[0], spaces.Discrete)
                 and all(space == action_spaces[0] for space in action_spaces)
                 and schema.state_space is not None
@@ -332,10 +333,10 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         """The action masks `(num_envs, agents, actions)`."""
         batch = self._runner.batch
         if isinstance(batch, Batch) and not batch.apart and [*self._agents] == batch.layout.masks.agents:
-            groups = batch.layout.masks.groups
-            if len(groups) == 1:  # all masks are one array of the block
-                column: NDArray[Any] = groups[0].column.array
-                return column
+            columns = [column.array for column, _ in batch.layout.masks.groups]
+            if len(columns) == 1:  # all masks are one array of the block
+                masks: NDArray[Any] = columns[0]
+                return masks
         return self._stepper.action_masks(self._agents)
 
     def _call(self, command: str, env_ids: list[int]) -> None:
@@ -353,7 +354,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             return dict.fromkeys(env_ids, _Failure(error))
         except ParallelEnvError as error:
             failed = [env_id for env_id in env_ids if env_id in error.env_ids]
-            if self._runner.pool.closed or name == "get_env_info" or not failed:
+            if self._runner.source.closed or name == "get_env_info" or not failed:
                 raise
             others = [env_id for env_id in env_ids if env_id not in failed]
             return {**{env_id: {} for env_id in failed}, **(self._results(name, others) if others else {})}
