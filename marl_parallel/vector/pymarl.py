@@ -112,7 +112,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         self._may_step = [False] * len(numbers)  # whether an episode is running, as far as has been carried out
         self._open = [True] * len(numbers)
         self._sees_states = self._has_states_written()
-        self._is_team = self._has_one_reward()
+        self._is_team = self._has_one_reward()  # None: as long as all rewards are equal
 
     # -- a sequence of connections -------------------------------------------------------------------------------------
 
@@ -159,11 +159,12 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
                 and isinstance(action_spaces[0], spaces.Discrete)
                 and all(space == action_spaces[0] for space in action_spaces)
                 and schema.state_space is not None
+                and schema.mask_spaces.keys() == {*self._agents}
             ):
                 return
             problem = (
                 f"got observation spaces {dict(schema.observation_spaces)}, action spaces "
-                f"{dict(schema.action_spaces)} and state space {schema.state_space}"
+                f"{dict(schema.action_spaces)}, masks of {[*schema.mask_spaces]} and state space {schema.state_space}"
             )
         raise ValueError(
             "PyMARLConnections needs environments with PyMARL's interface (get_env_info, get_obs, get_state, "
@@ -178,12 +179,12 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             return False
         return True
 
-    def _has_one_reward(self) -> bool:
-        """Whether agents share a reward: EPyMARL's wrappers have `common_reward`, and only they may say no."""
+    def _has_one_reward(self) -> bool | None:
+        """Whether agents share a reward: EPyMARL's wrappers have `common_reward`. None where that is unknown."""
         try:
             return bool(self.env.call("common_reward", env_ids=[0])[0])
         except AttributeError:
-            return True
+            return None
 
     # -- commands in, replies out --------------------------------------------------------------------------------------
 
@@ -294,20 +295,22 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         joint = np.zeros((len(self._sent), len(self._agents)), np.int64)
         for env_id, of_env in actions.items():
             joint[env_id] = of_env
-        # Environments whose episodes are over stay as they are in a step of all, which is faster than one of some.
+        # Environments whose episodes are over ignore a step, and a step of all takes less time than one of some.
         all_others_over = sum(self._may_step) == len(actions)
         arrays = self._stepper.step([Stacked(self._agents, joint)], None if all_others_over else [*actions])
         seen, rewards, present = self._seen(arrays), arrays.rewards.tolist(), arrays.present
         over = (arrays.terminated | arrays.truncated).tolist()
-        if self._is_team and any(len(set(rewards[env_id])) > 1 for env_id in actions):
-            self._is_team = False
+        if self._is_team is None:
+            others = arrays.rewards != arrays.rewards[:, :1]
+            if (others & ~np.isnan(arrays.rewards)).any():  # the reward was a list
+                self._is_team = False
         for env_id in actions:
             info = arrays.infos.get(env_id, {}).get(COMMON, {})
-            reward = rewards[env_id][0] if self._is_team else rewards[env_id]
-            if "restarted" in info or not present[env_id].any():
+            reward = rewards[env_id] if self._is_team is False else rewards[env_id][0]
+            if (info.get("restarted") is True and "error" in info) or not present[env_id].any():
                 # Interrupted by a fault in this step, or in a call since the last one.
                 info, over[env_id] = {"episode_limit": True, "restarted": True}, True
-                reward = 0.0 if self._is_team else [0.0] * len(self._agents)
+                reward = [0.0] * len(self._agents) if self._is_team is False else 0.0
             else:
                 self._latest[env_id], info = seen(env_id), {**info}
             self._may_step[env_id] = not over[env_id]

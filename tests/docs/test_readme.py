@@ -51,7 +51,13 @@ def needed(block: str) -> set[str]:
     facades = {"AgileRLVecEnv": "agilerl", "SB3VecEnv": "stable_baselines3", "TorchRLEnv": "torchrl"}
     facades |= {"TianshouVecEnv": "tianshou"}
     names |= {library for facade, library in facades.items() if facade in block}
-    made = {"agilerl": "agilerl", "rllib": "ray", "sb3": "stable_baselines3", "tianshou": "tianshou", "torchrl": "torchrl"}
+    made = {
+        "agilerl": "agilerl",
+        "rllib": "ray",
+        "sb3": "stable_baselines3",
+        "tianshou": "tianshou",
+        "torchrl": "torchrl",
+    }
     names |= {library for facade, library in made.items() if f'facade="{facade}"' in block}
     return {name.partition(".")[0] for name in names}
 

@@ -84,7 +84,7 @@ def test_restarts_are_ends_at_the_limit(fault, workers, keywords):
     expected = record(process_connections(faulty("raise")), team=team)
     got = record(pymarl_connections(faulty(fault), num_workers=workers, on_error="restart"), team=team)
     assert_same(got, expected)
-    assert sum(info.get("restarted", 0) for info in got[1].infos) == 2
+    assert sum("dead" not in info for info in got[1].infos) == 2
 
 
 def test_recycled_environments():
@@ -98,7 +98,7 @@ def test_a_dead_worker_ends_the_episodes_of_its_environments():
     connections = pymarl_connections([*makers(**fault)[:2], *makers()[2:]], num_workers=2, on_error="restart")
     runner = record(connections)[1]
     assert len(runner.infos) == ENVS * RUNS
-    assert sum(info.get("restarted", 0) for info in runner.infos) in (2, 3)  # environment 0, its neighbour, and again
+    assert sum("dead" not in info for info in runner.infos) in (2, 3)  # environment 0, its neighbour, and again
 
 
 def test_what_is_sent_is_carried_out_together():
@@ -256,6 +256,23 @@ def test_a_call_that_fails(name, caplog):
         failing[0].recv()
     with pytest.raises(ClosedEnvironmentError):
         failing[0].recv()
+
+
+def test_rewards_that_are_lists():
+    """Without a `common_reward`, the first list shows it."""
+
+    class Selfish(Skirmish):
+        def step(self, actions: Any) -> Any:
+            rewards, over, limit = self.fight(actions)
+            return rewards, over or limit, {}
+
+    connections = pymarl_connections([Selfish], backend="serial")
+    rewards = []
+    for message in (("reset", None), ("step", [1, 1, 1]), ("step", [2, 1, 1]), ("step", [1, 1, 1])):
+        connections[0].send(message)
+        rewards.append(connections[0].recv().get("reward"))
+    assert rewards == [None, pytest.approx(-0.1), pytest.approx([1.0, -0.1, -0.1]), pytest.approx([-0.1] * 3)]
+    connections[0].close()
 
 
 def test_a_method_that_is_missing():

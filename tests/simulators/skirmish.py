@@ -86,7 +86,7 @@ class Skirmish:
     def info(self, over: bool, limit: bool) -> dict[str, Any]:
         info: dict[str, Any] = {"dead": int((self.health == 0).sum())}
         if over or limit:
-            info["battle_won"] = bool(self.enemy <= 0)
+            info |= {"battle_won": bool(self.enemy <= 0), "restarted": True}  # its own key of this name
         return {**info, "episode_limit": True} if limit else info
 
     def step(self, actions: Any) -> Any:
