@@ -92,9 +92,11 @@ _FACADES = {
     "agilerl": ("AgileRLVecEnv", AutoresetMode.SAME_STEP),
     "gymnasium": ("GymnasiumVectorEnv", AutoresetMode.NEXT_STEP),
     "pettingzoo": ("PettingZooVecEnv", AutoresetMode.DISABLED),
+    "pymarl": ("PyMARLConnections", AutoresetMode.DISABLED),
     "rllib": ("RLlibVectorMultiAgentEnv", AutoresetMode.NEXT_STEP),
     "sb3": ("SB3VecEnv", AutoresetMode.SAME_STEP),
     "stacked": ("StackedVecEnv", AutoresetMode.SAME_STEP),
+    "tianshou": ("TianshouVecEnv", AutoresetMode.DISABLED),
     "torchrl": ("TorchRLEnv", AutoresetMode.DISABLED),
 }
 """By name, the class in `marl_parallel.vector` and the auto-reset mode that its library wants."""
@@ -122,6 +124,11 @@ def make(
 ) -> vector.PettingZooVecEnv: ...  # fmt: skip
 @overload
 def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["pymarl"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.PyMARLConnections: ...  # fmt: skip
+@overload
+def make(
     name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["rllib"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.RLlibVectorMultiAgentEnv: ...  # fmt: skip
@@ -130,6 +137,11 @@ def make(
     name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["sb3"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.SB3VecEnv: ...  # fmt: skip
+@overload
+def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["tianshou"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.TianshouVecEnv: ...  # fmt: skip
 @overload
 def make(
     name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["torchrl"],
@@ -160,9 +172,9 @@ def make(
         num_envs: How many environments.
         env_kwargs: Keywords for each environment's constructor; or those of `ParallelEnv.from_envpool`,
             `vmas.make_env`, `jaxmarl.make`.
-        facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"rllib"`, `"sb3"`, `"stacked"` or `"torchrl"`: returns that
-            facade, made with the auto-reset mode of its library unless `auto_reset` is passed. None returns the
-            `ParallelEnv`.
+        facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"pymarl"`, `"rllib"`, `"sb3"`, `"stacked"`, `"tianshou"` or
+            `"torchrl"`: returns that facade, made with the auto-reset mode of its library unless `auto_reset` is
+            passed. None returns the `ParallelEnv`.
         facade_kwargs: Keywords of the facade, such as `scalarize`.
         wrappers: Called in the worker in this order, each with the environment, to return the wrapped one: wrapper
             classes and functions.

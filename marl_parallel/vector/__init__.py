@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from marl_parallel.vector.gymnasium import NormalizePresentObservation as NormalizePresentObservation
     from marl_parallel.vector.gymnasium import NormalizePresentReward as NormalizePresentReward
     from marl_parallel.vector.pettingzoo import PettingZooVecEnv as PettingZooVecEnv
+    from marl_parallel.vector.pymarl import PyMARLConnection as PyMARLConnection
+    from marl_parallel.vector.pymarl import PyMARLConnections as PyMARLConnections
+    from marl_parallel.vector.pymarl import pymarl_connections as pymarl_connections
     from marl_parallel.vector.rllib import ParallelMultiAgentEnvRunner as ParallelMultiAgentEnvRunner
     from marl_parallel.vector.rllib import RLlibVectorMultiAgentEnv as RLlibVectorMultiAgentEnv
     from marl_parallel.vector.sb3 import SB3RolloutBuffer as SB3RolloutBuffer
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from marl_parallel.vector.stepper import Arrays as Arrays
     from marl_parallel.vector.stepper import ArrayStepper as ArrayStepper
     from marl_parallel.vector.stepper import Stacked as Stacked
+    from marl_parallel.vector.tianshou import TianshouVecEnv as TianshouVecEnv
     from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
 
 # By module: its names; and, if they need the extra of the module's name, the title and the packages of their library.
@@ -34,6 +38,7 @@ _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
     "agilerl": (["AgileRLVecEnv"], "AgileRL", ["agilerl"]),
     "gymnasium": (["GymnasiumVectorEnv", "NormalizePresentObservation", "NormalizePresentReward"], "", []),
     "pettingzoo": (["PettingZooVecEnv"], "", []),
+    "pymarl": (["PyMARLConnection", "PyMARLConnections", "pymarl_connections"], "", []),
     # Ray alone does not install all that RLlib needs.
     "rllib": (["ParallelMultiAgentEnvRunner", "RLlibVectorMultiAgentEnv"], "RLlib", ["ray", "tree"]),
     "sb3": (
@@ -43,6 +48,7 @@ _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "stacked": (["StackedVecEnv"], "", []),
     "stepper": (["ArrayStepper", "Arrays", "Stacked"], "", []),
+    "tianshou": (["TianshouVecEnv"], "Tianshou", ["tianshou"]),
     "torchrl": (["TorchRLEnv"], "TorchRL", ["torchrl"]),
 }
 _MODULE_OF = {name: module for module, (names, *_) in _MODULES.items() for name in names}

@@ -235,10 +235,10 @@ class ArrayStepper(OfParallelEnv):
         self.runner.send(ids, self.runner.batch.write_actions(ids, actions, stacked=True))
 
     @exclusive("reset_async")
-    def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None) -> None:
+    def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None, options: Options = None) -> None:
         """Begin to reset some environments, while others may be in flight; `receive_some` has the results."""
         self.runner.check_claim(self._facade)
-        self.runner.send_reset(seed, None, env_ids)
+        self.runner.send_reset(seed, options, env_ids)
         self.runner.claim(self._facade)
 
     @exclusive("recv")

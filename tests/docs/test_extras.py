@@ -43,7 +43,8 @@ DISTRIBUTIONS = {
     "rich": ["rich"],
     "stable_baselines3": ["stable-baselines3"],
     "tensordict": ["torchrl"],
-    "torch": ["torch", "stable-baselines3", "torchrl", "agilerl"],
+    "tianshou": ["tianshou"],
+    "torch": ["torch", "stable-baselines3", "torchrl", "agilerl", "tianshou"],
     "torchrl": ["torchrl", "benchmarl"],
     "tyro": ["tyro"],
 }
@@ -54,6 +55,7 @@ OURS = {
     "ParallelMultiAgentEnvRunner": ["ray[rllib]"],
     "RayBackend": ["ray", "ray[rllib]"],
     "SB3VecEnv": ["stable-baselines3"],
+    "TianshouVecEnv": ["tianshou"],
     "TorchRLEnv": ["torchrl", "benchmarl"],
     "record_video": ["imageio"],
 }

@@ -22,6 +22,7 @@ CLASSES = {
     "stacked": "StackedVecEnv",
     "torchrl": "TorchRLEnv",
 }
+# Others have tests of `make` of their own: PyMARL's simulators are of one kind, and Tianshou's agents act as one.
 
 
 def of_agents(values: dict[str, Any]) -> np.ndarray:
@@ -71,7 +72,11 @@ def stepped(facade: str, env: Any, steps: list[np.ndarray]) -> list[tuple[np.nda
     return results
 
 
-@pytest.mark.parametrize("facade", [name for name in get_args(FacadeName) if CLASSES[name] in vector.__all__])
+def test_all_facades_have_tests():
+    assert {*get_args(FacadeName)} - {*CLASSES} == {"pymarl", "tianshou"}
+
+
+@pytest.mark.parametrize("facade", [name for name in CLASSES if CLASSES[name] in vector.__all__])
 @pytest.mark.parametrize("how", [{"backend": "serial"}, {"num_workers": 2}], ids=["serial", "process"])
 def test_steps_equal_the_dicts(facade, how):
     rng = np.random.default_rng(1)

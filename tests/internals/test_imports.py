@@ -84,7 +84,7 @@ def test_imports_go_downwards(path):
 
 
 HEAVY = {
-    "torch", "ray", "matplotlib", "rich", "typer", "psutil", "stable_baselines3", "torchrl", "agilerl",
+    "torch", "ray", "matplotlib", "rich", "typer", "psutil", "stable_baselines3", "torchrl", "agilerl", "tianshou",
     "mlagents_envs", "grpc", "envpool", "jax", "jaxmarl", "vmas",
 }  # fmt: skip
 

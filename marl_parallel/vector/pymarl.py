@@ -1,0 +1,451 @@
+"""PyMARL's and EPyMARL's `ParallelRunner` on a `ParallelEnv`: connections in place of its pipes.
+
+The runner sends a command to each environment and then receives each reply. `PyMARLConnections` keeps what is sent, and
+carries it out when the first reply is received: one step of the `ParallelEnv` for all environments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.core.batch import Batch
+from marl_parallel.core.transition import COMMON
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.types import ParallelEnvError
+from marl_parallel.vector.stepper import Arrays, ArrayStepper, OfParallelEnv, Stacked
+
+_STEP, _RESET, _CLOSE = "step", "reset", "close"
+_CALLS = {"get_env_info": True, "get_stats": True, "render": False, "save_replay": False}
+"""Commands that call the simulator's method of that name, and whether they have a reply."""
+_ORDER = (*_CALLS, _RESET, _STEP)
+_COMMANDS = (*_ORDER, _CLOSE)
+
+
+class _Sent(NamedTuple):
+    """A command that waits to be carried out; `actions` of a step."""
+
+    command: str
+    actions: NDArray[Any] | None = None
+
+    @property
+    def has_reply(self) -> bool:
+        return _CALLS.get(self.command, True)
+
+
+class _Failure(NamedTuple):
+    """In place of a reply: what `recv` raises."""
+
+    error: Exception
+
+
+class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
+    """One connection for each environment, with the protocol of the pipes in PyMARL's `ParallelRunner`.
+
+    What is sent waits until the first `recv`; then everything is carried out together, each environment's commands in
+    their order. A step that a fault has interrupted is the end of an episode at its limit: `terminated` is True, the
+    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state are those of the
+    reply before. `docs/frameworks/pymarl.md` shows the two lines of the runner that change.
+
+    Args:
+        env: Its environments have PyMARL's interface (`adapter="pymarl"`), and `auto_reset` is False.
+
+    Raises:
+        ValueError: The environments have another interface, or the auto-reset mode is another one.
+
+    Example:
+        >>> from marl_parallel import ParallelEnv
+        >>> class Corridor:  # one agent walks to the right, to the end
+        ...     n_agents, episode_limit = 1, 20
+        ...
+        ...     def reset(self):
+        ...         self.place = 0
+        ...
+        ...     def step(self, actions):
+        ...         self.place += int(actions[0])
+        ...         return 1.0, self.place == 3, {}
+        ...
+        ...     def get_obs(self):
+        ...         return [[self.place]]
+        ...
+        ...     def get_state(self):
+        ...         return [self.place]
+        ...
+        ...     def get_avail_actions(self):
+        ...         return [[1, 1]]
+        ...
+        ...     def get_total_actions(self):
+        ...         return 2
+        ...
+        ...     def get_env_info(self):
+        ...         sizes = {"state_shape": 1, "obs_shape": 1, "n_actions": 2}
+        ...         return {**sizes, "n_agents": 1, "episode_limit": self.episode_limit}
+        >>> connections = PyMARLConnections(ParallelEnv([Corridor] * 2, auto_reset=False, seed="own", num_workers=2))
+        >>> for connection in connections:
+        ...     connection.send(("reset", None))
+        >>> [connection.recv()["avail_actions"].tolist() for connection in connections]
+        [[[1, 1]], [[1, 1]]]
+        >>> for connection, actions in zip(connections, [[1], [0]]):
+        ...     connection.send(("step", actions))
+        >>> [connection.recv()["obs"].tolist() for connection in connections]
+        [[[1.0]], [[0.0]]]
+        >>> for connection in connections:
+        ...     connection.send(("close", None))
+    """
+
+    def __init__(self, env: ParallelEnv) -> None:
+        self._stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, partial_resets=True)
+        self.env, self._runner, self._view = env, self._stepper.runner, self._stepper.view
+        self._agents = tuple(self._view.agents)
+        self._check_interface()
+        numbers = range(env.num_envs)
+        self._sent: list[deque[_Sent]] = [deque() for _ in numbers]
+        self._replies: list[deque[Any]] = [deque() for _ in numbers]
+        self._latest: list[dict[str, Any]] = [{} for _ in numbers]  # observations, masks and state of each
+        self._may_step = [False] * len(numbers)  # whether an episode is running, as far as has been carried out
+        self._open = [True] * len(numbers)
+        self._sees_states = self._has_states_written()
+        self._is_team = self._has_one_reward()  # None: as long as all rewards are equal
+
+    # -- a sequence of connections -------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    @overload
+    def __getitem__(self, index: int) -> PyMARLConnection: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PyMARLConnection]: ...
+    def __getitem__(self, index: int | slice) -> PyMARLConnection | list[PyMARLConnection]:
+        env_ids = range(len(self._sent))[index]
+        return (
+            PyMARLConnection(self, env_ids)
+            if isinstance(env_ids, int)
+            else [PyMARLConnection(self, i) for i in env_ids]
+        )
+
+    def __iter__(self) -> Iterator[PyMARLConnection]:
+        return iter(self[:])
+
+    def close(self, **keywords: Any) -> None:
+        """Close all connections and the environments, with the keywords of `ParallelEnv.close`."""
+        self._open = [False] * len(self._open)
+        for queue in (*self._sent, *self._replies):
+            queue.clear()
+        self._stepper.close(**keywords)
+
+    # -- what the simulators are ---------------------------------------------------------------------------------------
+
+    def _check_interface(self) -> None:
+        """Raise `ValueError` unless the environments are those of PyMARL."""
+        schema = self._runner.schema
+        action_spaces = [schema.action_spaces[agent] for agent in self._agents]
+        try:
+            self.env.call("get_env_info", env_ids=[0])
+        except AttributeError as error:
+            problem = str(error)
+        else:
+            observed = [space for space, _ in self._view.groups]
+            if (
+                len(observed) == 1
+                and isinstance(observed[0], spaces.Box)
+                and isinstance(action_spaces[0], spaces.Discrete)
+                and all(space == action_spaces[0] for space in action_spaces)
+                and schema.state_space is not None
+                and schema.mask_spaces.keys() == {*self._agents}
+            ):
+                return
+            problem = (
+                f"got observation spaces {dict(schema.observation_spaces)}, action spaces "
+                f"{dict(schema.action_spaces)}, masks of {[*schema.mask_spaces]} and state space {schema.state_space}"
+            )
+        raise ValueError(
+            "PyMARLConnections needs environments with PyMARL's interface (get_env_info, get_obs, get_state, "
+            f"get_avail_actions, reset, step), whose agents have equal spaces: {problem}"
+        )
+
+    def _has_states_written(self) -> bool:
+        """Have workers write states with each step, where they can."""
+        try:
+            self._runner.watch_states()
+        except NotImplementedError:
+            return False
+        return True
+
+    def _has_one_reward(self) -> bool | None:
+        """Whether agents share a reward: EPyMARL's wrappers have `common_reward`. None where that is unknown."""
+        try:
+            return bool(self.env.call("common_reward", env_ids=[0])[0])
+        except AttributeError:
+            return None
+
+    # -- commands in, replies out --------------------------------------------------------------------------------------
+
+    def put(self, env_id: int, message: Any) -> None:
+        """Keep a command for one environment until it is carried out; see `PyMARLConnection.send`."""
+        self._check_open(env_id)
+        if not isinstance(message, tuple) or len(message) != 2:
+            raise TypeError(f"environment {env_id}: expected a message (command, data), got {message!r}")
+        command, data = message
+        if command not in _COMMANDS:
+            raise ValueError(
+                f"environment {env_id}: unknown command {command!r}; expected one of {', '.join(_COMMANDS)}"
+            )
+        if command == _CLOSE:
+            self.close_one(env_id)
+        elif command == _STEP:
+            self._check_may_step(env_id)
+            self._sent[env_id].append(_Sent(_STEP, self._actions(env_id, data)))
+        else:
+            self._sent[env_id].append(_Sent(command))
+
+    def get(self, env_id: int) -> Any:
+        """The next reply of one environment; carries out everything that has been sent if it is not here yet."""
+        self._check_open(env_id)
+        replies = self._replies[env_id]
+        if not replies:
+            if not any(sent.has_reply for sent in self._sent[env_id]):
+                sent = [sent.command for sent in self._sent[env_id]]
+                raise NoAsyncCallError(
+                    f"environment {env_id}: recv() without a command that has a reply; sent since the last recv(): "
+                    f"{', '.join(sent) or 'nothing'}",
+                    "recv",
+                )
+            self._carry_out()
+        reply = replies.popleft()
+        if isinstance(reply, _Failure):
+            raise reply.error
+        return reply
+
+    def has_reply(self, env_id: int) -> bool:
+        """Whether `get` returns for one environment; see `PyMARLConnection.poll`."""
+        self._check_open(env_id)
+        return bool(self._replies[env_id]) or any(sent.has_reply for sent in self._sent[env_id])
+
+    def _check_open(self, env_id: int) -> None:
+        self._runner.check_open()
+        if not self._open[env_id]:
+            raise ClosedEnvironmentError(f"environment {env_id}: its connection has been closed")
+
+    def _check_may_step(self, env_id: int) -> None:
+        for sent in reversed(self._sent[env_id]):
+            if sent.command == _STEP:
+                raise AlreadyPendingCallError(
+                    f"environment {env_id}: a step was sent before whose reply has not been received; recv() it first",
+                    "send",
+                )
+            if sent.command == _RESET:
+                return
+        if not self._may_step[env_id]:
+            why = "its episode is over" if self._latest[env_id] else "it was never reset"
+            raise ResetNeeded(f'environment {env_id}: {why}; send ("reset", None) before the next step')
+
+    def _actions(self, env_id: int, data: Any) -> NDArray[Any]:
+        """The actions of a step, in an array of its own."""
+        actions = np.array(data)
+        if actions.shape not in ((len(self._agents),), (len(self._agents), 1)) or actions.dtype.kind not in "iu":
+            raise ValueError(
+                f"environment {env_id}: a step needs one integer for each of {len(self._agents)} agents, got "
+                f"{actions.dtype} of shape {actions.shape}: {data!r}"
+            )
+        return actions.reshape(-1)
+
+    def close_one(self, env_id: int) -> None:
+        """Close a connection, and with the last one the environments; nothing if it is closed."""
+        if not self._open[env_id]:
+            return
+        try:
+            sent = self._sent[env_id]
+            while sent and not sent[0].has_reply:
+                self._call(sent.popleft().command, [env_id])
+        finally:
+            # Nobody receives the other replies.
+            self._open[env_id] = False
+            self._sent[env_id].clear()
+            self._replies[env_id].clear()
+            if not any(self._open):
+                self.close()
+
+    # -- everything that was sent --------------------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        """Carry out all commands, equal ones of several environments together, each environment's in their order.
+
+        Calls come before resets and steps, so that these are of as many environments as possible.
+        """
+        while next_of := {env_id: sent[0].command for env_id, sent in enumerate(self._sent) if sent}:
+            command = min(next_of.values(), key=_ORDER.index)
+            env_ids = [env_id for env_id, other in next_of.items() if other == command]
+            sent = {env_id: self._sent[env_id].popleft() for env_id in env_ids}
+            if command == _STEP:
+                self._step({env_id: of_env.actions for env_id, of_env in sent.items()})
+            elif command == _RESET:
+                self._reset(env_ids)
+            else:
+                self._call(command, env_ids)
+
+    def _step(self, actions: Mapping[int, Any]) -> None:
+        joint = np.zeros((len(self._sent), len(self._agents)), np.int64)
+        for env_id, of_env in actions.items():
+            joint[env_id] = of_env
+        # Environments whose episodes are over ignore a step, and a step of all takes less time than one of some.
+        all_others_over = sum(self._may_step) == len(actions)
+        arrays = self._stepper.step([Stacked(self._agents, joint)], None if all_others_over else [*actions])
+        seen, rewards, present = self._seen(arrays), arrays.rewards.tolist(), arrays.present
+        over = (arrays.terminated | arrays.truncated).tolist()
+        if self._is_team is None:
+            others = arrays.rewards != arrays.rewards[:, :1]
+            if (others & ~np.isnan(arrays.rewards)).any():  # the reward was a list
+                self._is_team = False
+        for env_id in actions:
+            info = arrays.infos.get(env_id, {}).get(COMMON, {})
+            reward = rewards[env_id] if self._is_team is False else rewards[env_id][0]
+            if (info.get("restarted") is True and "error" in info) or not present[env_id].any():
+                # Interrupted by a fault in this step, or in a call since the last one.
+                info, over[env_id] = {"episode_limit": True, "restarted": True}, True
+                reward = [0.0] * len(self._agents) if self._is_team is False else 0.0
+            else:
+                self._latest[env_id], info = seen(env_id), {**info}
+            self._may_step[env_id] = not over[env_id]
+            self._replies[env_id].append(
+                {**self._latest[env_id], "reward": reward, "terminated": over[env_id], "info": info}
+            )
+
+    def _reset(self, env_ids: list[int]) -> None:
+        arrays = self._stepper.reset(env_ids=None if len(env_ids) == len(self._sent) else env_ids)
+        seen = self._seen(arrays)
+        for env_id in env_ids:
+            self._latest[env_id], self._may_step[env_id] = seen(env_id), True
+            self._replies[env_id].append({**self._latest[env_id]})
+
+    def _seen(self, arrays: Arrays) -> Callable[[int], dict[str, Any]]:
+        """A function that returns the state, masks and observations of one environment, in arrays of the caller's."""
+        (observations,) = arrays.observations
+        masks = self._masks().astype(np.int64)
+        states = self._runner.states_seen()[0].copy() if self._sees_states else self.env.state()
+        return lambda env_id: {"state": states[env_id], "avail_actions": masks[env_id], "obs": observations[env_id]}
+
+    def _masks(self) -> NDArray[Any]:
+        """The action masks `(num_envs, agents, actions)`."""
+        batch = self._runner.batch
+        if isinstance(batch, Batch) and not batch.apart and [*self._agents] == batch.layout.masks.agents:
+            columns = [column.array for column, _ in batch.layout.masks.groups]
+            if len(columns) == 1:  # all masks are one array of the block
+                masks: NDArray[Any] = columns[0]
+                return masks
+        return self._stepper.action_masks(self._agents)
+
+    def _call(self, command: str, env_ids: list[int]) -> None:
+        """Call a method of simulators. A fault raises no error if environments are restarted, which logs it."""
+        results = self._results(command, env_ids)
+        for env_id in env_ids if _CALLS[command] else ():
+            self._replies[env_id].append(results[env_id])
+
+    def _results(self, name: str, env_ids: list[int]) -> dict[int, Any]:
+        try:
+            return dict(zip(env_ids, self.env.call(name, env_ids=env_ids)))
+        except (AttributeError, TypeError) as error:  # closes nothing
+            if not _CALLS[name]:
+                raise
+            return dict.fromkeys(env_ids, _Failure(error))
+        except ParallelEnvError as error:
+            failed = [env_id for env_id in env_ids if env_id in error.env_ids]
+            if self._runner.source.closed or name == "get_env_info" or not failed:
+                raise
+            others = [env_id for env_id in env_ids if env_id not in failed]
+            return {**{env_id: {} for env_id in failed}, **(self._results(name, others) if others else {})}
+
+
+class PyMARLConnection:
+    """The connection to one environment, in place of the runner's end of a pipe.
+
+    Attributes:
+        env_id: Which environment.
+        connections: Those of all environments, with their `parallel_env`.
+    """
+
+    def __init__(self, connections: PyMARLConnections, env_id: int) -> None:
+        self.connections, self.env_id = connections, env_id
+
+    def send(self, message: tuple[str, Any]) -> None:
+        """Send a command; it waits until the next `recv` of any connection.
+
+        Args:
+            message: The command and its data: `("step", actions)` with one integer for each agent, `("reset", None)`,
+                `("get_env_info", None)` and `("get_stats", None)`, which have replies; `("render", None)` and
+                `("save_replay", None)`, which have none; `("close", None)`, which closes this connection. The last one
+                that is closed ends the workers.
+
+        Raises:
+            ResetNeeded: A step, but the environment was never reset, or its episode is over.
+            AlreadyPendingCallError: A step, but an earlier one has not been received.
+            ValueError, TypeError: An unknown command, or actions that are not integers, one for each agent.
+            ClosedEnvironmentError: This connection, or all, have been closed.
+        """
+        self.connections.put(self.env_id, message)
+
+    def recv(self) -> Any:
+        """The reply to the first command that has none yet.
+
+        A step's is a dict with `state`, `avail_actions` (agents, actions), `obs` (agents, size), `reward`, `terminated`
+        and `info`; a reset's one with the first three; the others' are what the simulator's method returns.
+
+        Raises:
+            NoAsyncCallError: No command that has a reply was sent.
+            AttributeError: The simulator has no such method.
+            ParallelEnvError: A fault, as in `ParallelEnv.step`; everything is closed.
+            ClosedEnvironmentError: This connection, or all, have been closed.
+        """
+        return self.connections.get(self.env_id)
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether `recv` has a reply to return, which may have to be waited for."""
+        return self.connections.has_reply(self.env_id)
+
+    def close(self) -> None:
+        """As `send(("close", None))`; does nothing if it is closed."""
+        self.connections.close_one(self.env_id)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(env_id={self.env_id}, {self.connections!r})"
+
+
+def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) -> list[PyMARLConnection]:
+    """Connections for PyMARL's and EPyMARL's `ParallelRunner`, in place of its processes and pipes.
+
+    Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`).
+
+    Args:
+        env_fns: One function for each environment that returns it, as `functools.partial(env_fn, **env_args)`.
+        options: Arguments of `ParallelEnv`, such as `num_workers`, `on_error="restart"` and `step_timeout`.
+
+    Returns:
+        One connection for each environment, see `PyMARLConnections`.
+
+    Raises:
+        TypeError: An option is not an argument of `ParallelEnv`, or is one that the runner needs as it is.
+        ValueError, ParallelEnvError: As of `ParallelEnv`.
+
+    Example:
+        ```text
+        # in ParallelRunner.__init__, in place of the pipes and the processes:
+        self.parent_conns = pymarl_connections([partial(env_fn, **env_arg) for env_arg in env_args])
+        ```
+    """
+    fixed: dict[str, Any] = {"auto_reset": False, "seed": "own"}
+    for name in (*fixed, "episode_stats"):
+        if name in options:
+            raise TypeError(f"pymarl_connections takes no {name}=: the runner resets environments and counts returns")
+    env = ParallelEnv(env_fns, **fixed, **{"adapter": "pymarl", **options})
+    try:
+        return [*PyMARLConnections(env)]
+    except BaseException:
+        env.close()
+        raise

@@ -1,0 +1,416 @@
+"""`TianshouVecEnv`: a vector environment for Tianshou's collectors, with one entry for each environment."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+from tianshou.env import BaseVectorEnv
+
+from marl_parallel.adapters import AgentID
+from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
+from marl_parallel.core import stacking
+from marl_parallel.core.array_view import Arrays
+from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.transition import COMMON
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.types import ParallelEnvError
+from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, Scalarize
+
+__doctest_requires__ = ["tianshou"]
+
+Ids: TypeAlias = int | Iterable[int] | None
+"""Of environments; None for all."""
+
+Results: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+"""Observations, rewards, terminations, truncations and infos, one entry for each environment."""
+
+_NUMBERS = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
+
+
+class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
+    """A vector environment for Tianshou's collectors and trainers, with one entry for each environment.
+
+    An environment with one agent is the same as for Gymnasium. Several agents act as one: their actions are one action,
+    their observations one observation, and the reward is the sum of theirs. Actions of absent agents are ignored, and
+    their observations are zeros. Collectors reset environments; nothing is reset automatically.
+
+    Args:
+        env: No other facade may step it; its `auto_reset` is False.
+        wait_num: How many environments `step` waits for, while the others continue (`is_async`). None for all.
+        timeout: Seconds that `step` waits for `wait_num` environments; after that, for the first one. None for no
+            limit.
+        scalarize: Turns vector rewards into numbers, as of `ArrayStepper`.
+
+    Attributes:
+        action_space: A list with the action space of each environment: the agent's; with several agents, a
+            `MultiDiscrete` or `Box` of the actions of all, one after the other.
+        observation_space: Likewise: the agent's; with several agents, a `Box` `(size,)` of all observations, one after
+            the other, if each is a `Box`, else a `Dict` by agent.
+        env_num: The number of environments, as `len(env)`.
+        is_async: Whether `step` returns some environments before the others.
+        ready_id: The environments that wait for a step or a reset.
+        waiting_id: The environments that are being stepped.
+        is_closed: Whether `close` has been called.
+
+    Raises:
+        TypeError: An agent observes tuples, which Tianshou does not support.
+        ValueError: As `ArrayStepper`; or an action is not an array of numbers; or the agents' actions do not make one
+            `MultiDiscrete` or `Box`.
+
+    Example:
+        >>> from marl_parallel import make
+        >>> env = make("mpe2.simple_spread_v3", num_envs=4, num_workers=2, facade="tianshou")
+        >>> env.action_space[0], env.observation_space[0].shape
+        (MultiDiscrete([5 5 5]), (54,))
+        >>> observations, infos = env.reset()
+        >>> observations, rewards, terminated, truncated, infos = env.step(np.zeros((2, 3), np.int64), [3, 1])
+        >>> observations.shape, rewards.shape, [info["env_id"] for info in infos]
+        ((2, 54), (2,), [3, 1])
+        >>> env.close()
+    """
+
+    def __init__(
+        self,
+        env: ParallelEnv,
+        wait_num: int | None = None,
+        timeout: float | None = None,
+        scalarize: Scalarize | None = None,
+    ) -> None:
+        self._stepper = ArrayStepper(
+            env, self, AutoresetMode.DISABLED, copy=True, scalarize=scalarize, partial_resets=True
+        )
+        self._guard = CallGuard(self._stepper.runner.check_open)
+        self.env, self.env_num = env, env.num_envs
+        self.wait_num = env.num_envs if wait_num is None else checked_integer(wait_num, "wait_num", 1, " or None")
+        if self.wait_num > self.env_num:
+            raise ValueError(f"wait_num={wait_num}, but there are only {self.env_num} environments")
+        self.timeout = checked_timeout(timeout, "timeout")
+        self.is_async = self.wait_num < self.env_num or timeout is not None
+        schema, self._agents = self._stepper.runner.schema, tuple(self._stepper.view.agents)
+        acted = {agent: schema.action_spaces[agent] for agent in self._agents}
+        seen = {agent: schema.observation_spaces[agent] for agent in self._agents}
+        self._is_single = len(self._agents) == 1
+        self._is_flat = not self._is_single and all(isinstance(space, spaces.Box) for space in seen.values())
+        action_space = _action_space(acted)
+        # Collectors draw random actions from these: each environment has its own, as each had its own process.
+        self._action_spaces = [copy.deepcopy(action_space) for _ in range(self.env_num)]
+        self._observation_spaces = [_observation_space(seen, flat=self._is_flat)] * self.env_num
+        self._action_shape = action_space.shape or ()
+        self._ends = [*itertools.accumulate(_size(space) for space in acted.values())]
+        self._shapes = [space.shape or () for space in acted.values()]
+        self._all = [*range(self.env_num)]
+        self.ready_id, self.waiting_id = [*self._all], list[int]()
+        self.is_closed = False
+        self._over = np.zeros(self.env_num, np.bool_)
+        self._early: dict[int, tuple[Any, ...]] = {}  # results of steps that came while others were being reset
+
+    # -- attributes ----------------------------------------------------------------------------------------------------
+
+    def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
+        """An attribute of each environment, as by `ParallelEnv.get_attr`."""
+        ids = self._ids(id)
+        if key == "action_space":
+            return [self._action_spaces[env_id] for env_id in ids]
+        if key == "observation_space":
+            return [self._observation_spaces[env_id] for env_id in ids]
+        return [*self.env.call(key, env_ids=ids)]
+
+    def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
+        """Set an attribute of each environment to the same value, as by `ParallelEnv.set_attr`."""
+        ids = self._ids(id)
+        self.env.set_attr(key, [value] * len(ids), ids)
+
+    # -- resets and steps ----------------------------------------------------------------------------------------------
+
+    @exclusive("reset")
+    def reset(
+        self,
+        env_id: Ids = None,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Begin new episodes; those of the other environments continue.
+
+        Args:
+            env_id: Which environments, in any order.
+            seed: The same seed for all of these environments, as in Tianshou; or a sequence with one for each.
+            options: For the reset of each environment.
+
+        Returns:
+            Observations and infos, one entry for each of these environments.
+
+        Raises:
+            AlreadyPendingCallError: One of them is being stepped.
+            ResetNeeded: The first reset is not of all environments.
+        """
+        ids = self._ready(env_id, "reset")
+        seeds = [seed] * len(ids) if isinstance(seed, int | np.integer) else seed
+        if self.waiting_id:
+            observations, infos = self._reset_beside_steps(ids, seeds, options)
+        else:
+            arrays = self._stepper.reset(seeds, options, None if ids == self._all else ids)
+            observations, infos = self._observations(arrays, ids), self._infos(arrays, ids)
+        self._over[ids] = False
+        return observations, infos
+
+    def _reset_beside_steps(
+        self, ids: list[int], seeds: Sequence[int | None] | None, options: dict[str, Any] | None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Reset environments while others are being stepped, whose results wait for the next `step`."""
+        self._stepper.send_some_resets(ids, seeds, options)
+        first: dict[int, tuple[Any, Any]] = {}
+        while len(first) < len(ids):
+            stepped, reset, arrays = self._stepper.receive_some()
+            self._early |= self._by_env(arrays, stepped)
+            first |= zip(reset, zip(self._observations(arrays, reset), self._infos(arrays, reset)))
+        return _together([first[env_id][0] for env_id in ids]), _objects([first[env_id][1] for env_id in ids])
+
+    @exclusive("step")
+    def step(self, action: Any, id: Ids = None) -> Results:
+        """Step environments.
+
+        Args:
+            action: One action for each of these environments; with `is_async`, None only receives.
+            id: Which environments, in any order. Without actions: those that must be among the results.
+
+        Returns:
+            Observations, rewards, terminations, truncations and infos of these environments. With `is_async`, of those
+            that are ready: at least `wait_num`, if as many are being stepped. Each info has its `env_id`.
+
+        Raises:
+            ValueError: There is not one action for each of these environments, or an action has another form; nothing
+                has been stepped.
+            ResetNeeded: An environment was never reset, or its episode is over.
+            AlreadyPendingCallError: An environment is being stepped.
+            NoAsyncCallError: No action, and no environment is being stepped.
+        """
+        if action is None and self.is_async:
+            return self._receive([] if id is None else self._ids(id))
+        ids = self._ready(id, "step")
+        if self._over[ids].any():
+            over = [env_id for env_id in ids if self._over[env_id]]
+            raise ResetNeeded(f"the episodes of environments {over} are over; reset them before the next step")
+        actions = self._actions(action, ids)
+        if self.is_async:
+            by_env = [{agent: values[place] for agent, values in actions.items()} for place in range(len(ids))]
+            self._stepper.send_some(by_env, ids)
+            self.ready_id = [env_id for env_id in self.ready_id if env_id not in ids]
+            self.waiting_id += ids
+            return self._receive([])
+        if ids == self._all:
+            arrays = self._stepper.step(actions)
+        else:
+            arrays = self._stepper.step({agent: self._spread(values, ids) for agent, values in actions.items()}, ids)
+        return self._results(arrays, ids)
+
+    def _receive(self, ids: Sequence[int]) -> Results:
+        """Results of environments that are being stepped: at least those of `ids`, or of `wait_num` environments."""
+        if not self.waiting_id or not {*ids} <= {*self.waiting_id}:
+            which = f"environments {[*ids]} are not all" if ids else "no environment is"
+            raise NoAsyncCallError(f"step() without actions, but {which} being stepped", "step")
+        if ids:
+            while not self._early.keys() >= {*ids}:
+                self._receive_some(1)
+        elif (missing := min(self.wait_num, len(self.waiting_id)) - len(self._early)) > 0:
+            try:
+                self._receive_some(missing, self.timeout)
+            except TimeoutError as error:
+                if isinstance(error, ParallelEnvError):  # not too early, but a fault
+                    raise
+                self._receive_some(0 if self._early else 1)
+        done, rows = [*self._early], [*self._early.values()]
+        self._early = {}
+        self.waiting_id = [env_id for env_id in self.waiting_id if env_id not in done]
+        self.ready_id += done
+        observations, *flags, infos = zip(*rows)
+        rewards, terminated, truncated = map(np.stack, flags)
+        return _together(observations), rewards, terminated, truncated, _objects(infos)
+
+    def _receive_some(self, min_envs: int, timeout: float | None = None) -> None:
+        """Receive results of steps, for the result of `step`."""
+        stepped, _, arrays = self._stepper.receive_some(min_envs, timeout)
+        self._early |= self._by_env(arrays, stepped)
+
+    def seed(self, seed: int | Sequence[int | None] | None = None) -> list[list[int] | None]:
+        """Reset all environments with these seeds, as Tianshou does; collectors reset them once more without seeds.
+
+        Also seeds `action_space`, from which collectors draw random actions.
+
+        Args:
+            seed: Environment i gets `seed + i`; or a sequence with one for each environment; None for no seeds.
+
+        Returns:
+            For each environment, None or a list with its seed.
+        """
+        seeds: list[Any]
+        if seed is None or isinstance(seed, int | np.integer):
+            seeds = [None if seed is None else base_seed(seed) + env_id for env_id in self._all]
+        else:
+            seeds = [*seed]
+        self.reset(seed=None if seed is None else seeds)
+        for space, own in zip(self._action_spaces, seeds):
+            if own is not None:
+                space.seed(own)
+        return [None if own is None else [own] for own in seeds]
+
+    def render(self, **kwargs: Any) -> list[Any]:
+        """A frame of each environment; None if `render_mode` is None. Keywords are for the environments' `render`."""
+        if kwargs:
+            return [*self.env.call("render", **kwargs)]
+        frames = self.env.render()
+        return [None] * self.env_num if frames is None else [*frames]
+
+    def close(self, **keywords: Any) -> None:
+        """Close the environments, with the keywords of `ParallelEnv.close`."""
+        self.is_closed = True
+        self._stepper.close(**keywords)
+
+    def __del__(self) -> None:
+        """Nothing: the `ParallelEnv` closes when it is collected itself."""
+
+    # -- forms ---------------------------------------------------------------------------------------------------------
+
+    def _ids(self, ids: Ids) -> list[int]:
+        if ids is None:
+            return self._all
+        return [*self._stepper.runner.checked_ids([ids] if np.isscalar(ids) else [*ids])]  # type: ignore[misc,list-item]
+
+    def _ready(self, ids: Ids, name: str) -> list[int]:
+        """The ids of environments that are not being stepped."""
+        checked = self._ids(ids)
+        busy = [env_id for env_id in checked if env_id in self.waiting_id]
+        if busy:
+            raise AlreadyPendingCallError(
+                f"{name}() of environments {busy}, which are being stepped; only {self.ready_id} are ready", name
+            )
+        return checked
+
+    def _actions(self, action: Any, ids: Sequence[int]) -> dict[AgentID, NDArray[Any]]:
+        """By agent, the actions `(len(ids), ...)`."""
+        try:
+            actions = np.asarray(action)
+        except ValueError:  # rows of different lengths
+            actions = np.asarray(None)
+        if actions.shape != (len(ids), *self._action_shape):
+            raise ValueError(
+                f"expected an action for each of {len(ids)} environments, of shape {(len(ids), *self._action_shape)}; "
+                f"got {actions.shape}: {action!r}"
+            )
+        if self._is_single:
+            return {self._agents[0]: actions}
+        parts = np.split(actions, self._ends[:-1], axis=1)
+        return {agent: part.reshape(len(ids), *shape) for agent, part, shape in zip(self._agents, parts, self._shapes)}
+
+    def _spread(self, values: NDArray[Any], ids: Sequence[int]) -> NDArray[Any]:
+        """Values of some environments in an array of all; the other rows are zeros."""
+        spread = np.zeros((self.env_num, *values.shape[1:]), values.dtype)
+        spread[ids] = values
+        return spread
+
+    def _results(self, arrays: Arrays, ids: Sequence[int]) -> Results:
+        rows = [*ids]
+        rewards = arrays.rewards[:, 0] if self._is_single else arrays.rewards.sum(axis=1)
+        terminated, truncated = arrays.terminated[rows], arrays.truncated[rows]
+        self._over[rows] = terminated | truncated
+        infos = self._infos(arrays, rows)
+        for env_id, info in zip(rows, infos):
+            info["env_id"] = env_id
+        return self._observations(arrays, rows), rewards[rows], terminated, truncated, infos
+
+    def _by_env(self, arrays: Arrays, ids: Sequence[int]) -> dict[int, tuple[Any, ...]]:
+        return dict(zip(ids, zip(*self._results(arrays, ids)))) if ids else {}
+
+    def _observations(self, arrays: Arrays, ids: Sequence[int]) -> NDArray[Any]:
+        """Observations of some environments, in an array of their own."""
+        view, rows = self._stepper.view, [*ids]
+        if self._is_flat:
+            if view.is_one_stack:
+                seen: NDArray[Any] = arrays.observations[0].reshape(self.env_num, -1)[rows]
+                return seen
+            by_agent = view.by_agent(arrays.observations)
+            columns = [by_agent[agent][rows].reshape(len(rows), -1) for agent in self._agents]
+            return np.concatenate(columns, axis=1)
+        by_agent = view.by_agent(arrays.observations)
+        stacked = by_agent[self._agents[0]] if self._is_single else by_agent
+        if isinstance(stacked, np.ndarray):
+            return stacked[rows]
+        values = stacking.one_by_one(stacked, self.env_num)
+        return _objects([values[row] for row in rows])
+
+    def _infos(self, arrays: Arrays, ids: Sequence[int]) -> NDArray[Any]:
+        """A new dict for each of these environments: of the agent, or by agent; with what is about all agents."""
+        infos = []
+        for env_id in ids:
+            of_env = arrays.infos.get(env_id, {})
+            common = of_env.get(COMMON, {})
+            if self._is_single:
+                infos.append({**common, **of_env.get(self._agents[0], {})})
+            else:
+                infos.append({**common, **{key: info for key, info in of_env.items() if info and key != COMMON}})
+        return _objects(infos)
+
+
+def _action_space(declared: Mapping[AgentID, Space[Any]]) -> Space[Any]:
+    """The space of the actions of all agents."""
+    parts = [*declared.values()]
+    if len(parts) == 1 and isinstance(parts[0], _NUMBERS):
+        return parts[0]
+    if len(parts) > 1 and all(isinstance(part, spaces.Box) for part in parts):
+        return _joined_boxes(parts)
+    counts, starts = list[int](), list[int]()
+    for part in parts:
+        if isinstance(part, spaces.Discrete):
+            counts, starts = [*counts, int(part.n)], [*starts, int(part.start)]
+        elif isinstance(part, spaces.MultiDiscrete) and part.nvec.ndim == 1:
+            counts, starts = [*counts, *part.nvec.tolist()], [*starts, *part.start.tolist()]
+        else:
+            break
+    else:
+        return spaces.MultiDiscrete(counts, start=starts)
+    raise ValueError(
+        "Tianshou needs one array of numbers as the action of an environment: Discrete and MultiDiscrete spaces of all "
+        f"agents, or a Box of each; got {dict(declared)}. Convert them with a wrapper"
+    )
+
+
+def _observation_space(declared: Mapping[AgentID, Space[Any]], *, flat: bool) -> Space[Any]:
+    """The space of the observations of all agents."""
+    for agent, space in declared.items():
+        if isinstance(space, spaces.Tuple):
+            raise TypeError(
+                f"agent {agent!r} observes {space}: Tianshou does not support tuples; convert them to an array or a "
+                "Dict with a wrapper"
+            )
+    if len(declared) == 1:
+        return next(iter(declared.values()))
+    return _joined_boxes([*declared.values()]) if flat else spaces.Dict([*declared.items()])
+
+
+def _joined_boxes(boxes: Sequence[Any]) -> spaces.Box:
+    dtype = np.result_type(*(box.dtype for box in boxes))
+    low, high = (np.concatenate([getattr(box, bound).ravel() for box in boxes]) for bound in ("low", "high"))
+    return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype.type)
+
+
+def _size(space: Space[Any]) -> int:
+    return int(np.prod(space.shape or ()))
+
+
+def _together(observations: Sequence[Any]) -> NDArray[Any]:
+    return _objects(observations) if isinstance(observations[0], dict) else np.stack(observations)
+
+
+def _objects(values: Sequence[Any]) -> NDArray[Any]:
+    """An array of objects, also of equal dicts or sequences."""
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array

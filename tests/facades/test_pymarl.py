@@ -1,0 +1,318 @@
+"""`pymarl_connections`: a runner that works as PyMARL's has the same data as with a process for each environment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from helpers.pymarl_runner import Runner, process_connections
+from mpe2 import simple_spread_v3
+from simulators.skirmish import ModernSkirmish, Skirmish
+
+from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
+from marl_parallel.vector import PyMARLConnections, pymarl_connections
+
+ENVS, RUNS = 4, 8
+TEAM, EACH = {"common_reward": True}, {"common_reward": False}
+HOWS: dict[str, dict[str, Any]] = {
+    "serial": {"backend": "serial"},
+    "process": {"num_workers": 2},
+    "pickled": {"num_workers": 2, "shared_memory": False},
+}
+
+
+def makers(kind: Callable[..., Any] = Skirmish, **keywords: Any) -> list[Callable[..., Any]]:
+    return [functools.partial(kind, seed=seed, **keywords) for seed in range(ENVS)]
+
+
+def record(connections: list[Any], **keywords: Any) -> tuple[list[dict[str, Any]], Runner]:
+    """The batches of some runs, every third one in test mode."""
+    runner = Runner(connections, **keywords)
+    try:
+        return [runner.run(test_mode=number % 3 == 2) for number in range(RUNS)], runner
+    finally:
+        runner.close()
+
+
+def assert_same(got: tuple[list[dict[str, Any]], Runner], expected: tuple[list[dict[str, Any]], Runner]) -> None:
+    for batch, other in zip(got[0], expected[0], strict=True):
+        for name in other:
+            assert np.array_equal(batch[name], other[name]), name
+    for name in ("env_info", "infos", "stats", "total_steps"):
+        assert getattr(got[1], name) == getattr(expected[1], name), name
+    assert np.array_equal(got[1].returns, expected[1].returns)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize(
+    ("kind", "keywords"),
+    [(Skirmish, {}), (ModernSkirmish, TEAM), (ModernSkirmish, EACH)],
+    ids=["three", "team", "each"],
+)
+def test_runner_has_the_same_data(kind, keywords, how):
+    options = {"team": keywords.get("common_reward", True), "render": True}
+    expected = record(process_connections(makers(kind, **keywords)), **options)
+    got = record(pymarl_connections(makers(kind, **keywords), **HOWS[how]), **options)
+    assert_same(got, expected)
+    batches = expected[0]
+    lengths = {int(length) for batch in batches for length in batch["filled"].sum((1, 2))}
+    assert len(lengths) > 3  # episodes of different length
+    assert any((batch["avail_actions"][..., 0] * batch["filled"]).any() for batch in batches)  # some have died
+    limits = [info for info in expected[1].infos if info.get("episode_limit")]
+    assert limits or kind is ModernSkirmish
+    assert 0 < sum(batch["terminated"].sum() for batch in batches) <= ENVS * RUNS
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # more workers than CPUs
+@pytest.mark.parametrize(("fault", "workers"), [("raise", 2), ("os._exit", ENVS)])
+@pytest.mark.parametrize("keywords", [TEAM, EACH], ids=["team", "each"])
+def test_restarts_are_ends_at_the_limit(fault, workers, keywords):
+    """Compared with processes that make an environment again which raises."""
+
+    def faulty(kind: str) -> list[Callable[..., Any]]:
+        plain = makers(ModernSkirmish, **keywords)
+        return [
+            functools.partial(maker, fault=kind, fault_at=7 + 6 * i) if i % 2 else maker
+            for i, maker in enumerate(plain)
+        ]
+
+    team = keywords["common_reward"]
+    expected = record(process_connections(faulty("raise")), team=team)
+    got = record(pymarl_connections(faulty(fault), num_workers=workers, on_error="restart"), team=team)
+    assert_same(got, expected)
+    assert sum("dead" not in info for info in got[1].infos) == 2
+
+
+def test_recycled_environments():
+    expected = record(process_connections(makers(), max_episodes=3))
+    got = record(pymarl_connections(makers(), num_workers=2, recycle=RecyclePolicy(max_episodes=3)))
+    assert_same(got, expected)
+
+
+def test_a_dead_worker_ends_the_episodes_of_its_environments():
+    fault = {"fault": "os._exit", "fault_at": 3}
+    connections = pymarl_connections([*makers(**fault)[:2], *makers()[2:]], num_workers=2, on_error="restart")
+    runner = record(connections)[1]
+    assert len(runner.infos) == ENVS * RUNS
+    assert sum("dead" not in info for info in runner.infos) in (2, 3)  # environment 0, its neighbour, and again
+
+
+def test_what_is_sent_is_carried_out_together():
+    connections = pymarl_connections(makers(), num_workers=2)
+    env = connections[0].connections.parallel_env
+    for connection in connections:
+        connection.send(("reset", None))
+    assert env.stats().resets == 0
+    assert connections[3].poll()
+    connections[2].recv()
+    assert env.stats().resets == ENVS
+    for connection in (connections[0], connections[1], connections[3]):
+        connection.recv()
+        assert not connection.poll()
+    for connection in connections[1:]:
+        connection.send(("step", [1, 1, 1]))
+    assert env.stats().steps == 0
+    replies = [connection.recv() for connection in connections[1:]]
+    assert env.stats().steps == ENVS - 1  # environment 0 was not stepped
+    assert {key: type(value) for key, value in replies[0].items()} == {
+        "state": np.ndarray, "avail_actions": np.ndarray, "obs": np.ndarray, "reward": float, "terminated": bool,
+        "info": dict,
+    }  # fmt: skip
+    assert replies[0]["obs"].dtype == replies[0]["state"].dtype == np.float32
+    before = {key: replies[0][key].copy() for key in ("state", "avail_actions", "obs")}
+    connections[1].send(("step", [1, 1, 1]))
+    connections[1].recv()
+    assert all(np.array_equal(replies[0][key], before[key]) for key in before)  # replies are the caller's own
+    for connection in connections:
+        connection.send(("close", None))
+
+
+def test_actions_are_copied_when_they_are_sent():
+    connections = pymarl_connections(makers(), backend="serial")
+    actions = np.array([1, 1, 1])
+    for connection in connections:
+        connection.send(("reset", None))
+    for connection in connections:
+        connection.recv()
+    connections[0].send(("step", actions))
+    actions[:] = 99
+    assert connections[0].recv()["reward"] == pytest.approx(-0.3)
+    connections[0].send(("step", actions.reshape(3, 1) * 0 + 1))  # some runners have a column
+    assert connections[0].recv()["reward"] == pytest.approx(-0.3)
+    connections[0].connections.close()
+
+
+def test_commands_out_of_order():
+    connections = pymarl_connections(makers(), backend="serial")
+    first, *others = connections
+    with pytest.raises(ResetNeeded, match=r'environment 0: it was never reset; send \("reset", None\)'):
+        first.send(("step", [1, 1, 1]))
+    with pytest.raises(NoAsyncCallError, match=r"environment 0: recv\(\) .* sent since the last recv\(\): nothing"):
+        first.recv()
+    first.send(("save_replay", None))
+    with pytest.raises(NoAsyncCallError, match="save_replay"):
+        first.recv()
+    with pytest.raises(ValueError, match="environment 0: unknown command 'rest'; expected one of get_env_info"):
+        first.send(("rest", None))
+    with pytest.raises(TypeError, match=r"expected a message \(command, data\), got 'reset'"):
+        first.send("reset")
+    for connection in connections:
+        connection.send(("reset", None))
+    for connection in connections:
+        assert [*connection.recv()] == ["state", "avail_actions", "obs"]
+    for wrong in ([1, 1], [1.0, 1.0, 1.0], 1, None, [[1, 1, 1]]):
+        with pytest.raises(ValueError, match="environment 0: a step needs one integer for each of 3 agents, got"):
+            first.send(("step", wrong))
+    first.send(("step", [1, 1, 1]))
+    with pytest.raises(AlreadyPendingCallError, match="environment 0: a step was sent before"):
+        first.send(("step", [1, 1, 1]))
+    first.send(("get_stats", None))
+    assert first.recv()["terminated"] is False
+    assert first.recv() == {"won": 0, "episodes": 1, "reset": 1, "save_replay": 1, "get_stats": 1}
+    reply = {"terminated": False}
+    while not reply["terminated"]:
+        first.send(("step", [row.tolist().index(1) for row in first_masks(reply, first)]))
+        reply = first.recv()
+    with pytest.raises(ResetNeeded, match="environment 0: its episode is over"):
+        first.send(("step", [1, 1, 1]))
+    first.send(("reset", None))
+    first.send(("step", [1, 1, 1]))  # a queue of both is as good
+    assert "reward" not in first.recv()
+    assert "reward" in first.recv()
+    first.send(("close", None))
+    for call in (first.recv, first.poll, lambda: first.send(("reset", None))):
+        with pytest.raises(ClosedEnvironmentError, match="environment 0: its connection has been closed"):
+            call()
+    first.close()
+    for connection in others:
+        connection.close()
+    with pytest.raises(ClosedEnvironmentError):
+        others[0].recv()
+
+
+def first_masks(reply: dict[str, Any], connection: Any) -> Any:
+    """The masks of a reply, or of the environment before the first one."""
+    masks = connection.connections.parallel_env.action_masks[connection.env_id]
+    return reply.get("avail_actions", np.array([*masks.values()], int))
+
+
+def test_the_first_reset_is_of_all():
+    connections = pymarl_connections(makers(), backend="serial")
+    connections[1].send(("reset", None))
+    with pytest.raises(ResetNeeded, match="reset all environments before"):
+        connections[1].recv()
+    connections[0].connections.close()
+
+
+def test_workers_end_with_the_last_connection(tmp_path):
+    connections = pymarl_connections(makers(), num_workers=2)
+    env = connections[0].connections.parallel_env
+    connections[0].send(("save_replay", None))  # nothing is received after it
+    assert env.call("saved", env_ids=[0]) == ([],)
+    for connection in connections[:3]:
+        connection.send(("close", None))
+    assert env.call("saved", env_ids=[0]) == ([0],)
+    connections[3].send(("reset", None))
+    connections[3].send(("close", None))
+    with pytest.raises(ClosedEnvironmentError):
+        env.call("saved")
+
+
+@pytest.mark.parametrize("name", ["render", "get_stats", "save_replay"])
+def test_a_call_that_fails(name, caplog):
+    """It is an error, or a log record if environments are restarted; the next step then ends the episode."""
+    keywords = {"call_fault": name}
+    connections = pymarl_connections(makers(**keywords), backend="serial", on_error="restart")
+    for connection in connections:
+        connection.send(("reset", None))
+    for connection in connections:
+        connection.recv()
+    replies = []
+    for _ in range(2):
+        connections[1].send((name, None))
+        connections[1].send(("step", [1, 1, 1]))
+        replies += [connections[1].recv() for _ in range(1 + (name == "get_stats"))]
+    (record,) = caplog.records
+    assert f"{name} is out of order; it is restarted" in record.getMessage()
+    if name == "get_stats":
+        assert replies[2] == {}
+    assert replies[-1]["info"] == {"episode_limit": True, "restarted": True}
+    assert replies[-1]["terminated"] is True
+    assert np.array_equal(replies[-1]["obs"], replies[name == "get_stats"]["obs"])
+    for connection in connections:
+        connection.send(("reset", None))
+    assert [connection.recv()["obs"].shape for connection in connections] == [(3, 4)] * ENVS
+    connections[0].connections.close()
+
+    failing = pymarl_connections(makers(**keywords), backend="serial")
+    for _ in range(2):
+        failing[0].send((name, None))
+    failing[0].send(("get_env_info", None))
+    with pytest.raises(EnvError, match=f"{name} is out of order"):
+        failing[0].recv()
+    with pytest.raises(ClosedEnvironmentError):
+        failing[0].recv()
+
+
+def test_rewards_that_are_lists():
+    """Without a `common_reward`, the first list shows it."""
+
+    class Selfish(Skirmish):
+        def step(self, actions: Any) -> Any:
+            rewards, over, limit = self.fight(actions)
+            return rewards, over or limit, {}
+
+    connections = pymarl_connections([Selfish], backend="serial")
+    rewards = []
+    for message in (("reset", None), ("step", [1, 1, 1]), ("step", [2, 1, 1]), ("step", [1, 1, 1])):
+        connections[0].send(message)
+        rewards.append(connections[0].recv().get("reward"))
+    assert rewards == [None, pytest.approx(-0.1), pytest.approx([1.0, -0.1, -0.1]), pytest.approx([-0.1] * 3)]
+    connections[0].close()
+
+
+def test_a_method_that_is_missing():
+    class Silent(Skirmish):
+        get_stats: Any = property()
+
+    connections = pymarl_connections([Silent, Silent], backend="serial")
+    for connection in connections:
+        connection.send(("get_stats", None))
+    for connection in connections:
+        with pytest.raises(AttributeError, match="get_stats"):
+            connection.recv()
+    connections[0].send(("get_env_info", None))
+    assert connections[0].recv()["n_agents"] == 3
+    connections[0].connections.close()
+
+
+def test_arguments():
+    for name, value in {"auto_reset": True, "seed": 3, "episode_stats": True}.items():
+        with pytest.raises(TypeError, match=f"pymarl_connections takes no {name}="):
+            pymarl_connections([Skirmish], **{name: value})
+    with pytest.raises(TypeError, match="num_worker"):
+        pymarl_connections([Skirmish], num_worker=2)
+    env = ParallelEnv([simple_spread_v3.parallel_env], auto_reset=False, backend="serial")
+    with pytest.raises(ValueError, match="needs environments with PyMARL's interface"):
+        PyMARLConnections(env)
+    env.close()
+    env = ParallelEnv([Skirmish], backend="serial", adapter="pymarl")
+    with pytest.raises(ValueError, match="PyMARLConnections wants a ParallelEnv with auto_reset=False"):
+        PyMARLConnections(env)
+    env.close()
+
+
+def test_make():
+    connections = make(Skirmish, 3, facade="pymarl", seed="own", backend="serial")
+    assert isinstance(connections, PyMARLConnections)
+    assert [one.env_id for one in connections[1:]] == [1, 2]
+    for connection in connections:
+        connection.send(("reset", None))
+    assert connections[2].recv()["state"].shape == (5,)
+    connections.close()
+    with pytest.raises(ClosedEnvironmentError):
+        connections[2].recv()

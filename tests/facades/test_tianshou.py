@@ -1,0 +1,352 @@
+"""`TianshouVecEnv`: the same arrays, buffers and weights as Tianshou's own vector environments, and what it adds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from mpe2 import simple_adversary_v3, simple_spread_v3
+from simulators.drifting import Drift, Painter
+from simulators.masked_actions import Gate
+from tianshou.algorithm import DQN
+from tianshou.algorithm.algorithm_base import Policy
+from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+from tianshou.algorithm.optim import AdamOptimizerFactory
+from tianshou.data import AsyncCollector, Batch, Collector, VectorReplayBuffer
+from tianshou.env import DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
+from tianshou.utils.net.common import Net
+from tianshou.utils.torch_utils import policy_within_training_step
+
+from marl_parallel import EnvError, ParallelEnv, make
+from marl_parallel.vector import TianshouVecEnv
+
+pytestmark = pytest.mark.needs("tianshou")
+
+ENVS = 4
+
+
+class Joint(gymnasium.Env):
+    """Several agents as one, in a plain environment; an agent that is gone is seen as zeros."""
+
+    def __init__(self, maker: Callable[..., Any]) -> None:
+        self.env = maker()
+        self.agents = self.env.possible_agents
+        self.sizes = [self.env.observation_space(agent).shape[0] for agent in self.agents]
+        self.observation_space = spaces.Box(-np.inf, np.inf, (sum(self.sizes),), np.float32)
+        self.action_space = spaces.MultiDiscrete([self.env.action_space(agent).n for agent in self.agents])
+
+    def joined(self, seen: dict[str, Any]) -> Any:
+        parts = [seen.get(agent, np.zeros(size, np.float32)) for agent, size in zip(self.agents, self.sizes)]
+        return np.concatenate(parts)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self.joined(self.env.reset(seed=seed, options=options)[0]), {}
+
+    def step(self, action: Any) -> Any:
+        seen, rewards, terminations, *_ = self.env.step(dict(zip(self.agents, action)))
+        over = not self.env.agents
+        terminated = over and all(terminations.values())
+        return self.joined(seen), sum(rewards.values()), terminated, over and not terminated, {}
+
+
+def facade(maker: Callable[..., Any], **keywords: Any) -> TianshouVecEnv:
+    options = {"backend": "serial", **keywords}
+    own = {name: options.pop(name) for name in ("wait_num", "timeout") if name in options}
+    return make(maker, ENVS, facade="tianshou", facade_kwargs=own, seed="own", **options)
+
+
+class ByPlace(Policy):
+    """Chooses actions by what is observed."""
+
+    def forward(self, batch: Any, state: Any = None, **_: Any) -> Any:
+        seen = np.asarray(batch.obs).reshape(len(batch.obs), -1)
+        nvec = getattr(self.action_space, "nvec", None)
+        score = np.abs(np.floor(seen.sum(1) * 10)).astype(np.int64)
+        act = score % 3 if nvec is None else (score[:, None] + np.arange(len(nvec))) % nvec
+        # The asynchronous collector of Tianshou 2.0 wants a state and an entry for `policy`.
+        return Batch(act=act, state=Batch(score=score), policy=Batch(score=score))
+
+
+def collected(env: Any, **how: Any) -> Any:
+    policy = ByPlace(action_space=env.action_space[0])
+    collector = Collector(policy, env, VectorReplayBuffer(400, ENVS))
+    env.seed(5)
+    collector.reset()
+    stats = [collector.collect(**how) for _ in range(3)]
+    env.close()
+    return collector.buffer, [[*one.returns] for one in stats], [[*one.lens] for one in stats]
+
+
+def assert_same_buffers(got: Any, expected: Any) -> None:
+    assert got[1:] == expected[1:]
+    buffer, other = got[0], expected[0]
+    assert len(buffer) == len(other) > 0
+    for name in ("obs", "act", "rew", "terminated", "truncated", "obs_next"):
+        assert np.array_equal(getattr(buffer, name), getattr(other, name)), name
+    assert np.array_equal(buffer.info.env_id, other.info.env_id)
+
+
+SPREAD = functools.partial(simple_spread_v3.parallel_env, max_cycles=7)
+ADVERSARY = functools.partial(simple_adversary_v3.parallel_env, max_cycles=5)  # observations of different sizes
+
+
+@pytest.mark.parametrize("how", [{"n_step": 60}, {"n_episode": 6}], ids=["steps", "episodes"])
+@pytest.mark.parametrize(
+    "backend", [{"backend": "serial"}, {"backend": "process", "num_workers": 2}], ids=["serial", "process"]
+)
+@pytest.mark.parametrize(
+    ("maker", "plain"), [(Drift, Drift), (SPREAD, None), (ADVERSARY, None)], ids=["drift", "spread", "adversary"]
+)
+def test_collectors_have_the_same_data(maker, plain, backend, how):
+    expected = collected(DummyVectorEnv([plain or (lambda: Joint(maker))] * ENVS), **how)
+    got = collected(facade(maker, **backend), **how)
+    assert_same_buffers(got, expected)
+    assert len(np.unique(np.concatenate(got[2]))) > (3 if maker is Drift else 0)
+    if maker is Drift:
+        assert np.array_equal(got[0].info["at"], expected[0].info["at"])
+
+
+def trained(env: Any) -> Any:
+    torch.manual_seed(3)
+    net = Net(state_shape=(3,), action_shape=3, hidden_sizes=[16])
+    policy = DiscreteQLearningPolicy(model=net, action_space=env.action_space[0], eps_training=0.0)
+    algorithm = DQN(policy=policy, optim=AdamOptimizerFactory(lr=1e-2))
+    collector = Collector(algorithm, env, VectorReplayBuffer(400, ENVS))
+    env.seed(11)
+    collector.reset()
+    np.random.seed(4)
+    for _ in range(5):
+        collector.collect(n_step=20)
+        with policy_within_training_step(algorithm.policy):
+            algorithm.update(buffer=collector.buffer, sample_size=32)
+    env.close()
+    return [weights.detach().numpy() for weights in net.parameters()]
+
+
+def test_trained_weights_are_the_same():
+    expected = trained(SubprocVectorEnv([Drift] * ENVS, context="fork"))
+    got = trained(facade(Drift, backend="process", num_workers=2))
+    assert all(np.array_equal(weights, other) for weights, other in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("form", ["array", "dict", "number"])
+def test_some_environments(form):
+    """Steps and resets of some environments, in any order, equal those of Tianshou's."""
+    rng = np.random.default_rng(0)
+    make_env = functools.partial(Drift, form)
+    pair = [facade(make_env), DummyVectorEnv([make_env] * ENVS)]
+    assert [env.seed([3, 1, 4, 1]) for env in pair] == [[[3], [1], [4], [1]]] * 2
+    assert len(pair[0]) == ENVS
+    first = [env.reset(seed=2, options={"place": 3}) for env in pair]
+    assert_same_results(*first)
+    over: list[int] = []
+    for _ in range(60):
+        if over:
+            assert_same_results(*(env.reset(over) for env in pair))
+        ids = rng.permutation(ENVS)[: rng.integers(1, ENVS + 1)]
+        results = [env.step(actions, ids) for actions in [rng.integers(2, size=len(ids))] for env in pair]
+        assert_same_results(*results)
+        over = [int(env_id) for env_id, end in zip(ids, results[0][2] | results[0][3]) if end]
+    one = [env.reset(2) for env in pair]
+    assert_same_results(*one)
+    for env in pair:
+        env.close()
+
+
+def assert_same_results(got: Any, expected: Any) -> None:
+    assert len(got) == len(expected)
+    for value, other in zip(got, expected):
+        assert isinstance(value, np.ndarray)
+        assert value.shape == other.shape
+        if value.dtype == object:
+            for one, plain in zip(value, other):
+                assert one.keys() == plain.keys()
+                assert all(np.array_equal(one[key], plain[key]) for key in one)
+        else:
+            assert value.dtype == other.dtype
+            assert np.array_equal(value, other)
+
+
+def test_attributes_and_frames():
+    env, plain = facade(Drift), DummyVectorEnv([Drift] * ENVS)
+    assert env.action_space == plain.action_space == [spaces.Discrete(3)] * ENVS
+    assert env.observation_space == plain.observation_space
+    assert env.action_space[0] is not env.action_space[1]
+    env.seed(3)
+    drawn = [space.sample() for space in env.action_space * 3]
+    env.seed(3)
+    assert drawn == [space.sample() for space in env.action_space * 3]
+    env.set_env_attr("label", "marked", [0, 2])
+    assert env.get_env_attr("label") == ["marked", "plain", "marked", "plain"]
+    assert env.get_env_attr("label", 1) == ["plain"]
+    assert [frame.max() for frame in env.render()] == [0] * ENVS
+    assert not env.is_async
+    assert env.ready_id == [0, 1, 2, 3]
+    normalised = VectorEnvNormObs(env)
+    assert normalised.action_space == env.action_space
+    normalised.reset()
+    normalised.step(np.zeros(ENVS, np.int64))
+    assert normalised.get_obs_rms().count == 2 * ENVS
+    normalised.close()
+    plain.close()
+    assert env.is_closed
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+
+
+def test_restarts_truncate_and_training_goes_on():
+    def constructor(env_id: int, restarts: int) -> Drift:
+        return Drift(fails_at=13 if env_id == 1 else -1, restarts=restarts)
+
+    env = facade(constructor, on_error="restart")
+    collector = Collector(ByPlace(action_space=env.action_space[0]), env, VectorReplayBuffer(400, ENVS))
+    collector.reset()
+    collector.collect(n_step=120)
+    buffer = collector.buffer
+    (place,) = np.flatnonzero(buffer.info["restarted"] == True)  # noqa: E712  # None where there was no restart
+    assert buffer.truncated[place]
+    assert not buffer.terminated[place]
+    assert buffer.rew[place] == 0
+    assert np.array_equal(buffer.obs_next[place], buffer.obs[place])
+    assert "the ground is missing" in buffer.info["error"][place]
+    assert buffer.info.env_id[place] == 1
+    env.close()
+
+    failing = facade(functools.partial(Drift, fails_at=1))
+    failing.reset()
+    failing.step(np.zeros(ENVS, np.int64))
+    with pytest.raises(EnvError, match="the ground is missing"):
+        failing.step(np.zeros(ENVS, np.int64))
+
+
+def test_asynchronous_steps():
+    """The transitions of each environment are those of a plain loop, whatever comes together."""
+
+    def constructor(env_id: int) -> Drift:
+        return Drift(waits=0.002 * (env_id % 3))
+
+    env = facade(constructor, backend="process", num_workers=2, wait_num=2, timeout=5.0)
+    assert env.is_async
+    plain = DummyVectorEnv([Drift] * ENVS)
+    env.seed(9)
+    plain.seed(9)
+    seen, counts = [*env.reset()[0]], [0] * ENVS
+    assert np.array_equal(seen, plain.reset()[0])
+    ready, some = [*range(ENVS)], 0
+    for _ in range(150):
+        actions = np.array([counts[env_id] % 3 for env_id in ready])
+        observations, rewards, terminated, truncated, infos = env.step(actions, ready)
+        sent = ready
+        ready = [info["env_id"] for info in infos]
+        assert len(ready) >= 2
+        some += len(ready) < ENVS
+        for place, env_id in enumerate(ready):
+            expected = plain.step(np.array([counts[env_id] % 3]), [env_id])
+            counts[env_id] += 1
+            assert_same_results(
+                [part[place : place + 1] for part in (observations, rewards, terminated, truncated, infos)], expected
+            )
+        over = [env_id for env_id, end in zip(ready, terminated | truncated) if end]
+        if over:
+            assert_same_results(env.reset(over), plain.reset(over))
+        assert {*env.ready_id} | {*env.waiting_id} == {0, 1, 2, 3}
+    assert some > 20
+    assert sent
+    if env.waiting_id:
+        with pytest.raises(AlreadyPendingCallError, match="which are being stepped"):
+            env.reset(env.waiting_id)
+        with pytest.raises(NoAsyncCallError, match="are not all being stepped"):
+            env.step(None, env.ready_id)
+        waiting = env.waiting_id
+        assert {*waiting} <= {info["env_id"] for info in env.step(None, waiting)[-1]}
+    with pytest.raises(NoAsyncCallError, match="no environment is being stepped"):
+        env.step(None)
+    env.reset()
+    env.close()
+
+
+def test_async_collector():
+    env = facade(functools.partial(Drift, waits=0.001), backend="process", num_workers=2, wait_num=2)
+    with pytest.warns(UserWarning, match="async"):
+        collector = AsyncCollector(ByPlace(action_space=env.action_space[0]), env, VectorReplayBuffer(400, ENVS))
+    collector.reset()
+    stats = collector.collect(n_step=100)
+    assert stats.n_collected_steps >= 100
+    collector.reset()
+    assert collector.collect(n_episode=8).n_collected_episodes >= 8
+    with pytest.raises(ValueError, match="AsyncCollector"):
+        Collector(ByPlace(action_space=env.action_space[0]), env, VectorReplayBuffer(400, ENVS)).collect(n_step=4)
+    env.close()
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # more workers than CPUs
+def test_a_timeout_returns_what_is_ready():
+    def constructor(env_id: int) -> Drift:
+        return Drift(waits=0.0 if env_id < 2 else 1.0)
+
+    env = facade(constructor, backend="thread", num_workers=ENVS, timeout=0.2)
+    env.reset()
+    infos = env.step(np.zeros(ENVS, np.int64))[-1]
+    assert {info["env_id"] for info in infos} == {0, 1}
+    assert {*env.waiting_id} == {2, 3}
+    assert {info["env_id"] for info in env.step(None)[-1]} <= {2, 3}  # waits for the first one
+    env.close()
+
+
+def test_several_agents_with_dict_observations():
+    env = facade(functools.partial(Gate, "observations"))
+    plain = Gate("observations")
+    observations, _ = env.reset()
+    seen, _ = plain.reset()
+    assert isinstance(env.observation_space[0], spaces.Dict)
+    assert env.action_space[0].shape == (len(plain.possible_agents),)
+    assert observations.shape == (ENVS,)
+    assert [*observations[0]] == plain.possible_agents
+    assert np.array_equal(observations[0]["guest"]["action_mask"], seen["guest"]["action_mask"])
+    env.close()
+
+
+def test_wrong_use():
+    env = facade(Drift)
+    with pytest.raises(ResetNeeded):
+        env.step(np.zeros(ENVS, np.int64))
+    env.reset()
+    for wrong in (np.zeros(3, np.int64), None, np.zeros((ENVS, 1), np.int64), [[0], [1, 2], 0, 0]):
+        with pytest.raises(ValueError, match="expected an action for each of 4 environments"):
+            env.step(wrong)
+    for wrong_ids in ([4], [1, 1], [-1], []):
+        with pytest.raises(ValueError, match="env"):
+            env.step(np.zeros(len(wrong_ids), np.int64), wrong_ids)
+    over = False
+    while not over:
+        *_, terminated, truncated, _ = env.step(np.ones(1, np.int64), [2])
+        over = bool(terminated[0] or truncated[0])
+    with pytest.raises(ResetNeeded, match=r"the episodes of environments \[2\] are over"):
+        env.step(np.zeros(ENVS, np.int64))
+    env.step(np.zeros(2, np.int64), [0, 1])
+    env.close()
+    core = ParallelEnv([Drift] * 2, auto_reset=False, backend="serial")
+    for keywords, error in (
+        ({"wait_num": 3}, "only 2 environments"),
+        ({"wait_num": 0}, "wait_num"),
+        ({"timeout": 0}, "timeout"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            TianshouVecEnv(core, **keywords)
+    core.close()
+    with pytest.raises(ValueError, match="wants a ParallelEnv with auto_reset=False"):
+        make(Drift, 2, facade="tianshou", auto_reset=True, backend="serial")
+
+
+def test_spaces_that_tianshou_does_not_know():
+    with pytest.raises(ValueError, match="one array of numbers as the action"):
+        facade(functools.partial(Painter, "action"))
+    with pytest.raises(TypeError, match="does not support tuples"):
+        facade(functools.partial(Painter, "observation"))
