@@ -94,6 +94,7 @@ _FACADES = {
     "pettingzoo": ("PettingZooVecEnv", AutoresetMode.DISABLED),
     "rllib": ("RLlibVectorMultiAgentEnv", AutoresetMode.NEXT_STEP),
     "sb3": ("SB3VecEnv", AutoresetMode.SAME_STEP),
+    "share": ("ShareVecEnv", AutoresetMode.SAME_STEP),
     "stacked": ("StackedVecEnv", AutoresetMode.SAME_STEP),
     "torchrl": ("TorchRLEnv", AutoresetMode.DISABLED),
 }
@@ -132,6 +133,11 @@ def make(
 ) -> vector.SB3VecEnv: ...  # fmt: skip
 @overload
 def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["share"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.ShareVecEnv: ...  # fmt: skip
+@overload
+def make(
     name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["torchrl"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.TorchRLEnv: ...  # fmt: skip
@@ -160,9 +166,9 @@ def make(
         num_envs: How many environments.
         env_kwargs: Keywords for each environment's constructor; or those of `ParallelEnv.from_envpool`,
             `vmas.make_env`, `jaxmarl.make`.
-        facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"rllib"`, `"sb3"`, `"stacked"` or `"torchrl"`: returns that
-            facade, made with the auto-reset mode of its library unless `auto_reset` is passed. None returns the
-            `ParallelEnv`.
+        facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"rllib"`, `"sb3"`, `"share"`, `"stacked"` or `"torchrl"`:
+            returns that facade, made with the auto-reset mode of its library unless `auto_reset` is passed. None
+            returns the `ParallelEnv`.
         facade_kwargs: Keywords of the facade, such as `scalarize`.
         wrappers: Called in the worker in this order, each with the environment, to return the wrapped one: wrapper
             classes and functions.

@@ -28,7 +28,7 @@ AutoresetName: TypeAlias = Literal[
 AdapterName: TypeAlias = Literal[
     "dict", "pettingzoo", "aec", "aec-turn-based", "gymnasium", "tuple", "rllib", "mlagents", "pymarl", "mappo"
 ]
-FacadeName: TypeAlias = Literal["agilerl", "gymnasium", "pettingzoo", "rllib", "sb3", "stacked", "torchrl"]
+FacadeName: TypeAlias = Literal["agilerl", "gymnasium", "pettingzoo", "rllib", "sb3", "share", "stacked", "torchrl"]
 
 
 def installed(library: str) -> bool:
