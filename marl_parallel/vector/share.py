@@ -267,8 +267,8 @@ class _Acted:
         if wrong.any() and (wrong := wrong.any(axis=2) & acting).any():
             row, place = np.argwhere(wrong)[0].tolist()
             raise ValueError(
-                f"environment {row}: the action of agent {self.agents[place]!r} is {own[row, place].tolist()}; expected "
-                f"the index of a choice of {self.declared}, from 0"
+                f"environment {row}: the action of agent {self.agents[place]!r} is {own[row, place].tolist()}; "
+                f"expected the index of a choice of {self.declared}, from 0"
             )
         return indices
 
