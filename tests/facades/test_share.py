@@ -48,7 +48,7 @@ def over_pipes(kind: Any, fails: bool) -> tuple[Log, Policy]:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["deaths", "restarts"])
-@pytest.mark.parametrize("kind", [DictBattle, ParallelBattle])
+@pytest.mark.parametrize("kind", [TeamBattle, DictBattle, ParallelBattle])
 def test_battles_are_those_over_pipes(kind, fails):
     """Many ends of episodes, by victory, defeat and limit, with deaths before them."""
     makers = [functools.partial(battle, kind, env_id, fails) for env_id in range(ENVS)]
