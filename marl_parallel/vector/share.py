@@ -457,9 +457,9 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
     def _for_all(self, states: NDArray[Any]) -> NDArray[Any]:
         """One state for each environment as a new array of share observations."""
         if self._is_per_agent:
-            return states.copy()
-        states = states[:, None] if states.ndim == 1 else states
-        return np.repeat(states[:, None], self.n_agents, axis=1)
+            return np.array(states)
+        columns = states.reshape(len(states), 1, *(states.shape[1:] or (1,)))
+        return np.repeat(columns, self.n_agents, axis=1)
 
     def _share(self, groups: Sequence[NDArray[Any]]) -> NDArray[Any]:
         if not self._has_state:
