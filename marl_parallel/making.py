@@ -95,6 +95,7 @@ _FACADES = {
     "pymarl": ("PyMARLConnections", AutoresetMode.DISABLED),
     "rllib": ("RLlibVectorMultiAgentEnv", AutoresetMode.NEXT_STEP),
     "sb3": ("SB3VecEnv", AutoresetMode.SAME_STEP),
+    "share": ("ShareVecEnv", AutoresetMode.SAME_STEP),
     "stacked": ("StackedVecEnv", AutoresetMode.SAME_STEP),
     "tianshou": ("TianshouVecEnv", AutoresetMode.DISABLED),
     "torchrl": ("TorchRLEnv", AutoresetMode.DISABLED),
@@ -144,6 +145,11 @@ def make(
 ) -> vector.TianshouVecEnv: ...  # fmt: skip
 @overload
 def make(
+    name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["share"],
+    facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
+) -> vector.ShareVecEnv: ...  # fmt: skip
+@overload
+def make(
     name: Name, num_envs: int = 1, env_kwargs: Keywords = None, *, facade: Literal["torchrl"],
     facade_kwargs: Keywords = None, wrappers: Sequence[Wrapper] = (), **arguments: Unpack[ParallelEnvArguments],
 ) -> vector.TorchRLEnv: ...  # fmt: skip
@@ -172,9 +178,9 @@ def make(
         num_envs: How many environments.
         env_kwargs: Keywords for each environment's constructor; or those of `ParallelEnv.from_envpool`,
             `vmas.make_env`, `jaxmarl.make`.
-        facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"pymarl"`, `"rllib"`, `"sb3"`, `"stacked"`, `"tianshou"` or
-            `"torchrl"`: returns that facade, made with the auto-reset mode of its library unless `auto_reset` is
-            passed. None returns the `ParallelEnv`.
+        facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"pymarl"`, `"rllib"`, `"sb3"`, `"share"`, `"stacked"`,
+            `"tianshou"` or `"torchrl"`: returns that facade, made with the auto-reset mode of its library unless
+            `auto_reset` is passed. None returns the `ParallelEnv`.
         facade_kwargs: Keywords of the facade, such as `scalarize`.
         wrappers: Called in the worker in this order, each with the environment, to return the wrapped one: wrapper
             classes and functions.

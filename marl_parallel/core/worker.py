@@ -142,8 +142,6 @@ class Worker:
         handler: Callable[[int, Any], Any] = getattr(self, f"_{message.name.lower()}")
         # All actions are in the block. A trace stores each step, which compiled code does not.
         codec = self._codec if message is Message.STEP and payload is None and not is_traced(self._status) else None
-        if self._generators is not None and len(ids) > 1:
-            codec = None
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         place = 0
@@ -154,9 +152,12 @@ class Worker:
                 if codec is None:
                     result = handler(ids[place], payload)
                 else:
-                    left = codec.run(ids, place, self._episodes, *self._status.for_codec)
+                    # With generators of their own, environments are stepped one by one.
+                    until = len(ids) if self._generators is None else place + 1
+                    left = codec.run(ids[:until], place, self._episodes, *self._status.for_codec)
                     if left is None:
-                        break
+                        place = until
+                        continue
                     self._check_not_forked()
                     place, where, value = left
                     result = self._go_on(ids[place], where, value)

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from marl_parallel.vector.sb3 import SB3VecEnv as SB3VecEnv
     from marl_parallel.vector.sb3 import SB3VecNormalize as SB3VecNormalize
     from marl_parallel.vector.sb3 import evaluate_policy as evaluate_policy
+    from marl_parallel.vector.share import DummyVecEnv as DummyVecEnv
+    from marl_parallel.vector.share import ShareDummyVecEnv as ShareDummyVecEnv
+    from marl_parallel.vector.share import ShareInfos as ShareInfos
+    from marl_parallel.vector.share import ShareSubprocVecEnv as ShareSubprocVecEnv
+    from marl_parallel.vector.share import ShareVecEnv as ShareVecEnv
+    from marl_parallel.vector.share import SubprocVecEnv as SubprocVecEnv
     from marl_parallel.vector.stacked import StackedVecEnv as StackedVecEnv
     from marl_parallel.vector.stepper import Arrays as Arrays
     from marl_parallel.vector.stepper import ArrayStepper as ArrayStepper
@@ -45,6 +51,11 @@ _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
         ["SB3RolloutBuffer", "SB3VecEnv", "SB3VecNormalize", "evaluate_policy"],
         "Stable-Baselines3",
         ["stable_baselines3"],
+    ),
+    "share": (
+        ["DummyVecEnv", "ShareDummyVecEnv", "ShareInfos", "ShareSubprocVecEnv", "ShareVecEnv", "SubprocVecEnv"],
+        "",
+        [],
     ),
     "stacked": (["StackedVecEnv"], "", []),
     "stepper": (["ArrayStepper", "Arrays", "Stacked"], "", []),

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import declares_mask
 from marl_parallel.adapters import AgentID
-from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
@@ -24,7 +23,7 @@ from marl_parallel.core.spaces import fits_block, tree_map, zeros
 from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import AgentRows, agent_infos, bounds, divided, stacked, vector_infos
-from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls
+from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, simulators
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all environments, and returns its actions."""
@@ -151,15 +150,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         Raises:
             AttributeError: They run in other processes or threads.
         """
-        runner = self._stepper.runner
-        runner.check_open()
-        backend = None if runner.workers is None else runner.workers.pool.backend
-        if not isinstance(backend, SerialBackend):
-            raise AttributeError(
-                f"envs is only there with backend='serial', but this GymnasiumVectorEnv has {runner.source.name}, "
-                "whose simulators are out of reach: use get_attr, set_attr or call"
-            )
-        return [simulator for _, simulator in sorted(backend.simulators().items())]
+        return simulators(self)
 
     @property
     def over(self) -> NDArray[np.bool_]:

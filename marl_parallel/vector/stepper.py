@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import check_one_for_each
+from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, Stacked
 from marl_parallel.core.arrays import action_masks
@@ -380,6 +381,19 @@ class ArrayStepper(OfParallelEnv):
                     "`reward_space = None`"
                 )
         return arrays
+
+
+def simulators(facade: OfParallelEnv) -> list[Any]:
+    """The simulators, one for each environment; `AttributeError` if they run in other processes or threads."""
+    runner = facade.env.runner
+    runner.check_open()
+    backend = None if runner.workers is None else runner.workers.pool.backend
+    if not isinstance(backend, SerialBackend):
+        raise AttributeError(
+            f"envs is only there with backend='serial', but this {type(facade).__name__} has {runner.source.name}, "
+            "whose simulators are out of reach: use get_attr, set_attr or call"
+        )
+    return [simulator for _, simulator in sorted(backend.simulators().items())]
 
 
 def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -> BatchRunner:

@@ -19,6 +19,7 @@ CLASSES = {
     "pettingzoo": "PettingZooVecEnv",
     "rllib": "RLlibVectorMultiAgentEnv",
     "sb3": "SB3VecEnv",
+    "share": "ShareVecEnv",
     "stacked": "StackedVecEnv",
     "torchrl": "TorchRLEnv",
 }
@@ -45,6 +46,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "gymnasium": (np.ravel, of_rows),
     "sb3": (np.ravel, of_rows),
     "rllib": (in_dicts, of_dicts),
+    "share": (lambda actions: actions[..., None], lambda values: np.reshape(values, (ENVS, len(AGENTS), -1)).squeeze()),
     "stacked": (np.asarray, np.asarray),
     **dict.fromkeys(["agilerl", "pettingzoo"], (lambda actions: dict(zip(AGENTS, actions.T)), of_agents)),
 }
@@ -67,7 +69,8 @@ def stepped(facade: str, env: Any, steps: list[np.ndarray]) -> list[tuple[np.nda
     first = env.reset()
     results = [(read(first if facade == "sb3" else first[0]), None)]
     for actions in steps:
-        observations, rewards, *_ = env.step(given(actions))
+        observations, *others = env.step(given(actions))
+        rewards = others[facade == "share"]  # after the share observations
         results.append((read(observations), read(rewards)))
     return results
 

@@ -7,6 +7,7 @@ import importlib
 import random
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 from simulators.crashing import seed_of
 
 from marl_parallel import ParallelEnv, RecyclePolicy
+from marl_parallel.core.generators import GeneratorStates, seed_generators
 from marl_parallel.types import installed
 
 HAS_TORCH = installed("torch")
@@ -396,3 +398,51 @@ def test_old_finders_of_modules(build):
     """They are left out where a worker waits for the import of torch."""
     env = build([LooksForTorch] * 2, Setup("process", True, 2))
     assert len(env.reset()[0]) == 2
+
+
+def draw(kind: str) -> Any:
+    """Draws of NumPy's process-wide generator that use up its state in different ways."""
+    if kind == "other generator":
+        np.random.set_bit_generator(np.random.PCG64(int(np.random.randint(9))))
+        return np.random.random()
+    if kind == "seed":
+        np.random.seed(int(np.random.randint(99)))
+        return np.random.random()
+    draws: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        "one number": np.random.random,
+        "one normal number": np.random.randn,  # another one waits
+        "many": lambda: np.random.random(700).sum(),
+        "python": random.random,
+        "python's normal": lambda: random.gauss(0.0, 1.0),
+    }
+    return draws[kind]()
+
+
+KINDS = ["nothing", "one number", "one normal number", "many", "python", "python's normal", "seed"]
+
+
+@pytest.mark.parametrize("others", [[], ["other generator"]], ids=["twister", "replaced"])
+def test_states_of_environments_are_those_of_separate_processes(others):
+    """In any order of environments and draws, the numbers of each are those it would draw by itself."""
+    rng = np.random.default_rng(3)
+    python, numpy, generator = random.getstate(), np.random.get_state(), np.random.get_bit_generator()
+    plan = [(int(rng.integers(3)), str(rng.choice(KINDS + others))) for _ in range(600)]
+    try:
+        states = GeneratorStates()
+        drawn: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+        for env_id in drawn:
+            states.switch(env_id)
+            np.random.set_bit_generator(np.random.MT19937(env_id))
+            seed_generators(env_id)
+        for env_id, kind in plan:
+            states.switch(env_id)
+            drawn[env_id].append(draw(kind))
+        for env_id, numbers in drawn.items():
+            np.random.set_bit_generator(np.random.MT19937(env_id))
+            seed_generators(env_id)
+            assert [draw(kind) for one, kind in plan if one == env_id] == numbers
+    finally:
+        np.random.set_bit_generator(generator)
+        np.random.set_state(numpy)
+        random.setstate(python)

@@ -1,0 +1,813 @@
+"""`ShareVecEnv`: the vector environment of MAPPO (on-policy) and HARL, and drop-ins for those that they construct.
+
+Everything is an array over environments and agents, `(num_envs, agents, ...)`, with a share observation for the critic
+of each agent, and action masks. Infos are lists of dicts, which are made when somebody looks at them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, overload
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from marl_parallel.action_masks import KEY as ACTION_MASK
+from marl_parallel.action_masks import flat_mask, mask_of
+from marl_parallel.adapters import AgentID
+from marl_parallel.core import stacking
+from marl_parallel.core.array_view import Arrays, Stacked
+from marl_parallel.core.columns import evenly_spaced
+from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.schema import alike
+from marl_parallel.core.spaces import padded_space
+from marl_parallel.core.transition import COMMON, FINAL_OBS
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.runner import Options, Seeds
+from marl_parallel.vector.rows import agent_info, came_back, env_infos
+from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, simulators
+
+BAD_TRANSITION = "bad_transition"
+
+Share: TypeAlias = Literal["auto", "state", "joined"]
+
+ShareResults: TypeAlias = tuple[
+    NDArray[Any], NDArray[Any], NDArray[np.float64], NDArray[np.bool_], "ShareInfos", NDArray[Any]
+]
+"""Observations, share observations, rewards, dones, infos, available actions."""
+
+PlainResults: TypeAlias = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.bool_], "ShareInfos"]
+"""Observations, rewards, dones, infos."""
+
+ResultsT = TypeVar("ResultsT")
+
+
+class ShareInfos(Sequence[list[dict[Any, Any]]]):
+    """The infos of a step: for each environment a list with one dict for each agent, made on first access.
+
+    An agent's dict has its own infos, those of its environment (`__common__`), and `"bad_transition"`. In the step that
+    ends an episode, the first agent's dict also has `"original_obs"`, `"original_state"` and
+    `"original_avail_actions"`, for all agents.
+    """
+
+    def __init__(
+        self,
+        infos: Mapping[int, Mapping[Any, Any]],
+        agents: Sequence[AgentID],
+        num_envs: int,
+        bad: NDArray[np.bool_] | None,
+        originals: Mapping[int, Callable[[], dict[str, Any]]],
+    ) -> None:
+        self._infos, self._agents, self._bad, self._originals = infos, agents, bad, originals
+        self._made: list[list[dict[Any, Any]] | None] = [None] * num_envs
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    @overload
+    def __getitem__(self, index: int) -> list[dict[Any, Any]]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[dict[Any, Any]]]: ...
+    def __getitem__(self, index: int | slice) -> list[dict[Any, Any]] | list[list[dict[Any, Any]]]:
+        if isinstance(index, slice):
+            return [self[env_id] for env_id in range(*index.indices(len(self)))]
+        env_id = operator.index(index)
+        if env_id < 0:
+            env_id += len(self)
+        if not 0 <= env_id < len(self):
+            raise IndexError(f"infos of environment {index}, but there are {len(self)} environments")
+        made = self._made[env_id]
+        if made is None:
+            made = self._made[env_id] = self._of_agents(env_id)
+        return made
+
+    def __reduce__(self) -> Any:
+        return list, ([*self],)
+
+    def __repr__(self) -> str:
+        return repr([*self])
+
+    def _of_agents(self, env_id: int) -> list[dict[Any, Any]]:
+        infos = self._infos.get(env_id)
+        bad = [False] * len(self._agents) if self._bad is None else self._bad[env_id].tolist()
+        if infos is None:
+            rows: list[dict[Any, Any]] = [{BAD_TRANSITION: flag} for flag in bad]
+        else:
+            of_env = env_infos(infos, self._agents)
+            common = of_env.get(COMMON)
+            if isinstance(common, Mapping):
+                del of_env[COMMON]
+                of_env.update(common)
+            rows = []
+            for agent, flag in zip(self._agents, bad):
+                rows.append({BAD_TRANSITION: flag, **of_env, **agent_info(env_id, infos, agent)})
+                rows[-1].pop(FINAL_OBS, None)
+        if env_id in self._originals:
+            rows[0].update(self._originals[env_id]())
+        return rows
+
+
+class _Joined:
+    """Joins arrays of parts of the agents, `(n, agents of the part, ...)`, to one of all agents, `(n, agents, ...)`.
+
+    Where shapes differ, the result is padded with zeros, or an array of objects, `(n, agents)`.
+
+    Args:
+        parts: The places of each part's agents among all.
+        shapes: The shape of one agent's value, by part.
+        pad: Whether different shapes are padded.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[int]], shapes: Sequence[tuple[int, ...]], *, pad: bool) -> None:
+        self._parts = [[*part] for part in parts]
+        self._size = sum(map(len, parts))
+        different = len({*shapes}) > 1
+        self._shape = tuple(max(sizes) for sizes in zip(*shapes)) if pad or not different else None
+
+    def __call__(self, values: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        if len(values) == 1:
+            return values[0]
+        num_rows = len(values[0])
+        if self._shape is None:
+            objects = np.empty((num_rows, self._size), object)
+            for part, array in zip(self._parts, values):
+                for row, of_row in enumerate(array):
+                    for place, value in zip(part, of_row):
+                        objects[row, place] = value
+            return objects
+        whole = np.zeros((num_rows, self._size, *self._shape), np.result_type(*values))
+        for part, array in zip(self._parts, values):
+            index: Any = (slice(None), evenly_spaced(part) or part, *map(slice, array.shape[2:]))
+            whole[index] = array
+        return whole
+
+
+class _Observed:
+    """The observations of a group of agents as one array: a `Box`, or the Boxes of a `Dict` without its action mask.
+
+    Attributes:
+        space: Of one agent.
+    """
+
+    def __init__(self, facade: str, agent: AgentID, space: Space[Any]) -> None:
+        self._keys: list[str] | None = None
+        boxes: list[Any] = [space]
+        if isinstance(space, spaces.Dict):
+            self._keys = [key for key in space.spaces if key != ACTION_MASK]
+            boxes = [space.spaces[key] for key in self._keys]
+        if not boxes or not all(isinstance(box, spaces.Box) for box in boxes):
+            raise ValueError(
+                f"{facade} takes observations that are arrays, but the observation space of agent {agent!r} is "
+                f"{space}: wrap the environment so that it is a Box, or a Dict of Boxes and an action_mask"
+            )
+        if len(boxes) == 1:
+            box = boxes[0]
+            self.space = box if box.shape else spaces.Box(box.low.reshape(1), box.high.reshape(1), (1,), box.dtype)
+        else:
+            self.space = flat_box(boxes)
+
+    def __call__(self, observations: Any) -> NDArray[Any]:
+        """Stacked observations `(n, agents, ...)`, in the form of the group's space, as one array."""
+        arrays = [observations] if self._keys is None else [observations[key] for key in self._keys]
+        if len(arrays) > 1:
+            return np.concatenate([array.reshape(*array.shape[:2], -1) for array in arrays], axis=2)
+        only: NDArray[Any] = arrays[0]
+        return only[..., None] if only.ndim == 2 else only
+
+
+class _Acted:
+    """The actions of agents with equal action spaces.
+
+    Attributes:
+        agents: The agents.
+        places: Their places among all.
+        space: Theirs, with `Discrete` spaces from 0.
+    """
+
+    def __init__(self, facade: str, agents: tuple[AgentID, ...], places: list[int], space: Space[Any]) -> None:
+        self.agents, self.places, self.declared = agents, places, space
+        self._columns = evenly_spaced(places) or places
+        self._facade = facade
+        self.space: Space[Any] = space
+        self.sizes: list[int] = []  # of the choices of each part
+        if isinstance(space, spaces.Discrete):
+            self.space, self.sizes = spaces.Discrete(int(space.n)), [int(space.n)]
+        elif isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+            self.sizes = [*map(int, space.nvec)]
+        elif not isinstance(space, spaces.Box | spaces.MultiBinary):
+            raise ValueError(
+                f"{facade} takes Discrete, MultiDiscrete with one axis, MultiBinary and Box actions; the action space "
+                f"of agent {agents[0]!r} is {space}: wrap the environment"
+            )
+
+    def stacked(self, actions: Any, acting: NDArray[np.bool_]) -> Stacked:
+        """Their part of the actions, `(num_envs, agents, d)`, or lists of lists of arrays, for an `ArrayStepper`."""
+        whole = len(self.places) == acting.shape[1]
+        if type(actions) is np.ndarray and not actions.dtype.hasobject:
+            own = actions if whole else actions[:, self._columns]
+        else:
+            try:
+                own = np.array([[np.asarray(of_env[place]) for place in self.places] for of_env in actions])
+            except (TypeError, ValueError, IndexError):
+                raise ValueError(
+                    f"{self._facade}: the actions of agents {[*self.agents]} do not have one shape in all environments"
+                ) from None
+        acting = acting if whole else acting[:, self._columns]
+        return Stacked(self.agents, self._of_choices(own, acting) if self.sizes else self._of_arrays(own))
+
+    def _wrong(self, got: NDArray[Any], expected: str) -> ValueError:
+        return ValueError(
+            f"{self._facade}: the actions of agents {[*self.agents]} must be {expected} for {self.declared}; got shape "
+            f"{got.shape}"
+        )
+
+    def _of_arrays(self, own: NDArray[Any]) -> NDArray[Any]:
+        shape = self.declared.shape or ()
+        size = int(np.prod(shape, dtype=int))
+        if own.shape[2:] == shape:
+            return own
+        if own.ndim != 3 or own.shape[2] < size:
+            raise self._wrong(own, f"(num_envs, agents, {size})")
+        return own[:, :, :size].reshape(*own.shape[:2], *shape)
+
+    def _of_choices(self, own: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[Any]:
+        """Indices of choices, from indices or from one-hot vectors, one after the other."""
+        parts, discrete = len(self.sizes), isinstance(self.declared, spaces.Discrete)
+        if own.ndim == 2 and discrete:
+            own = own[..., None]
+        if own.ndim != 3 or own.dtype.kind not in "biuf":
+            raise self._wrong(own, f"numbers (num_envs, agents, {parts}) or one-hot vectors ({sum(self.sizes)})")
+        if own.shape[2] == parts:
+            indices = self._checked(own, acting)
+        elif own.shape[2] >= sum(self.sizes):
+            indices = self._of_one_hot(own, acting)
+        else:
+            raise self._wrong(own, f"indices (num_envs, agents, {parts}) or one-hot vectors ({sum(self.sizes)})")
+        start = cast(spaces.Discrete | spaces.MultiDiscrete, self.declared).start
+        indices = indices + start if np.any(start) else indices
+        return indices[..., 0] if discrete else indices
+
+    def _checked(self, own: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[Any]:
+        """Indices as whole numbers; `ValueError` for one that is no choice, of an agent that acts."""
+        indices = own
+        if own.dtype.kind not in "iu":
+            with np.errstate(invalid="ignore"):
+                indices = own.astype(np.int64)
+        wrong = (indices < 0) | (indices >= self.sizes)
+        if indices is not own:
+            wrong |= indices != own
+        if wrong.any() and (wrong := wrong.any(axis=2) & acting).any():
+            row, place = np.argwhere(wrong)[0].tolist()
+            raise ValueError(
+                f"environment {row}: the action of agent {self.agents[place]!r} is {own[row, place].tolist()}; "
+                f"expected the index of a choice of {self.declared}, from 0"
+            )
+        return indices
+
+    def _of_one_hot(self, own: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[np.int64]:
+        indices, start = np.empty((*own.shape[:2], len(self.sizes)), np.int64), 0
+        for part, size in enumerate(self.sizes):
+            one_hot = own[:, :, start : start + size]
+            indices[..., part] = one_hot.argmax(axis=2)
+            wrong = ((np.count_nonzero(one_hot, axis=2) != 1) | (one_hot.max(axis=2) != 1)) & acting
+            if wrong.any():
+                row, place = np.argwhere(wrong)[0].tolist()
+                raise ValueError(
+                    f"environment {row}: the action of agent {self.agents[place]!r} must be an index or a one-hot "
+                    f"vector for {self.declared}; got {own[row, place].tolist()}"
+                )
+            start += size
+        return indices
+
+
+class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
+    """What `ShareVecEnv` and the drop-ins with four values have in common."""
+
+    _has_share: ClassVar[bool]
+
+    def __init__(
+        self, env: ParallelEnv, *, share: Share = "auto", pad: bool = False, scalarize: Scalarize | None = None
+    ) -> None:
+        if share not in ("auto", "state", "joined"):
+            raise ValueError(f'share must be "auto", "state" or "joined", got {share!r}')
+        super().__init__(env, AutoresetMode.SAME_STEP, scalarize=scalarize)
+        name, runner, view = type(self).__name__, self._stepper.runner, self._stepper.view
+        schema = runner.schema
+        view.wants_info_arrays = True
+        self.num_envs, self.agents, self.n_agents = env.num_envs, [*view.agents], len(view.agents)
+        self._observed = [_Observed(name, view.agents[places[0]], space) for space, places in view.groups]
+        shapes = [observed.space.shape for observed in self._observed]
+        positions = [places for _, places in view.groups]
+        if pad and len({*map(len, shapes)}) > 1:
+            raise ValueError(f"{name}: pad=True needs observations with one number of axes; their shapes are {shapes}")
+        self._join = _Joined(positions, shapes, pad=pad)
+        self._acted = [
+            _Acted(name, tuple(view.agents[place] for place in places), places, space)
+            for space, places in alike(schema.action_spaces, view.agents)
+        ]
+        self._has_masks = all(isinstance(acted.declared, spaces.Discrete) for acted in self._acted)
+        sizes = [(sum(acted.sizes),) for acted in self._acted]
+        self._join_masks = _Joined([acted.places for acted in self._acted], sizes, pad=pad)
+        self._has_state = self._has_share and share != "joined" and (share == "state" or schema.state_space is not None)
+        self._is_per_agent = False
+        if self._has_state:
+            self._watch_states(name)
+        self._set_spaces(pad=pad)
+        self._keeps = runner.restarts and self._has_share  # states and masks, for the next step, which may be a restart
+        self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)  # who has died, or has not come yet
+        self._any_absent = False
+        self._last_state: NDArray[Any] | None = None
+        self._last_masks: NDArray[Any] | None = None
+
+    def _watch_states(self, name: str) -> None:
+        runner = self._stepper.runner
+        space = runner.schema.state_space
+        if space is not None and not isinstance(space, spaces.Box):
+            raise ValueError(
+                f'{name} takes states that are arrays, but state_space is {space}; pass share="joined" to join '
+                "observations in place of states"
+            )
+        try:
+            runner.watch_states()
+        except NotImplementedError as error:
+            raise NotImplementedError(f'{error}; or pass share="joined" to join observations') from None
+        self._is_per_agent = bool(getattr(runner.schema, "state_per_agent", False))
+
+    def _set_spaces(self, *, pad: bool) -> None:
+        """Set the lists of spaces: the simulator's own if it has such lists, which its trainer may read further."""
+        self.observation_space: list[Any]
+        self.share_observation_space: list[Any]
+        self.action_space: list[Any]
+        own = self._own_spaces()
+        if own is not None and not pad:
+            self.observation_space, self.share_observation_space, self.action_space = own
+            return
+        schema = self._stepper.runner.schema
+        by_group = zip(self._stepper.view.groups, self._observed)
+        observed = {place: one.space for (_, places), one in by_group for place in places}
+        acted = {place: one.space for one in self._acted for place in one.places}
+        agents = range(self.n_agents)
+        joined = flat_box([observed[place] for place in agents])
+        if pad:
+            try:
+                observed = dict.fromkeys(agents, padded_space([observed[place] for place in agents]))
+                acted = dict.fromkeys(agents, padded_space([acted[place] for place in agents]))
+            except ValueError as error:
+                raise ValueError(f"{type(self).__name__}: pad=True is impossible: {error}") from None
+        state: Any = schema.state_space if self._has_state else joined
+        if self._is_per_agent:
+            state = spaces.Box(state.low[0], state.high[0], state.shape[1:], state.dtype)
+        elif not state.shape:
+            state = spaces.Box(state.low.reshape(1), state.high.reshape(1), (1,), state.dtype)
+        self.observation_space = [observed[place] for place in agents]
+        self.share_observation_space = [state] * self.n_agents
+        self.action_space = [acted[place] for place in agents]
+
+    def _own_spaces(self) -> tuple[list[Any], list[Any], list[Any]] | None:
+        """The lists of spaces that the simulator itself has; None if it has none."""
+        try:
+            share = self.env.get_attr("share_observation_space")[0]
+        except AttributeError:
+            return None
+        if not isinstance(share, list | tuple) or len(share) != self.n_agents:
+            return None
+        own = [self.env.get_attr(name)[0] for name in ("observation_space", "action_space")]
+        if not all(isinstance(one, list | tuple) and len(one) == self.n_agents for one in own):
+            return None
+        return [*own[0]], [*share], [*own[1]]
+
+    # -- resets and steps ------------------------------------------------------------------------------------------
+
+    def _begun(self, arrays: Arrays) -> None:
+        """Note which agents are there after a reset of all environments."""
+        self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)
+        self._note_first(arrays, [*self._stepper.env_ids])
+
+    def _note_first(self, arrays: Arrays, env_ids: Sequence[int]) -> None:
+        """Note which agents are not there yet at the beginning of the episodes of some environments."""
+        self._absent[env_ids] = ~arrays.observed[env_ids]
+        if self._absent[env_ids].any():
+            alive = self._stepper.runner.batch.alive
+            for env_id in env_ids:
+                if self._absent[env_id].any():  # in turn-based games, one agent observes, and all are alive
+                    self._absent[env_id] &= [agent not in alive[env_id] for agent in self.agents]
+        self._any_absent = bool(self._absent.any())
+
+    def _actions(self, actions: Any) -> list[Stacked]:
+        latest, expected = self._stepper.latest, (self.num_envs, self.n_agents)
+        if not isinstance(actions, np.ndarray | list | tuple) and hasattr(actions, "__array__"):
+            actions = np.asarray(actions)
+        if isinstance(actions, np.ndarray):
+            got: tuple[int, ...] = actions.shape[:2]
+        else:
+            got = (len(actions), *{len(of_env) for of_env in actions})
+        if got != expected:
+            shape = actions.shape if isinstance(actions, np.ndarray) else got
+            raise ValueError(
+                f"{type(self).__name__} takes actions (num_envs, agents, ...), which begin with {expected}; got {shape}"
+            )
+        acting = np.ones(expected, np.bool_) if latest is None else latest.acting
+        return [acted.stacked(actions, acting) for acted in self._acted]
+
+    def _dones(self, arrays: Arrays) -> tuple[NDArray[np.bool_], NDArray[np.bool_] | None, list[int]]:
+        """Who is done; whose end is a truncation, or None if no episode has ended; and the episodes that have ended."""
+        flagged = arrays.terminations | arrays.truncations
+        if not self._any_absent and (arrays.plain or (arrays.none_over and not flagged.any())):
+            return flagged, None, []
+        over, absent = arrays.terminated | arrays.truncated, self._absent
+        ended = np.flatnonzero(over).tolist()
+        if self._any_absent:
+            absent = absent & ~came_back(self._stepper, arrays, self.agents, absent & ~flagged)
+        bad = None
+        if ended:
+            own = arrays.truncations & ~arrays.terminations
+            of_env = (arrays.truncated & ~arrays.terminated)[:, None]
+            bad = over[:, None] & np.where(flagged & ~absent, own, of_env)
+        self._absent = absent | flagged
+        self._any_absent = bool(self._absent.any())
+        dones = self._absent | over[:, None]
+        if ended:
+            self._note_first(arrays, ended)
+        # All done would mean that the episode is over.
+        dones[dones.all(axis=1) & ~over] = False
+        return dones, bad, ended
+
+    def _observations(self, observations: Sequence[Any]) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+        """The observations of all agents, and those of each group, as arrays."""
+        groups = [observed(of_group) for observed, of_group in zip(self._observed, observations)]
+        return self._join(groups), groups
+
+    def _joined(self, groups: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """The observations of all agents one after the other, `(n, size)`."""
+        if len(groups) == 1:
+            whole: NDArray[Any] = groups[0].reshape(len(groups[0]), -1)
+            return whole
+        places = self._stepper.view.places
+        columns = [groups[group][:, row] for group, row in (places[agent] for agent in self.agents)]
+        return np.concatenate([column.reshape(len(column), -1) for column in columns], axis=1)
+
+    def _for_all(self, states: NDArray[Any]) -> NDArray[Any]:
+        """One state for each environment as a new array of share observations."""
+        if self._is_per_agent:
+            return np.array(states)
+        columns = states.reshape(len(states), 1, *(states.shape[1:] or (1,)))
+        return np.repeat(columns, self.n_agents, axis=1)
+
+    def _share(self, groups: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        if not self._has_state:
+            return self._for_all(self._joined(groups))
+        states, _ = self._stepper.runner.states_seen()
+        if self._keeps:
+            self._last_state = states.copy()
+        return self._for_all(states)
+
+    def _available(self) -> NDArray[Any]:
+        if not self._has_masks:
+            return np.full(self.num_envs, None, object)
+        masks = self._choices([self._stepper.action_masks(acted.agents) for acted in self._acted])
+        self._last_masks = masks.copy() if self._keeps else None
+        return masks
+
+    def _choices(self, masks: Sequence[NDArray[np.bool_]]) -> NDArray[Any]:
+        """Masks as integers; where nothing is allowed, all is: these trainers cannot draw from nothing."""
+        drawable = [np.asarray(mask | ~mask.any(axis=2, keepdims=True), np.int64) for mask in masks]
+        return self._join_masks(drawable)
+
+    # -- the ends of episodes --------------------------------------------------------------------------------------
+
+    def _originals(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Callable[[], dict[str, Any]]]:
+        """By environment whose episode has ended, what makes the entries of its last observations."""
+        states = self._stepper.runner.states_seen()[1][ended] if self._has_state and ended else None
+        last_state, last_masks = self._last_state, self._last_masks
+
+        def original(place: int, env_id: int) -> dict[str, Any]:
+            infos = arrays.infos.get(env_id, {})
+            common = infos.get(COMMON)
+            restarted = isinstance(common, Mapping) and common.get("restarted") is True
+            observations, groups = self._observations(self._final(env_id, infos))
+            entries: dict[str, Any] = {"original_obs": observations[0]}
+            if not self._has_share:
+                return entries
+            state = self._joined(groups) if states is None else states[place : place + 1]
+            if restarted and states is not None and last_state is not None:
+                state = last_state[env_id : env_id + 1]
+            entries["original_state"] = self._for_all(state)[0]
+            if not self._has_masks:
+                entries["original_avail_actions"] = None
+            elif restarted and last_masks is not None:
+                entries["original_avail_actions"] = last_masks[env_id].copy()
+            else:
+                entries["original_avail_actions"] = self._choices(
+                    [self._final_masks(infos, acted) for acted in self._acted]
+                )[0]
+            return entries
+
+        return {env_id: functools.partial(original, place, env_id) for place, env_id in enumerate(ended)}
+
+    def _final(self, env_id: int, infos: Mapping[Any, Any]) -> list[Any]:
+        """The last observations of an episode in the form of the view's groups, `(1, agents of the group, ...)`."""
+        view = self._stepper.view
+        final = [stacking.zeros(space, (1, len(positions))) for space, positions in view.groups]
+        for agent in self.agents:
+            info = infos.get(agent)
+            if isinstance(info, Mapping) and info.get(FINAL_OBS) is not None:
+                group, row = view.places[agent]
+                whose = f"environment {env_id}: the last observation of agent {agent!r}"
+                stacking.put(final[group], (0, row), info[FINAL_OBS], whose)
+        return final
+
+    def _final_masks(self, infos: Mapping[Any, Any], acted: _Acted) -> NDArray[np.bool_]:
+        masks = np.ones((1, len(acted.agents), sum(acted.sizes)), np.bool_)
+        for place, agent in enumerate(acted.agents):
+            info = infos.get(agent)
+            if isinstance(info, Mapping):
+                space = cast(spaces.Discrete, acted.declared)
+                mask = flat_mask(space, mask_of(info.get(FINAL_OBS), info))
+                if mask is not None:
+                    masks[0, place] = mask
+        return masks
+
+    def _infos(self, arrays: Arrays, bad: NDArray[np.bool_] | None, ended: Sequence[int]) -> ShareInfos:
+        originals = self._originals(arrays, ended) if ended else {}
+        return ShareInfos(arrays.infos, self.agents, self.num_envs, bad, originals)
+
+    # -- everything else -------------------------------------------------------------------------------------------
+
+    def render(self, mode: str | None = None) -> Any:
+        """The frames of all environments, `(num_envs, ...)`; None if the simulators show them themselves.
+
+        `mode` is for code that passes one: what is rendered follows from the `render_mode` of the simulators.
+        """
+        frames = self.env.render()
+        if frames is None or all(frame is None for frame in frames):
+            return None
+        return np.stack([np.asarray(frame) for frame in frames])
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._stepper.runner.source.closed
+
+    def close(self) -> None:
+        """Close the environments; idempotent."""
+        self._stepper.close()
+
+
+class ShareVecEnv(_VecEnv[ShareResults]):
+    """A `ParallelEnv` as the vector environment of MAPPO (on-policy) and HARL, with k agents.
+
+    `step` returns six values: observations `(num_envs, k, d)`, share observations `(num_envs, k, s)`, rewards
+    `(num_envs, k, 1)`, dones `(num_envs, k)`, infos and available actions `(num_envs, k, n)`. The share observations
+    are the simulator's `state()`, for all agents or one for each, or the observations of all agents one after the
+    other.
+
+    An agent that has died is done until the episode ends, so that `np.all(dones, axis=1)` marks the ends. The
+    observations are then the next episode's. Infos are a sequence of lists of dicts, `infos[i][j]`, made when you look.
+    Each dict has `"bad_transition"`, True where an episode ends by truncation, also by a restart. At an end,
+    `infos[i][0]` has `"original_obs"`, `"original_state"` and `"original_avail_actions"` of all agents.
+
+    Available actions are int64, 1 = allowed, if all action spaces are `Discrete`; else an array `(num_envs,)` of None.
+    All are 1 where the simulator reports no mask, or allows nothing.
+
+    Agents may have different spaces. Then observations, and available actions if their number differs, are arrays
+    `(num_envs, k)` of objects, as on-policy's separated runners index them; HARL needs `pad=True`.
+
+    Args:
+        env: With `auto_reset=True`. No other facade may step it. With `copy=False`, observations, also those in infos,
+            are valid until the next step.
+        share: `"state"`: share observations are the simulator's states. `"joined"`: they are the observations of all
+            agents, one after the other. `"auto"`: `"state"` if the simulator has one.
+        pad: Whether observations and actions of different sizes are padded with zeros, and with actions that are not
+            available. The lists of spaces have the padded ones.
+        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`.
+
+    Attributes:
+        parallel_env: The `ParallelEnv`, also available as `env`.
+        num_envs: The number of environments.
+        n_agents: The number of agents.
+        agents: The agents, in the order of arrays.
+        observation_space, share_observation_space, action_space: Lists with a space for each agent; those of the
+            simulator, if it has such lists itself.
+
+    Raises:
+        TypeError, ValueError: As `ArrayStepper`; or a space is of another kind, or cannot be padded.
+        NotImplementedError: `share="state"` without a state; or states are not arrays in shared memory.
+
+    Example:
+        >>> from marl_parallel import make
+        >>> env = make("mpe2.simple_spread_v3", num_envs=4, num_workers=2, facade="share")
+        >>> obs, share_obs, available_actions = env.reset()
+        >>> for _ in range(25):
+        ...     actions = np.zeros((4, 3, 1), np.int64)
+        ...     obs, share_obs, rewards, dones, infos, available_actions = env.step(actions)
+        >>> obs.shape, share_obs.shape, rewards.shape, available_actions.shape
+        ((4, 3, 18), (4, 3, 54), (4, 3, 1), (4, 3, 5))
+        >>> np.all(dones, axis=1).tolist(), infos[0][0]["bad_transition"], infos[0][0]["original_obs"].shape
+        ([True, True, True, True], True, (3, 18))
+        >>> env.close()
+    """
+
+    _has_share = True
+
+    def __init__(
+        self, env: ParallelEnv, *, share: Share = "auto", pad: bool = False, scalarize: Scalarize | None = None
+    ) -> None:
+        super().__init__(env, share=share, pad=pad, scalarize=scalarize)
+
+    @exclusive("reset")
+    def reset(self, seed: Seeds = None, options: Options = None) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Begin new episodes; returns observations, share observations and available actions.
+
+        Arguments are those of `ArrayStepper.reset`.
+        """
+        arrays = self._stepper.reset(seed, options)
+        self._begun(arrays)
+        observations, groups = self._observations(arrays.observations)
+        return observations, self._share(groups), self._available()
+
+    def _results(self, arrays: Arrays) -> ShareResults:
+        dones, bad, ended = self._dones(arrays)
+        infos = self._infos(arrays, bad, ended)  # before the states and masks of the old episodes are replaced
+        observations, groups = self._observations(arrays.observations)
+        return observations, self._share(groups), arrays.rewards[..., None], dones, infos, self._available()
+
+    def __enter__(self) -> ShareVecEnv:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ShareSubprocVecEnv(ShareVecEnv):
+    """A drop-in for `ShareSubprocVecEnv` of on-policy and HARL: a changed import is the whole change.
+
+    The environments keep the seeds that their constructors give them (`seed="own"`), and generators of their own
+    (`isolate_rng=True`), as in a process of their own. They share worker processes: up to one for each CPU.
+
+    Args:
+        env_fns: A constructor for each environment, called in its worker.
+        spaces: Not used, as there.
+        share, pad, scalarize: As in `ShareVecEnv`.
+        options: Other arguments of `ParallelEnv`, such as `on_error="restart"` or `step_timeout=60.0`.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> envs = ShareSubprocVecEnv([simple_spread_v3.parallel_env] * 2, on_error="restart")
+        >>> obs, share_obs, available_actions = envs.reset()
+        >>> obs.shape, envs.n_agents
+        ((2, 3, 18), 3)
+        >>> envs.close()
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[..., Any]],
+        spaces: Any = None,
+        *,
+        share: Share = "auto",
+        pad: bool = False,
+        scalarize: Scalarize | None = None,
+        **options: Any,
+    ) -> None:
+        env = open_parallel_env(type(self).__name__, env_fns, {**_IN_PROCESSES, **options})
+        with closed_on_error(env):
+            super().__init__(env, share=share, pad=pad, scalarize=scalarize)
+
+
+class ShareDummyVecEnv(ShareVecEnv):
+    """A drop-in for `ShareDummyVecEnv` of on-policy and HARL, which steps environments in this process.
+
+    Arguments are those of `ShareSubprocVecEnv`, without `spaces`. Exceptions can be survived with
+    `on_error="restart"`, crashes cannot.
+
+    Attributes:
+        envs: The simulators, as `env_fns` have returned them. A restart replaces them.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> envs = ShareDummyVecEnv([simple_spread_v3.parallel_env])
+        >>> [array.shape for array in envs.reset()]
+        [(1, 3, 18), (1, 3, 54), (1, 3, 5)]
+        >>> envs.close()
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[..., Any]],
+        *,
+        share: Share = "auto",
+        pad: bool = False,
+        scalarize: Scalarize | None = None,
+        **options: Any,
+    ) -> None:
+        env = open_parallel_env(type(self).__name__, env_fns, {**_IN_THIS_PROCESS, **options})
+        with closed_on_error(env):
+            super().__init__(env, share=share, pad=pad, scalarize=scalarize)
+
+    @property
+    def envs(self) -> list[Any]:
+        return simulators(self)
+
+
+class SubprocVecEnv(_VecEnv[PlainResults]):
+    """A drop-in for on-policy's `SubprocVecEnv`, whose `step` returns four values; only the import changes.
+
+    As `ShareSubprocVecEnv`, without share observations and available actions: `reset` returns observations, and `step`
+    observations, rewards, dones and infos. Actions are indices, or one-hot vectors as on-policy's runners send them.
+
+    Args:
+        env_fns: A constructor for each environment, called in its worker.
+        spaces: Not used, as there.
+        pad, scalarize: As in `ShareVecEnv`.
+        options: Other arguments of `ParallelEnv`, such as `on_error="restart"`.
+
+    Example:
+        >>> from mpe2 import simple_spread_v3
+        >>> envs = SubprocVecEnv([simple_spread_v3.parallel_env] * 2)
+        >>> envs.reset().shape
+        (2, 3, 18)
+        >>> obs, rewards, dones, infos = envs.step(np.eye(5)[[[0, 1, 2], [3, 4, 0]]])
+        >>> rewards.shape, dones.shape, len(infos[1])
+        ((2, 3, 1), (2, 3), 3)
+        >>> envs.close()
+    """
+
+    _has_share = False
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[..., Any]],
+        spaces: Any = None,
+        *,
+        pad: bool = False,
+        scalarize: Scalarize | None = None,
+        **options: Any,
+    ) -> None:
+        env = open_parallel_env(type(self).__name__, env_fns, {**_IN_PROCESSES, **options})
+        with closed_on_error(env):
+            super().__init__(env, pad=pad, scalarize=scalarize)
+
+    @exclusive("reset")
+    def reset(self, seed: Seeds = None, options: Options = None) -> NDArray[Any]:
+        """Begin new episodes; returns observations. Arguments are those of `ArrayStepper.reset`."""
+        arrays = self._stepper.reset(seed, options)
+        self._begun(arrays)
+        return self._observations(arrays.observations)[0]
+
+    def _results(self, arrays: Arrays) -> PlainResults:
+        dones, bad, ended = self._dones(arrays)
+        observations, _ = self._observations(arrays.observations)
+        return observations, arrays.rewards[..., None], dones, self._infos(arrays, bad, ended)
+
+
+class DummyVecEnv(SubprocVecEnv):
+    """A drop-in for on-policy's `DummyVecEnv`: a `SubprocVecEnv` that steps environments in this process.
+
+    Attributes:
+        envs: The simulators, as `env_fns` have returned them. A restart replaces them.
+    """
+
+    def __init__(self, env_fns: Sequence[Callable[..., Any]], **options: Any) -> None:
+        super().__init__(env_fns, **{**_IN_THIS_PROCESS, **options})
+
+    @property
+    def envs(self) -> list[Any]:
+        return simulators(self)
+
+
+_IN_PROCESSES: Mapping[str, Any] = {"seed": "own", "isolate_rng": True}
+_IN_THIS_PROCESS: Mapping[str, Any] = {"seed": "own", "backend": "serial", "isolate_rng": False}
+
+
+def open_parallel_env(facade: str, env_fns: Sequence[Callable[..., Any]], options: Mapping[str, Any]) -> ParallelEnv:
+    """The `ParallelEnv` of a drop-in."""
+    takes = inspect.signature(ParallelEnv).parameters
+    for key in options:
+        if key not in takes:
+            raise TypeError(f"{facade} takes no argument {key!r}; it takes those of ParallelEnv: {', '.join(takes)}")
+    options = {**options, "isolate_rng": options["isolate_rng"] and options.get("backend") != "thread"}
+    return ParallelEnv(env_fns, **options)
+
+
+@contextlib.contextmanager
+def closed_on_error(env: ParallelEnv) -> Iterator[None]:
+    """Close an environment if what is done with it raises."""
+    try:
+        yield
+    except BaseException:
+        env.close()
+        raise
+
+
+def flat_box(boxes: Iterable[Space[Any]]) -> spaces.Box:
+    """The space of values of Boxes, one after the other."""
+    all_of = [cast(spaces.Box, box) for box in boxes]
+    dtype: Any = np.result_type(*[box.dtype for box in all_of])
+    low, high = (np.concatenate([getattr(box, end).ravel() for box in all_of]) for end in ("low", "high"))
+    return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)

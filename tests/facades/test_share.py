@@ -1,0 +1,421 @@
+"""`ShareVecEnv` and its drop-ins: a trainer of MAPPO's kind has the data that it has over pipes, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from helpers.mappo import Listed, Log, PipeVecEnv, Policy, SameShare, train
+from mpe2 import simple_speaker_listener_v4, simple_spread_v3
+from simulators.crashing import Fate, crashing
+from simulators.team_battles import AGENTS, DictBattle, ParallelBattle, TeamBattle
+from simulators.variable_agents import VariableAgents, VariableDictAgents
+
+from marl_parallel import EnvError, ParallelEnv, make, vector
+from marl_parallel.vector import DummyVecEnv, ShareDummyVecEnv, ShareSubprocVecEnv, ShareVecEnv, SubprocVecEnv
+
+ENVS = 3
+
+
+def same_data(ours: tuple[Log, Policy], theirs: tuple[Log, Policy]) -> None:
+    for name, arrays in theirs[0].items():
+        for time, (one, other) in enumerate(zip(ours[0][name], arrays, strict=True)):
+            assert one.shape == other.shape, (name, time)
+            assert np.array_equal(one, other), (name, time, one, other)
+    assert np.array_equal(ours[1].actor, theirs[1].actor)
+    assert np.array_equal(ours[1].critic, theirs[1].critic)
+
+
+def battle(kind: Any, env_id: int, fails: bool, restarts: int = 0) -> Any:
+    """Every life of an environment has another seed, and the first ones fail after different times."""
+    fails_at = {(0, 0): 17, (1, 0): 30, (1, 1): 5}.get((env_id, restarts)) if fails else None
+    return kind(100 * env_id + restarts, fails_at)
+
+
+def over_pipes(kind: Any, fails: bool) -> tuple[Log, Policy]:
+    listed = {DictBattle: lambda *one: SameShare(TeamBattle(*one)), ParallelBattle: lambda *one: Listed(kind(*one))}
+    made = listed.get(kind, kind)
+    envs = PipeVecEnv([lambda lives, i=i: battle(made, i, fails, lives) for i in range(ENVS)])  # type: ignore[misc]
+    try:
+        return train(envs)
+    finally:
+        envs.close()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["deaths", "restarts"])
+@pytest.mark.parametrize("kind", [TeamBattle, DictBattle, ParallelBattle])
+def test_battles_are_those_over_pipes(kind, fails):
+    """Many ends of episodes, by victory, defeat and limit, with deaths before them."""
+    makers = [functools.partial(battle, kind, env_id, fails) for env_id in range(ENVS)]
+    envs = ShareSubprocVecEnv(makers, num_workers=2, on_error="restart")
+    ours = train(envs)
+    restarts = envs.parallel_env.stats().restarts
+    envs.close()
+    theirs = over_pipes(kind, fails)
+    same_data(ours, theirs)
+    assert restarts == (3 if fails else 0)
+    dones, bad, active = (np.array(ours[0][name]) for name in ("dones", "bad", "active"))
+    ends = dones.all(axis=2)
+    assert ends.sum() > 15
+    assert 0 < (bad[ends] == 0).all(axis=(1, 2)).sum() < ends.sum()  # by a limit or a restart, and not by one
+    assert (active == 0).any()
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_spread_is_that_over_pipes(continuous):
+    """mpe2: state for all agents, masks of ones or none, truncation only."""
+    make_one = functools.partial(simple_spread_v3.parallel_env, max_cycles=9, continuous_actions=continuous)
+    envs = make(make_one, ENVS, facade="share", seed=5, num_workers=2)
+    ours = train(envs)
+    envs.close()
+    pipes = PipeVecEnv([lambda lives, seed=5 + i: Listed(make_one(), seed) for i in range(ENVS)])  # type: ignore[misc]
+    theirs = train(pipes)
+    pipes.close()
+    same_data(ours, theirs)
+    assert np.array(ours[0]["bad"]).min() == 0
+
+
+@pytest.fixture
+def spread() -> Iterator[ShareVecEnv]:
+    env = make(simple_spread_v3.parallel_env, 2, {"max_cycles": 3}, facade="share", backend="serial", seed=1)
+    yield env
+    env.close()
+
+
+def test_values_of_a_step(spread):
+    obs, share_obs, available = spread.reset()
+    assert [array.shape for array in (obs, share_obs, available)] == [(2, 3, 18), (2, 3, 54), (2, 3, 5)]
+    assert available.dtype == np.int64
+    assert [len(of) for of in (spread.observation_space, spread.share_observation_space, spread.action_space)] == [
+        3
+    ] * 3
+    assert spread.observation_space[2].shape == (18,)
+    assert spread.share_observation_space[1].shape == (54,)
+    assert (spread.n_agents, spread.num_envs) == (3, 2)
+    spread.step_async(np.ones((2, 3, 1)))
+    obs, share_obs, rewards, dones, infos, available = spread.step_wait()
+    assert rewards.shape == (2, 3, 1)
+    assert dones.shape == (2, 3)
+    assert (rewards.dtype, dones.dtype) == (np.float64, np.bool_)
+    assert infos[1] == [{"bad_transition": False}] * 3
+
+
+def test_actions_of_every_form_reach_the_simulator_as_the_same():
+    """Indices, floats, one-hot vectors, without the last axis, lists of lists, and tensors with `__array__`."""
+    chosen = np.array([[0, 1, 2], [3, 4, 0]])
+
+    class Tensor:
+        def __array__(self, dtype=None, copy=None):
+            return chosen[..., None]
+
+    forms = [
+        chosen[..., None], chosen[..., None].astype(np.float32), chosen, np.eye(5)[chosen],
+        [[np.eye(5)[action] for action in of_env] for of_env in chosen], chosen[..., None].tolist(), Tensor(),
+    ]  # fmt: skip
+    results = []
+    for actions in forms:
+        env = make(simple_spread_v3.parallel_env, 2, facade="share", backend="serial", seed=1)
+        env.reset()
+        results.append(env.step(actions)[0])
+        env.close()
+    for result in results[1:]:
+        assert np.array_equal(result, results[0])
+
+
+@pytest.mark.parametrize(
+    ("actions", "error"),
+    [
+        (np.zeros((2, 2, 1)), r"begin with \(2, 3\); got \(2, 2, 1\)"),
+        (np.zeros((2, 3, 3)), r"one-hot vectors \(5\) for Discrete\(5\); got shape \(2, 3, 3\)"),
+        (np.full((2, 3, 1), 0.5), r"environment 0: the action of agent 'agent_0' is \[0.5\]"),
+        (np.full((2, 3, 1), 5), r"environment 0: the action of agent 'agent_0' is \[5\]; expected the index"),
+        (np.full((2, 3, 1), np.nan), r"agent 'agent_0' is \[nan\]"),
+        (np.full((2, 3, 5), 0.2), r"agent 'agent_0' must be an index or a one-hot vector"),
+        ([[0, 1], [0, 1, 2]], r"begin with \(2, 3\)"),
+        ([[[0], [1], [2]], [[0, 1], [1], [0]]], "do not have one shape"),
+        (np.full((2, 3, 1), "a"), r"must be numbers \(num_envs, agents, 1\)"),
+    ],
+)
+def test_wrong_actions_are_refused_before_a_step(spread, actions, error):
+    spread.reset()
+    with pytest.raises(ValueError, match=error):
+        spread.step(actions)
+    assert spread.parallel_env.stats().steps == 0
+    spread.step(np.zeros((2, 3, 1)))  # which still works
+
+
+def test_infos_are_made_when_somebody_looks(spread):
+    spread.reset()
+    for _ in range(3):
+        *_, dones, infos, _ = spread.step(np.zeros((2, 3, 1)))
+    assert dones.all()
+    assert not any(made is not None for made in infos._made)
+    first = infos[0]
+    assert infos[0] is first
+    assert infos[-2] is first
+    assert infos[0:1] == [first]
+    assert len(infos) == 2
+    assert first[0].keys() == {"bad_transition", "original_obs", "original_state", "original_avail_actions"}
+    assert first[1] == {"bad_transition": True}
+    loaded = pickle.loads(pickle.dumps(infos))
+    assert [[*of_env] for of_env in loaded[1]] == [[*of_env] for of_env in infos[1]]
+    with pytest.raises(IndexError, match="there are 2 environments"):
+        infos[2]
+
+
+def test_agents_that_die_are_done_until_the_end():
+    """PettingZoo's rules: the state, the dones of a plain loop, and joined observations where they are requested."""
+    env = ShareVecEnv(
+        ParallelEnv([functools.partial(VariableAgents, plain=True)] * 2, seed=3, num_workers=2), share="joined"
+    )
+    loops = [VariableAgents(seed=3 + i, plain=True) for i in range(2)]
+    _, share_obs, _ = env.reset()
+    for loop, seed in zip(loops, (3, 4)):
+        loop.reset(seed=seed)
+    assert share_obs.shape == (2, 3, 18)
+    rng, died = np.random.default_rng(0), 0
+    for _ in range(60):
+        actions = rng.integers(3, size=(2, 3, 1))
+        obs, share_obs, _, dones, infos, _ = env.step(actions)
+        assert np.array_equal(share_obs, np.repeat(obs.reshape(2, 1, -1), 3, axis=1))
+        for env_id, loop in enumerate(loops):
+            chosen = {a: actions[env_id, i, 0] for i, a in enumerate(loop.possible_agents) if a in loop.agents}
+            seen, _, terminated, truncated, _ = loop.step(chosen)
+            over = not loop.agents
+            assert dones[env_id].tolist() == [over or agent not in loop.agents for agent in loop.possible_agents]
+            died += 0 < len(loop.agents) < 3
+            if over:
+                original = infos[env_id][0]["original_obs"]
+                for row, agent in zip(original, loop.possible_agents):
+                    assert np.array_equal(row, seen.get(agent, np.zeros((2, 3))))
+                is_bad = [info["bad_transition"] for info in infos[env_id]]
+                env_truncated = not all(terminated.values())
+                of_agents = [truncated.get(agent, env_truncated) for agent in loop.possible_agents]
+                assert is_bad == of_agents
+                loop.reset()
+    assert died > 10
+    env.close()
+
+
+def test_agents_that_come_late_are_done_until_then():
+    """Dict rules; `c` joins at the third step. Infos of the environment are in those of each agent."""
+    env = make(functools.partial(VariableDictAgents, plain=True), 1, facade="share", backend="serial", seed=2)
+    env.reset()
+    for time in range(1, 6):
+        *_, dones, infos, _ = env.step(np.zeros((1, 3, 1)))
+        assert dones[0, 2] == (time < 3)
+    assert [info["weather"] for info in infos[0]] == ["rain"] * 3
+    env.close()
+
+
+class Relay:
+    """Dict rules: its only agents die together, and come back in the next step; the episode goes on."""
+
+    possible_agents = ("a", "b")
+    observation_space = spaces.Dict([(agent, spaces.Box(0, 99, (), np.float32)) for agent in "ab"])
+    action_space = spaces.Dict([(agent, spaces.MultiDiscrete([2, 3])) for agent in "ab"])
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.time, self.got = 0, []
+        return dict.fromkeys("ab", np.float32(0)), {}
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        self.time += 1
+        self.got = [action.tolist() for action in actions.values()]
+        dies = self.time == 2
+        flags = {"a": dies, "b": dies, "__all__": self.time == 4}
+        return dict.fromkeys("ab", np.float32(self.time)), dict.fromkeys("ab", 1.0), flags, {"__all__": False}, {}
+
+
+def test_all_dones_mean_that_the_episode_has_ended():
+    """Observations that are numbers; choices in several parts, by index and one-hot."""
+    env = make(Relay, 1, facade="share", backend="serial")
+    obs, share_obs, available = env.reset()
+    assert (obs.shape, share_obs.shape) == ((1, 2, 1), (1, 2, 2))
+    assert available.tolist() == [None]
+    dones = []
+    for actions in (
+        np.array([[[1, 2], [0, 1]]]),
+        np.array([[[0, 1, 0, 0, 1], [1, 0, 0, 1, 0]]]),
+        *[np.zeros((1, 2, 2))] * 2,
+    ):
+        *_, done, infos, available = env.step(actions)
+        dones.append(done.tolist())
+        if len(dones) <= 2:
+            assert env.parallel_env.get_attr("got") == ([[1, 2], [0, 1]],)
+    assert dones == [[[False] * 2]] * 3 + [[[True] * 2]]
+    assert infos[0][0]["bad_transition"] is False
+    assert infos[0][0]["original_avail_actions"] is None
+    assert infos[0][0]["original_state"].tolist() == [[4, 4]] * 2
+    assert available.tolist() == [None]
+    env.close()
+
+
+def test_turn_based_agents_that_wait_are_not_done():
+    env = make("pettingzoo.classic.tictactoe_v3:env", 2, facade="share", backend="serial")
+    obs, share_obs, available = env.reset()
+    assert (obs.shape, share_obs.shape, available.shape) == ((2, 2, 3, 3, 2), (2, 2, 36), (2, 2, 9))
+    for square in range(4):
+        *_, dones, _, available = env.step(np.full((2, 2, 1), square))
+        assert not dones.any()
+        assert available.any(axis=2).all()
+    env.close()
+
+
+def test_agents_of_different_spaces():
+    """Arrays of objects as on-policy's separated runners index them, or padded."""
+    with make(simple_speaker_listener_v4.parallel_env, 2, facade="share", backend="serial", seed=1) as env:
+        obs, share_obs, available = env.reset()
+        assert (obs.shape, obs.dtype, available.shape) == ((2, 2), object, (2, 2))
+        assert np.array([*obs[:, 0]]).shape == (2, 3)
+        assert np.array([*available[:, 1]]).shape == (2, 5)
+        assert share_obs.shape == (2, 2, 14)
+        assert [space.n for space in env.action_space] == [3, 5]
+        one_hot = [[np.eye(3)[2], np.eye(5)[4]], [np.eye(3)[1], np.eye(5)[0]]]
+        by_one_hot = env.step(one_hot)[0]
+        with pytest.raises(ValueError, match=r"environment 0: the action of agent 'speaker_0' is \[3\]"):
+            env.step(np.full((2, 2, 1), 3))
+    kwargs: dict[str, Any] = {"facade": "share", "facade_kwargs": {"pad": True}}
+    with make(simple_speaker_listener_v4.parallel_env, 2, **kwargs, backend="serial", seed=1) as env:
+        obs, share_obs, available = env.reset()
+        assert (obs.shape, share_obs.shape, available.shape) == ((2, 2, 11), (2, 2, 14), (2, 2, 5))
+        assert available[0].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+        assert [space.shape for space in env.observation_space] == [(11,)] * 2
+        assert [space.n for space in env.action_space] == [5] * 2
+        padded = env.step(np.array([[[2], [4]], [[1], [0]]]))[0]
+    assert np.array_equal(padded[:, 1], np.array([*by_one_hot[:, 1]]))
+    assert np.array_equal(padded[:, 0, :3], np.array([*by_one_hot[:, 0]]))
+    assert not padded[:, 0, 3:].any()
+
+
+def test_restart_is_an_end_with_a_bad_transition():
+    """Of a crash; its neighbour goes on. The report is in infos, the last values known are the original ones."""
+    maker = crashing(simple_spread_v3.parallel_env, {(0, 0): Fate("os._exit", after=2)})
+    env = ShareVecEnv(ParallelEnv([maker] * 2, num_workers=2, on_error="restart", seed=42))
+    env.reset()
+    for _ in range(2):
+        obs, share_obs, *_ = env.step(np.ones((2, 3, 1)))
+    _, _, rewards, dones, infos, _ = env.step(np.ones((2, 3, 1)))
+    assert dones.tolist() == [[True] * 3, [False] * 3]
+    assert not rewards[0].any()
+    for info in infos[0]:
+        assert info["bad_transition"] is True
+        assert info["restarted"] is True
+        assert "exit code 7" in info["error"]
+    assert np.array_equal(infos[0][0]["original_obs"], obs[0])
+    assert np.array_equal(infos[0][0]["original_state"], share_obs[0])
+    assert infos[1] == [{"bad_transition": False}] * 3
+    env.close()
+
+
+def test_four_values():
+    makers = [functools.partial(battle, DictBattle, env_id, False) for env_id in range(2)]
+    for envs in (SubprocVecEnv(makers, num_workers=2), DummyVecEnv(makers)):
+        obs = envs.reset()
+        assert obs.shape == (2, 3, 6)
+        obs, rewards, dones, infos = envs.step(np.ones((2, 3, 1)))
+        assert (obs.shape, rewards.shape, dones.shape) == ((2, 3, 6), (2, 3, 1), (2, 3))
+        assert infos[1][2].keys() >= {"bad_transition", "health"}
+        envs.close()
+        assert envs.closed
+
+
+def test_environments_in_this_process():
+    envs = ShareDummyVecEnv([functools.partial(battle, DictBattle, 0, False)])
+    envs.reset()
+    (simulator,) = envs.envs
+    assert type(simulator) is DictBattle
+    envs.step(np.ones((1, 3, 1)))
+    assert simulator.battle.time == 1
+    envs.close()
+
+
+def test_drop_ins_keep_the_seeds_and_generators_of_simulators():
+    """As in processes of their own: simulators that seed `numpy.random`, and draw from it, in one worker."""
+
+    class Drawing(DictBattle):
+        def __init__(self, seed: int) -> None:
+            super().__init__(0)
+            np.random.seed(seed)
+
+        def state(self) -> np.ndarray:
+            return np.full(8, np.random.random(), np.float32)
+
+    envs = ShareSubprocVecEnv([functools.partial(Drawing, seed) for seed in (7, 8)], num_workers=1)
+    assert envs.parallel_env.seed() == (None, None)
+    _, share_obs, _ = envs.reset()
+    envs.close()
+    assert share_obs[:, 0, 0].tolist() == [np.float32(np.random.RandomState(seed).random()) for seed in (7, 8)]
+
+
+def test_render():
+    env = make(simple_spread_v3.parallel_env, 2, {"render_mode": "rgb_array"}, facade="share", backend="serial")
+    env.reset()
+    frames = env.render("rgb_array")
+    assert frames.ndim == 4
+    assert len(frames) == 2
+    env.close()
+    env = make(simple_spread_v3.parallel_env, 2, facade="share", backend="serial")
+    env.reset()
+    assert env.render() is None
+    env.close()
+
+
+class Words(VariableAgents):
+    """Observes and acts in forms that these trainers do not have."""
+
+    def __init__(self, observes: spaces.Space, acts: spaces.Space) -> None:
+        super().__init__(0, plain=True)
+        self.observes, self.acts = observes, acts
+
+    def observation_space(self, agent: str) -> spaces.Space:
+        return self.observes
+
+    def action_space(self, agent: str) -> spaces.Space:
+        return self.acts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "error"),
+    [
+        ((spaces.Discrete(3), spaces.Discrete(2)), {}, r"observation space of agent 'a' is Discrete\(3\): wrap"),
+        ((spaces.Dict(action_mask=spaces.MultiBinary(2)), spaces.Discrete(2)), {}, "so that it is a Box"),
+        ((spaces.Box(0, 1, (2,)), spaces.Text(3)), {}, r"the action space of agent 'a' is Text"),
+        ((spaces.Box(0, 1, (2,)), spaces.Discrete(2)), {"share": "all"}, 'share must be "auto", "state" or "joined"'),
+    ],
+)
+def test_spaces_and_arguments_that_do_not_fit(arguments, keywords, error):
+    with pytest.raises(ValueError, match=error):
+        make(functools.partial(Words, *arguments), 1, facade="share", facade_kwargs=keywords, backend="serial")
+
+
+def test_other_errors_say_what_to_do():
+    maker = functools.partial(battle, DictBattle, 0, False)
+    with pytest.raises(ValueError, match="ShareVecEnv wants a ParallelEnv with auto_reset=True"):
+        make(maker, 1, facade="share", auto_reset="NEXT_STEP", backend="serial")
+    with pytest.raises(NotImplementedError, match='or pass share="joined"'):
+        make(maker, 1, facade="share", backend="serial", shared_memory=False)
+    with pytest.raises(
+        TypeError, match="ShareSubprocVecEnv takes no argument 'on_eror'; it takes those of ParallelEnv"
+    ):
+        ShareSubprocVecEnv([maker], on_eror="restart")
+    envs = ShareSubprocVecEnv([functools.partial(battle, DictBattle, 0, True)], backend="serial")
+    policy = Policy(envs, 0)
+    *_, available = envs.reset()
+    for _ in range(16):
+        obs, *_, available = envs.step(policy.act(np.zeros((1, 3, 6)), available))
+    with pytest.raises(EnvError, match="BattleError"):
+        envs.step(policy.act(obs, available))
+    assert envs.closed
+
+
+def test_every_name_is_public():
+    assert {"ShareVecEnv", "ShareSubprocVecEnv", "ShareDummyVecEnv", "SubprocVecEnv", "DummyVecEnv"} <= {
+        *vector.__all__
+    }
+    assert AGENTS == ["agent_0", "agent_1", "agent_2"]
