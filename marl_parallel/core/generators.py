@@ -133,3 +133,14 @@ class GeneratorStates:
         self._present = env_id
         if env_id in self._states:
             restore_states(self._states[env_id])
+
+    def of(self, env_id: int) -> States:
+        """The present states of an environment."""
+        return current_states() if env_id == self._present else self._states[env_id]
+
+    def put(self, env_id: int, states: States) -> None:
+        """Give an environment other states."""
+        if env_id == self._present:
+            restore_states(states)
+        else:
+            self._states[env_id] = states

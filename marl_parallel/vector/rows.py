@@ -141,6 +141,13 @@ class AgentRows:
         self.dead[slice(None) if env_ids is None else [*env_ids]] = False
         self.any_dead = bool(self.dead.any())
 
+    def set_dead(self, dead: Mapping[int, Any]) -> None:
+        """Set which agents are dead, by environment; none are for None."""
+        self.dead = self.dead.copy()
+        for env_id, of_env in dead.items():
+            self.dead[env_id] = False if of_env is None else of_env
+        self.any_dead = bool(self.dead.any())
+
     def flags(self, arrays: Arrays) -> Flags:
         """The flags of rows, from those of their agents and of their environments; notes who is dead."""
         terminations, truncations = self.of(arrays.terminations), self.of(arrays.truncations)

@@ -245,6 +245,21 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         stepped[ids] = True
         return result.where(stepped, self._skip_tensordict(tensordict))
 
+    @exclusive("save_state")
+    def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
+        """As `ParallelEnv.save_state`."""
+        return self._stepper.save_state(env_ids, lambda env_id: self._ended[env_id].tolist())
+
+    @exclusive("load_state")
+    def load_state(self, states: Sequence[bytes]) -> TensorDictBase:
+        """As `ParallelEnv.load_state`, of all environments; returns what `reset` returns, with which a loop goes on."""
+        arrays, own = self._stepper.load_state(states)
+        for env_id, ended in own.items():
+            self._ended[env_id] = False if ended is None else ended
+        self._unseeded[:] = False
+        self.infos = dict(arrays.infos)
+        return self._tensors(arrays)
+
     def _set_rewards(self, tensordict: TensorDictBase, arrays: Arrays) -> None:
         for name, group in self._groups.items():
             rewards = group.rewards(arrays).astype(np.float32)
