@@ -332,13 +332,13 @@ class Rollout:
         for part in self._parts:
             if part.env.stepper.in_flight:
                 part.env.step_wait()
-        self._clear()
         env, whole = self.env, _Part(self.env, range(self.env.num_envs))
         self._write_to(whole, 0)
         try:
             observations, _ = begin(env)
         finally:
             env.stepper.view.write_to(None)
+        self._clear()
         self._note_current(whole, observations)
         self._next = 0
         for part in self._parts:
@@ -369,7 +369,7 @@ class Rollout:
     def load_state(self, states: Sequence[bytes]) -> Current:
         """Go on from what `save_state` has returned, with an empty rollout; no `reset` is needed before.
 
-        Errors are those of `ParallelEnv.load_state`, and discard no rollout.
+        Errors are those of `ParallelEnv.load_state`.
         """
         return self._begin(lambda env: env.load_state(states))
 

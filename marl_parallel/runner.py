@@ -221,20 +221,17 @@ class BatchRunner:
         if states.drawing and not self._has_warned_of_draws:
             self._has_warned_of_draws = True
             warnings.warn(
-                f"environments {states.drawing}, or others in their workers, draw from process-wide generators (random, "
-                "numpy.random, torch), whose states save_state leaves out: pass isolate_rng=True to go on exactly",
+                f"environments {states.drawing}, or others in their workers, draw from process-wide generators, whose "
+                "states are not saved (random, numpy.random, torch): pass isolate_rng=True to go on exactly from there",
                 RuntimeWarning,
                 stacklevel=5,
             )
-        seeds, samplers = self.seeds, self._samplers
-        return {
-            env_id: state._replace(
-                base_seed=self._base_seed,
-                seed=seeds[env_id],
-                sampler=(self._sampler_seeds[env_id], samplers.get(env_id)),
-            )
-            for env_id, state in saved.items()
-        }
+        for env_id, state in saved.items():
+            if self._sampler_seeds[env_id] is None and self.schema.action_spaces:  # no seed would make it again
+                self._note_sampler(env_id)
+            sampler = self._sampler_seeds[env_id], self._samplers.get(env_id)
+            saved[env_id] = state._replace(base_seed=self._base_seed, seed=self.seeds[env_id], sampler=sampler)
+        return saved
 
     def load_state(self, states: Sequence[Any], env_ids: Sequence[int] | None) -> tuple[dict[int, EnvState], Any]:
         """Load states; returns them by env id, and the extras of their results, which the batch needs to read them.
@@ -428,9 +425,7 @@ class BatchRunner:
                 raise NoSpaceDeclared(f"agent {agent!r} declares no action space to draw random actions from", "action")
         result = []
         for env_id in ids:
-            if env_id not in self._samplers:
-                seed = self._sampler_seeds[env_id]
-                self._samplers[env_id] = ActionSampler(declared, (base_seed(seed), env_id))
+            self._note_sampler(env_id)
             for agent in acting[env_id]:
                 if agent not in declared:
                     raise NoSpaceDeclared(
@@ -439,6 +434,12 @@ class BatchRunner:
                     )
             result.append(self._samplers[env_id].sample(acting[env_id], self.batch.masks(env_id)))
         return result
+
+    def _note_sampler(self, env_id: int) -> None:
+        """Make what draws the random actions of an environment, unless there is one."""
+        if env_id not in self._samplers:
+            seed = self._sampler_seeds[env_id]
+            self._samplers[env_id] = ActionSampler(self.schema.action_spaces, (base_seed(seed), env_id))
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
