@@ -228,10 +228,10 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         return rows.flat_observations(arrays), rewards, terminations, truncations, infos
 
     def _own_state(self, env_id: int) -> Any:
-        return self._rows.dead[env_id].tolist()
+        return self._rows.saved(env_id)
 
-    def _set_own_states(self, states: Mapping[int, Any]) -> None:
-        self._rows.set_dead(states)
+    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
+        self._rows.load(states, after=after)
 
     def _infos(self, arrays: Arrays, done: Sequence[int] = ()) -> dict[str, Any]:
         """Infos by row; those of rows that are `done` have the last observation and info, as Gymnasium's SAME_STEP."""

@@ -220,10 +220,10 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
 
     def _own_state(self, env_id: int) -> Any:
         sums = self._returns[env_id].tolist(), self._lengths[env_id].tolist()
-        return self._rows.dead[env_id].tolist(), *sums, self.reset_infos[self._rows_of(env_id)]
+        return self._rows.saved(env_id), *sums, self.reset_infos[self._rows_of(env_id)]
 
-    def _set_own_states(self, states: Mapping[int, Any]) -> None:
-        self._rows.set_dead({env_id: None if own is None else own[0] for env_id, own in states.items()})
+    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
+        self._rows.load({env_id: None if own is None else own[0] for env_id, own in states.items()}, after=after)
         for env_id, own in states.items():
             self._returns[env_id], self._lengths[env_id] = (0.0, 0.0) if own is None else own[1:3]
             if own is not None:

@@ -380,8 +380,8 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
     def _own_state(self, env_id: int) -> Any:
         return None if self.final_state is None else self.final_state[env_id]
 
-    def _set_own_states(self, states: Mapping[int, Any]) -> None:
-        if self.final_state is not None:
+    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
+        if after and self.final_state is not None:
             self.final_state = self.final_state.copy()
             for env_id, own in states.items():
                 if own is not None:

@@ -507,17 +507,21 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
         Returns observations and infos of the latest step or reset at that time, in the form of `step`.
         """
         arrays, own = self._stepper.load_state(states, env_ids)
-        self._set_own_states(own)
+        self._set_own_states(own, after=False)
         observations, *_, infos = cast("tuple[Any, ...]", self._results(arrays))
-        self._set_own_states(own)  # the latest step was in them already
+        self._set_own_states(own, after=True)
         return observations, infos
 
     def _own_state(self, env_id: int) -> Any:
         """What a facade knows of an environment besides the latest arrays; None for nothing."""
         return None
 
-    def _set_own_states(self, states: Mapping[int, Any]) -> None:
-        """Go on from what `_own_state` has returned, by environment."""
+    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
+        """Go on from what `_own_state` has returned, by environment.
+
+        Called before the latest arrays become results once more, with what is known of the time before that step, and
+        `after` that.
+        """
 
 
 # -- vector rewards as numbers -----------------------------------------------------------------------------------------
