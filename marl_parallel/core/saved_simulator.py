@@ -305,7 +305,10 @@ def _reduce_clock(clock: Any) -> Any:
 
 
 def _reduce_free_font(font: Any) -> Any:
-    return _new_of_pygame, ("freetype", "Font", (font.path, font.size))
+    try:
+        return _new_of_pygame, ("freetype", "Font", (font.path, font.size))
+    except RuntimeError:  # the close of another environment has ended pygame: this font cannot be used any more
+        return _new_of_pygame, ("freetype", "Font", (None, 24))
 
 
 def _reduce_surface(surface: Any) -> Any:
