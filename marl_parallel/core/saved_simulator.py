@@ -20,6 +20,7 @@ import io
 import pickle
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -315,7 +316,8 @@ def _reduce_surface(surface: Any) -> Any:
     form = surface.get_size(), surface.get_flags() & _kept_flags(), surface.get_bitsize(), surface.get_masks()
     palette = surface.get_palette() if surface.get_bitsize() <= 8 else None
     how = surface.get_colorkey(), surface.get_alpha(), tuple(surface.get_clip()), palette
-    return _new_surface, (*form, how, surface.get_buffer().raw)
+    pixels = zlib.compress(surface.get_buffer().raw, 1)  # most have one colour in most places
+    return _new_surface, (*form, how, pixels)
 
 
 def _kept_flags() -> int:
@@ -342,7 +344,7 @@ def _new_surface(
     colorkey, alpha, clip, palette = how
     if palette is not None:
         surface.set_palette(palette)
-    surface.get_buffer().write(pixels, 0)
+    surface.get_buffer().write(zlib.decompress(pixels), 0)
     surface.set_colorkey(colorkey)
     surface.set_alpha(alpha)
     surface.set_clip(clip)
