@@ -61,6 +61,7 @@ from marl_parallel.core.pool.rebuilds import Rebuilds
 from marl_parallel.core.pool.recycling import Recycling
 from marl_parallel.core.pool.replay import Histories
 from marl_parallel.core.pool.restarts import Restarts
+from marl_parallel.core.pool.saved_states import to_bytes
 from marl_parallel.core.pool.settings import SettingsAtResets
 from marl_parallel.core.pool.timeouts import Limits, Timeouts
 from marl_parallel.core.pool.tracing import Tracing
@@ -926,6 +927,106 @@ class ParallelEnv:
                         f"{type(error).__name__}: {error}"
                     ) from error
         return tuple(results.get(env_id) for env_id in env_ids)
+
+    @exclusive("save_state")
+    def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
+        """Save environments, so that `load_state` goes on from here, also in another process.
+
+        A state has the pickled simulator, who is alive and acts, action masks, seeds, options of resets, statistics of
+        the running episode and the count of restarts; the states of process-wide generators only with `isolate_rng`.
+        A simulator, or a wrapper, that cannot be pickled saves itself, if it has a pair of methods such as
+        `get_state()` and `set_state(state)`. Large arrays of the constructor that have not been written to are not in
+        a state. See `docs/checkpoints.md`. `step_timeout` applies.
+
+        Args:
+            env_ids: Which environments.
+
+        Returns:
+            The state of each of `env_ids`.
+
+        Raises:
+            ResetNeeded: An environment has never been reset.
+            TypeError: A simulator cannot be pickled; the error names the attribute. Nothing has changed.
+            NotImplementedError: Native simulators cannot do that.
+
+        Example:
+            >>> from mpe2 import simple_spread_v3
+            >>> constructors = [simple_spread_v3.parallel_env] * 4
+            >>> actions = [{"agent_0": 1, "agent_1": 2, "agent_2": 3}] * 4
+            >>> with ParallelEnv(constructors, num_workers=2) as env:
+            ...     observations, infos = env.reset()
+            ...     states = env.save_state()
+            ...     expected = env.step(actions)
+            >>> with ParallelEnv(constructors, num_workers=1) as env:
+            ...     observations, infos = env.load_state(states)
+            ...     results = env.step(actions)
+            >>> results[1] == expected[1]
+            True
+        """
+        return [to_bytes(state) for state in self.runner.save_state(env_ids).values()]
+
+    @exclusive("load_state")
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[Dicts, Dicts]:
+        """Go on from what `save_state` has returned: the next step is the same as it would have been then.
+
+        The constructors and arguments must be those of that time; the number of workers and the backend may be others.
+        No `reset` is needed before. If not all environments are loaded, the base of seeds stays as it is. States are
+        pickles: load only those that you trust. `start_timeout` applies.
+
+        Args:
+            states: One for each of `env_ids`.
+            env_ids: Which environments; the others go on.
+
+        Returns:
+            Observations and infos of the latest step or reset at that time, as of `reset`. Infos are without the
+            statistics of `episode_stats`.
+
+        Raises:
+            TypeError: A state cannot be unpickled, or is not one.
+            ValueError: A state is of another format, or of environments with other agents, spaces or another
+                `auto_reset`; or there are not as many as environments. After these errors, nothing has changed.
+            NotImplementedError: Native simulators cannot do that.
+        """
+        loaded, extras = self.runner.load_state(states, env_ids)
+        observations, _, _, _, infos = self.runner.batch.read(tuple(loaded), extras)
+        return observations, infos
+
+    @exclusive("set_reset_options")
+    def set_reset_options(self, options: dict[str, Any] | None, env_ids: Sequence[int] | None = None) -> None:
+        """Set options of every later `reset` of environments, until they are set again; for curricula.
+
+        Automatic resets, restarts, replays and recycling have them, too. `reset(options=)` is merged over them by key,
+        for that reset. Running episodes go on as they are. Environments that keep options themselves (ML-Agents) keep
+        what a reset has passed, also after `set_reset_options(None)`.
+
+        Args:
+            options: Passed to each environment's own `reset`; None for no options. A list has one for each of
+                `env_ids`.
+            env_ids: Which environments.
+
+        Raises:
+            ValueError: The environments' `reset` takes no options, or not these.
+            TypeError: `options` is no dict, or cannot be pickled or unpickled.
+
+        Example:
+            >>> import numpy as np
+            >>> from gymnasium import spaces
+            >>> class Race:
+            ...     possible_agents = ["car"]
+            ...     observation_space = spaces.Dict(car=spaces.Box(0.0, 9.0, (), np.float64))
+            ...     action_space = spaces.Dict(car=spaces.Discrete(2))
+            ...     def reset(self, *, seed=None, options=None):
+            ...         return {"car": (options or {}).get("length", 1.0)}, {}
+            ...     def step(self, actions):
+            ...         return {"car": 0.0}, {"car": 1.0}, {"__all__": True}, {"__all__": False}, {}
+            >>> with ParallelEnv([Race] * 2, num_workers=2) as env:
+            ...     observations, infos = env.reset()
+            ...     env.set_reset_options({"length": 5.0}, env_ids=[1])
+            ...     observations, *_ = env.step([{"car": 0}] * 2)  # ends both episodes, and begins the next ones
+            >>> [float(of_env["car"]) for of_env in observations]
+            [1.0, 5.0]
+        """
+        self.runner.set_reset_options(options, env_ids)
 
     def set_parameters(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
         """Set parameters of environments that keep the options of `reset` (ML-Agents), without a reset.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -325,16 +325,20 @@ class Rollout:
 
         The first `step` or `collect` does this, too, if it has not been called before.
         """
+        return self._begin(lambda env: env.reset(seed, options))
+
+    def _begin(self, begin: Callable[[StackedVecEnv], tuple[Grouped, Any]]) -> Current:
+        """Begin an empty rollout with the observations that a function returns for all environments."""
         for part in self._parts:
             if part.env.stepper.in_flight:
                 part.env.step_wait()
-        self._clear()
         env, whole = self.env, _Part(self.env, range(self.env.num_envs))
         self._write_to(whole, 0)
         try:
-            observations, _ = env.reset(seed, options)
+            observations, _ = begin(env)
         finally:
             env.stepper.view.write_to(None)
+        self._clear()
         self._note_current(whole, observations)
         self._next = 0
         for part in self._parts:
@@ -342,6 +346,32 @@ class Rollout:
                 part.env.acting, part.env.state = (_at(of_all, part.rows) for of_all in (env.acting, env.state))
         self._has_reset = True
         return self.current
+
+    def save_state(self) -> list[bytes]:
+        """Save the environments between two rollouts: after `collect`, or `reset`; as `ParallelEnv.save_state`.
+
+        The data of the rollout are not saved, only what the next one begins with.
+
+        Raises:
+            ValueError: The rollout is neither empty nor full.
+            ResetNeeded, TypeError: As `ParallelEnv.save_state`.
+        """
+        times = {part.time for part in self._parts}
+        if not (times <= {0} or times == {self.num_steps}):
+            raise ValueError(
+                f"the rollout has {self.filled} of {self.num_steps} steps, which would be lost: call save_state after "
+                "collect(), or when filled is num_steps"
+            )
+        if len(self._parts) > 1 and all(part.env.final_state is not None for part in self._parts):
+            self.env.final_state = np.concatenate([part.env.final_state for part in self._parts])
+        return self.env.save_state()
+
+    def load_state(self, states: Sequence[bytes]) -> Current:
+        """Go on from what `save_state` has returned, with an empty rollout; no `reset` is needed before.
+
+        Errors are those of `ParallelEnv.load_state`.
+        """
+        return self._begin(lambda env: env.load_state(states))
 
     @property
     def current(self) -> Current:

@@ -33,6 +33,7 @@ from marl_parallel.arguments import (
     checked_options,
     checked_timeout,
     is_sequence_of_seeds,
+    one_for_each,
     pool_seeds,
     seeds_of,
 )
@@ -42,9 +43,10 @@ from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.construction import DefaultSeed, SeedCheck
 from marl_parallel.core.exclusive import CallGuard
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Watch
-from marl_parallel.core.pickling import dumps_for_workers
+from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
+from marl_parallel.core.pool.saved_states import EnvState, SavedStates, from_bytes
 from marl_parallel.core.pool.slots import Results, Snapshot
 from marl_parallel.core.source import Source, Transitions
 from marl_parallel.planning import WaitingRemark
@@ -122,6 +124,7 @@ class BatchRunner:
         self.calling = False  # whether a call is in flight, from `begin_call` until `finish_call`
         self.default_seed: DefaultSeed | None = None  # until environment 0 gets another seed
         self._default_seed_noted = False
+        self._has_warned_of_draws = False  # that `save_state` cannot save process-wide generators
         self.stepped_by: Callable[[], object] = lambda: None
         # Until all environments have been reset once: the check whether their seeds make a difference.
         self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
@@ -167,6 +170,106 @@ class BatchRunner:
         for env_id in env_ids:
             rebuilds.remember_options(env_id, rebuilds.merged_options(env_id, options))
         pool.alone("", pool.note_outdated, env_ids)
+
+    def set_reset_options(self, options: Options, env_ids: Sequence[int] | None) -> None:
+        """Set the options of every later reset of environments; as `ParallelEnv.set_reset_options`."""
+        self.check_idle("set_reset_options")
+        ids = self.checked_ids(env_ids)
+        options_of = dict(zip(ids, checked_options(options, ids), strict=True))
+        if self.workers is None or not self.takes_options:
+            self._check_takes(options)
+            return
+        rebuilds, pool = self.workers.rebuilds, self.workers.pool
+        for env_options in options_of.values():
+            if env_options is not None:
+                self.schema.check_options(env_options)
+
+        def pickled() -> dict[int, bytes | None]:
+            return {
+                env_id: None if one is None else dumps_for_workers(one, "options", self.local_modules)
+                for env_id, one in options_of.items()
+            }
+
+        before, now = {env_id: rebuilds.options(env_id) for env_id in ids}, pickled()
+        while now != before:
+            rebuilds.set_options(now)  # first: an environment that is rebuilt meanwhile gets them, too
+            try:
+                results = pool.execute_in(Message.OPTIONS, ids, now)
+            except ParallelEnvError:  # of a worker that has been replaced, if anything is open
+                if not pool.closed:
+                    rebuilds.remember_replaced(before)
+                    pool.alone("", pool.note_outdated, ids)
+                raise
+            if not results:
+                rebuilds.remember_replaced(before)
+                pool.alone("", pool.note_outdated, ids)
+                return
+            rebuilds.set_options(before)
+            pool.execute_in(Message.OPTIONS, ids, before)
+            if not add_missing_modules(self.local_modules, results, "options of"):
+                env_id, refusal = next(iter(results.items()))
+                raise refusal.kind(f"environment {env_id}: {refusal.text}")
+            now = pickled()
+
+    def save_state(self, env_ids: Sequence[int] | None) -> dict[int, EnvState]:
+        """The states of environments, by env id; errors are those of `ParallelEnv.save_state`."""
+        self.check_idle("save_state")
+        ids = self.checked_ids(env_ids)
+        states = self._saved_states("save_state")
+        self.check_has_reset(ids, "save_state")
+        saved = states.save(ids)
+        if states.drawing and not self._has_warned_of_draws:
+            self._has_warned_of_draws = True
+            warnings.warn(
+                f"environments {states.drawing}, or others in their workers, draw from process-wide generators, whose "
+                "states are not saved (random, numpy.random, torch): pass isolate_rng=True to go on exactly from there",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        for env_id, state in saved.items():
+            if self._sampler_seeds[env_id] is None and self.schema.action_spaces:  # no seed would make it again
+                self._note_sampler(env_id)
+            sampler = self._sampler_seeds[env_id], self._samplers.get(env_id)
+            saved[env_id] = state._replace(base_seed=self._base_seed, seed=self.seeds[env_id], sampler=sampler)
+        return saved
+
+    def load_state(self, states: Sequence[Any], env_ids: Sequence[int] | None) -> tuple[dict[int, EnvState], Any]:
+        """Load states; returns them by env id, and the extras of their results, which the batch needs to read them.
+
+        Arguments and errors are those of `ParallelEnv.load_state`.
+        """
+        self.check_idle("load_state")
+        ids = self.checked_ids(env_ids)
+        saved_states = self._saved_states("load_state")
+        if isinstance(states, bytes | bytearray | str) or not isinstance(states, Sequence):
+            raise TypeError(f"states must be a list with the bytes of each environment, got {type(states).__name__}")
+        one_for_each(states, ids, "states")
+        loaded = {env_id: from_bytes(state, f"environment {env_id}") for env_id, state in zip(ids, states)}
+        saved_states.check(loaded)
+        extras = saved_states.load(loaded)
+        seeds, bases = [*self.seeds], {state.base_seed for state in loaded.values()}
+        for env_id, state in loaded.items():
+            seeds[env_id] = state.seed
+            self._sampler_seeds[env_id], sampler = state.sampler
+            self._samplers.pop(env_id, None)
+            if sampler is not None:
+                self._samplers[env_id] = sampler
+        self.seeds = tuple(seeds)
+        if len(bases) == 1 and len(ids) == self.num_envs:
+            self._base_seed = bases.pop()
+            saved_states.rebuilds.base_seed = self._base_seed
+        self.batch.statistics.finished = []
+        saved_states.note_outdated(ids)
+        return loaded, extras
+
+    def _saved_states(self, name: str) -> SavedStates:
+        if self.workers is None:
+            raise NotImplementedError(
+                f"{name}() of {self.source.name}: a simulator that steps many environments by itself has no state of "
+                "each of them"
+            )
+        pool, batch, rebuilds, _ = self.workers
+        return SavedStates(pool, batch, rebuilds)
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
         """Begin new episodes and return; `recv` has the results. Arguments and errors are those of `reset`."""
@@ -322,9 +425,7 @@ class BatchRunner:
                 raise NoSpaceDeclared(f"agent {agent!r} declares no action space to draw random actions from", "action")
         result = []
         for env_id in ids:
-            if env_id not in self._samplers:
-                seed = self._sampler_seeds[env_id]
-                self._samplers[env_id] = ActionSampler(declared, (base_seed(seed), env_id))
+            self._note_sampler(env_id)
             for agent in acting[env_id]:
                 if agent not in declared:
                     raise NoSpaceDeclared(
@@ -333,6 +434,12 @@ class BatchRunner:
                     )
             result.append(self._samplers[env_id].sample(acting[env_id], self.batch.masks(env_id)))
         return result
+
+    def _note_sampler(self, env_id: int) -> None:
+        """Make what draws the random actions of an environment, unless there is one."""
+        if env_id not in self._samplers:
+            seed = self._sampler_seeds[env_id]
+            self._samplers[env_id] = ActionSampler(self.schema.action_spaces, (base_seed(seed), env_id))
 
     # -- checks ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -223,9 +224,84 @@ class _SelfContained:
 # -- in the worker -----------------------------------------------------------------------------------------------------
 
 
-def loads(value: Pickled, fd: int) -> Any:
-    """Unpickle what `ArrayWriter.dumps` has pickled, over mappings of the file `fd` that nothing else uses."""
-    return pickle.loads(value.pickled, buffers=_private_views(fd, value.spans))
+def loads(value: Pickled, fd: int, arrays: ConstructorArrays | None = None) -> Any:
+    """Unpickle what `ArrayWriter.dumps` has pickled, over mappings of the file `fd` that nothing else uses.
+
+    `arrays` notes where they are.
+    """
+    views = _private_views(fd, value.spans)
+    if arrays is not None:
+        for number, view in enumerate(views):
+            arrays.note(number, view)
+    return pickle.loads(value.pickled, buffers=views)
+
+
+class ConstructorArrays:
+    """The large arrays of one constructor in a worker, by which a saved simulator refers to them.
+
+    Args:
+        fd: Returns the descriptor of the file.
+        spans: Where they are in the file, in the order in which they have been pickled.
+        checksums: Those that have been computed, by span; shared by all environments.
+    """
+
+    def __init__(
+        self, fd: Callable[[], int], spans: Sequence[tuple[int, int]], checksums: dict[tuple[int, int], int]
+    ) -> None:
+        self._fd, self._spans, self._checksums = fd, spans, checksums
+        self._noted: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by number: the address, and the owner of the memory
+
+    def note(self, number: int, view: memoryview) -> None:
+        """Note where the memory of an array is."""
+        if view.nbytes:
+            self._noted[number] = _address(np.frombuffer(view, np.uint8)), weakref.ref(view.obj)
+
+    def place_of(self, array: NDArray[Any]) -> tuple[int, int, int, int] | None:
+        """Where an array is: the number of its span, its size and checksum, and an offset.
+
+        None for arrays that are elsewhere, or have been written to.
+        """
+        if not self._noted or not array.nbytes:
+            return None
+        steps = [(length - 1) * stride for length, stride in zip(array.shape, array.strides)]
+        low = _address(array) + sum(min(step, 0) for step in steps)
+        high = _address(array) + sum(max(step, 0) for step in steps) + array.itemsize
+        for number, (start, owner) in self._noted.items():
+            nbytes = self._spans[number][1]
+            if start <= low and high <= start + nbytes and owner() is not None:
+                if not self._is_unchanged(number, start):
+                    return None
+                return number, nbytes, self._checksum(number), _address(array) - start
+        return None
+
+    def at(self, place: tuple[int, int, int, int]) -> tuple[Any, int]:
+        """Memory with such an array, and the offset; `ValueError` if the constructor has another array there."""
+        number, nbytes, checksum, offset = place
+        if number >= len(self._spans) or self._spans[number][1] != nbytes or self._checksum(number) != checksum:
+            raise ValueError("its constructor has other large arrays than the one with which it was saved")
+        start, owner = self._noted.get(number, (0, None))
+        if owner is None or (memory := owner()) is None:
+            view = _private_views(self._fd(), [self._spans[number]])[0]
+            self.note(number, view)
+            return view, offset
+        address = _address(np.frombuffer(memory, np.uint8))
+        return memoryview(memory)[start - address :][:nbytes].cast("B"), offset
+
+    def _file(self, number: int) -> _Bytes:
+        return np.frombuffer(_private_views(self._fd(), [self._spans[number]])[0], np.uint8)
+
+    def _is_unchanged(self, number: int, start: int) -> bool:
+        nbytes = self._spans[number][1]
+        live: Any = (ctypes.c_ubyte * nbytes).from_address(start)
+        memory, file = np.frombuffer(live, np.uint8), self._file(number)
+        places = range(0, nbytes, _CHUNK)
+        return all(np.array_equal(memory[at : at + _CHUNK], file[at : at + _CHUNK]) for at in places)
+
+    def _checksum(self, number: int) -> int:
+        span = self._spans[number]
+        if span not in self._checksums:
+            self._checksums[span] = zlib.crc32(self._file(number).data)
+        return self._checksums[span]
 
 
 def _loads_with(pickled: bytes, buffers: Sequence[Any]) -> Any:

@@ -28,7 +28,7 @@ from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionR
 from marl_parallel.core.source import StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, conform, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
-from marl_parallel.core.transition import ALL, COMMON, EPISODE, FINAL_OBS, are_empty
+from marl_parallel.core.transition import ALL, COMMON, EPISODE, FINAL_OBS, Transition, are_empty
 
 Dicts: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -300,6 +300,14 @@ class Batch(Transitions):
         masks |= self._pickled_masks(transition.acting, dicts[0], pickled, dicts[4], ended)
         over = ended and self.mode is not AutoresetMode.SAME_STEP
         return Snapshot(dicts, transition.acting, transition.alive, over, masks)
+
+    def transition(self, env_id: int, extras: Any) -> Transition:
+        """What the record of an environment says, with its extras, in memory of its own."""
+        return self._own.read(env_id, extras)
+
+    def put(self, env_id: int, transition: Transition) -> Any:
+        """Write a record, as a worker does; returns the extras."""
+        return self._own.write(env_id, transition)
 
     def is_whole(self, env_id: int) -> bool:
         """Whether the latest transition of an environment can be read without its extras, but for infos."""

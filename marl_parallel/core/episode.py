@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import Space
@@ -22,6 +22,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
 from marl_parallel.core.generators import States, current_states, restore_states, seed_generators
+from marl_parallel.core.pickling import loads
 from marl_parallel.core.spaces import zeros
 from marl_parallel.core.transition import (
     ALL,
@@ -41,6 +42,20 @@ _NOT_ENDED = (False, False)
 _ALIVE, _ENDED = 32, 1  # of `Codec.lives`
 
 
+class Standing(NamedTuple):
+    """The attributes of an `Episode` that change."""
+
+    alive: list[AgentID]
+    acting: list[AgentID]
+    flagged: list[AgentID]
+    takes_turns: bool
+    over: tuple[Any, Any] | None
+    postponed: Mapping[str, Any] | None
+    early: Transition | None
+    before_early: States | None
+    seeding: tuple[int, int] | None
+
+
 class Episode:
     """One environment and its state.
 
@@ -55,6 +70,8 @@ class Episode:
             a derived seed. None if they get no seed.
         seeds_generators: Whether derived seeds also seed the process-wide generators, so that each episode can be
             repeated by itself. Needs `seeding`; `reset` then takes a seed in any case.
+        options: The options of every reset that passes none, pickled, so that each reset gets its own copy; None if
+            there are none.
 
     `after_step` is called after each step that compiled code carries out, before the transition is written.
     """
@@ -87,14 +104,18 @@ class Episode:
         self._early: Transition | None = None
         self._before_early: States | None = None  # of the process-wide generators
         self.ended_for_now = False
+        self.options: bytes | None = None
 
     def reset(self, keywords: Mapping[str, Any]) -> Transition:
         """Begin a new episode, with keywords for the simulator's `reset`; rewards are zero, and flags False."""
+        passed = keywords.get("options") is not None
         if self._postponed is not None:
             if self._before_early is not None and keywords.get("seed") is None:
                 restore_states(self._before_early)  # as if the early reset had not been done
             keywords = {**self._postponed, **keywords}
             self._postponed = self._early = self._before_early = None
+        if self.options is not None and not passed and "options" in self.env.reset_keywords:
+            keywords = {**keywords, "options": merged_options(keywords.get("options"), loads(self.options))}
         if self.seeding is not None:
             keywords = self._seeded(keywords, *self.seeding)
         self._status.enter(self.env_id, _RESET)
@@ -125,6 +146,14 @@ class Episode:
         if "seed" in self.env.reset_keywords:
             return keywords
         return {name: value for name, value in keywords.items() if name != "seed"}
+
+    def set_options(self, options: bytes | None) -> None:
+        """Set the `options`. An episode that `reset_early` has begun has not begun for the caller: it is dropped."""
+        if self._early is not None and options != self.options:
+            if self._before_early is not None:
+                restore_states(self._before_early)
+            self._early = self._before_early = None
+        self.options = options
 
     def step(self, actions: dict[Any, Any]) -> Transition:
         """Step once, or begin the next episode if that is due; if `ended_for_now`, `begin_next` needs the transition.
@@ -234,6 +263,10 @@ class Episode:
         """Update alive and acting, as new lists: transitions hold the old ones."""
         self._alive = [*alive]
         self._acting = self._who_acts(observations)
+        self._note_fast()
+
+    def _note_fast(self) -> None:
+        """Set `fast` for an episode that goes on."""
         self.fast = None
         if not self._asked:
             left = None if self._dict_rules else self.env.agents_left
@@ -245,6 +278,26 @@ class Episode:
             self.fast = self._fast_step, self._next_turn, True, None
         elif self._acting == self._alive:
             self.fast = self._fast_step, self._all_go_on, False, None
+
+    def standing(self) -> Standing:
+        """What this object knows besides its environment, between two steps; `take_lives` comes first."""
+        return Standing(
+            [*self._alive], [*self._acting], [*self._flagged], self._takes_turns, self._over, self._postponed,
+            self._early, self._before_early, self.seeding,
+        )  # fmt: skip
+
+    def stand(self, standing: Standing) -> None:
+        """Go on from what `standing` has returned, with the environment of that time."""
+        alive, acting, flagged, self._takes_turns, self._over, self._postponed = standing[:6]
+        self._alive, self._acting, self._flagged = [*alive], [*acting], {*flagged}
+        self._early, self._before_early = standing.early, standing.before_early
+        if (
+            self.seeding is not None and standing.seeding is not None
+        ):  # else episodes have no derived seeds, or had none
+            self.seeding = standing.seeding
+        self.fast = None
+        if self._over is None:
+            self._note_fast()
 
     def _lives(self) -> bytes | None:
         """A byte for each possible agent, as of `Codec.lives`, and one more; None if there are others."""
@@ -315,6 +368,13 @@ def followed_by(step: Callable[..., Any], after: Callable[[], None]) -> Callable
         return result
 
     return stepped
+
+
+def merged_options(earlier: Any, later: Any) -> Any:
+    """Options of a reset: later ones over earlier ones, by key; None for neither."""
+    if not earlier or later is None:
+        return earlier if later is None else later
+    return {**earlier, **later}
 
 
 def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:

@@ -198,3 +198,13 @@ class GeneratorStates:
             self._numpy.write(of_numpy, numpy)
             if torch is not None and of_torch is not None:
                 torch.default_generator.set_state(of_torch)
+
+    def of(self, env_id: int) -> States:
+        """The present states of an environment, which the generators have from now on."""
+        self.switch(env_id)
+        return current_states()
+
+    def put(self, env_id: int, states: States) -> None:
+        """Give an environment other states, which the generators have from now on."""
+        self.switch(env_id)
+        restore_states(states)

@@ -31,8 +31,12 @@ class Message(Enum):
     WATCH = 13  # from now on, write more than the records with each reset and step
     PREPARE = 14  # construct an environment that is to take the place of another, and begin its first episode
     ADOPT = 15  # write the first transition of that episode into the record of the other one
-    RESULT = 16  # the answer to a request that has been carried out
-    EXCEPTION = 17  # the answer to a request in which environments have raised
+    OPTIONS = 16  # from now on, begin episodes with these options of `reset`
+    SAVE = 17  # return the environments as bytes
+    LOAD = 18  # make environments of such bytes, beside the present ones
+    REPLACE = 19  # put these in the place of the present ones, or drop them
+    RESULT = 20  # the answer to a request that has been carried out
+    EXCEPTION = 21  # the answer to a request in which environments have raised
 
     __hash__ = object.__hash__  # that of `Enum` is written in Python
 
@@ -167,6 +171,20 @@ class Rebuild(NamedTuple):
     reset: bool  # whether its first episode begins at once; else with whatever resets it next
     keywords: bytes | None = None  # pickled, of the caller's reset that failed, if one did; its seed is not used again
     watch: Watch = Watch()  # the last payload of `WATCH`
+    options: bytes | None = None  # the last payload of `OPTIONS` for this environment
+
+
+class Saved(NamedTuple):
+    """The result of `SAVE`, and the payload of `LOAD` by environment, there with the last two."""
+
+    pickled: bytes
+    needs_constructor: bool  # whether a new environment is constructed, into which this is loaded
+    needs_arrays: bool  # whether large arrays of the constructor are not in it
+    isolated: bool  # whether it has the states of process-wide generators
+    draws: bool  # whether these have been drawn from in its worker, and are not in it
+    built: tuple[int | None, int]  # the seed of the constructor, and how often the environment had been rebuilt
+    plan: Plan | None = None  # for this environment
+    options: bytes | None = None  # as of `OPTIONS`
 
 
 class Seeding(NamedTuple):

@@ -96,9 +96,9 @@ class ActionRecords:
 
 # -- transitions -------------------------------------------------------------------------------------------------------
 
-PICKLED, FINAL = 64, 4
+PICKLED, FINAL, INFOS = 64, 4, 2
 """Bits of a code: all but arrays is pickled, so that `presence` tells which observations are in the block; final
-observations are in the block. The others are compiled code's."""
+observations are in the block; infos are pickled. The others are compiled code's."""
 
 # The first of each is the most frequent; a reward is stored as a double, exactly, or travels pickled.
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
@@ -192,6 +192,10 @@ class TransitionRecords:
         """Whether nothing but infos is pickled."""
         return not int(self._codes[record]) & PICKLED
 
+    def has_extras(self, record: int) -> bool:
+        """Whether anything is pickled."""
+        return bool(int(self._codes[record]) & (PICKLED | INFOS))
+
     def read(self, record: int, extras: Extras | None) -> Transition:
         """What `write` or compiled code has written; `extras` is what did not fit. The lists are not to be changed."""
         extras, code = extras or {}, int(self._codes[record])
@@ -236,7 +240,7 @@ class TransitionRecords:
 
 WITH_ACTIONS = frozenset({Message.STEP})
 """Requests that are sent with the actions that the parent has written."""
-WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.ADOPT, Message.STATE})
+WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.ADOPT, Message.STATE, Message.REPLACE})
 """Requests whose replies are sent with the results that the worker has written."""
 
 

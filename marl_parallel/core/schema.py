@@ -132,10 +132,12 @@ def dumps_compactly(value: Any) -> bytes:
 
     `pickle.loads` makes all arrays again in full: writable, contiguous and with memory of their own.
     """
-    return dumps_by_value(value, _CompactPickler)
+    return dumps_by_value(value, CompactPickler)
 
 
-class _CompactPickler(ByValuePickler):
+class CompactPickler(ByValuePickler):
+    """Pickles large arrays of one constant, which are writable and contiguous, as that constant."""
+
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not np.ndarray or obj.nbytes < _LARGE:
             return super().reducer_override(obj)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -15,6 +16,17 @@ from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.types import FinishedEpisode
 
 _FLOATS = {float, np.float64}
+
+
+class Sums(NamedTuple):
+    """The statistics of one environment's running episode."""
+
+    agents: list[AgentID]  # in the order of `totals`
+    totals: list[float]
+    ended: int
+    others: dict[AgentID, list[Any]] | None
+    dead: set[AgentID] | None
+    earlier: dict[AgentID, tuple[Any, int]] | None
 
 
 class EpisodeStatistics:
@@ -63,6 +75,7 @@ class EpisodeStatistics:
         self.dead: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos; they may come back
         # Sums and steps of the earlier lives of agents, and of rewards that they had between two lives.
         self._earlier: dict[int, dict[AgentID, tuple[Any, int]]] = {}
+        self._loaded: dict[int, Sums] = {}  # those of `load` that count after the next transition
 
     @property
     def finished(self) -> list[FinishedEpisode]:
@@ -82,6 +95,34 @@ class EpisodeStatistics:
         """Note that the next transition of some environments is a reset."""
         for env_id in env_ids:
             self._reset(env_id, -1)
+            self._loaded.pop(env_id, None)
+
+    def save(self, env_id: int) -> Sums:
+        """All sums of an environment, as they are."""
+        others, dead, earlier = self._others.get(env_id), self.dead.get(env_id), self._earlier.get(env_id)
+        return Sums(self._agents, self.totals[env_id].tolist(), self.ended[env_id], others, dead, earlier)
+
+    def load(self, env_id: int, sums: Sums) -> None:
+        """Have the sums of an environment be these after its next transition, which does not count."""
+        self._reset(env_id, -1)
+        self.ended[env_id], self._loaded[env_id] = sums.ended, sums
+
+    def _put(self, env_id: int, sums: Sums) -> None:
+        totals, n = sums.totals, len(sums.agents)
+        others = copy.deepcopy(sums.others) or {}
+        if totals[-1] < 0:
+            self._reset(env_id, -1)
+            return
+        self._steps[env_id] = totals[-1]
+        for place, agent in enumerate(sums.agents):
+            now = self._places.get(agent)
+            if now is not None:
+                self._returns[env_id, now], self._lengths[env_id, now] = totals[place], totals[n + place]
+            elif totals[n + place]:  # it has no place in the block here
+                others[agent] = [totals[place], int(totals[n + place])]
+        for of_envs, value in ((self._others, others), (self.dead, sums.dead), (self._earlier, sums.earlier)):
+            if value:
+                cast("dict[int, Any]", of_envs)[env_id] = copy.deepcopy(value)
 
     def _reset(self, env_id: int, steps: int) -> None:
         self._returns[env_id], self._lengths[env_id], self._steps[env_id] = 0.0, steps, steps
@@ -104,6 +145,8 @@ class EpisodeStatistics:
         totals: list[float] = self.totals[env_id].tolist()
         if totals[-1] < 0:
             self._reset(env_id, 0)
+            if self._loaded and (sums := self._loaded.pop(env_id, None)) is not None:
+                self._put(env_id, sums)
             return {}
         totals[-1] += 1
         n = len(self._agents)

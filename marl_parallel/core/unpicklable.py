@@ -12,15 +12,21 @@ from marl_parallel.core.reducers import CachedFunction, parts_of_cached
 _LONGEST_PATH = 8
 
 
-def path_to_unpicklable(value: Any, pickles: Callable[[Any], bool]) -> str:
+def path_to_unpicklable(
+    value: Any,
+    pickles: Callable[[Any], bool],
+    attributes_of: Callable[[Any], Mapping[str, Any] | None] = lambda _: None,
+) -> str:
     """The way to the innermost part that cannot be pickled, for an error message: "global 'config', attribute 'lock'".
 
-    Empty if it is the value itself, or so deep inside that nobody would read it.
+    Empty if it is the value itself, or so deep inside that nobody would read it. `attributes_of` returns the attributes
+    of objects of which all are pickled, whatever they say themselves.
     """
     path: list[str] = []
     seen = [value]  # which keeps their ids
     while len(path) <= _LONGEST_PATH:
-        for label, part in _parts(value):
+        known = attributes_of(value)
+        for label, part in _parts(value) if known is None else _attributes(known):
             if all(part is not one for one in seen):
                 seen.append(part)
                 if not pickles(part):

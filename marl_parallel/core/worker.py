@@ -24,21 +24,38 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from marl_parallel.adapters import AdapterMismatch, InvalidAgents, LookupFailed, NotAnEnvironment, Schema, adapt
+from marl_parallel.adapters import (
+    AdapterMismatch,
+    InvalidAgents,
+    LookupFailed,
+    MultiAgentEnv,
+    NotAnEnvironment,
+    Schema,
+    adapt,
+)
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.core import array_file
+from marl_parallel.core.array_file import ConstructorArrays
 from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.exclusive import end_forked_copy
-from marl_parallel.core.generators import GeneratorStates, seed_generators, seeding_new_torch, unpredictable_seed
+from marl_parallel.core.generators import (
+    GeneratorStates,
+    current_states,
+    fingerprints,
+    restore_states,
+    seed_generators,
+    seeding_new_torch,
+    unpredictable_seed,
+)
 from marl_parallel.core.messages import (
     SEEDS_GENERATORS,
     STEPPED,
@@ -53,19 +70,29 @@ from marl_parallel.core.messages import (
     Refusal,
     Reply,
     Request,
+    Saved,
+    Seeding,
     Watch,
     answer,
     name_of,
 )
 from marl_parallel.core.pickling import Extras, dump_extras, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
+from marl_parallel.core.saved_simulator import (
+    CannotBeLoaded,
+    CannotBeSaved,
+    Loaded,
+    SavedSimulator,
+    dump_simulator,
+    load_simulator,
+)
 from marl_parallel.core.schema import check_pickled_agents, common_schema, dumps_compactly
 from marl_parallel.core.spaces import DoesNotFit, Mismatch, Unreadable, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
 _NAMED: dict[Message, Activity | Message] = {Message.ADOPT: Activity.RESET}  # in errors
-_WITH_STATES = frozenset({Message.RESET, Message.STEP, Message.REBUILD, Message.ADOPT})
+_WITH_STATES = frozenset({Message.RESET, Message.STEP, Message.REBUILD, Message.ADOPT, Message.REPLACE})
 
 
 class Worker:
@@ -102,6 +129,13 @@ class Worker:
         self._generators: GeneratorStates | None = None  # if each environment has states of its own
         self._has_generators = False  # whether the process-wide generators have been seeded here
         self._registrations = b""  # those that have been installed
+        self._fingerprints: dict[str, int] = {}  # of these, after the last constructor; if environments share them
+        self._draws = False  # whether they have been drawn from since
+        self._built: dict[int, tuple[int | None, int]] = {}  # as of `Saved`
+        self._arrays_of: dict[int, ConstructorArrays] = {}
+        self._checksums: dict[tuple[int, int], int] = {}  # of `ConstructorArrays`
+        self._loaded: dict[int, _Beside] = {}  # environments that `LOAD` has made
+        self._closed: set[int] = set()  # environments in whose place these are about to be put
         self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be
         self.watch = Watch()  # what each reset and step writes besides the transitions
@@ -219,7 +253,32 @@ class Worker:
         if plan.isolate_rng and self._generators is None:
             self._generators = GeneratorStates()
             self._generators.switch(env_id)
+        env, seeding, self._arrays_of[env_id] = self._construct(env_id, plan)
+        if self._own_process:
+            self.settings.look_again()
+        if plan.traced != is_traced(self._status):  # a standby, in which a trace has begun or ended
+            trace(self._status, plan.traced)
+        self._built[env_id] = seed, plan.rebuilds
+        self._episodes[env_id] = self._new_episode(env_id, env, plan)
+        self._all = tuple(sorted(self._seeds))  # however they came: the pool knows who is before whom
+        self._restarts = plan.restarts
+        return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source))
+
+    def _new_episode(self, env_id: int, env: MultiAgentEnv, plan: Plan) -> Episode:
+        seed = plan.seeds[env_id]
+        derives_from = (seed, 0) if plan.derived_seeds and seed is not None else None
+        return Episode(
+            env, env_id, plan.mode, self._status, derives_from,
+            seeds_generators=plan.isolate_rng and plan.derived_seeds,
+            after_step=functools.partial(self._write_masks, env_id) if env.mask_spaces else None,
+        )  # fmt: skip
+
+    def _construct(self, env_id: int, plan: Plan) -> tuple[MultiAgentEnv, Seeding, ConstructorArrays]:
+        """A new environment, how its seed reached it, and the large arrays of its constructor."""
+        seed = plan.seeds[env_id]
+        arrays = self._new_arrays(plan.constructors[env_id])
         generators_seed = self._generators_seed(seed, plan.isolate_rng)
+        self._note_draws()
         with self._status.during(env_id, Activity.CONSTRUCTOR), seeding_new_torch(generators_seed):
             if generators_seed is not None:
                 seed_generators(generators_seed)  # modules that are imported now may draw, too
@@ -228,7 +287,7 @@ class Worker:
             if self._own_process and plan.registrations != self._registrations:
                 self._registrations = plan.registrations
                 install_registrations(plan.registrations)
-            constructor = _received(plan.constructors[env_id], self._arrays(), "constructor")
+            constructor = _received(plan.constructors[env_id], self._arrays(), "constructor", arrays)
             how_adapted = _received(plan.adapter, self._arrays(), "adapter")
             if generators_seed is not None and seed is not None:
                 seed_generators(seed)
@@ -244,19 +303,19 @@ class Worker:
                 if isinstance(error, NotAnEnvironment | InvalidAgents):
                     raise Refusal(TypeError if isinstance(error, TypeError) else ValueError, str(error)) from None
                 raise
-        if self._own_process:
-            self.settings.look_again()
-        if plan.traced != is_traced(self._status):  # a standby, in which a trace has begun or ended
-            trace(self._status, plan.traced)
-        derives_from = (seed, 0) if plan.derived_seeds and seed is not None else None
-        self._episodes[env_id] = Episode(
-            env, env_id, plan.mode, self._status, derives_from,
-            seeds_generators=plan.isolate_rng and plan.derived_seeds,
-            after_step=functools.partial(self._write_masks, env_id) if env.mask_spaces else None,
-        )  # fmt: skip
-        self._all = tuple(sorted(self._seeds))  # however they came: the pool knows who is before whom
-        self._restarts = plan.restarts
-        return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source))
+        if self._own_process and self._generators is None:
+            self._fingerprints = fingerprints()
+        return env, seeding, arrays
+
+    def _new_arrays(self, constructor: Any) -> ConstructorArrays:
+        spans = constructor.spans if isinstance(constructor, Pickled) else ()
+        return ConstructorArrays(self._arrays, spans, self._checksums)
+
+    def _note_draws(self) -> None:
+        """Note whether the process-wide generators have been drawn from since the last constructor."""
+        if not self._draws and self._fingerprints:
+            now = fingerprints()
+            self._draws = any(now[name] != before for name, before in self._fingerprints.items())
 
     def _generators_seed(self, seed: int | None, isolate_rng: bool) -> int | None:
         """The seed of the process-wide generators for a constructor; None to leave them as they are.
@@ -285,7 +344,7 @@ class Worker:
         self._layout = layout
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
-        plan, block, reset, pickled, watch = payload[env_id]
+        plan, block, reset, pickled, watch, options = payload[env_id]
         try:
             self._close(env_id, None)
         except BaseException as error:  # others of a broken simulator's close() would hide what broke it
@@ -304,11 +363,12 @@ class Worker:
         keywords = {name: value for name, value in keywords.items() if name != "seed"}
         if plan.seeds[env_id] is not None:
             keywords["seed"] = plan.seeds[env_id]
-        keywords = self._accepted(env_id, keywords)
+        keywords, episode = self._accepted(env_id, keywords), self._episodes[env_id]
+        episode.set_options(options)
         if not reset:
-            self._episodes[env_id].postpone_reset(keywords)
+            episode.postpone_reset(keywords)
             return None
-        return self._write(env_id, self._episodes[env_id].reset(keywords))
+        return self._write(env_id, episode.reset(keywords))
 
     def _prepare(self, env_id: int, payload: Mapping[int, Rebuild]) -> None:
         self._rebuild(env_id, payload)
@@ -391,7 +451,7 @@ class Worker:
                 if self.watch.states:
                     self._write_state(env_id, final=True)
                 if self._restarts:
-                    self._save(env_id, transition)
+                    self._send_last_step(env_id, transition)
                     last = transition
                 transition = episode.begin_next(transition)
             return self._write(env_id, transition)
@@ -402,7 +462,7 @@ class Worker:
                 self._transitions.write(env_id, last)
             raise
 
-    def _save(self, env_id: int, transition: Transition) -> None:
+    def _send_last_step(self, env_id: int, transition: Transition) -> None:
         """Send the last step of an episode, in case the automatic reset that follows fails."""
         self._saved.pop(env_id, None)
         if (extras := self._write(env_id, transition)) is not None:
@@ -462,6 +522,96 @@ class Worker:
             except AttributeError as error:
                 raise Refusal(AttributeError, str(error)) from None
 
+    def _options(self, env_id: int, payload: Mapping[int, bytes | None]) -> None:
+        pickled = payload[env_id]
+        if pickled is not None:
+            _unpickled(lambda: loads(pickled), "options")  # each reset unpickles them again
+        self._episodes[env_id].set_options(pickled)
+
+    def _save(self, env_id: int, _: Any) -> Saved:
+        self._take_lives(env_id)
+        self._note_draws()
+        episode, generators = self._episodes[env_id], self._generators
+        states = None if generators is None else generators.of(env_id)
+        more = episode.standing(), self._seeds[env_id], states
+        with self._status.during(env_id, Activity.CALL):
+            try:
+                saved = dump_simulator(episode.env, more, self._arrays_of[env_id])
+            except CannotBeSaved as error:
+                raise Refusal(TypeError, f"{lookup.type_name(episode.env.source)} cannot be saved: {error}") from None
+        return Saved(*saved, generators is not None, self._draws, self._built[env_id])
+
+    def _load(self, env_id: int, payload: Mapping[int, Saved]) -> None:
+        saved = payload[env_id]
+        plan = saved.plan
+        assert plan is not None
+        before = None if self._generators is None else current_states()  # which the present environment goes on with
+        try:
+            self._loaded[env_id] = beside = self._made_beside(env_id, saved)
+            described = dumps_compactly(Schema.of(beside.loaded.env))
+            if described != plan.described:
+                common_schema([loads(plan.described), loads(described)])
+        except (CannotBeLoaded, ValueError) as error:
+            kind = TypeError if isinstance(error, CannotBeLoaded) else ValueError
+            raise Refusal(kind, f"its state cannot be loaded: {error}") from None
+        finally:
+            if before is not None:
+                restore_states(before)
+
+    def _made_beside(self, env_id: int, saved: Saved) -> _Beside:
+        plan = saved.plan
+        assert plan is not None
+        arrays = self._new_arrays(plan.constructors[env_id]) if plan.constructors else self._arrays_of[env_id]
+
+        def construct() -> MultiAgentEnv:
+            nonlocal arrays
+            try:
+                env, _, arrays = self._construct(env_id, plan)
+            except Refusal:
+                raise
+            except Exception as error:
+                raise CannotBeLoaded(f"its constructor raised {type(error).__name__}: {error}") from error
+            return env
+
+        simulator = SavedSimulator(saved.pickled, saved.needs_constructor, saved.needs_arrays)
+        with self._status.during(env_id, Activity.CONSTRUCTOR):
+            loaded = load_simulator(simulator, arrays, construct)
+        return _Beside(saved, loaded, arrays)
+
+    def _replace(self, env_id: int, takes_place: bool) -> None:
+        """Let a loaded environment take the place of the present one, or drop it.
+
+        All present ones are closed first: that may end a library for the whole process, which loaded ones use.
+        """
+        if not takes_place:
+            if (beside := self._loaded.pop(env_id, None)) is not None and beside.saved.needs_constructor:
+                with contextlib.suppress(Exception):
+                    beside.loaded.env.close()
+            return
+        for other in [one for one in self._loaded if one not in self._closed]:
+            self._closed.add(other)
+            try:
+                self._close(other, None)
+            except BaseException as error:  # as in a rebuild
+                if self._in_line and isinstance(error, KeyboardInterrupt):
+                    raise
+        saved, loaded, arrays = self._loaded[env_id]
+        if loaded.uses_pygame:
+            _, loaded, arrays = self._made_beside(env_id, saved)
+        del self._loaded[env_id]
+        self._closed.discard(env_id)
+        standing, seed, states = loaded.more
+        plan = saved.plan
+        assert plan is not None
+        episode = self._episodes[env_id] = self._new_episode(env_id, loaded.env, plan)
+        episode.stand(standing)
+        episode.options = saved.options
+        self._seeds[env_id], self._built[env_id], self._arrays_of[env_id] = seed, saved.built, arrays
+        if self._generators is not None and states is not None:
+            self._generators.put(env_id, states)
+        if not episode.awaits_reset:
+            self._write_masks(env_id)
+
     def _watch(self, _: int, watch: Watch) -> None:
         if watch.rollout is not None:
             assert self._layout is not None
@@ -479,11 +629,19 @@ class Worker:
                 episode.env.close()
 
 
-def _received(payload: Any, arrays_fd: int, what: str) -> Any:
-    """A constructor or an adapter, pickled or itself."""
+class _Beside(NamedTuple):
+    """An environment that has been loaded beside the present one."""
+
+    saved: Saved
+    loaded: Loaded
+    arrays: ConstructorArrays
+
+
+def _received(payload: Any, arrays_fd: int, what: str, arrays: ConstructorArrays | None = None) -> Any:
+    """A constructor or an adapter, pickled or itself; `arrays` notes where its large arrays are."""
     if not isinstance(payload, Pickled):
         return payload
-    return _unpickled(lambda: array_file.loads(payload, arrays_fd), what, UnpicklingError)
+    return _unpickled(lambda: array_file.loads(payload, arrays_fd, arrays), what, UnpicklingError)
 
 
 def _unpickled(load: Callable[[], Any], what: str = "arguments", kind: type[Exception] = TypeError) -> Any:

@@ -164,6 +164,16 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         """The results of `call_async`, one for each environment; as `ParallelEnv.call_wait`."""
         return self.env.call_wait(timeout)
 
+    def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
+        """As `ParallelEnv.save_state`."""
+        return self._stepper.save_state(env_ids)
+
+    @exclusive("load_state")
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[ByAgent, ByAgent]:
+        """As `ParallelEnv.load_state`; returns observations and infos, by agent."""
+        observations, *_, infos = self._results(self._stepper.load_state(states, env_ids)[0])
+        return observations, infos
+
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Close the environment; arguments are those of `ParallelEnv.close`. Discards a step in flight."""
         self._stepper.close(terminate=terminate, **kwargs if timeout is None else {**kwargs, "timeout": timeout})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -219,6 +219,12 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         done = np.flatnonzero(terminations | truncations).tolist() if self._same_step else []
         infos = self._infos(arrays, done)
         return rows.flat_observations(arrays), rewards, terminations, truncations, infos
+
+    def _own_state(self, env_id: int) -> Any:
+        return self._rows.saved(env_id)
+
+    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
+        self._rows.load(states, after=after)
 
     def _infos(self, arrays: Arrays, done: Sequence[int] = ()) -> dict[str, Any]:
         """Infos by row; those of rows that are `done` have the last observation and info, as Gymnasium's SAME_STEP."""

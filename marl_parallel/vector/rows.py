@@ -138,7 +138,19 @@ class AgentRows:
 
     def note_reset(self, env_ids: Sequence[int] | None = None) -> None:
         """Note that these environments have been reset; None for all."""
-        self.dead[slice(None) if env_ids is None else [*env_ids]] = False
+        rows = slice(None) if env_ids is None else [*env_ids]
+        self.dead[rows] = self.were_dead[rows] = False
+        self.any_dead = bool(self.dead.any())
+
+    def saved(self, env_id: int) -> tuple[list[bool], list[bool]]:
+        """Who was dead in an environment before the latest step, and after it; for `load`."""
+        return self.were_dead[env_id].tolist(), self.dead[env_id].tolist()
+
+    def load(self, saved: Mapping[int, tuple[list[bool], list[bool]] | None], *, after: bool) -> None:
+        """Go on from what `saved` has returned, before the latest step or `after` it; nobody is dead for None."""
+        self.dead = self.dead.copy()
+        for env_id, of_env in saved.items():
+            self.dead[env_id] = False if of_env is None else of_env[after]
         self.any_dead = bool(self.dead.any())
 
     def flags(self, arrays: Arrays) -> Flags:

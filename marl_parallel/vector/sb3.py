@@ -9,7 +9,7 @@ import copy
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -211,6 +211,26 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         arrays.rewards[were_dead] = 0.0
         stacking.clear(observations, np.flatnonzero(self._rows.dead))
         return observations, arrays.rewards.ravel(), dones.ravel(), infos
+
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[Any, Any]:
+        observations, infos = super().load_state(states, env_ids)
+        for info in infos:
+            info.pop("episode", None)  # the caller has had it
+        return observations, infos
+
+    def _own_state(self, env_id: int) -> Any:
+        sums = self._returns[env_id].tolist(), self._lengths[env_id].tolist()
+        return self._rows.saved(env_id), *sums, self.reset_infos[self._rows_of(env_id)]
+
+    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
+        self._rows.load({env_id: None if own is None else own[0] for env_id, own in states.items()}, after=after)
+        for env_id, own in states.items():
+            self._returns[env_id], self._lengths[env_id] = (0.0, 0.0) if own is None else own[1:3]
+            if own is not None:
+                self.reset_infos[self._rows_of(env_id)] = own[3]
+
+    def _rows_of(self, env_id: int) -> slice:
+        return slice(env_id * self._per_env, (env_id + 1) * self._per_env)
 
     def action_masks(self) -> NDArray[np.bool_]:
         """The action masks of all rows, for `sb3_contrib.MaskablePPO`: bool `(num_envs, num_choices)`, True = allowed.

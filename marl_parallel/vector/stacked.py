@@ -377,6 +377,16 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
                 if before is not None and isinstance(common, Mapping) and common.get("restarted") is True:
                     self.final_state[place] = before[place]
 
+    def _own_state(self, env_id: int) -> Any:
+        return None if self.final_state is None else self.final_state[env_id]
+
+    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
+        if after and self.final_state is not None:
+            self.final_state = self.final_state.copy()
+            for env_id, own in states.items():
+                if own is not None:
+                    self.final_state[env_id] = own
+
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def by_group(self, values: Grouped) -> dict[str, Any]:

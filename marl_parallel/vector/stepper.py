@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 from gymnasium import Space
@@ -24,6 +24,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, Stacked
 from marl_parallel.core.arrays import action_masks
 from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.pool.saved_states import to_bytes
 from marl_parallel.core.spaces import is_vector
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import BatchRunner, Options, Seeds
@@ -111,7 +112,7 @@ class ArrayStepper(OfParallelEnv):
         name = type(facade).__name__
         self.env, self.runner = env, open_runner(env, name, modes or tuple(AutoresetMode))
         self.mode = self.runner.mode
-        self._facade, self._guard = weakref.ref(facade), self.runner.guard
+        self._facade, self._guard, self._name = weakref.ref(facade), self.runner.guard, name
         schema, batch = self.runner.schema, self.runner.batch
         if not schema.possible_agents:
             raise ValueError(f"{name} needs to know all agents beforehand, but possible_agents is empty")
@@ -173,6 +174,43 @@ class ArrayStepper(OfParallelEnv):
         self.runner.claim(self._facade)
         self._resetting = self.runner.checked_ids(env_ids), last
         self.in_flight = True
+
+    @exclusive("save_state")
+    def save_state(
+        self, env_ids: Sequence[int] | None = None, own: Callable[[int], Any] = lambda _: None
+    ) -> list[bytes]:
+        """Save environments, as `ParallelEnv.save_state`, whose errors it has.
+
+        Args:
+            env_ids: Which environments; None for all.
+            own: Returns what the facade itself knows of an environment, which must pickle.
+        """
+        saved, name = self.runner.save_state(env_ids), self._name
+        return [to_bytes(state._replace(facade={**state.facade, name: own(i)})) for i, state in saved.items()]
+
+    @exclusive("load_state")
+    def load_state(
+        self, states: Sequence[bytes], env_ids: Sequence[int] | None = None
+    ) -> tuple[Arrays, dict[int, Any]]:
+        """Load environments, as `ParallelEnv.load_state`, whose errors it has; `reset` need not be called before.
+
+        Args:
+            states: One for each of `env_ids`.
+            env_ids: Which environments; None for all. The others' observations stay.
+
+        Returns:
+            The arrays of the latest reset or step at that time. And by environment what `own` has returned, None for a
+            state that a facade of another class has saved.
+
+        Raises:
+            RuntimeError: Another facade steps this environment.
+            ResetNeeded: Only some are to be loaded, and the others have never been reset.
+        """
+        last = self._last_before_reset("load_state", env_ids)
+        loaded, extras = self.runner.load_state(states, env_ids)
+        self.runner.claim(self._facade)
+        arrays = self.view.read(extras) if last is None else self.view.read_some(tuple(loaded), extras, last)
+        return self._noted(arrays), {env_id: state.facade.get(self._name) for env_id, state in loaded.items()}
 
     def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
         """What the arrays of a reset have of the others; None if all are reset."""
@@ -470,6 +508,34 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
             TimeoutError: The step has not ended in time. Nothing is lost, and this can be called again.
         """
         return self._results(self._stepper.receive(timeout))
+
+    @exclusive("save_state")
+    def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
+        """Save environments, and what this facade knows of them; as `ParallelEnv.save_state`."""
+        return self._stepper.save_state(env_ids, self._own_state)
+
+    @exclusive("load_state")
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[Any, Any]:
+        """Go on from what `save_state` has returned; arguments and errors are those of `ParallelEnv.load_state`.
+
+        Returns observations and infos of the latest step or reset at that time, in the form of `step`.
+        """
+        arrays, own = self._stepper.load_state(states, env_ids)
+        self._set_own_states(own, after=False)
+        observations, *_, infos = cast("tuple[Any, ...]", self._results(arrays))
+        self._set_own_states(own, after=True)
+        return observations, infos
+
+    def _own_state(self, env_id: int) -> Any:
+        """What a facade knows of an environment besides the latest arrays; None for nothing."""
+        return None
+
+    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
+        """Go on from what `_own_state` has returned, by environment.
+
+        Called before the latest arrays become results once more, with what is known of the time before that step, and
+        `after` that.
+        """
 
 
 # -- vector rewards as numbers -----------------------------------------------------------------------------------------

@@ -68,6 +68,12 @@ class StackedTensors:
             observations, infos = self.env.reset(seed, options, env_ids)
         return self._sent(observations), infos
 
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[Grouped, Infos]:
+        """As `StackedVecEnv.load_state`."""
+        with self._into_pinned():
+            observations, infos = self.env.load_state(states, env_ids)
+        return self._sent(observations), infos
+
     def step(self, actions: Grouped) -> Results:
         """As `StackedVecEnv.step`; actions are tensors of any device, or arrays."""
         self.step_async(actions)

@@ -152,6 +152,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             raise ValueError(f"return_state=True, but the state_space of these environments is {state_space}")
         self._returns_state = return_state
         self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
+        self._own = self._ended  # the agents whose own flag was set in the latest step
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
         self._sent: dict[int, Any] = {}  # by environment in flight, the row that was sent; None for a reset
@@ -248,6 +249,24 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         stepped = torch.zeros(self.env.num_envs, dtype=torch.bool, device=result.device)
         stepped[ids] = True
         return result.where(stepped, self._skip_tensordict(tensordict))
+
+    @exclusive("save_state")
+    def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
+        """As `ParallelEnv.save_state`."""
+        return self._stepper.save_state(
+            env_ids, lambda env_id: (self._ended[env_id].tolist(), self._own[env_id].tolist())
+        )
+
+    @exclusive("load_state")
+    def load_state(self, states: Sequence[bytes]) -> TensorDictBase:
+        """As `ParallelEnv.load_state`, of all environments; returns what `reset` returns, with which a loop goes on."""
+        arrays, own = self._stepper.load_state(states)
+        flagged = np.zeros_like(self._ended)
+        for env_id, saved in own.items():
+            self._ended[env_id], flagged[env_id] = (False, False) if saved is None else saved
+        self._unseeded[:] = False
+        self.infos = dict(arrays.infos)
+        return self._tensors(arrays, flagged)
 
     def _set_rewards(self, tensordict: TensorDictBase, arrays: Arrays) -> None:
         for name, group in self._groups.items():
@@ -498,6 +517,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     def _tensors(self, arrays: Arrays, own: NDArray[np.bool_] | bool = False) -> TensorDictBase:
         """Observations and flags; `own`, `(num_envs, agents)`, marks the agents with a flag of their own."""
         self._ended |= own
+        self._own = np.broadcast_to(own, self._ended.shape)
         terminated = np.where(own, arrays.terminations, arrays.terminated[:, None])
         truncated = np.where(own, arrays.truncations, arrays.truncated[:, None])
         of_agents = dict(zip(_FLAGS, (terminated | truncated, terminated, truncated)))

@@ -38,6 +38,7 @@ ERRORS = {
     ("runner", "recv", "NoAsyncCallError"): "`recv`",
     ("runner", "finish_call", "NoAsyncCallError"): "`call_wait`",
     ("runner", "watch_states", "NotImplementedError"): "`with_state=True`",
+    ("runner", "_saved_states", "NotImplementedError"): "`save_state` and `load_state`",
     ("runner", "check_idle", "AlreadyPendingCallError"): "in flight",
     ("runner", "check_not_calling", "AlreadyPendingCallError"): "`call_async`",
     ("runner", "check_has_reset", "ResetNeeded"): "before the first `reset`",

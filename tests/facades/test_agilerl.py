@@ -19,6 +19,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector.utils import batch_space
 from helpers import ROOT
 from helpers.batches import as_dicts, assert_vector_info, at, same
+from helpers.comparison import assert_same
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.array_agents import ArrayAgents, WaitsForFile
 from simulators.crashing import Fate, crashing
@@ -482,3 +483,21 @@ def test_two_facades_of_one_environment(env):
     env.reset()
     with pytest.raises(RuntimeError, match="stepped by a AgileRLVecEnv already"):
         other.reset()
+
+
+@pytest.mark.parametrize("name", ["spread", "arrays"])
+def test_saved_states(name):
+    first, other = (AgileRLVecEnv(ParallelEnv([MAKERS[name]] * COPIES, backend="serial")) for _ in range(2))
+    spaces_of = {agent: batch_space(first.single_action_space(agent), COPIES) for agent in first.agents}
+    observations, _ = first.reset()
+    for time in range(8):
+        loaded, _ = other.load_state(first.save_state())
+        assert_same(loaded, observations)
+        for place, space in enumerate(spaces_of.values()):
+            space.seed(9 * time + place)
+        actions = {agent: space.sample() for agent, space in spaces_of.items()}
+        results = first.step(actions)
+        assert_same(other.step(actions)[:4], results[:4])
+        observations = results[0]
+    first.close()
+    other.close()

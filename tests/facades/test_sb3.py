@@ -478,3 +478,27 @@ def test_refused_observation_names_its_part():
     with pytest.raises(ValueError, match=r"agent 'a' observes Dict.* has a part without .*: \['more'\]\[0\], Text"):
         SB3VecEnv(parallel)
     parallel.close()
+
+
+@pytest.mark.parametrize("name", ["spread", "variable", "returning"])
+def test_saved_states(name):
+    """Another `SB3VecEnv` goes on: rows, masks of the dead, and the returns of running episodes."""
+    first, other = (SB3VecEnv(ParallelEnv([MAKERS[name]] * COPIES, backend="serial")) for _ in range(2))
+    actions = [sample_rows(first.action_space, first.num_envs) for _ in range(14)]
+    first.reset()
+    for start in range(10):
+        other.load_state(first.save_state())
+        for row in actions[start : start + 4]:
+            before = first.save_state()
+            results, again = first.step(row), other.step(row)
+            for info in (*results[3], *again[3]):
+                info.get("episode", {}).pop("t", None)  # seconds since the facade was made
+            assert same(again[:3], results[:3])
+            assert str(again[3]) == str(results[3])
+            assert same(other.acting, first.acting)
+            if row is actions[start]:
+                kept = before
+        first.load_state(kept)
+        first.step(actions[start])
+    first.close()
+    other.close()

@@ -501,3 +501,26 @@ def test_refused_space_names_its_part():
     with pytest.raises(ValueError, match=r"agent 'a': the observation space Dict.* has no form .* \['mission'\], Text"):
         TorchRLEnv(parallel)
     parallel.close()
+
+
+def test_saved_states():
+    """Another `TorchRLEnv` goes on from the tensors that it returns."""
+    first, other = (TorchRLEnv(ParallelEnv([StackableAgents] * 3, False, backend="serial")) for _ in range(2))
+    current = first.reset()
+    for _ in range(6):
+        states = first.save_state()
+        assert_same_tensors(other.load_state(states), current)
+        acted = first.rand_action(current)
+        stepped, again = first.step(acted.clone()), other.step(acted.clone())
+        assert_same_tensors(again["next"], stepped["next"])
+        current = stepped["next"].exclude("reward", *[(group, "reward") for group in first.group_map])
+        if current["done"].any():
+            current = first.reset(current.set("_reset", current["done"].clone()))
+            assert_same_tensors(other.load_state(first.save_state()), current)
+    first.close()
+    other.close()
+
+
+def assert_same_tensors(actual: Any, expected: Any) -> None:
+    for key in expected.keys(include_nested=True, leaves_only=True):
+        assert torch.equal(actual[key], expected[key]), key

@@ -134,6 +134,13 @@ class Extension:
     def after_close(self) -> None:
         """All workers have ended."""
 
+    def save(self, slot: Slot) -> Any:
+        """What is known of an environment that is not in flight, for `load`; it must pickle."""
+        return None
+
+    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
+        """Go on from what `save` has returned, None if there was no such extension; its record has these extras."""
+
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         """What is to be added to the statistics of some environments."""
         return WorkerStats()

@@ -26,9 +26,9 @@ from gymnasium.error import ClosedEnvironmentError
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Failure, Lost, Message, Rebuild, Reply, Request, name_of
-from marl_parallel.core.pickling import loads
+from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Hooks, Interrupted
-from marl_parallel.core.pool.slots import OnReply, Results, Slot, State, WorkerQueue
+from marl_parallel.core.pool.slots import OnReply, Results, Slot, Snapshot, State, WorkerQueue
 from marl_parallel.core.reports import logger
 from marl_parallel.core.source import Source
 from marl_parallel.core.worker_status import Activity, Running
@@ -56,6 +56,8 @@ class Pool(Source):
         is_lean: Whether `step_all` may be called: every slot is idle and has a result, and no extension needs to see
             the next ones.
         around: Called with the name of what a call does; a context of the call, or None if it is in one already.
+        latest: By environment, the pickled extras of its latest record that had any.
+        replaced: By environment, the `Snapshot` that its caller has received in place of its record, pickled.
     """
 
     def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
@@ -79,6 +81,8 @@ class Pool(Source):
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
         self.is_lean = False
         self._done = 0  # how many slots are done
+        self.latest: dict[int, bytes] = {}
+        self.replaced: dict[int, bytes] = {}
         self._results: dict[int, Any] = {}  # of `execute`, by environment
         self._errors: list[ParallelEnvError] | None = None  # of faults in the present `execute` that were dealt with
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
@@ -286,6 +290,7 @@ class Pool(Source):
                 extras.update(reply.results)
         if complete == len(replies) == len(requests) and not self.closed:
             if extras:
+                self.latest.update(extras)
                 extras = {env_id: self.read(env_id, result) for env_id, result in extras.items()}
             for worker in requests:
                 queues[worker].requests.clear()
@@ -357,7 +362,9 @@ class Pool(Source):
             slot.request, slot.state, slot.result = None, State.IDLE, None
         self.in_flight -= len(done)
         self._done -= len(done)
-        self.is_lean = len(done) == len(self.slots) and not self._owes_extensions() and self._are_quiet()
+        self.is_lean = (
+            len(done) == len(self.slots) and not self.replaced and not self._owes_extensions() and self._are_quiet()
+        )
         return Results(tuple([slot.env_id for slot in done]), resets, extras)
 
     def _are_quiet(self) -> bool:
@@ -493,6 +500,7 @@ class Pool(Source):
         """Take the result of a step or reset, with its pickled extras, unless an extension holds it back."""
         result = extras
         if extras is not None:
+            self.latest[slot.env_id] = extras
             try:
                 result = self.read(slot.env_id, extras)
             except EnvError as error:
@@ -507,6 +515,10 @@ class Pool(Source):
     def finish(self, slot: Slot, completed: float, result: Any) -> None:
         """Note that the result of a slot is here: its unpickled extras, or a `Snapshot`."""
         self._done += slot.state is not State.DONE
+        if type(result) is Snapshot:
+            self.replaced[slot.env_id] = dumps(result)
+        elif self.replaced:
+            self.replaced.pop(slot.env_id, None)
         slot.state, slot.completed, slot.result = State.DONE, completed, result
 
     def read(self, env_id: int, result: Any) -> Any:
@@ -592,6 +604,17 @@ class Pool(Source):
         """Note that what environments are constructed with has changed, such as their seeds."""
         for on_outdated in self._hooks.of(Extension.on_outdated):
             on_outdated(env_ids)
+
+    def saved_by_extensions(self, slot: Slot) -> dict[str, Any]:
+        """What extensions know of an environment, by their names."""
+        saved = {type(one).__name__: one.save(slot) for one in self._extensions}
+        return {name: value for name, value in saved.items() if value is not None}
+
+    def load_extensions(self, slot: Slot, saved: Mapping[str, Any]) -> None:
+        """Have extensions go on from what `saved_by_extensions` has returned."""
+        for one in self._extensions:
+            one.load(slot, saved.get(type(one).__name__), self.latest.get(slot.env_id))
+        self.is_lean, self.seeds_stale = False, True
 
     def note_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
         """Note that the environment of a rebuild takes the place of another one."""

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from marl_parallel.core.batch import Batch
+from marl_parallel.core.episode import merged_options
 from marl_parallel.core.messages import Block, Failure, Message, Plan, Rebuild, Refusal, Reply, Watch
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.settings import SettingsAtResets
+from marl_parallel.core.pool.slots import Slot
 from marl_parallel.types import WorkerStats
 
 
@@ -24,7 +26,8 @@ class _Record:
 
     count: int = 0  # how often it has been constructed again, for whatever reason
     restarts: Counter[str] = field(default_factory=Counter)  # after faults and on request, by `restart_kinds`
-    options: dict[Any, Any] = field(default_factory=dict)  # of earlier resets, if the environment remembers them
+    remembered: dict[Any, Any] = field(default_factory=dict)  # options of resets, if the environment remembers them
+    options: bytes | None = None  # of every reset that passes none, pickled: those of `set_options`
 
 
 class Rebuilds(Extension):
@@ -60,16 +63,36 @@ class Rebuilds(Extension):
         self.traced, self.watch = False, Watch()
         self._records = [_Record() for _ in pool.slots]
 
+    def options(self, env_id: int) -> bytes | None:
+        """The options of every reset of an environment that passes none, pickled; None if there are none."""
+        return self._records[env_id].options
+
+    def set_options(self, options: Mapping[int, bytes | None]) -> None:
+        """Set the options of later resets, by environment."""
+        for env_id, pickled in options.items():
+            self._records[env_id].options = pickled
+
+    def remember_replaced(self, options: Mapping[int, bytes | None]) -> None:
+        """Note options that `set_options` has replaced: environments that remember options have them still."""
+        for env_id, pickled in options.items() if self._options_last else ():
+            record = self._records[env_id]
+            record.remembered = merged_options(record.remembered, _unpickled(pickled))
+
     def merged_options(self, env_id: int, options: Mapping[Any, Any]) -> Any:
-        """The options of a reset, with earlier ones if the environment remembers them: it may have been rebuilt."""
-        return {**self._records[env_id].options, **options} if self._options_last else options
+        """The options of a reset that passes these, merged over those of `set_options`.
+
+        If the environment remembers options, earlier ones are merged, too: it may have been rebuilt.
+        """
+        record = self._records[env_id]
+        earlier = record.remembered if self._options_last else None
+        return merged_options(merged_options(earlier, _unpickled(record.options)), options)
 
     def remember_options(self, env_id: int, options: dict[Any, Any]) -> bool:
         """Store merged options, if the environment remembers them; returns whether they are other ones than before."""
         if not self._options_last:
             return False
         record = self._records[env_id]
-        before, record.options = record.options, options
+        before, record.remembered = record.remembered, options
         return dumps(options) != dumps(before)
 
     def count(self, env_id: int) -> int:
@@ -102,10 +125,13 @@ class Rebuilds(Extension):
             rebuilds=count,
             settings=self._settings.present or self.plan.settings,
         )
-        options = self._records[env_id].options
-        if options:
-            keywords = dumps({**({} if keywords is None else loads(keywords)), "options": options})
-        return Rebuild(plan, self._block, reset=reset, keywords=keywords, watch=self.watch)
+        record = self._records[env_id]
+        passed = {} if keywords is None else loads(keywords)
+        if record.remembered and passed.get("options") is None:  # else they have been merged
+            # At once, these count as passed; later, what `set_options` has set then is merged over them.
+            options = merged_options(record.remembered, _unpickled(record.options)) if reset else record.remembered
+            keywords = dumps({**passed, "options": options})
+        return Rebuild(plan, self._block, reset=reset, keywords=keywords, watch=self.watch, options=record.options)
 
     def rebuild(self, env_ids: Sequence[int]) -> None:
         """Construct environments again, which are not in flight, and count them as never reset."""
@@ -124,9 +150,21 @@ class Rebuilds(Extension):
     def _on_rebuilt(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
         failures.update(refusals(reply))
 
+    def save(self, slot: Slot) -> Any:
+        record = self._records[slot.env_id]
+        return record.count, dict(record.restarts), record.remembered, record.options
+
+    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
+        count, restarts, remembered, options = saved
+        self._records[slot.env_id] = _Record(count, Counter(restarts), remembered, options)
+
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         kinds = sum([self._records[env_id].restarts for env_id in env_ids], Counter[str]())
         return WorkerStats(restarts=kinds.total(), restart_kinds=kinds)
+
+
+def _unpickled(options: bytes | None) -> Any:
+    return None if options is None else loads(options)
 
 
 def refusals(reply: Reply) -> dict[int, Failure]:

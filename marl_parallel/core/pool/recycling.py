@@ -616,6 +616,15 @@ class Recycling(Extension):
             finally:
                 del error  # as `Pool.fault` says
 
+    def save(self, slot: Slot) -> Any:
+        return self._episodes(slot), self._records[slot.env_id].recycled
+
+    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
+        episodes, recycled_before = saved or (0, 0)
+        ended, now = self._ended[slot.env_id], self._pool.clock()
+        self._records[slot.env_id] = _Record(now, ended - episodes, recycled_before)
+        self._episodes_seen = -1
+
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         return WorkerStats(recycled=sum(self._records[env_id].recycled for env_id in env_ids))
 

@@ -4,6 +4,7 @@ Each request is noted before it is posted, when the action records in the block 
 
     STEP               the bytes of the action record, and the pickled extras
     RESET, REBUILD     a new episode: its seed and options; the steps before it are dropped
+    OPTIONS            the options of episodes that begin from then on
     ADOPT              a new episode, in an environment that takes the place of another (`on_taken_over`)
     a fault            a file for each environment that failed; the report names it
 
@@ -23,7 +24,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.core.array_file import self_contained
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.episode import needs_actions
+from marl_parallel.core.episode import merged_options, needs_actions
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Plan, Rebuild, Request
 from marl_parallel.core.pickling import dumps_for_workers, loads
 from marl_parallel.core.pool.extensions import Extension, Fault
@@ -63,6 +64,9 @@ class History:
     number: int = 0  # likewise
     seeds_generators: bool = False  # as of `Crash`
     options: Any = None
+    standing: bytes | None = None  # the options of every reset that passes none, pickled
+    # Those of an episode that the latest step has begun, if `standing` has changed since, before `_catch_up`.
+    begun_with: tuple[bytes | None] | None = None
     count: int = 0  # the steps of the episode
     begun: bool = False  # whether there is an episode
     postponed: dict[str, Any] | None = None  # keywords of the reset of an environment that has been rebuilt
@@ -113,16 +117,22 @@ class Histories(Extension):
             for env_id, pickled in payload.items():
                 history = self._histories[env_id]
                 self._catch_up(env_id, history)
-                self._begin(history, {**(history.postponed or {}), **_keywords(pickled)})
+                self._begin(history, _keywords(pickled))
         elif message is Message.REBUILD or message is Message.PREPARE:
             for env_id, rebuild in payload.items():
                 if message is Message.REBUILD or self._slots[env_id].worker == worker:  # else it takes its place later
                     self.on_taken_over(self._slots[env_id], rebuild)
+        elif message is Message.OPTIONS:
+            for env_id, pickled in payload.items():
+                history = self._histories[env_id]
+                if history.begun_with is None and self._has_begun(env_id, history):
+                    history.begun_with = (history.standing,)
+                history.standing = pickled
         elif message is Message.ADOPT:
             assert env_ids is not None
             for env_id in env_ids:
                 history = self._histories[env_id]
-                self._begin(history, history.postponed or {})
+                self._begin(history, {})
         return request
 
     def on_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
@@ -150,7 +160,7 @@ class Histories(Extension):
     def _is_stepped(self, env_id: int, history: History) -> bool:
         """Whether a step reaches the simulator of an environment whose episode is over, or begins the next one."""
         if self._next_step:
-            self._begin(history, history.postponed or {})
+            self._begin(history, {})
             return False
         rules = self._layout.schema.rules
         return history.postponed is None and needs_actions(rules, self._plan.mode, self._batch.is_over(env_id))
@@ -160,8 +170,14 @@ class Histories(Extension):
 
         The record of an environment that has been rebuilt and not been reset since is that of the old one.
         """
-        if history.postponed is None and self._code.unpack_from(self._view, self._places[env_id][1])[0] & FINAL:
+        if self._has_begun(env_id, history):
             self._begin(history, {})
+
+    def _has_begun(self, env_id: int, history: History) -> bool:
+        """Whether the latest step has begun an episode."""
+        return history.postponed is None and bool(
+            self._code.unpack_from(self._view, self._places[env_id][1])[0] & FINAL
+        )
 
     @staticmethod
     def _seed(plan: Plan, env_id: int) -> int:
@@ -169,17 +185,34 @@ class Histories(Extension):
         assert seed is not None  # `replay=` is refused with seed="own"
         return seed
 
-    def _begin(self, history: History, keywords: Mapping[str, Any]) -> None:
+    def _begin(self, history: History, passed: Mapping[str, Any]) -> None:
+        """Note that an episode begins, with keywords that its reset has been passed; see `Episode.reset`."""
+        keywords = {**(history.postponed or {}), **passed}
         seed, options = keywords.get("seed"), keywords.get("options")
+        if passed.get("options") is None:
+            standing = history.standing if history.begun_with is None else history.begun_with[0]
+            options = merged_options(options, None if standing is None else loads(standing))
+            if self._layout.schema.options_last:
+                options = merged_options(history.options, options)
         if seed is None:
             history.number += 1
         else:
             history.seed, history.number = seed, 0
             history.seeds_generators = self._plan.isolate_rng and bool(keywords.get(SEEDS_GENERATORS))
-        if options is not None or not self._layout.schema.options_last:
-            history.options = options
+        history.options, history.begun_with = options, None
         history.steps.clear()
         history.count, history.begun, history.postponed, history.saved = 0, True, None, False
+
+    def save(self, slot: Slot) -> Any:
+        return replace(self._histories[slot.env_id], steps=deque())
+
+    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
+        history = self._histories[slot.env_id]
+        if saved is not None:
+            saved.steps = history.steps
+            self._histories[slot.env_id] = history = saved
+        history.steps.clear()
+        history.begun &= history.count == 0  # else the first steps of the episode are missing: no file of it
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
@@ -206,7 +239,7 @@ class Histories(Extension):
                 continue
             if history.postponed is not None:
                 if method in ("reset", "state", "render"):
-                    self._begin(history, history.postponed)
+                    self._begin(history, {})
             elif method != "unpickle" and slot.state is not State.BUSY and not slot.skips:
                 self._catch_up(env_id, history)
             if not history.begun:

@@ -80,6 +80,16 @@ class _Record:
         return self.fault is not None and self.fault.next_result is None
 
 
+class _SavedRecord(NamedTuple):
+    """What is saved of a `_Record`, between two steps."""
+
+    fault: _Unreported | None = None
+    counted: int = 0
+    ages: Sequence[float] = ()  # of the latest faults that count, in seconds
+    needs_reset: bool = False
+    reported: dict[AgentID, Any] | None = None
+
+
 class Restarts(Extension):
     """What `on_error="restart"` adds to a pool.
 
@@ -153,6 +163,17 @@ class Restarts(Extension):
     def _set_fault(self, slot: Slot, fault: _Unreported | None) -> None:
         self._records[slot.env_id].fault = fault
         slot.skips = fault is not None
+
+    def save(self, slot: Slot) -> Any:
+        record, now = self._records[slot.env_id], self._pool.clock()
+        ages = [now - moment for moment in record.recent]
+        return _SavedRecord(record.fault, record.counted, ages, record.needs_reset, record.reported)
+
+    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
+        saved, now = saved or _SavedRecord(), self._pool.clock()
+        recent = deque([now - age for age in saved.ages])
+        self._records[slot.env_id] = _Record(None, saved.counted, recent, saved.needs_reset, saved.reported, extras)
+        self._set_fault(slot, saved.fault)
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
@@ -359,6 +380,8 @@ class Restarts(Extension):
         assert fault is not None
         if self._resets_at_once(slot):
             self._note_result(record, pickled)
+            if pickled is not None:
+                self._pool.latest[slot.env_id] = pickled
             fresh = self._batch.snapshot(slot.env_id, extras)
             if fault.interrupted is Message.RESET:
                 result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))

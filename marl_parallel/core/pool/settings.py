@@ -31,7 +31,7 @@ class SettingsAtResets(Extension):
         return env_ids
 
     def before_post(self, worker: int, request: Request) -> Request:
-        if request.message not in _BEGIN or self._sent.get(worker) is self.present:
+        if request.message not in _BEGIN or not self.present or self._sent.get(worker) is self.present:
             return request
         self._sent[worker] = self.present
         return request._replace(settings=self.present)

@@ -30,6 +30,8 @@ LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
     Message.ATTACH: (Activity.START,),
     Message.REBUILD: (Activity.START, Activity.RESET),
     Message.PREPARE: (Activity.START, Activity.RESET),
+    Message.LOAD: (Activity.START, Activity.RESET),
+    Message.REPLACE: (Activity.START, Activity.RESET),
     Message.CLOSE: (Activity.CLOSE,),
     Message.RESET: (Activity.RESET,),
     Message.STEP: (Activity.STEP, Activity.RESET),

@@ -1,0 +1,213 @@
+"""Environments as bytes, seen by the caller: what `save_state` and `load_state` do below the runner.
+
+A state has what the worker knows (`SAVE`), and what the caller's side knows of the same environment::
+
+    simulator, who is alive and acts, seeds, generators        worker.py, saved_simulator.py
+    the latest transition, as its record has it                 it is written into the block again
+    the latest result, where it was another one                after a restart or a move
+    action masks, statistics                                    batch.py, statistics.py
+    rebuilds, options, restarts, recycling, replays             `Extension.save`
+
+States are loaded in two steps, so that nothing changes if one of them cannot be loaded: `LOAD` makes all environments
+beside the present ones, and `REPLACE` puts them in their places.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from marl_parallel.core.batch import Batch
+from marl_parallel.core.episode import dicts_of
+from marl_parallel.core.messages import Message, Refusal, Saved
+from marl_parallel.core.pickling import dump_extras, dumps, loads
+from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.rebuilds import Rebuilds
+from marl_parallel.core.pool.slots import Slot, Snapshot
+from marl_parallel.core.statistics import Sums
+from marl_parallel.core.transition import ALL, Transition
+from marl_parallel.types import ParallelEnvError
+
+VERSION = 1
+_MAGIC = b"marl_parallel state %d\n"
+
+
+class EnvState(NamedTuple):
+    """Everything about one environment."""
+
+    mode: str
+    agents: list[Any]
+    saved: Saved
+    transition: Transition  # in the record
+    result: Snapshot  # as its caller has received it
+    is_replaced: bool  # whether that is another one
+    statistics: Sums
+    extensions: dict[str, Any]
+    base_seed: int | None
+    seed: int | None
+    sampler: tuple[int | None, Any]  # the seed of random actions, and their sampler, if it has been used
+    facade: dict[str, Any]  # what a facade has added, by its name
+
+
+def to_bytes(state: EnvState) -> bytes:
+    """A state as a line with the format, and a pickle."""
+    return _MAGIC % VERSION + dumps(tuple(state))
+
+
+def from_bytes(state: Any, whose: str) -> EnvState:
+    """The opposite of `to_bytes`; raises `TypeError` or `ValueError` for anything else."""
+    if not isinstance(state, bytes | bytearray | memoryview):
+        raise TypeError(f"{whose}: its state must be bytes of save_state, got {type(state).__name__}")
+    state = bytes(state)
+    first, newline, rest = state.partition(b"\n")
+    if first + newline != _MAGIC % VERSION:
+        if first.startswith(_MAGIC.partition(b"%")[0]):
+            number = first.split()[-1].decode(errors="replace")
+            raise ValueError(
+                f"{whose}: its state has the format {number}, and this release of marl_parallel reads {VERSION}: load "
+                "it with the release that has saved it"
+            )
+        raise ValueError(f"{whose}: its state was not made by save_state, it begins with {state[:20]!r}")
+    try:
+        return EnvState(*loads(rest))
+    except (ImportError, AttributeError) as error:
+        raise TypeError(f"{whose}: its state cannot be loaded: {type(error).__name__}: {error}") from error
+    except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
+        raise ValueError(f"{whose}: its state is damaged: {type(error).__name__}: {error}") from error
+
+
+class SavedStates:
+    """Saves and loads environments that are not in flight.
+
+    Args:
+        pool: The pool.
+        batch: The environments' records.
+        rebuilds: Makes the requests to construct environments.
+    """
+
+    def __init__(self, pool: Pool, batch: Batch, rebuilds: Rebuilds) -> None:
+        self._pool, self._batch, self.rebuilds = pool, batch, rebuilds
+        self.drawing: list[int] = []  # the environments whose workers draw from generators that are not saved
+
+    def save(self, env_ids: Sequence[int]) -> dict[int, EnvState]:
+        """The states of environments; raises `TypeError` if one of them cannot be pickled."""
+        results = self._pool.execute_in(Message.SAVE, env_ids)
+        for env_id in env_ids:
+            if isinstance(results[env_id], Refusal):
+                raise TypeError(
+                    f"environment {env_id} (worker {self._pool.slots[env_id].worker}): {results[env_id].text}. What to "
+                    "do: leave that out in __getstate__ and make it again in __setstate__, or give the simulator "
+                    "methods get_state() and set_state(state) that save and load everything"
+                )
+        self.drawing = [env_id for env_id in env_ids if results[env_id].draws]
+        return {env_id: self._state(self._pool.slots[env_id], results[env_id]) for env_id in env_ids}
+
+    def _state(self, slot: Slot, saved: Saved) -> EnvState:
+        env_id, batch = slot.env_id, self._batch
+        extensions = self._pool.saved_by_extensions(slot)
+        acting, alive, over = [*batch.acting_in(env_id)], [*batch.alive_in(env_id)], batch.is_over(env_id)
+        masks, unreported = batch.masks(env_id), _unreported(extensions)
+        pickled = self._pool.replaced.get(env_id)
+        if unreported is not None:  # a restart that the caller has not heard of: the record may be a new one's
+            observations, flags = unreported.dicts[0], {ALL: False}
+            result = Snapshot((observations, {}, flags, {**flags}, {}), acting, alive, over, masks)
+            transition = _as_transition(unreported.next_result or result)
+        elif pickled is not None:  # the record may be partially written
+            result = loads(pickled)._replace(acting=acting, alive=alive, over=over, masks=masks)
+            transition = _as_transition(result)
+        else:
+            extras = self._pool.latest.get(env_id) if batch.transitions.has_extras(env_id) else None
+            transition = batch.transition(env_id, None if extras is None else loads(extras))
+            result = Snapshot(dicts_of(transition), acting, alive, over, masks)
+        is_replaced = unreported is not None or pickled is not None
+        sums = batch.statistics.save(env_id)
+        return EnvState(
+            batch.mode.name, [*batch.layout.schema.possible_agents], saved._replace(plan=None, options=None),
+            transition, result, is_replaced, sums, extensions, self.rebuilds.base_seed, None, (None, None), {},
+        )  # fmt: skip
+
+    def check(self, states: Mapping[int, EnvState]) -> None:
+        """Raise `ValueError` for states of environments that work in another way."""
+        plan, schema = self.rebuilds.plan, self._batch.layout.schema
+        for env_id, state in states.items():
+            mode = self._batch.mode.name
+            if state.mode != mode:
+                raise ValueError(
+                    f"environment {env_id}: its state was saved with auto_reset={state.mode!r}, and cannot be loaded "
+                    f"with {mode!r}"
+                )
+            if state.agents != schema.possible_agents:
+                raise ValueError(
+                    f"environment {env_id}: its state has the agents {state.agents}, and the environments here have "
+                    f"{schema.possible_agents}"
+                )
+            if state.saved.isolated and not plan.isolate_rng:
+                raise ValueError(
+                    f"environment {env_id}: its state has process-wide generators: pass isolate_rng=True here, too"
+                )
+            if _unreported(state.extensions) is not None and not plan.restarts:
+                raise ValueError(
+                    f"environment {env_id}: it had been restarted when its state was saved, and its next step was to "
+                    'report that: pass on_error="restart" here, too'
+                )
+
+    def load(self, states: Mapping[int, EnvState]) -> dict[int, Snapshot]:
+        """Put environments in the places of the present ones; returns the results that their callers had received.
+
+        Raises:
+            TypeError, ValueError: One cannot be loaded; nothing has changed.
+            ParallelEnvError: A fault.
+        """
+        pool = self._pool
+        payload = {env_id: self._payload(env_id, state) for env_id, state in states.items()}
+        try:
+            refused = pool.execute_in(Message.LOAD, states, payload)
+        except ParallelEnvError:
+            if not pool.closed:
+                pool.execute_in(Message.REPLACE, states, False)
+            raise
+        if refused:
+            pool.execute_in(Message.REPLACE, states, False)
+            env_id, refusal = next(iter(refused.items()))
+            kind = TypeError if refusal.kind is ModuleNotFoundError else refusal.kind
+            raise kind(f"environment {env_id} (worker {pool.slots[env_id].worker}): {refusal.text}")
+        pool.execute_in(Message.REPLACE, states, True)
+        for env_id, state in states.items():
+            self._take_over(pool.slots[env_id], state)
+        return {env_id: state.result for env_id, state in states.items()}
+
+    def note_outdated(self, env_ids: Sequence[int]) -> None:
+        """Have environments that are to take the place of others constructed anew."""
+        self._pool.alone("", self._pool.note_outdated, env_ids)
+
+    def _payload(self, env_id: int, state: EnvState) -> Saved:
+        seed, rebuilds = state.saved.built
+        plan = self.rebuilds.request(env_id, rebuilds).plan
+        plan = plan._replace(seeds={env_id: seed})
+        if not (state.saved.needs_constructor or state.saved.needs_arrays):
+            plan = plan._replace(constructors={}, adapter=None)
+        return state.saved._replace(plan=plan, options=state.extensions["Rebuilds"][3])
+
+    def _take_over(self, slot: Slot, state: EnvState) -> None:
+        env_id, pool = slot.env_id, self._pool
+        extras = self._batch.put(env_id, state.transition)
+        pool.latest.pop(env_id, None)
+        pool.replaced.pop(env_id, None)
+        if extras is not None:
+            pool.latest[env_id] = dump_extras(extras)
+        if state.is_replaced:
+            pool.replaced[env_id] = dumps(state.result)
+        slot.skips = False
+        self._batch.begin((env_id,))
+        self._batch.statistics.load(env_id, state.statistics)
+        pool.load_extensions(slot, state.extensions)
+
+
+def _unreported(extensions: Mapping[str, Any]) -> Any:
+    """The restart that the caller has not heard of; None if there is none."""
+    return getattr(extensions.get("Restarts"), "fault", None)
+
+
+def _as_transition(result: Snapshot) -> Transition:
+    return Transition(*result.dicts, alive=result.alive, acting=result.acting)

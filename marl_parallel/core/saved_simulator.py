@@ -1,0 +1,361 @@
+"""A simulator as bytes, from which another process makes it again: what `save_state` and `load_state` do in a worker.
+
+The simulator is pickled with its adapter and wrappers, except for what a pickle would lose::
+
+    objects that pickle only the arguments of their constructor (EzPickle)    with all attributes
+    views of arrays                                                          as views of the same memory
+    large arrays of the constructor that are as they were                    by their number; nothing is copied
+    fonts, clocks, surfaces of pygame; locks                                 made again
+    classes of the caller's script                                           by name: the script may have changed
+
+A layer that cannot be pickled (an engine in C++) may save itself, by a pair of methods such as `get_state` and
+`set_state`. Then a new environment is constructed when it is loaded, and its layer gets the state.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import io
+import pickle
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from marl_parallel.adapters import attributes
+from marl_parallel.adapters.protocol import MultiAgentEnv
+from marl_parallel.core.array_file import ConstructorArrays
+from marl_parallel.core.pickling import dumps_by_value
+from marl_parallel.core.reducers import SCRIPTS
+from marl_parallel.core.schema import CompactPickler
+from marl_parallel.core.unpicklable import path_to_unpicklable
+
+PAIRS = (
+    ("get_state", "set_state"),
+    ("save_state", "load_state"),
+    ("save_state", "restore_state"),
+    ("save_state", "restore"),
+    ("clone_state", "restore_state"),
+)
+"""Methods by which a layer of a simulator saves itself, and loads that; the first pair that it has counts."""
+
+_ARRAY, _LAYER = "array", "layer"  # what a pickle refers to
+
+
+class SavedSimulator(NamedTuple):
+    """A simulator and what belongs to it, pickled."""
+
+    pickled: bytes
+    needs_constructor: bool  # whether it is loaded into a new environment
+    needs_arrays: bool  # whether it refers to arrays of its constructor
+
+
+class CannotBeSaved(Exception):
+    """The text says what cannot be pickled, and where it is."""
+
+
+class CannotBeLoaded(Exception):
+    """The text says why."""
+
+
+class Loaded(NamedTuple):
+    """A simulator that has been made again."""
+
+    env: MultiAgentEnv
+    more: Any  # what was saved with it
+    uses_pygame: bool  # whether it has objects that are lost when another environment ends pygame
+
+
+def dump_simulator(env: MultiAgentEnv, more: Any, arrays: ConstructorArrays) -> SavedSimulator:
+    """Pickle an environment with its adapter, and `more` of it; raises `CannotBeSaved`."""
+    try:
+        return _dump(env, more, arrays, {})
+    except Exception as error:
+        layers = {}
+        for number, layer in enumerate(attributes.layers(env.source)):
+            if (pair := _pair_of(layer)) is not None and not _can_be_pickled(layer, arrays):
+                layers[number] = layer, pair
+        if not layers:
+            raise CannotBeSaved(f"{error}{_where(env.source, arrays)}") from error
+    try:
+        return _dump(env, more, arrays, layers)
+    except Exception as error:
+        raise CannotBeSaved(str(error)) from error
+
+
+def _dump(
+    env: MultiAgentEnv, more: Any, arrays: ConstructorArrays, layers: Mapping[int, tuple[Any, tuple[str, str]]]
+) -> SavedSimulator:
+    states = {number: _state_of(layer, pair) for number, (layer, pair) in layers.items()}
+    kinds = {number: (attributes.type_name(layer), pair) for number, (layer, pair) in layers.items()}
+    numbers = {id(layer): number for number, (layer, _) in layers.items()}
+    references = _References(arrays, numbers)
+    pickled = dumps_by_value((env, more, states, kinds), functools.partial(_Pickler, references))
+    return SavedSimulator(pickled, bool(layers), references.has_arrays)
+
+
+def load_simulator(saved: SavedSimulator, arrays: ConstructorArrays, construct: Callable[[], MultiAgentEnv]) -> Loaded:
+    """Make a simulator again; `construct` makes a new environment, if one is needed. Raises `CannotBeLoaded`."""
+    layers: list[Any] = []
+    if saved.needs_constructor:
+        fresh = construct()
+        fresh.reset()
+        layers = [*attributes.layers(fresh.source)]
+    unpickler = _Unpickler(saved.pickled, arrays, layers)
+    try:
+        env, more, states, kinds = unpickler.load()
+    except CannotBeLoaded:
+        raise
+    except Exception as error:
+        raise CannotBeLoaded(f"{type(error).__name__}: {error}") from error
+    for number, state in states.items():
+        kind, pair = kinds[number]
+        if attributes.type_name(layers[number]) != kind:
+            raise CannotBeLoaded(
+                f"its constructor makes a {attributes.type_name(layers[number])} where there was a {kind}"
+            )
+        try:
+            getattr(layers[number], pair[1])(state)
+        except Exception as error:
+            raise CannotBeLoaded(f"{pair[1]} of {kind} raised {type(error).__name__}: {error}") from error
+    return Loaded(env, more, b"_new_of_pygame" in saved.pickled or b"_new_surface" in saved.pickled)
+
+
+# -- layers that save themselves ---------------------------------------------------------------------------------------
+
+
+def _pair_of(layer: Any) -> tuple[str, str] | None:
+    """The methods by which a layer saves itself; not those of another layer that it forwards."""
+    for pair in PAIRS:
+        if all(callable(getattr(type(layer), name, None)) for name in pair):
+            required = [_required(getattr(layer, name)) for name in pair]
+            if required in ([0, 1], [0, 0]):
+                return pair
+    return None
+
+
+def _required(method: Any) -> int | None:
+    """How many arguments a method requires; None if that is not known."""
+    try:
+        parameters = attributes.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in positional and one.default is one.empty for one in parameters)
+
+
+def _state_of(layer: Any, pair: tuple[str, str]) -> Any:
+    method = getattr(layer, pair[0])
+    # Atari's environments leave the generator of sticky actions out by default.
+    keywords = {"include_rng": True} if "include_rng" in attributes.signature(method).parameters else {}
+    try:
+        return method(**keywords)
+    except Exception as error:
+        name = f"{pair[0]} of {attributes.type_name(layer)}"
+        raise CannotBeSaved(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def _can_be_pickled(value: Any, arrays: ConstructorArrays) -> bool:
+    try:
+        dumps_by_value(value, functools.partial(_Pickler, _References(arrays, {})))
+    except Exception:
+        return False
+    return True
+
+
+def _where(source: Any, arrays: ConstructorArrays) -> str:
+    """A sentence that names what cannot be pickled."""
+    path = path_to_unpicklable(source, lambda part: _can_be_pickled(part, arrays), _attributes_of_ez_pickle)
+    return f". The part that cannot be pickled is {path}" if path else ""
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------
+
+
+class _References:
+    """What a pickle refers to instead of having it."""
+
+    def __init__(self, arrays: ConstructorArrays, layers: Mapping[int, int]) -> None:
+        self._arrays, self._layers, self.has_arrays = arrays, layers, False
+
+    def of(self, value: Any) -> Any:
+        """The reference to a value; None if it is pickled."""
+        if type(value) is np.ndarray:
+            if (place := self._arrays.place_of(value)) is not None:
+                self.has_arrays = True
+                return _ARRAY, place, value.dtype, value.shape, value.strides, value.flags.writeable
+            return None
+        number = self._layers.get(id(value))
+        return None if number is None else (_LAYER, number)
+
+
+class _Pickler(CompactPickler):
+    def __init__(self, references: _References, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self._references = references
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._references.of(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is np.ndarray:
+            if (reduced := _reduced_view(obj)) is not None:
+                return reduced
+            is_plain = obj.flags.c_contiguous and obj.flags.writeable
+            return super().reducer_override(obj) if is_plain else NotImplemented
+        if isinstance(obj, type | FunctionType):
+            return NotImplemented if _is_found_by_name(obj) else super().reducer_override(obj)
+        if (attributes_ := _attributes_of_ez_pickle(obj)) is not None:
+            return _new, (kind,), attributes_, None, None, _set_attributes
+        if (reduce := _RESOURCES.get((kind.__module__, kind.__name__))) is not None:
+            return reduce(obj)
+        return super().reducer_override(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes, arrays: ConstructorArrays, layers: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._arrays, self._layers = arrays, layers
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid[0] == _LAYER:
+            if pid[1] >= len(self._layers):
+                raise CannotBeLoaded("its constructor makes an environment with fewer wrappers than there were")
+            return self._layers[pid[1]]
+        _, place, dtype, shape, strides, writeable = pid
+        array: NDArray[Any] = np.ndarray(shape, dtype, *self._arrays.at(place), strides)
+        array.flags.writeable = writeable
+        return array
+
+
+def _is_found_by_name(definition: Any) -> bool:
+    """Whether this process's script, or its copy in a worker, has a definition by its name."""
+    module, path = getattr(definition, "__module__", None), definition.__qualname__
+    if module not in SCRIPTS or "#" in path or "<" in path:
+        return False
+    found = sys.modules.get("__main__")
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found is definition
+
+
+def _attributes_of_ez_pickle(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that would pickle only the arguments of its constructor; None for others."""
+    name = getattr(getattr(type(value), "__getstate__", None), "__qualname__", "")
+    return vars(value) if name == "EzPickle.__getstate__" else None
+
+
+def _new(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+def _set_attributes(value: Any, attributes_: Mapping[str, Any]) -> None:
+    vars(value).update(attributes_)
+
+
+def _reduced_view(array: NDArray[Any]) -> Any:
+    """A view of another array as such; None for other arrays, which have memory of their own."""
+    whole = array.base
+    if type(whole) is not np.ndarray or array.dtype.hasobject or whole.dtype.hasobject or not array.nbytes:
+        return None
+    if not whole.flags.forc:
+        return None
+    offset = _address(array) - _address(whole)
+    return _view, (whole, offset, array.shape, array.strides, array.dtype, array.flags.writeable)
+
+
+def _view(
+    whole: NDArray[Any],
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: np.dtype[Any],
+    writeable: bool,
+) -> NDArray[Any]:
+    flat = whole.reshape(-1, order="A").view(np.uint8)
+    array: NDArray[Any] = np.ndarray(shape, dtype, flat, offset, strides)
+    if not writeable:
+        array.flags.writeable = False
+    return array
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+# -- objects that are made again ---------------------------------------------------------------------------------------
+
+
+def _reduce_lock(lock: Any) -> Any:
+    if not lock.acquire(blocking=False):
+        raise TypeError(f"cannot pickle a {type(lock).__name__!r} object that is held")
+    lock.release()
+    return (threading.RLock if type(lock).__name__ == "RLock" else threading.Lock), ()
+
+
+def _reduce_clock(clock: Any) -> Any:
+    return _new_of_pygame, ("time", "Clock", ())
+
+
+def _reduce_free_font(font: Any) -> Any:
+    try:
+        return _new_of_pygame, ("freetype", "Font", (font.path, font.size))
+    except RuntimeError:  # the close of another environment has ended pygame: this font cannot be used any more
+        return _new_of_pygame, ("freetype", "Font", (None, 24))
+
+
+def _reduce_surface(surface: Any) -> Any:
+    form = surface.get_size(), surface.get_flags() & _kept_flags(), surface.get_bitsize(), surface.get_masks()
+    palette = surface.get_palette() if surface.get_bitsize() <= 8 else None
+    how = surface.get_colorkey(), surface.get_alpha(), tuple(surface.get_clip()), palette
+    pixels = zlib.compress(surface.get_buffer().raw, 1)  # most have one colour in most places
+    return _new_surface, (*form, how, pixels)
+
+
+def _kept_flags() -> int:
+    import pygame  # type: ignore[import-not-found,unused-ignore]
+
+    return int(pygame.SRCALPHA)
+
+
+def _new_of_pygame(module: str, name: str, arguments: tuple[Any, ...]) -> Any:
+    import importlib
+
+    loaded = importlib.import_module(f"pygame.{module}")
+    if hasattr(loaded, "init") and not loaded.get_init():
+        loaded.init()
+    return getattr(loaded, name)(*arguments)
+
+
+def _new_surface(
+    size: tuple[int, int], flags: int, depth: int, masks: Any, how: tuple[Any, Any, Any, Any], pixels: bytes
+) -> Any:
+    import pygame
+
+    surface = pygame.Surface(size, flags, depth, masks if depth > 8 else None)
+    colorkey, alpha, clip, palette = how
+    if palette is not None:
+        surface.set_palette(palette)
+    surface.get_buffer().write(zlib.decompress(pixels), 0)
+    surface.set_colorkey(colorkey)
+    surface.set_alpha(alpha)
+    surface.set_clip(clip)
+    return surface
+
+
+_RESOURCES: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ("_thread", "lock"): _reduce_lock,
+    ("_thread", "RLock"): _reduce_lock,
+    ("pygame.time", "Clock"): _reduce_clock,
+    ("pygame.freetype", "Font"): _reduce_free_font,
+    ("pygame.surface", "Surface"): _reduce_surface,
+}
+"""By the module and the name of a class, how its objects are reduced."""

@@ -1,0 +1,219 @@
+"""`save_state` and `load_state` of facades and `Rollout`: another one goes on with the same arrays, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import ResetNeeded
+from gymnasium.vector.utils import batch_space
+from helpers.batches import grouped_actions
+from helpers.comparison import assert_same
+from mpe2 import simple_spread_v3, simple_tag_v3
+from simulators.returning_agents import ReturningAgents
+from simulators.rollouts import TruncatedUnseen
+from simulators.variable_agents import VariableAgents, VariableDictAgents
+
+from marl_parallel import ParallelEnv, Rollout, gae
+from marl_parallel.core.spaces import tree_map
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=5),
+    "variable": VariableAgents,
+    "variable dicts": VariableDictAgents,
+    "returning": ReturningAgents,
+}
+ANY = pytest.mark.parametrize("name", list(MAKERS))
+MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+STEPS = 9
+
+
+def opened(name: str, mode: Any, workers: int, **more: Any) -> ParallelEnv:
+    backend = {"backend": "serial"} if workers == 1 else {"num_workers": workers}
+    return ParallelEnv([MAKERS[name]] * 3, mode, **{**backend, **more})
+
+
+def copied(value: Any) -> Any:
+    """A copy in which infos that were made when they were asked for are plain dicts."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if hasattr(value, "items"):
+        return {key: copied(one) for key, one in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (tuple, list) else value
+
+
+def check_facade(
+    first: Any, other: Any, actions: Sequence[Any], seen: Callable[[Any], Any], what_loads: Callable[[Any], Any]
+) -> None:
+    """Load a state of each step in `other`, which must return what `first` returns, and look as it does."""
+    first.reset()
+    states, results = [], []
+    for row in actions:
+        states.append((first.save_state(), copied(seen(first))))
+        results.append(copied(first.step(row)))
+    for start, (state, before) in enumerate(states):
+        observations, _ = other.load_state(state)
+        if start:
+            assert_same(copied(what_loads(observations)), what_loads(results[start - 1][0]), f"loaded at {start}")
+        assert_same(copied(seen(other)), before, f"loaded at {start}")
+        for time in range(start, min(start + 4, len(actions))):
+            assert_same(copied(other.step(actions[time])), results[time], f"loaded at {start}, step {time}")
+    first.close()
+    other.close()
+
+
+def unchanged(value: Any) -> Any:
+    return value
+
+
+@ANY
+@MODES
+def test_stacked(name, mode):
+    first, other = (StackedVecEnv(opened(name, mode, workers), pad=True) for workers in (2, 1))
+    rng = np.random.default_rng(1)
+    actions = [grouped_actions(first, rng) for _ in range(STEPS)]
+
+    def seen(env: StackedVecEnv) -> Any:
+        return env.acting, env.present_next
+
+    check_facade(first, other, actions, seen, unchanged)
+
+
+@ANY
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+def test_pettingzoo(name, mode):
+    first, other = (PettingZooVecEnv(opened(name, mode, workers)) for workers in (2, 1))
+    rng = np.random.default_rng(1)
+    spaces = {agent: first.single_action_space(agent) for agent in first.possible_agents}
+    spaces = {agent: batch_space(space, 3) for agent, space in spaces.items()}
+    for space in spaces.values():
+        space.seed(int(rng.integers(99)))
+    actions = [{agent: space.sample() for agent, space in spaces.items()} for _ in range(STEPS)]
+
+    def seen(env: PettingZooVecEnv) -> Any:
+        return env.acting, env.present, env.agents, env.over
+
+    check_facade(first, other, actions, seen, unchanged)
+
+
+@pytest.mark.parametrize("name", ["spread", "variable", "variable dicts"])
+@MODES
+def test_gymnasium(name, mode):
+    first, other = (GymnasiumVectorEnv(opened(name, mode, workers)) for workers in (2, 1))
+    first.action_space.seed(3)
+    actions = [first.action_space.sample() for _ in range(STEPS)]
+    check_facade(first, other, actions, lambda env: env.present, unchanged)
+
+
+def test_states_of_another_facade(parallel):
+    """What only that facade knew begins anew."""
+    facade = GymnasiumVectorEnv(opened("variable", "NEXT_STEP", 1))
+    facade.reset()
+    states = facade.save_state()
+    with opened("variable", "NEXT_STEP", 1) as env:
+        env.load_state(states)
+        states = env.save_state()
+    facade.load_state(states, env_ids=None)
+    with pytest.raises(ResetNeeded, match="reset all environments"):
+        GymnasiumVectorEnv(opened("variable", "NEXT_STEP", 1)).load_state(states[:1], env_ids=[1])
+    facade.close()
+
+
+def test_global_states(parallel):
+    def make() -> StackedVecEnv:
+        return StackedVecEnv(parallel(TruncatedUnseen, 2, True, backend="process"), with_state=True)
+
+    first, other = make(), make()
+    first.reset()
+    for _ in range(6):
+        first.step(np.zeros((2, 2), np.int64))
+    assert first.final_state is not None
+    assert first.final_state[0, 0] == 6
+    other.load_state(first.save_state())
+    assert_same(other.state, first.state)
+    assert_same(other.final_state, first.final_state)
+
+
+# -- rollouts ----------------------------------------------------------------------------------------------------------
+
+HOWS: dict[str, Any] = {
+    "serial": ({"backend": "serial"}, {}),
+    "process": ({"num_workers": 2}, {}),
+    "halves": ({"num_workers": 2}, {"halves": 2}),
+    "views": ({"num_workers": 2, "copy": False}, {}),
+    "pickled": ({"num_workers": 1, "backend": "process", "shared_memory": False}, {}),
+}
+
+
+def plain(data: Any) -> Any:
+    """Copies of what is data."""
+    fields = data._asdict()
+    for name in ("final_observations", "present_final"):
+        fields[name] = tree_map(lambda array: array[data.done], fields[name])
+    return copied([fields[name] for name in sorted(fields) if name not in ("action_masks", "states", "final_states")])
+
+
+@pytest.mark.parametrize("how", list(HOWS))
+@pytest.mark.parametrize("name", ["spread", "tag", "variable", "variable dicts"])
+@MODES
+def test_rollout(name, mode, how):
+    """The next rollout begins with what the last one ended with."""
+    (arguments, options), makers = (
+        HOWS[how],
+        {**MAKERS, "tag": functools.partial(simple_tag_v3.parallel_env, max_cycles=4)},
+    )
+
+    def make(**more: Any) -> Rollout:
+        env = ParallelEnv([makers[name]] * 4, mode, **{**arguments, **more})
+        return Rollout(StackedVecEnv(env, pad=True), 7, **options)
+
+    def policy(current: Any) -> Any:
+        """Actions that depend on the observations."""
+        sums: list[int] = []
+        tree_map(lambda array: sums.append(zlib.crc32(np.ascontiguousarray(array))), current.observations)
+        actions = grouped_actions(first.env, np.random.default_rng(sums))
+        return tree_map(lambda array: array[current.env_ids.start : current.env_ids.stop], actions)
+
+    first = make()
+    empty = first.reset()
+    at_the_beginning = first.save_state()
+    expected = [plain(first.collect(policy))]
+    state, current = first.save_state(), copied(tuple(first.current)[:5])
+    expected.append(plain(first.collect(policy)))
+    second = make()
+    assert_same(copied(tuple(second.load_state(state))[:5]), current)
+    assert_same(plain(second.collect(policy)), expected[1])
+    second.load_state(at_the_beginning)
+    assert_same(plain(second.collect(policy)), expected[0])
+    assert_same(plain(second.collect(policy)), expected[1])
+    assert empty is not None
+    for one in (first, second):
+        one.env.close()
+
+
+def test_rollout_in_the_middle():
+    rollout = Rollout(StackedVecEnv(opened("spread", True, 1)), 4)
+    with pytest.raises(ResetNeeded):
+        rollout.save_state()
+    rollout.reset()
+    states = rollout.save_state()
+    rollout.step(np.zeros((3, 3), np.int64))
+    with pytest.raises(ValueError, match=r"the rollout has 1 of 4 steps, which would be lost"):
+        rollout.save_state()
+    rewards = rollout.arrays.rewards[0].copy()
+    with pytest.raises(ValueError, match="was not made by save_state"):
+        rollout.load_state([b"nothing"] * 3)
+    assert rollout.filled == 1
+    assert_same(rollout.arrays.rewards[0], rewards)
+    rollout.load_state(states)
+    assert rollout.filled == 0
+    data = rollout.collect(lambda _: np.zeros((3, 3), np.int64))
+    assert_same(data.rewards[0], rewards)
+    advantages, _ = gae(data, np.zeros((5, 3, 3)), np.zeros((int(data.done.sum()), 3)), 0.9, 0.9)
+    assert advantages.shape == (4, 3, 3)
+    rollout.env.close()

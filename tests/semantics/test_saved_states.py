@@ -1,0 +1,414 @@
+"""`save_state` and `load_state`: another `ParallelEnv` goes on from a state as the first one does, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
+from gymnasium.vector import AutoresetMode
+from helpers.comparison import assert_same
+from helpers.scenarios import REAL, SYNTHETIC, Event, record, scenario
+from helpers.setups import Setup, rest
+from simulators.native_arena import Arena
+from simulators.saved import (
+    Easy,
+    FailsToLoad,
+    Global,
+    SavesItself,
+    SavesItselfAsAtari,
+    Table,
+    Voyage,
+    WithEngine,
+    wrapped_engine,
+)
+
+from marl_parallel import ParallelEnv, RecyclePolicy
+
+MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
+OTHERS = {
+    "serial": Setup("process", True, 1),
+    "thread": Setup("serial", True, 1),
+    "process": Setup("process", True, 1),
+    "hybrid": Setup("process", True, 2),
+    "ray": Setup("process", True, 1),
+}
+"""Where the states of a backend are loaded."""
+
+
+def play(env: Any, events: Sequence[Event], save_after: Sequence[int] = ()) -> dict[int, Any]:
+    """Repeat recorded calls, whose results must be equal; returns what `save_state` has returned after some of them."""
+    saved = {}
+    for index, event in enumerate(events):
+        result = getattr(env, event.method)(**copy.deepcopy(event.arguments))
+        assert_same(result, event.result, f"event {index}, {event.method}")
+        if index in save_after:
+            saved[index] = env.save_state(), env.acting, env.action_masks, env.seed(), result
+    return saved
+
+
+def check_loads(name: str, mode: Any, setup: Setup, build: Any) -> None:
+    constructors, events = scenario(name).constructors, record(name, AutoresetMode[mode])
+    first = build(constructors, setup, mode)
+    points = [0, len(events) // 3, 2 * len(events) // 3]
+    saved = play(first, events, points)
+    for point in points:
+        states, acting, masks, seeds, result = saved[point]
+        env = build(constructors, OTHERS[setup.backend], mode)
+        observations, infos = env.load_state(states)
+        whole = events[point].arguments.get("env_ids") is None
+        if whole:
+            assert_same(observations, result[0])
+            assert_same(infos, result[-1])
+        assert_same(env.acting, acting)
+        assert_same(env.action_masks, masks)
+        assert_same(env.seed(), seeds)
+        again = env.save_state()
+        play(env, events[point + 1 :])
+        env.load_state(again)  # once more, in the middle of another episode
+        play(env, events[point + 1 :])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*SYNTHETIC, *map(rest, sorted(REAL))])
+def test_another_number_of_workers(name, mode, two_worker_setup, build):
+    check_loads(name, mode, two_worker_setup, build)
+
+
+# -- everything else that goes on --------------------------------------------------------------------------------------
+
+
+def act(env: Any, *actions: int) -> Any:
+    return env.step([dict.fromkeys(agents, action) for action, agents in zip(actions, env.acting, strict=True)])
+
+
+def without_reports(results: Any) -> Any:
+    """Copies of results without the texts of errors, which name workers."""
+    if isinstance(results, dict):
+        return {key: "a text" if key == "error" else without_reports(value) for key, value in results.items()}
+    return type(results)(map(without_reports, results)) if type(results) in (tuple, list) else copy.deepcopy(results)
+
+
+def observed_of(env: Any) -> tuple[Any, ...]:
+    """What a caller can see between two steps."""
+    return env.acting, env.action_masks, env.seed(), env.sample_actions(), env.stats().restarts
+
+
+def check_goes_on(
+    make: Any, other: Any, actions: Sequence[Sequence[int]], reset: Any = lambda env: env.reset()
+) -> None:
+    """Load each state on the way in another `ParallelEnv`, which must go on as the first one."""
+    env = make()
+    reset(env)
+    states, results, seen = [], [], []
+    for row in [*actions, None]:
+        states.append(env.save_state())
+        seen.append(observed_of(env))
+        if row is not None:
+            results.append((without_reports(act(env, *row)), sorted(map(tuple, env.finished_episodes))))
+    for start, state in enumerate(states):
+        loaded = other()
+        loaded.load_state(state)
+        for time in range(start, len(states)):
+            assert_same(observed_of(loaded), seen[time], f"loaded at {start}, before step {time}")
+            if time < len(actions):
+                result = without_reports(act(loaded, *actions[time])), sorted(map(tuple, loaded.finished_episodes))
+                assert_same(result, results[time], f"loaded at {start}, step {time}")
+        loaded.close()
+
+
+ENDS = [(0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 0, 0), (1, 1, 1), (0, 0, 0), (0, 1, 0), (0, 0, 0)]
+FAULTS = [(0, 0, 0), (2, 0, 0), (0, 0, 0), (0, 1, 0), (0, 2, 1), (0, 0, 0), (2, 2, 2), (0, 0, 0), (0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"episode_stats": True}, {"copy": False}, {"shared_memory": False}, {"check_actions": True}, {"seed": "own"},
+        {"isolate_rng": True}, {"replay": 20}, {"seed": None},
+    ],
+    ids=lambda more: next(iter(more)),
+)  # fmt: skip
+@pytest.mark.parametrize("mode", MODES)
+def test_arguments(mode, more, build, tmp_path):
+    if "replay" in more:
+        more = {**more, "replay_dir": tmp_path}
+
+    def make(setup: Setup) -> Any:
+        env = build([Global if "isolate_rng" in more else Voyage] * 3, setup, mode, **more)
+        env.set_reset_options({"wind": 1}, env_ids=[0])
+        return env
+
+    def other() -> Any:
+        return build([Global if "isolate_rng" in more else Voyage] * 3, Setup("serial", True, 1), mode, **more)
+
+    check_goes_on(lambda: make(Setup("process", True, 2)), other, ENDS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_restarts(mode, build):
+    """Counts of restarts, and so their seeds; environments that wait for a reset; what is not reported yet."""
+
+    def make(workers: int) -> Any:
+        return build([Voyage] * 3, Setup("process", True, workers), mode, on_error="restart")
+
+    check_goes_on(lambda: make(2), lambda: make(1), FAULTS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_restart_that_is_not_reported(mode, build):
+    """A worker dies with a neighbour that was idle: the neighbour's next result says so."""
+
+    def make() -> Any:
+        return build([Voyage] * 3, Setup("process", True, 1), mode, on_error="restart")
+
+    env = make()
+    before, _ = env.reset()
+    env.step([{"boat": 3, "kite": 0}], env_ids=[0])
+    state, actions = env.save_state(), [(0, 0, 0), (1, 0, 0), (0, 0, 0)]
+    expected = [without_reports(act(env, *row)) for row in actions]
+    assert expected[0][-1][1]["__common__"]["restarted"] is True
+    loaded = make()
+    observations, _ = loaded.load_state(state)
+    assert_same(observations[1:], before[1:])
+    assert_same([without_reports(act(loaded, *row)) for row in actions], expected)
+    with pytest.raises(ValueError, match=r'environment 1: it had been restarted.* pass on_error="restart" here'):
+        build([Voyage] * 3, Setup("serial", True, 1), mode).load_state(state)
+
+
+@pytest.mark.parametrize("backend", ["process", "serial"])
+def test_recycling(backend, build):
+    def make(workers: int) -> Any:
+        setup = Setup(backend, True, workers)
+        return build([Voyage] * 3, setup, True, recycle=RecyclePolicy(max_episodes=2), on_error="restart")
+
+    check_goes_on(lambda: make(2), lambda: make(1), [*ENDS, *ENDS[:4]])
+
+
+def test_states_of_the_simulator_and_final_observations_after_a_restart(build):
+    """The record is whole: a later restart reads the last observations there."""
+    env = build([Voyage] * 2, Setup("process", True, 2), "SAME_STEP", on_error="restart", copy=False)
+    env.reset()
+    act(env, 0, 0)
+    observations, *_ = act(env, 0, 0)
+    kept, states = copy.deepcopy(observations), env.save_state()
+    loaded = build([Voyage] * 2, Setup("process", True, 1), "SAME_STEP", on_error="restart", copy=False)
+    again, _ = loaded.load_state(states)
+    assert_same(again, kept)
+    assert_same(loaded.state(), env.state())
+    *_, infos = act(loaded, 2, 0)
+    assert_same(infos[0]["boat"]["final_obs"], kept[0]["boat"])
+    assert_same(infos[0]["kite"]["final_obs"], kept[0]["kite"])
+
+
+def test_some_environments(parallel):
+    env = parallel(Voyage, 3, True)
+    env.reset()
+    act(env, 0, 0, 0)
+    states = env.save_state(env_ids=[2, 0])
+    expected = act(env, 0, 0, 0)
+    _, infos = env.load_state(states, env_ids=[2, 0])
+    assert [one["boat"]["t"] for one in infos] == [1, 1]
+    results = act(env, 0, 0, 0)
+    assert_same([part[2] for part in results], [part[2] for part in expected])
+    assert_same([part[0] for part in results], [part[0] for part in expected])
+    assert results[-1][1]["boat"]["t"] == 3  # it went on
+    env.load_state([states[0]], env_ids=[1])  # environment 1 as a copy of environment 2
+    results = act(env, 0, 0, 0)
+    assert_same([part[1] for part in results], [part[2] for part in expected])
+
+
+# -- what is in a state, and what is not -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("constructor", [SavesItself, SavesItselfAsAtari, wrapped_engine, Easy])
+def test_simulators_that_plain_pickle_does_not_save(constructor, build):
+    def make(workers: int) -> Any:
+        return build([constructor] * 3, Setup("process", True, workers), True, seed=7)
+
+    env = make(2)
+    env.reset()
+    for _ in range(3):
+        env.step([{agent: 2 if agent == "arm" else 0 for agent in agents} for agents in env.acting])
+    states, results = env.save_state(), []
+    loaded = make(1)
+    loaded.load_state(states)
+    for _ in range(12):
+        actions = [{agent: 2 if agent == "arm" else 0 for agent in agents} for agents in env.acting]
+        assert_same(loaded.step(actions), env.step(actions))
+        results.append(loaded.acting)
+    assert results
+
+
+@pytest.mark.parametrize("backend", ["process", "serial"])
+def test_large_arrays_of_constructors(backend, build):
+    """They are referred to until something is written to them."""
+    table = np.random.default_rng(0).normal(size=(2000, 20))
+
+    def make(workers: int) -> Any:
+        return build([functools.partial(Table, table)] * 2, Setup(backend, True, workers))
+
+    env = make(2)
+    env.reset()
+    states = env.save_state()
+    assert max(map(len, states)) < 50_000 < table.nbytes
+    env.call("write", 5.0, env_ids=[1])
+    written = env.save_state()
+    assert len(written[0]) < 50_000 < table.nbytes < len(written[1]) < table.nbytes + 50_000
+    loaded = make(1)
+    loaded.load_state(written)
+    assert [one[0, 0] for one in loaded.get_attr("numbers")] == [table[0, 0], 5.0]
+    assert [one[0] for one in loaded.get_attr("row")] == [table[3, 0], 5.0]
+    loaded.call("write", 6.0, env_ids=[1])
+    assert loaded.get_attr("row")[1][0] == 6.0  # still a part of the table
+    assert len(loaded.save_state()[0]) < 50_000
+    loaded.load_state(states)
+    assert_same(act(loaded, 0, 0), act_from(make(2), states))
+    other = build([functools.partial(Table, table + 1)] * 2, Setup(backend, True, 1))
+    with pytest.raises(TypeError, match=r"environment 0 .*its constructor has other large arrays than"):
+        other.load_state(states)
+
+
+def act_from(env: Any, states: list[bytes]) -> Any:
+    env.load_state(states)
+    return act(env, 0, 0)
+
+
+def test_process_wide_generators(build):
+    for more, warns in ({}, True), ({"isolate_rng": True}, False):
+        env = build([Voyage, Global], Setup("process", True, 2), **more)
+        env.reset()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            env.save_state()
+            env.save_state()
+        assert [str(one.message)[:18] for one in caught if "generators" in str(one.message)] == [
+            "environments [1], "
+        ] * warns
+    with pytest.raises(ValueError, match="environment 0: its state has process-wide generators: pass isolate_rng=True"):
+        build([Voyage, Global], Setup("process", True, 2)).load_state(env.save_state())
+
+
+# -- errors: nothing has changed ---------------------------------------------------------------------------------------
+
+
+class WithGenerator(Voyage):
+    """Environment 1 is in the middle of a generator."""
+
+    def __init__(self, seed: int = 0, env_id: int = 0) -> None:
+        super().__init__(seed, env_id)
+        self.plan = {"moves": (move for move in range(9)) if env_id == 1 else None}
+
+
+def test_what_cannot_be_pickled(backend_setup, build):
+    env = build([WithGenerator] * 3, backend_setup)
+    env.reset()
+    expected = build([WithGenerator] * 3, backend_setup)
+    expected.reset()
+    text = (
+        r"environment 1 \(worker \d\): .*WithGenerator cannot be saved: .*attribute 'plan', entry 'moves' \(generator\)"
+    )
+    with pytest.raises(TypeError, match=text):
+        env.save_state()
+    assert len(env.save_state([0, 2])) == 2
+    assert_same(act(env, 0, 0, 0), act(expected, 0, 0, 0))
+
+
+def test_engine_without_methods_to_save_it(parallel):
+    env = parallel(WithEngine, 1)
+    env.reset()
+    with pytest.raises(TypeError, match=r"attribute 'engine' \(Engine\).*get_state\(\) and set_state\(state\)"):
+        env.save_state()
+
+
+def damaged(states: list[bytes]) -> list[Any]:
+    return [states[0], states[1], states[2][: len(states[2]) // 2]]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (damaged, ValueError, "environment 2: its state is damaged"),
+        (lambda states: [*states[:2], b"hello"], ValueError, "environment 2: its state was not made by save_state"),
+        (lambda states: [*states[:2], None], TypeError, "environment 2: its state must be bytes of save_state"),
+        (lambda states: states[:2], ValueError, "states"),
+        (lambda states: states[0], TypeError, "states must be a list"),
+        (lambda states: [states[0], states[1].replace(b"state 1", b"state 9", 1), states[2]], ValueError, "format 9"),
+    ],
+)
+def test_states_that_are_none(change, error, text, backend_setup, build):
+    env, expected = (build([Voyage] * 3, backend_setup) for _ in range(2))
+    for one in (env, expected):
+        one.reset()
+        act(one, 0, 0, 0)
+    states = env.save_state()
+    with pytest.raises(error, match=text):
+        env.load_state(change(states))
+    for _ in range(2):
+        assert_same(act(env, 0, 1, 0), act(expected, 0, 1, 0))
+
+
+def test_a_state_that_fails_to_load_changes_no_environment(backend_setup, build):
+    env, other, expected = (build([FailsToLoad] * 3, backend_setup, seed=seed) for seed in (6, 40, 6))
+    other.reset()
+    states = other.save_state()  # the constructor of environment 1 gets an odd seed
+    for one in (env, expected):
+        one.reset()
+    with pytest.raises(TypeError, match=r"environment 1 .*set_state of .*FailsToLoad raised ValueError: no such"):
+        env.load_state(states)
+    for _ in range(2):
+        assert_same(env.step([{"arm": 1}] * 3), expected.step([{"arm": 1}] * 3))
+
+
+class Wider(Voyage):
+    observation_space = spaces.Dict(boat=spaces.Box(-9, 9, (4,), np.float64), kite=spaces.Text(20))
+
+    def observed(self) -> dict[str, Any]:
+        return {"boat": np.zeros(4)}
+
+
+class Renamed(Voyage):
+    possible_agents = ("boat",)
+    observation_space = spaces.Dict(boat=Voyage.observation_space["boat"])
+    action_space = spaces.Dict(boat=spaces.Discrete(4))
+
+
+def test_states_of_other_environments(parallel):
+    env = parallel(Voyage, 2, True)
+    env.reset()
+    states = env.save_state()
+    for other, mode, text in (
+        (Wider, True, "environment 0 .*the observation space of agent 'boat'"),
+        (Renamed, True, "environment 0: its state has the agents"),
+        (Voyage, False, "was saved with auto_reset='SAME_STEP', and cannot be loaded with 'DISABLED'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            parallel(other, 2, mode).load_state(states)
+
+
+def test_calls_out_of_order(parallel):
+    env = parallel(Voyage, 2, backend="process")
+    with pytest.raises(ResetNeeded, match="save_state"):
+        env.save_state()
+    env.reset()
+    states = env.save_state()
+    env.send([{"boat": 0, "kite": 0}] * 2)
+    for call in (env.save_state, lambda: env.load_state(states)):
+        with pytest.raises(AlreadyPendingCallError):
+            call()
+    env.recv()
+    env.close()
+    for call in (env.save_state, lambda: env.load_state(states)):
+        with pytest.raises(ClosedEnvironmentError):
+            call()
+    with ParallelEnv.from_native(Arena(2)) as native:
+        native.reset()
+        for call in (native.save_state, lambda: native.load_state(states)):
+            with pytest.raises(NotImplementedError, match="steps many environments by itself"):
+                call()
