@@ -218,7 +218,12 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
                     f"{', '.join(sent) or 'nothing'}",
                     "recv",
                 )
-            self._carry_out()
+            try:
+                self._carry_out()
+            except ParallelEnvError:
+                if self._runner.source.closed:
+                    self._open = [False] * len(self._open)
+                raise
         reply = replies.popleft()
         if isinstance(reply, _Failure):
             raise reply.error
@@ -230,8 +235,9 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         return bool(self._replies[env_id]) or any(sent.has_reply for sent in self._sent[env_id])
 
     def _check_open(self, env_id: int) -> None:
-        self._runner.check_open()
+        """Raise `ClosedEnvironmentError` if the connection is closed, or everything is."""
         if not self._open[env_id]:
+            self._runner.check_open()
             raise ClosedEnvironmentError(f"environment {env_id}: its connection has been closed")
 
     def _check_may_step(self, env_id: int) -> None:
