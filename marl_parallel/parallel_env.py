@@ -859,7 +859,7 @@ class ParallelEnv:
         self, name: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], bytes]:
         if not isinstance(name, str) and not callable(name):
-            raise TypeError(f"name must be that of a method or attribute, or a function, got {name!r}")
+            raise TypeError(f"name must be the name of a method or attribute, or a function; got {name!r}")
         modules = self.runner.local_modules
         return lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", modules)
 
@@ -887,7 +887,7 @@ class ParallelEnv:
         """
         runner = self.runner
         if not isinstance(name, str):
-            raise TypeError(f"name must be that of an attribute, got {name!r}")
+            raise TypeError(f"name must be the name of an attribute, got {name!r}")
         runner.check_idle("set_attr")
         ids = runner.checked_ids(env_ids)
         if not isinstance(values, list | tuple):

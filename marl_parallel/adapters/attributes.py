@@ -225,7 +225,7 @@ def old_space(declaration: Any) -> Any:
 def old_space_advice(space: Any) -> str:
     """What a space of OpenAI's gym is, and what to do."""
     return (
-        f"{space!s:.200}, a space of OpenAI's gym ({type_name(space)}), which is no space of Gymnasium. "
+        f"{space!s:.200}, a space of OpenAI's gym ({type_name(space)}), and not of Gymnasium. "
         "Let the simulator import its spaces from there (from gymnasium import spaces), or convert them in its "
         "constructor, such as gymnasium.spaces.Box(old.low, old.high, old.shape, old.dtype)"
     )

@@ -919,7 +919,7 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
     except (ParallelEnvError, TypeError, ValueError, OSError) as error:
         to_do = str(error).partition("What to do: ")[2].partition(".\n")[0]
         what = re.sub(r" at 0x[0-9a-f]+", "", first_line(error))
-        advice = to_do or "fix what it says; the error is that of ParallelEnv"
+        advice = to_do or "fix what it says; ParallelEnv raised this error"
         probe.add(Finding(job.question, PROBLEM, f"in a ParallelEnv: {what}", advice))
     else:
         _check_nothing_left(probe, before, "ParallelEnv.close")

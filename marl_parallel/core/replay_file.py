@@ -88,7 +88,9 @@ def read_crash(path: Path) -> Crash:
     except OSError as error:
         raise BadReplay(f"{path} cannot be read: {error.strerror or error}") from error
     if not content.startswith(_MAGIC):
-        raise BadReplay(f"{path} is no replay: marl_parallel writes them, as env-*.replay, if replay= is passed")
+        raise BadReplay(
+            f"{path} is not a replay file: marl_parallel writes these, as env-*.replay, if replay= is passed"
+        )
     first, _, rest = content.partition(b"\n")
     written_as = first.removeprefix(_MAGIC).decode(errors="replace")
     if written_as != str(VERSION):

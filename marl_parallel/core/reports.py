@@ -155,7 +155,7 @@ def still_running(worker: int, share: Sequence[int], seconds: float, stack: str)
     return (
         f"worker {worker} ({environments(share)}) has closed its environments, but its process did not end within "
         f"{seconds:.1f} s and is killed: a simulator has left a thread or a child process running, and Python waits "
-        "for threads that are no daemons and for children started by multiprocessing.\n\n"
+        "for threads that are not daemons and for children started by multiprocessing.\n\n"
         "What to do: stop and join it in the simulator's close(), or start it with daemon=True; until then every "
         f"close() takes that long.{_section('Its threads are here', stack)}"
     )

@@ -290,7 +290,9 @@ class SimulatorSource(Source, Transitions):
             raise AttributeError(f"environments of {self.name} have no attributes of their own that could be set")
         name = loads(payload)[0]
         if not isinstance(name, str):
-            raise TypeError(f"environments of {self.name} are no objects that a function could be called with")
+            raise TypeError(
+                f"environments of {self.name} are not objects of their own, so no function can be called with them"
+            )
         try:
             value = self._simulator.attribute(name)
         except AttributeError:

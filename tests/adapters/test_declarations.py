@@ -340,7 +340,7 @@ def test_spaces_of_openai_gym_are_named(adapter, form, name):
         adapt(OldDeclarations(OLD_FORMS[form], name), adapter)
     text = str(caught.value)
     assert name in text
-    assert "Box(4,), a space of OpenAI's gym (gym.spaces.space.Space), which is no space of Gymnasium" in text
+    assert "Box(4,), a space of OpenAI's gym (gym.spaces.space.Space), and not of Gymnasium" in text
     assert "from gymnasium import spaces" in text
 
 

@@ -324,7 +324,7 @@ def test_public_members(make_game):
         (
             lambda env: env.call(len),
             TypeError,
-            "environments of a pool are no objects that a function could be called with",
+            "environments of a pool are not objects of their own, so no function can be called with them",
         ),
         (lambda env: env.call("_recv"), AttributeError, "have no methods of their own"),
         (lambda env: env.get_attr("nothing"), AttributeError, "a pool has no attribute 'nothing'"),

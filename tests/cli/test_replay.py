@@ -257,8 +257,8 @@ def damaged(content: bytes, how: str) -> bytes:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("another file", "is no replay"),
-        ("empty", "is no replay"),
+        ("another file", "is not a replay file"),
+        ("empty", "is not a replay file"),
         ("newer", "has version 999 of this format"),
         ("truncated", "is not whole"),
         ("longer", "is not whole"),

@@ -166,7 +166,7 @@ def two():
             TypeError,
             "min_envs must be an integer or None, got 'all'",
         ),
-        (lambda env: env.call(3), TypeError, "name must be that of a method or attribute, or a function, got 3"),
+        (lambda env: env.call(3), TypeError, "name must be the name of a method or attribute, or a function; got 3"),
         (lambda env: env.close(timeout=-1), ValueError, "timeout must be positive"),
         (lambda env: env.close(timeout="soon"), TypeError, "timeout must be a number of seconds"),
         (pickle.dumps, TypeError, "can be neither pickled nor copied"),

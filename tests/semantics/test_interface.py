@@ -313,8 +313,8 @@ def test_new_attributes(constructor, two_worker_setup, build):
     [
         ("wings", AttributeError, r"environment 0: SlottedHunt has no attribute 'wings'.*it cannot be added"),
         ("legs", AttributeError, "environment 0: 'legs' of SlottedHunt is a property that can only be read"),
-        (3, TypeError, "name must be that of an attribute, got 3"),
-        (lambda env: env, TypeError, "name must be that of an attribute"),
+        (3, TypeError, "name must be the name of an attribute, got 3"),
+        (lambda env: env, TypeError, "name must be the name of an attribute"),
     ],
     ids=["slots", "property", "number", "function"],
 )
