@@ -58,6 +58,8 @@ ERRORS = {
     ("vector/pymarl", "_check_may_step", "AlreadyPendingCallError"): "a second step of a `PyMARLConnection`",
     ("vector/pymarl", "_check_may_step", "ResetNeeded"): "a step of a `PyMARLConnection`",
     ("vector/sb3", "_env_ids", "IndexError"): "`SB3VecEnv`",
+    ("vector/share", "__getitem__", "IndexError"): "`ShareVecEnv`",
+    ("vector/share", "_watch_states", "NotImplementedError"): "`ShareVecEnv`",
     ("vector/tianshou", "step", "ResetNeeded"): "or a `TianshouVecEnv` where an episode",
     ("vector/tianshou", "_receive", "NoAsyncCallError"): "`TianshouVecEnv.step(None)`",
     ("vector/tianshou", "_ready", "AlreadyPendingCallError"): "of a `TianshouVecEnv` where an environment is being",
