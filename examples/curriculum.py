@@ -68,7 +68,9 @@ def train(*, with_curriculum):
     observations, _ = env.reset()
     for _ in range(args.steps):
         states = observations[..., 0]
-        best = np.where(rng.random(states.shape) < 0.2, rng.integers(3, size=states.shape), best_of(values, states, rng))
+        best = np.where(
+            rng.random(states.shape) < 0.2, rng.integers(3, size=states.shape), best_of(values, states, rng)
+        )
         observations, rewards, _, _, _ = env.step(best)
         # After an automatic reset, the last observations of the old episodes are apart.
         following = np.where(env.done[:, None], env.final_observations[..., 0], observations[..., 0])
