@@ -57,6 +57,7 @@ ERRORS = {
     ("vector/pymarl", "_check_may_step", "AlreadyPendingCallError"): "a second step of a `PyMARLConnection`",
     ("vector/pymarl", "_check_may_step", "ResetNeeded"): "a step of a `PyMARLConnection`",
     ("vector/sb3", "_env_ids", "IndexError"): "`SB3VecEnv`",
+    ("vector/share", "_watch_states", "NotImplementedError"): "`ShareVecEnv` with `share=",
     ("vector/tianshou", "step", "ResetNeeded"): "or a `TianshouVecEnv` where an episode",
     ("vector/tianshou", "_receive", "NoAsyncCallError"): "`TianshouVecEnv.step(None)`",
     ("vector/tianshou", "_ready", "AlreadyPendingCallError"): "of a `TianshouVecEnv` where an environment is being",
@@ -71,12 +72,13 @@ ERRORS = {
     ("backends/ray_cluster", "connect", "ConnectionError"): "no Ray cluster",
     ("backends/ray_placement", "reserve", "ParallelEnvError"): "without room",
 }
-# Methods of the stand-in for one environment of RLlib, which no caller has; an error of RLlib's own; a dict's own.
+# Methods of the stand-in for one environment of RLlib, which no caller has; an error of RLlib's own; a dict's and a list's own.
 INTERNAL = {
     ("vector/rllib", "reset", "RuntimeError"),
     ("vector/rllib", "step", "RuntimeError"),
     ("vector/rllib", "_creator", "EnvError"),
     ("vector/sb3", "__missing__", "KeyError"),
+    ("vector/share", "__getitem__", "IndexError"),
 }
 # Warnings whose text comes from elsewhere, by the expression: `SeedCheck` of `core/construction.py` has both.
 TEXTS = {"seed_check.first_warning": "declare the same seed", "text": "the first observations of all"}
