@@ -72,7 +72,7 @@ ERRORS = {
     ("backends/ray_cluster", "connect", "ConnectionError"): "no Ray cluster",
     ("backends/ray_placement", "reserve", "ParallelEnvError"): "without room",
 }
-# Methods of the stand-in for one environment of RLlib, which no caller has; an error of RLlib's own; a dict's and a list's own.
+# Methods of the stand-in for one environment of RLlib, which no caller has; RLlib's own; those of a dict and a list.
 INTERNAL = {
     ("vector/rllib", "reset", "RuntimeError"),
     ("vector/rllib", "step", "RuntimeError"),
