@@ -337,17 +337,10 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             runner.watch_states()
         except NotImplementedError as error:
             raise NotImplementedError(f'{error}; or pass share="joined" to join observations') from None
-        self._is_per_agent = bool(getattr(runner.schema, "state_per_agent", False))
+        self._is_per_agent = runner.schema.state_per_agent
 
     def _set_spaces(self, *, pad: bool) -> None:
         """Set the lists of spaces: the simulator's own if it has such lists, which its trainer may read further."""
-        self.observation_space: list[Any]
-        self.share_observation_space: list[Any]
-        self.action_space: list[Any]
-        own = self._own_spaces()
-        if own is not None and not pad:
-            self.observation_space, self.share_observation_space, self.action_space = own
-            return
         schema = self._stepper.runner.schema
         by_group = zip(self._stepper.view.groups, self._observed)
         observed = {place: one.space for (_, places), one in by_group for place in places}
@@ -365,9 +358,15 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             state = spaces.Box(state.low[0], state.high[0], state.shape[1:], state.dtype)
         elif not state.shape:
             state = spaces.Box(state.low.reshape(1), state.high.reshape(1), (1,), state.dtype)
-        self.observation_space = [observed[place] for place in agents]
-        self.share_observation_space = [state] * self.n_agents
-        self.action_space = [acted[place] for place in agents]
+        self.observation_space: list[Any] = [observed[place] for place in agents]
+        self.share_observation_space: list[Any] = [state] * self.n_agents
+        self.action_space: list[Any] = [acted[place] for place in agents]
+        own = None if pad else self._own_spaces()
+        if own is not None:
+            self.observation_space, share, self.action_space = own
+            is_padded = len({getattr(space, "shape", None) for space in share}) > 1
+            if not is_padded and self._has_state >= self._has_share:
+                self.share_observation_space = share
 
     def _own_spaces(self) -> tuple[list[Any], list[Any], list[Any]] | None:
         """The lists of spaces that the simulator itself has; None if it has none."""

@@ -74,12 +74,13 @@ ERRORS = {
     ("backends/ray_cluster", "connect", "ConnectionError"): "no Ray cluster",
     ("backends/ray_placement", "reserve", "ParallelEnvError"): "without room",
 }
-# Methods of the stand-in for one environment of RLlib, which no caller has; an error of RLlib's own; a dict's own.
+# Methods of the stand-in for one environment of RLlib, which no caller has; RLlib's own; those of a dict and a list.
 INTERNAL = {
     ("vector/rllib", "reset", "RuntimeError"),
     ("vector/rllib", "step", "RuntimeError"),
     ("vector/rllib", "_creator", "EnvError"),
     ("vector/sb3", "__missing__", "KeyError"),
+    ("vector/share", "__getitem__", "IndexError"),
 }
 # Warnings whose text comes from elsewhere, by the expression: `SeedCheck` of `core/construction.py` has both.
 TEXTS = {"seed_check.first_warning": "declare the same seed", "text": "the first observations of all"}

@@ -13,6 +13,8 @@ from gymnasium import spaces
 from helpers.mappo import Listed, Log, PipeVecEnv, Policy, SameShare, train
 from mpe2 import simple_speaker_listener_v4, simple_spread_v3
 from simulators.crashing import Fate, crashing
+from simulators.mappo_envs import Particles, Pilots, Pitch, Speakers, Squad, Swimmers, WorkersLoop
+from simulators.pymarl_envs import Skirmish
 from simulators.team_battles import AGENTS, DictBattle, ParallelBattle, TeamBattle
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 
@@ -78,6 +80,104 @@ def test_spread_is_that_over_pipes(continuous):
     pipes.close()
     same_data(ours, theirs)
     assert np.array(ours[0]["bad"]).min() == 0
+
+
+def chosen(envs: Any, rng: np.random.Generator, available: Any) -> Any:
+    """Random actions as the projects' runners send them: indices that masks allow, one-hot vectors, or numbers."""
+    if available is not None and available[0] is not None:
+        return np.array([[[rng.choice(np.flatnonzero(mask))] for mask in of_env] for of_env in available])
+    space = envs.action_space[0]
+    if type(space).__name__ == "Box":
+        return rng.uniform(-1, 1, (envs.num_envs, envs.n_agents, 2)).astype(np.float32)
+    sizes = [space.n] if hasattr(space, "n") else [*getattr(space, "nvec", [5, 3])]
+    indices = [rng.integers(size, size=(envs.num_envs, envs.n_agents)) for size in sizes]
+    if available is not None:
+        return np.stack(indices, axis=2)
+    return np.concatenate([np.eye(size)[index] for size, index in zip(sizes, indices)], axis=2)
+
+
+def equal_rows(ours: Any, theirs: Any) -> None:
+    """Arrays of objects, or padded ones, too."""
+    for one, other in zip(ours, theirs, strict=True):
+        other = np.asarray(other)
+        assert np.array_equal(one[: len(other)], other.astype(one.dtype))
+        assert not one[len(other) :].any()
+
+
+@pytest.mark.parametrize("kind", [Particles, Speakers, Pitch, Squad, Swimmers, Pilots])
+def test_simulators_with_lists_are_those_of_a_loop(kind):
+    """Four and six values; the spaces are the simulator's own lists."""
+    has_share = kind in (Squad, Swimmers, Pilots)
+    makers = [functools.partial(kind, seed) for seed in (3, 4, 5)]
+    envs = (ShareSubprocVecEnv if has_share else SubprocVecEnv)(makers, num_workers=2)
+    loop = WorkersLoop(kind, (3, 4, 5))
+    assert [*map(str, envs.observation_space)] == [*map(str, loop.simulators[0].observation_space)]
+    first = envs.reset()
+    obs, share_obs, available = first if has_share else (first, None, None)
+    rng, ends = np.random.default_rng(1), 0
+    for _ in range(60):
+        actions = chosen(envs, rng, available)
+        if has_share:
+            obs, share_obs, rewards, dones, infos, available = envs.step(actions)
+        else:
+            obs, rewards, dones, infos = envs.step(actions)
+        for env_id in range(3):
+            outcome, last, over = loop.step(env_id, of_simulator(kind, actions[env_id]))
+            ends += over
+            equal_rows(obs[env_id], loop.latest[env_id][0])
+            assert np.array_equal(rewards[env_id], outcome[0])
+            assert dones[env_id].tolist() == np.broadcast_to(outcome[1], 3).tolist()
+            for own, theirs in zip(infos[env_id], outcome[2] if isinstance(outcome[2], list) else [outcome[2]] * 3):
+                assert theirs.items() <= own.items()
+            if over:
+                equal_rows(infos[env_id][0]["original_obs"], last[0])
+            if has_share:
+                equal_rows(share_obs[env_id], loop.latest[env_id][1])
+                if over:
+                    equal_rows(infos[env_id][0]["original_state"], last[1])
+            if kind is Squad:
+                assert np.array_equal(available[env_id], loop.latest[env_id][2])
+                if over:
+                    assert np.array_equal(infos[env_id][0]["original_avail_actions"], last[2])
+            elif has_share:
+                assert available[env_id] is None
+    envs.close()
+    assert ends > 10
+
+
+def of_simulator(kind: Any, actions: np.ndarray) -> np.ndarray:
+    """The actions as the simulator takes them from its own runner: football's takes indices."""
+    return actions.argmax(axis=1) if kind is Pitch else actions
+
+
+def test_simulators_of_pymarl():
+    """A state for all agents, masks, a team's reward; infos of the environment are in those of each agent."""
+    envs = make(Skirmish, 2, facade="share", seed=4, num_workers=2)
+    simulators = [Skirmish(4), Skirmish(5)]
+    for simulator in simulators:
+        simulator.reset()
+    obs, share_obs, available = envs.reset()
+    rng, ends = np.random.default_rng(0), 0
+    for _ in range(40):
+        actions = chosen(envs, rng, available)
+        obs, share_obs, rewards, dones, infos, available = envs.step(actions)
+        for env_id, simulator in enumerate(simulators):
+            reward, over, info = simulator.step(actions[env_id, :, 0])
+            last = simulator.get_state(), simulator.get_avail_actions()
+            assert rewards[env_id].tolist() == [[reward]] * 3
+            assert dones[env_id].tolist() == [over] * 3
+            assert all(info.items() <= own.items() for own in infos[env_id])
+            if over:
+                ends += 1
+                assert infos[env_id][2]["bad_transition"] == bool(info.get("episode_limit"))
+                assert np.array_equal(infos[env_id][0]["original_state"], [last[0]] * 3)
+                assert np.array_equal(infos[env_id][0]["original_avail_actions"], last[1])
+                simulator.reset()
+            assert np.array_equal(obs[env_id], simulator.get_obs())
+            assert np.array_equal(share_obs[env_id], [simulator.get_state()] * 3)
+            assert np.array_equal(available[env_id], simulator.get_avail_actions())
+    envs.close()
+    assert ends > 4
 
 
 @pytest.fixture
@@ -351,6 +451,16 @@ def test_drop_ins_keep_the_seeds_and_generators_of_simulators():
     _, share_obs, _ = envs.reset()
     envs.close()
     assert share_obs[:, 0, 0].tolist() == [np.float32(np.random.RandomState(seed).random()) for seed in (7, 8)]
+
+
+def test_joined_observations_of_simulators_with_lists():
+    """In place of their share observations; the lists of spaces say so."""
+    envs = ShareDummyVecEnv([functools.partial(Squad, 1)], share="joined")
+    obs, share_obs, _ = envs.reset()
+    assert np.array_equal(share_obs[0], [obs[0].ravel()] * 3)
+    assert [space.shape for space in envs.share_observation_space] == [(12,)] * 3
+    assert envs.observation_space == [[4, [2, 2], [1, 3]]] * 3
+    envs.close()
 
 
 def test_render():

@@ -19,6 +19,7 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 from simulators.crashing import seed_of
 
 from marl_parallel import ParallelEnv, RecyclePolicy
+from marl_parallel.core import generators
 from marl_parallel.core.generators import GeneratorStates, seed_generators
 from marl_parallel.types import installed
 
@@ -423,8 +424,11 @@ KINDS = ["nothing", "one number", "one normal number", "many", "python", "python
 
 
 @pytest.mark.parametrize("others", [[], ["other generator"]], ids=["twister", "replaced"])
-def test_states_of_environments_are_those_of_separate_processes(others):
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_states_of_environments_are_those_of_separate_processes(others, in_memory, monkeypatch):
     """In any order of environments and draws, the numbers of each are those it would draw by itself."""
+    if not in_memory:  # as with another layout of the generators
+        monkeypatch.setattr(generators, "_memory_at", lambda address, size: memoryview(bytes(size)))
     rng = np.random.default_rng(3)
     python, numpy, generator = random.getstate(), np.random.get_state(), np.random.get_bit_generator()
     plan = [(int(rng.integers(3)), str(rng.choice(KINDS + others))) for _ in range(600)]

@@ -437,7 +437,7 @@ def test_types_name_all_arguments_and_values():
         form for mode in AutoresetMode for form in (mode.name, mode.value, mode.name.lower())
     }
     for name in get_args(FacadeName):
-        if name != "stacked":
+        if name not in ("stacked", "pymarl"):  # which needs another environment: see test_pymarl.py
             with contextlib.suppress(ImportError):
                 assert make("mpe2.simple_spread_v3", facade=name, backend="serial").parallel_env.close() is None
 
