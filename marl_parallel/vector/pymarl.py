@@ -426,9 +426,9 @@ class PyMARLConnection:
 def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) -> list[PyMARLConnection]:
     """Connections for PyMARL's and EPyMARL's `ParallelRunner`, in place of its processes and pipes.
 
-    Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`). Each has
-    process-wide generators of its own (`isolate_rng=True`), as in a process of its own; pass False for simulators that
-    do not draw from `random`, `numpy.random` or torch, whose steps are then faster.
+    Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`). Pass
+    `isolate_rng=True` for simulators that draw from `random`, `numpy.random` or torch's generator: then each has these
+    for itself, as in a process of its own.
 
     Args:
         env_fns: One function for each environment that returns it, as `functools.partial(env_fn, **env_args)`.
@@ -451,8 +451,7 @@ def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) ->
     for name in (*fixed, "episode_stats"):
         if name in options:
             raise TypeError(f"pymarl_connections takes no {name}=: the runner resets environments and counts returns")
-    defaults = {"adapter": "pymarl", "isolate_rng": options.get("backend") != "thread"}
-    env = ParallelEnv(env_fns, **fixed, **{**defaults, **options})
+    env = ParallelEnv(env_fns, **fixed, **{"adapter": "pymarl", **options})
     try:
         return [*PyMARLConnections(env)]
     except BaseException:

@@ -89,16 +89,9 @@ def test_restarts_are_ends_at_the_limit(fault, workers, keywords):
 
 @pytest.mark.parametrize("how", HOWS)
 def test_process_wide_generators(how):
-    """Environments of one worker do not draw from each other's."""
+    """With `isolate_rng`, environments of one worker do not draw from each other's."""
     expected = record(process_connections(makers(GlobalSkirmish)))
-    assert_same(record(pymarl_connections(makers(GlobalSkirmish), **HOWS[how])), expected)
-
-
-def test_threads():
-    """Without generators of their own: threads share those of the process."""
-    assert_same(
-        record(pymarl_connections(makers(), backend="thread", num_workers=2)), record(process_connections(makers()))
-    )
+    assert_same(record(pymarl_connections(makers(GlobalSkirmish), isolate_rng=True, **HOWS[how])), expected)
 
 
 def test_recycled_environments():
