@@ -426,7 +426,9 @@ class PyMARLConnection:
 def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) -> list[PyMARLConnection]:
     """Connections for PyMARL's and EPyMARL's `ParallelRunner`, in place of its processes and pipes.
 
-    Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`).
+    Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`). Pass
+    `isolate_rng=True` for simulators that draw from `random`, `numpy.random` or torch's generator: then each has these
+    for itself, as in a process of its own.
 
     Args:
         env_fns: One function for each environment that returns it, as `functools.partial(env_fn, **env_args)`.

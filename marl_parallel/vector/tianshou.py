@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 from tianshou.env import BaseVectorEnv
 
+from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
 from marl_parallel.core import stacking
@@ -97,6 +98,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         schema, self._agents = self._stepper.runner.schema, tuple(self._stepper.view.agents)
         acted = {agent: schema.action_spaces[agent] for agent in self._agents}
         seen = {agent: schema.observation_spaces[agent] for agent in self._agents}
+        self._has_masks = bool(schema.mask_spaces)  # masks that are neither in observations nor in infos
         self._is_single = len(self._agents) == 1
         self._is_flat = not self._is_single and all(isinstance(space, spaces.Box) for space in seen.values())
         action_space = _action_space(acted)
@@ -352,10 +354,11 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         for env_id in ids:
             of_env = arrays.infos.get(env_id, {})
             common = of_env.get(COMMON, {})
-            if self._is_single:
-                infos.append({**common, **of_env.get(self._agents[0], {})})
-            else:
-                infos.append({**common, **{key: info for key, info in of_env.items() if info and key != COMMON}})
+            own = {key: info for key, info in of_env.items() if info and key != COMMON}
+            if self._has_masks:
+                masks = self._stepper.runner.batch.masks(env_id)
+                own |= {agent: {ACTION_MASK: mask, **own.get(agent, {})} for agent, mask in masks.items()}
+            infos.append({**common, **(own.get(self._agents[0], {}) if self._is_single else own)})
         return _objects(infos)
 
 

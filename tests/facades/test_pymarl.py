@@ -11,7 +11,7 @@ import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from helpers.pymarl_runner import Runner, process_connections
 from mpe2 import simple_spread_v3
-from simulators.skirmish import ModernSkirmish, Skirmish
+from simulators.skirmish import GlobalSkirmish, ModernSkirmish, Skirmish
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
 from marl_parallel.vector import PyMARLConnections, pymarl_connections
@@ -85,6 +85,13 @@ def test_restarts_are_ends_at_the_limit(fault, workers, keywords):
     got = record(pymarl_connections(faulty(fault), num_workers=workers, on_error="restart"), team=team)
     assert_same(got, expected)
     assert sum("dead" not in info for info in got[1].infos) == 2
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_process_wide_generators(how):
+    """With `isolate_rng`, environments of one worker do not draw from each other's."""
+    expected = record(process_connections(makers(GlobalSkirmish)))
+    assert_same(record(pymarl_connections(makers(GlobalSkirmish), isolate_rng=True, **HOWS[how])), expected)
 
 
 def test_recycled_environments():

@@ -15,6 +15,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from mpe2 import simple_adversary_v3, simple_spread_v3
 from simulators.drifting import Drift, Painter
 from simulators.masked_actions import Gate
+from simulators.skirmish import Skirmish
 from tianshou.algorithm import DQN
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
@@ -310,6 +311,21 @@ def test_several_agents_with_dict_observations():
     assert observations.shape == (ENVS,)
     assert [*observations[0]] == plain.possible_agents
     assert np.array_equal(observations[0]["guest"]["action_mask"], seen["guest"]["action_mask"])
+    env.close()
+
+
+def test_masks_that_simulators_report_apart():
+    env = facade(Skirmish)
+    plain = Skirmish()
+    plain.reset()
+    _, infos = env.reset()
+    for agent, mask in enumerate(plain.get_avail_actions()):
+        assert infos[0][f"agent_{agent}"]["action_mask"].tolist() == mask
+    plain.step([1, 1, 1])
+    infos = env.step(np.ones((ENVS, 3), np.int64))[-1]
+    assert [infos[3][f"agent_{agent}"]["action_mask"].tolist() for agent in range(3)] == plain.get_avail_actions()
+    assert infos[3]["dead"] == 0
+    assert infos[3]["env_id"] == 3
     env.close()
 
 

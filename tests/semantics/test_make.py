@@ -23,6 +23,7 @@ from helpers.start_methods import arguments
 from mpe2 import simple_speaker_listener_v4, simple_spread_v3
 from pettingzoo.utils.wrappers import BaseParallelWrapper
 from simulators.deterministic import Hunt
+from simulators.skirmish import Skirmish
 
 from marl_parallel import EnvError, ParallelEnv, make
 from marl_parallel.adapters import ADAPTERS
@@ -439,7 +440,8 @@ def test_types_name_all_arguments_and_values():
     for name in get_args(FacadeName):
         if name not in ("stacked", "pymarl"):  # which needs another environment: see test_pymarl.py
             with contextlib.suppress(ImportError):
-                assert make("mpe2.simple_spread_v3", facade=name, backend="serial").parallel_env.close() is None
+                maker = Skirmish if name == "pymarl" else "mpe2.simple_spread_v3"
+                assert make(maker, facade=name, backend="serial").parallel_env.close() is None
 
 
 @pytest.mark.parametrize("facade", ["pettingzoo", "gymnasium"])

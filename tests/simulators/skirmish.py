@@ -28,7 +28,8 @@ class Skirmish:
     def __init__(
         self, seed: int = 0, fault: str | None = None, fault_at: int = -1, restarts: int = 0, call_fault: str = ""
     ) -> None:
-        self.rng, self.steps, self.episodes, self.won = np.random.default_rng(seed), 0, 0, 0
+        self.rng: Any = np.random.default_rng(seed)
+        self.steps, self.episodes, self.won = 0, 0, 0
         self.fault, self.fault_at = (fault if restarts == 0 else None), fault_at
         self.call_fault, self.calls = (call_fault if restarts == 0 else ""), dict[str, int]()
         self.saved: list[int] = []
@@ -106,6 +107,24 @@ class Skirmish:
 
     def close(self) -> None:
         pass
+
+
+class Dice:
+    """Draws from NumPy's process-wide generator."""
+
+    def __init__(self, seed: int) -> None:
+        np.random.seed(seed)
+
+    def integers(self, *args: Any) -> Any:
+        return np.random.randint(*args)
+
+
+class GlobalSkirmish(Skirmish):
+    """Seeds the generator of its process, and draws from it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.rng = Dice(seed)
 
 
 class ModernSkirmish(Skirmish):
