@@ -13,6 +13,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector.utils import batch_space
 from helpers.batches import grouped_actions
 from helpers.comparison import assert_same
+from helpers.setups import rest
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.returning_agents import ReturningAgents
 from simulators.rollouts import TruncatedUnseen
@@ -28,8 +29,10 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "variable dicts": VariableDictAgents,
     "returning": ReturningAgents,
 }
-ANY = pytest.mark.parametrize("name", list(MAKERS))
-MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+CASES = [
+    ("spread", "NEXT_STEP"), ("variable", "SAME_STEP"), ("variable dicts", "NEXT_STEP"), ("returning", "SAME_STEP"),
+]  # fmt: skip
+OTHERS = [(name, mode) for name in MAKERS for mode in ("SAME_STEP", "NEXT_STEP")]
 STEPS = 9
 
 
@@ -71,8 +74,7 @@ def unchanged(value: Any) -> Any:
     return value
 
 
-@ANY
-@MODES
+@pytest.mark.parametrize(("name", "mode"), [*CASES, *[rest(*one) for one in OTHERS if one not in CASES]])
 def test_stacked(name, mode):
     first, other = (StackedVecEnv(opened(name, mode, workers), pad=True) for workers in (2, 1))
     rng = np.random.default_rng(1)
@@ -84,8 +86,7 @@ def test_stacked(name, mode):
     check_facade(first, other, actions, seen, unchanged)
 
 
-@ANY
-@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+@pytest.mark.parametrize(("name", "mode"), [*CASES, ("variable", "DISABLED"), rest("returning", "DISABLED")])
 def test_pettingzoo(name, mode):
     first, other = (PettingZooVecEnv(opened(name, mode, workers)) for workers in (2, 1))
     rng = np.random.default_rng(1)
@@ -101,8 +102,7 @@ def test_pettingzoo(name, mode):
     check_facade(first, other, actions, seen, unchanged)
 
 
-@pytest.mark.parametrize("name", ["spread", "variable", "variable dicts"])
-@MODES
+@pytest.mark.parametrize(("name", "mode"), [*CASES[:3], ("variable", "NEXT_STEP"), rest("spread", "SAME_STEP")])
 def test_gymnasium(name, mode):
     first, other = (GymnasiumVectorEnv(opened(name, mode, workers)) for workers in (2, 1))
     first.action_space.seed(3)
@@ -158,9 +158,12 @@ def plain(data: Any) -> Any:
     return copied([fields[name] for name in sorted(fields) if name not in ("action_masks", "states", "final_states")])
 
 
-@pytest.mark.parametrize("how", list(HOWS))
-@pytest.mark.parametrize("name", ["spread", "tag", "variable", "variable dicts"])
-@MODES
+SOME = [*[("variable dicts", "SAME_STEP", how) for how in HOWS], ("spread", "NEXT_STEP", "halves")]
+NAMES, BOTH = ("spread", "tag", "variable"), ("SAME_STEP", "NEXT_STEP")
+MORE = [(name, mode, how) for name in NAMES for mode in BOTH for how in HOWS]
+
+
+@pytest.mark.parametrize(("name", "mode", "how"), [*SOME, *[rest(*one) for one in MORE if one not in SOME]])
 def test_rollout(name, mode, how):
     """The next rollout begins with what the last one ended with."""
     (arguments, options), makers = (

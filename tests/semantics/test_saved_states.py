@@ -89,9 +89,7 @@ def test_another_number_of_workers(name, two_worker_setup, build):
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize(
-    "name", ["skirmish", "hunt", "zoo", *map(rest, sorted({*SYNTHETIC} - {"skirmish", "hunt", "zoo"}))]
-)
+@pytest.mark.parametrize("name", ["skirmish", "hunt", *map(rest, sorted({*SYNTHETIC} - {"skirmish", "hunt"}))])
 def test_other_autoreset_modes(name, mode, two_worker_setup, build):
     check_loads(name, mode, two_worker_setup, build)
 

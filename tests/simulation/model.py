@@ -238,9 +238,8 @@ class Model:
     def posted(self, worker: SimulatedWorker, request: Request) -> None:
         """The pool has sent a request."""
         message = request.message
-        if self._called and (
-            message in (*_CALLS, Message.OPTIONS) or (message is Message.REBUILD and self._is_called(request))
-        ):
+        is_call = message in _CALLS or message is Message.OPTIONS
+        if self._called and (is_call or (message is Message.REBUILD and self._is_called(request))):
             self.errors_before, self._called = self.errors, set()
         if message not in _RESULTS:
             return
