@@ -15,13 +15,16 @@ from helpers.batches import grouped_actions
 from helpers.comparison import assert_same
 from helpers.setups import rest
 from mpe2 import simple_spread_v3, simple_tag_v3
+from simulators.mappo_envs import Squad
+from simulators.pymarl_envs import Skirmish
 from simulators.returning_agents import ReturningAgents
 from simulators.rollouts import TruncatedUnseen
+from simulators.team_battles import TeamBattle
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv, Rollout, gae
 from marl_parallel.core.spaces import tree_map
-from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, ShareVecEnv, StackedVecEnv, SubprocVecEnv
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=5),
@@ -220,3 +223,50 @@ def test_rollout_in_the_middle():
     advantages, _ = gae(data, np.zeros((5, 3, 3)), np.zeros((int(data.done.sum()), 3)), 0.9, 0.9)
     assert advantages.shape == (4, 3, 3)
     rollout.env.close()
+
+
+# -- the interfaces of PyMARL and MAPPO --------------------------------------------------------------------------------
+
+
+def allowed(masks: Any, rng: np.random.Generator) -> Any:
+    """Random actions `(num_envs, agents, 1)` that masks `(num_envs, agents, n)` allow."""
+    return (masks * rng.random(masks.shape)).argmax(-1)[..., None]
+
+
+@pytest.mark.parametrize("make", [TeamBattle, Skirmish, Squad])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_share(make, shared_memory):
+    """Deaths, masks and states, of an environment that is stepped behind it."""
+
+    def opened_share(workers: int) -> ShareVecEnv:
+        backend = {"backend": "serial"} if workers == 1 else {"num_workers": workers}
+        return ShareVecEnv(ParallelEnv([make] * 3, shared_memory=shared_memory or workers == 1, **backend), share=share)
+
+    share = "state" if shared_memory else "joined"
+    first, other, rng = opened_share(2), opened_share(1), np.random.default_rng(4)
+    current = first.reset()
+    for _ in range(14):
+        assert_same(copied(other.load_state(first.save_state())), copied(current))
+        for _ in range(2):
+            actions = allowed(current[2], rng)
+            assert_same(other.parallel_env.action_masks, first.parallel_env.action_masks)
+            results, again = first.step(actions), other.step(actions)
+            assert_same([copied([*one]) for one in again[4]], [copied([*one]) for one in results[4]])
+            assert_same(copied((*again[:4], again[5])), copied((*results[:4], results[5])))
+            current = results[0], results[1], results[5]
+    first.close()
+    other.close()
+
+
+def test_drop_in_with_four_values():
+    first, other = (SubprocVecEnv([Squad] * 2, num_workers=workers) for workers in (2, 1))
+    observations = first.reset()
+    for _ in range(9):
+        assert_same(copied(other.load_state(first.save_state())), copied(observations))
+        masks = first.parallel_env.action_masks
+        actions = [[[int(np.flatnonzero(mask)[-1])] for mask in of_env.values()] for of_env in masks]
+        results, again = first.step(actions), other.step(actions)
+        assert_same(copied(again[:3]), copied(results[:3]))
+        observations = results[0]
+    first.close()
+    other.close()
