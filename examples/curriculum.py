@@ -4,8 +4,8 @@
 
 It needs `pip install -e .`, and takes a few seconds. Two robots stand in a corridor, each at some distance from its own charger,
 and get a reward only when they reach it. At the full distance, a robot that moves at random hardly ever does, so
-nothing is learned. With the curriculum, chargers are near at first. When most episodes succeed, the next ones begin at a
-larger distance; episodes that are running end as they began. The robots learn by Q-learning in NumPy.
+nothing is learned. With the curriculum, chargers are near at first. When most episodes succeed, the next ones begin
+at a larger distance; episodes that are running end as they began. The robots learn by Q-learning in NumPy.
 """
 
 import argparse
@@ -68,14 +68,13 @@ def train(*, with_curriculum):
     observations, _ = env.reset()
     for _ in range(args.steps):
         states = observations[..., 0]
-        best = np.where(
-            rng.random(states.shape) < 0.2, rng.integers(3, size=states.shape), best_of(values, states, rng)
-        )
-        observations, rewards, _, _, _ = env.step(best)
+        explores, anything = rng.random(states.shape) < 0.2, rng.integers(3, size=states.shape)
+        actions = np.where(explores, anything, best_of(values, states, rng))
+        observations, rewards, _, _, _ = env.step(actions)
         # After an automatic reset, the last observations of the old episodes are apart.
         following = np.where(env.done[:, None], env.final_observations[..., 0], observations[..., 0])
         targets = rewards + 0.95 * np.where(following == 0, 0.0, values[following].max(-1))
-        values[states, best] += 0.5 * (targets - values[states, best])
+        values[states, actions] += 0.5 * (targets - values[states, actions])
         successes += env.terminated[env.done].tolist()
         if with_curriculum and distance < args.distance and len(successes) >= 20 and np.mean(successes[-20:]) > 0.8:
             distance, successes = distance + 1, []

@@ -388,6 +388,21 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)
         self._note_first(arrays, [*self._stepper.env_ids])
 
+    def _own_state(self, env_id: int) -> Any:
+        return self._absent[env_id].tolist()
+
+    def _loaded(self, states: Sequence[bytes], env_ids: Sequence[int] | None) -> Arrays:
+        """The latest arrays of environments that have been loaded."""
+        arrays, own = self._stepper.load_state(states, env_ids)
+        self._absent = self._absent.copy()
+        for env_id, absent in own.items():
+            if absent is None:
+                self._note_first(arrays, [env_id])
+            else:
+                self._absent[env_id] = absent
+        self._any_absent = bool(self._absent.any())
+        return arrays
+
     def _note_first(self, arrays: Arrays, env_ids: Sequence[int]) -> None:
         """Note which agents are not there yet at the beginning of the episodes of some environments."""
         self._absent[env_ids] = ~arrays.observed[env_ids]
@@ -630,6 +645,17 @@ class ShareVecEnv(_VecEnv[ShareResults]):
         observations, groups = self._observations(arrays.observations)
         return observations, self._share(groups), self._available()
 
+    @exclusive("load_state")
+    def load_state(
+        self, states: Sequence[bytes], env_ids: Sequence[int] | None = None
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Go on from what `save_state` has returned; returns what `reset` returns.
+
+        Arguments and errors are those of `ParallelEnv.load_state`.
+        """
+        observations, groups = self._observations(self._loaded(states, env_ids).observations)
+        return observations, self._share(groups), self._available()
+
     def _results(self, arrays: Arrays) -> ShareResults:
         dones, bad, ended = self._dones(arrays)
         infos = self._infos(arrays, bad, ended)  # before the states and masks of the old episodes are replaced
@@ -758,6 +784,14 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
         arrays = self._stepper.reset(seed, options)
         self._begun(arrays)
         return self._observations(arrays.observations)[0]
+
+    @exclusive("load_state")
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> NDArray[Any]:
+        """Go on from what `save_state` has returned; returns observations.
+
+        Arguments and errors are those of `ParallelEnv.load_state`.
+        """
+        return self._observations(self._loaded(states, env_ids).observations)[0]
 
     def _results(self, arrays: Arrays) -> PlainResults:
         dones, bad, ended = self._dones(arrays)

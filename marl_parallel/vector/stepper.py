@@ -515,7 +515,7 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
         return self._stepper.save_state(env_ids, self._own_state)
 
     @exclusive("load_state")
-    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[Any, Any]:
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> Any:
         """Go on from what `save_state` has returned; arguments and errors are those of `ParallelEnv.load_state`.
 
         Returns observations and infos of the latest step or reset at that time, in the form of `step`.

@@ -13,14 +13,18 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector.utils import batch_space
 from helpers.batches import grouped_actions
 from helpers.comparison import assert_same
+from helpers.setups import rest
 from mpe2 import simple_spread_v3, simple_tag_v3
+from simulators.mappo_envs import Squad
+from simulators.pymarl_envs import Skirmish
 from simulators.returning_agents import ReturningAgents
 from simulators.rollouts import TruncatedUnseen
+from simulators.team_battles import TeamBattle
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv, Rollout, gae
 from marl_parallel.core.spaces import tree_map
-from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
+from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, ShareVecEnv, StackedVecEnv, SubprocVecEnv
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=5),
@@ -28,8 +32,10 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "variable dicts": VariableDictAgents,
     "returning": ReturningAgents,
 }
-ANY = pytest.mark.parametrize("name", list(MAKERS))
-MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+CASES = [
+    ("spread", "NEXT_STEP"), ("variable", "SAME_STEP"), ("variable dicts", "NEXT_STEP"), ("returning", "SAME_STEP"),
+]  # fmt: skip
+OTHERS = [(name, mode) for name in MAKERS for mode in ("SAME_STEP", "NEXT_STEP")]
 STEPS = 9
 
 
@@ -71,8 +77,7 @@ def unchanged(value: Any) -> Any:
     return value
 
 
-@ANY
-@MODES
+@pytest.mark.parametrize(("name", "mode"), [*CASES, *[rest(*one) for one in OTHERS if one not in CASES]])
 def test_stacked(name, mode):
     first, other = (StackedVecEnv(opened(name, mode, workers), pad=True) for workers in (2, 1))
     rng = np.random.default_rng(1)
@@ -84,8 +89,7 @@ def test_stacked(name, mode):
     check_facade(first, other, actions, seen, unchanged)
 
 
-@ANY
-@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+@pytest.mark.parametrize(("name", "mode"), [*CASES, ("variable", "DISABLED"), rest("returning", "DISABLED")])
 def test_pettingzoo(name, mode):
     first, other = (PettingZooVecEnv(opened(name, mode, workers)) for workers in (2, 1))
     rng = np.random.default_rng(1)
@@ -101,8 +105,7 @@ def test_pettingzoo(name, mode):
     check_facade(first, other, actions, seen, unchanged)
 
 
-@pytest.mark.parametrize("name", ["spread", "variable", "variable dicts"])
-@MODES
+@pytest.mark.parametrize(("name", "mode"), [*CASES[:3], ("variable", "NEXT_STEP"), rest("spread", "SAME_STEP")])
 def test_gymnasium(name, mode):
     first, other = (GymnasiumVectorEnv(opened(name, mode, workers)) for workers in (2, 1))
     first.action_space.seed(3)
@@ -158,9 +161,12 @@ def plain(data: Any) -> Any:
     return copied([fields[name] for name in sorted(fields) if name not in ("action_masks", "states", "final_states")])
 
 
-@pytest.mark.parametrize("how", list(HOWS))
-@pytest.mark.parametrize("name", ["spread", "tag", "variable", "variable dicts"])
-@MODES
+SOME = [*[("variable dicts", "SAME_STEP", how) for how in HOWS], ("spread", "NEXT_STEP", "halves")]
+NAMES, BOTH = ("spread", "tag", "variable"), ("SAME_STEP", "NEXT_STEP")
+MORE = [(name, mode, how) for name in NAMES for mode in BOTH for how in HOWS]
+
+
+@pytest.mark.parametrize(("name", "mode", "how"), [*SOME, *[rest(*one) for one in MORE if one not in SOME]])
 def test_rollout(name, mode, how):
     """The next rollout begins with what the last one ended with."""
     (arguments, options), makers = (
@@ -217,3 +223,50 @@ def test_rollout_in_the_middle():
     advantages, _ = gae(data, np.zeros((5, 3, 3)), np.zeros((int(data.done.sum()), 3)), 0.9, 0.9)
     assert advantages.shape == (4, 3, 3)
     rollout.env.close()
+
+
+# -- the interfaces of PyMARL and MAPPO --------------------------------------------------------------------------------
+
+
+def allowed(masks: Any, rng: np.random.Generator) -> Any:
+    """Random actions `(num_envs, agents, 1)` that masks `(num_envs, agents, n)` allow."""
+    return (masks * rng.random(masks.shape)).argmax(-1)[..., None]
+
+
+@pytest.mark.parametrize("make", [TeamBattle, Skirmish, Squad])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_share(make, shared_memory):
+    """Deaths, masks and states, of an environment that is stepped behind it."""
+
+    def opened_share(workers: int) -> ShareVecEnv:
+        backend = {"backend": "serial"} if workers == 1 else {"num_workers": workers}
+        return ShareVecEnv(ParallelEnv([make] * 3, shared_memory=shared_memory or workers == 1, **backend), share=share)
+
+    share = "state" if shared_memory else "joined"
+    first, other, rng = opened_share(2), opened_share(1), np.random.default_rng(4)
+    current = first.reset()
+    for _ in range(14):
+        assert_same(copied(other.load_state(first.save_state())), copied(current))
+        for _ in range(2):
+            actions = allowed(current[2], rng)
+            assert_same(other.parallel_env.action_masks, first.parallel_env.action_masks)
+            results, again = first.step(actions), other.step(actions)
+            assert_same([copied([*one]) for one in again[4]], [copied([*one]) for one in results[4]])
+            assert_same(copied((*again[:4], again[5])), copied((*results[:4], results[5])))
+            current = results[0], results[1], results[5]
+    first.close()
+    other.close()
+
+
+def test_drop_in_with_four_values():
+    first, other = (SubprocVecEnv([Squad] * 2, num_workers=workers) for workers in (2, 1))
+    observations = first.reset()
+    for _ in range(9):
+        assert_same(copied(other.load_state(first.save_state())), copied(observations))
+        masks = first.parallel_env.action_masks
+        actions = [[[int(np.flatnonzero(mask)[-1])] for mask in of_env.values()] for of_env in masks]
+        results, again = first.step(actions), other.step(actions)
+        assert_same(copied(again[:3]), copied(results[:3]))
+        observations = results[0]
+    first.close()
+    other.close()

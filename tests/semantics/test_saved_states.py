@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +16,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode
+from helpers import ROOT
 from helpers.comparison import assert_same
 from helpers.scenarios import REAL, SYNTHETIC, Event, record, scenario
 from helpers.setups import Setup, rest
@@ -56,7 +60,7 @@ def play(env: Any, events: Sequence[Event], save_after: Sequence[int] = ()) -> d
 def check_loads(name: str, mode: Any, setup: Setup, build: Any) -> None:
     constructors, events = scenario(name).constructors, record(name, AutoresetMode[mode])
     first = build(constructors, setup, mode)
-    points = [0, len(events) // 3, 2 * len(events) // 3]
+    points = [0, len(events) // 2]
     saved = play(first, events, points)
     for point in points:
         states, acting, masks, seeds, result = saved[point]
@@ -75,9 +79,18 @@ def check_loads(name: str, mode: Any, setup: Setup, build: Any) -> None:
         play(env, events[point + 1 :])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [*SYNTHETIC, *map(rest, sorted(REAL))])
-def test_another_number_of_workers(name, mode, two_worker_setup, build):
+# Of multiwalker, the engine is in C++.
+KINDS = [*SYNTHETIC, "spread", "connect_four", *map(rest, sorted({*REAL} - {"spread", "connect_four", "multiwalker"}))]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_number_of_workers(name, two_worker_setup, build):
+    check_loads(name, "SAME_STEP", two_worker_setup, build)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("name", ["skirmish", "hunt", *map(rest, sorted({*SYNTHETIC} - {"skirmish", "hunt"}))])
+def test_other_autoreset_modes(name, mode, two_worker_setup, build):
     check_loads(name, mode, two_worker_setup, build)
 
 
@@ -412,3 +425,54 @@ def test_calls_out_of_order(parallel):
         for call in (native.save_state, lambda: native.load_state(states)):
             with pytest.raises(NotImplementedError, match="steps many environments by itself"):
                 call()
+
+
+SCRIPT = """
+import pickle, sys
+from pathlib import Path
+import numpy as np
+from gymnasium import spaces
+from marl_parallel import ParallelEnv
+
+class Hull:
+    steps = 0
+
+class Ship:
+    possible_agents = ["ship"]
+    observation_space = spaces.Dict(ship=spaces.Box(-99, 99, (), np.float64))
+    action_space = spaces.Dict(ship=spaces.Discrete(3))
+
+    def __init__(self):
+        self.hull, self.doubled = Hull(), lambda number: 2 * number
+
+    def reset(self, *, seed=None, options=None):
+        self.place = 0.0
+        return {"ship": self.place}, {}
+
+    def step(self, actions):
+        assert isinstance(self.hull, Hull)
+        self.place += self.doubled(actions["ship"]) * SPEED
+        return {"ship": self.place}, {"ship": 1.0}, {"__all__": False}, {"__all__": False}, {}
+
+SPEED, file = float(sys.argv[1]), Path("states")
+with ParallelEnv([Ship] * 2, backend=sys.argv[2], num_workers=1) as env:
+    if file.exists():
+        env.load_state(pickle.loads(file.read_bytes()))
+    else:
+        env.reset()
+    print([float(one["ship"]) for one in env.step([{"ship": 1}, {"ship": 2}])[0]])
+    file.write_bytes(pickle.dumps(env.save_state()))
+"""
+
+
+def test_simulators_of_a_script_that_has_changed(tmp_path):
+    """Its classes are not in a state: the present ones go on."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    printed = []
+    for arguments in (("1", "process"), ("10", "process"), ("100", "serial")):
+        command = [sys.executable, "-W", "ignore", "script.py", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.strip())
+    assert printed == ["[2.0, 4.0]", "[22.0, 44.0]", "[222.0, 444.0]"]

@@ -78,7 +78,10 @@ class EnvModel:
     after_held: list[Cut] = field(default_factory=list)  # of a fault that came then
     excused: bool = False  # whether it need not be replaced now
     moved: bool = False
-    option: int = 0  # of the reset that is requested
+    option: int = 0  # of the reset that is requested; 0 if it has none
+    standing: int = 0  # of resets that have none
+    changed: bool = False  # whether that is about to be another one
+    before: int | None = None  # the one before, which counts for the reset of a rebuild that has been requested already
     seed: int | None = None  # of that reset
     ended: int = 0  # how many episodes of the present environment its caller has seen end
     restarts: Counter[str] = field(default_factory=Counter)  # by kind
@@ -161,6 +164,14 @@ class Model:
             elif kind == "step" and env.ready:
                 self._report(env)
 
+    def stands(self, env_ids: Iterable[int], option: int) -> None:
+        """The caller sets the option of every later reset that has none."""
+        self.calls(env_ids)
+        for env in [self.envs[env_id] for env_id in env_ids]:
+            if env.cuts and env.before is None:
+                env.before = env.standing
+            env.changed, env.standing = option != env.standing, option
+
     def rebuilds(self, env_ids: Iterable[int]) -> None:
         """The caller has environments constructed again."""
         self.calls(env_ids)
@@ -227,7 +238,8 @@ class Model:
     def posted(self, worker: SimulatedWorker, request: Request) -> None:
         """The pool has sent a request."""
         message = request.message
-        if self._called and (message in _CALLS or (message is Message.REBUILD and self._is_called(request))):
+        is_call = message in _CALLS or message is Message.OPTIONS
+        if self._called and (is_call or (message is Message.REBUILD and self._is_called(request))):
             self.errors_before, self._called = self.errors, set()
         if message not in _RESULTS:
             return
@@ -277,6 +289,12 @@ class Model:
                     env.renewing, env.done = True, None
                     self._fails(env, self._cut(env, "inside", "constructor"), "exception")
             return
+        if reply.request is Message.OPTIONS:
+            for env_id in request.env_ids or ():
+                env = self.envs[env_id]
+                if env.changed and env.life is not None:
+                    env.life.early = []  # it is reset once more, with the other option
+                env.changed = False
         if reply.request in _CALLS:
             if worker.is_late:  # the call raises that, and all are rebuilt
                 return
@@ -484,8 +502,9 @@ class Model:
 
     def _check_reset(self, env: EnvModel, first: Did) -> None:
         """Check the options that a reset has received."""
-        option = env.option if env.request == "reset" else 0
-        if first.option != option:
+        option = (env.option if env.request == "reset" else 0) or env.standing
+        before, env.before = env.before, None
+        if first.option != option and (before is None or first.option != before):
             raise Wrong(f"environment {env.env_id}: reset with option {first.option} in place of {option}")
 
     def _check_recycling(self, env: EnvModel) -> None:

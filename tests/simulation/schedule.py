@@ -436,6 +436,22 @@ class History:
         self.note(f"{seconds} s pass")
         self.backend.pass_time(seconds)
 
+    def set_option(self, rng: random.Random) -> None:
+        """The option of later resets of some environments."""
+        if self.model.in_flight:
+            return
+        ids, option = rng.sample(self.ids, rng.randint(1, len(self.ids))), rng.choice([0, rng.randint(10, 19)])
+        self.note(f"set_reset_options(option {option}, env_ids={ids})")
+        self.model.stands(ids, option)
+        try:
+            self.env.set_reset_options({"option": option} if option else None, ids)
+        except ParallelEnvError:
+            if not self.model.fatal and self.model.restarts:
+                self.model.check_errors(raised=True)
+                return
+            raise
+        self.model.check_errors(raised=False)
+
     def call(self, rng: random.Random) -> None:
         """A method, an attribute, a frame or the global state of some environments."""
         if self.model.in_flight:
@@ -615,6 +631,7 @@ _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "wait": (4, History.wait),
     "call": (8, History.call),
     "restart": (2, History.restart),
+    "set_option": (3, History.set_option),
     "close_inside": (0.5, History.close_inside),
 }
 
