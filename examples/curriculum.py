@@ -2,9 +2,9 @@
 
     python examples/curriculum.py
 
-It needs `pip install -e .`, and takes a few seconds. Two robots stand in a corridor, each at some distance from its own charger,
-and get a reward only when they reach it. At the full distance, a robot that moves at random hardly ever does, so
-nothing is learned. With the curriculum, chargers are near at first. When most episodes succeed, the next ones begin
+It needs `pip install -e .`, and takes a few seconds. Two robots stand in a corridor, each at some distance from its own
+charger, and get a reward only when they reach it. At the full distance, a robot that moves at random hardly ever does,
+so nothing is learned. With the curriculum, chargers are near at first. When most episodes succeed, the next ones begin
 at a larger distance; episodes that are running end as they began. The robots learn by Q-learning in NumPy.
 """
 

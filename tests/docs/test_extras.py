@@ -134,7 +134,7 @@ def test_examples_name_what_they_import(path):
     if "pip install matplotlib" in text:  # `draw_dashboard.py` does not use this package
         assert {*needed(path)} == {"matplotlib"}
         return
-    assert any(command.startswith(".[") for command in commands(text)), f"{path.name} names no extra"
+    assert any(command == "." or command.startswith(".[") for command in commands(text)), f"{path.name} names no extra"
     assert not missing(path, text)
 
 

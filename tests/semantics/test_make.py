@@ -438,7 +438,7 @@ def test_types_name_all_arguments_and_values():
         form for mode in AutoresetMode for form in (mode.name, mode.value, mode.name.lower())
     }
     for name in get_args(FacadeName):
-        if name not in ("stacked", "pymarl"):  # which needs another environment: see test_pymarl.py
+        if name != "stacked":
             with contextlib.suppress(ImportError):
                 maker = Skirmish if name == "pymarl" else "mpe2.simple_spread_v3"
                 assert make(maker, facade=name, backend="serial").parallel_env.close() is None
