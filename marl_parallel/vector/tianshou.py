@@ -53,8 +53,8 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
     Attributes:
         action_space: A list with the action space of each environment: the agent's; with several agents, a
             `MultiDiscrete` or `Box` of the actions of all, one after the other.
-        observation_space: Likewise: the agent's; with several agents, a `Box` `(size,)` of all observations, one after
-            the other, if each is a `Box`, else a `Dict` by agent.
+        observation_space: A list with the observation space of each environment: the agent's; with several agents, a
+            `Box` `(size,)` of all observations, one after the other, if each is a `Box`, else a `Dict` by agent.
         env_num: The number of environments, as `len(env)`.
         is_async: Whether `step` returns some environments before the others.
         ready_id: The environments that wait for a step or a reset.
@@ -275,9 +275,6 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         """Close the environments, with the keywords of `ParallelEnv.close`."""
         self.is_closed = True
         self._stepper.close(**keywords)
-
-    def __del__(self) -> None:
-        """Nothing: the `ParallelEnv` closes when it is collected itself."""
 
     # -- forms ---------------------------------------------------------------------------------------------------------
 
