@@ -186,7 +186,7 @@ class ArrayStepper(OfParallelEnv):
             own: Returns what the facade itself knows of an environment, which must pickle.
         """
         saved, name = self.runner.save_state(env_ids), self._name
-        return [to_bytes(state._replace(facade={**state.facade, name: own(i)})) for i, state in saved.items()]
+        return [to_bytes(state.with_facade(name, own(env_id))) for env_id, state in saved.items()]
 
     @exclusive("load_state")
     def load_state(

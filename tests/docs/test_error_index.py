@@ -58,7 +58,6 @@ ERRORS = {
     ("vector/pymarl", "_check_may_step", "AlreadyPendingCallError"): "a second step of a `PyMARLConnection`",
     ("vector/pymarl", "_check_may_step", "ResetNeeded"): "a step of a `PyMARLConnection`",
     ("vector/sb3", "_env_ids", "IndexError"): "`SB3VecEnv`",
-    ("vector/share", "__getitem__", "IndexError"): "`ShareVecEnv`",
     ("vector/share", "_watch_states", "NotImplementedError"): "`ShareVecEnv`",
     ("vector/tianshou", "step", "ResetNeeded"): "or a `TianshouVecEnv` where an episode",
     ("vector/tianshou", "_receive", "NoAsyncCallError"): "`TianshouVecEnv.step(None)`",
@@ -80,7 +79,6 @@ INTERNAL = {
     ("vector/rllib", "step", "RuntimeError"),
     ("vector/rllib", "_creator", "EnvError"),
     ("vector/sb3", "__missing__", "KeyError"),
-    ("vector/share", "__getitem__", "IndexError"),
 }
 # Warnings whose text comes from elsewhere, by the expression: `SeedCheck` of `core/construction.py` has both.
 TEXTS = {"seed_check.first_warning": "declare the same seed", "text": "the first observations of all"}

@@ -49,6 +49,10 @@ class EnvState(NamedTuple):
     sampler: tuple[int | None, Any]  # the seed of random actions, and their sampler, if it has been used
     facade: dict[str, Any]  # what a facade has added, by its name
 
+    def with_facade(self, name: str, value: Any) -> EnvState:
+        """The same, with what a facade of this name knows of the environment."""
+        return self._replace(facade={**self.facade, name: value})
+
 
 def to_bytes(state: EnvState) -> bytes:
     """A state as a line with the format, and a pickle."""
