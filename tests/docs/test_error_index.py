@@ -79,6 +79,7 @@ INTERNAL = {
     ("vector/rllib", "step", "RuntimeError"),
     ("vector/rllib", "_creator", "EnvError"),
     ("vector/sb3", "__missing__", "KeyError"),
+    ("vector/share", "__getitem__", "IndexError"),
 }
 # Warnings whose text comes from elsewhere, by the expression: `SeedCheck` of `core/construction.py` has both.
 TEXTS = {"seed_check.first_warning": "declare the same seed", "text": "the first observations of all"}
