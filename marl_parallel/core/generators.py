@@ -158,21 +158,23 @@ class _NumpyState(NamedTuple):
 class _NumpyStates:
     """Reads and writes states of `numpy.random`, whose own functions take 50 times as long as a copy of its memory.
 
-    They are used only where a normal number waits, which is not in this memory: normal numbers come in pairs.
+    They are used from the first time on that a normal number waits, which is not in this memory: these come in pairs.
     """
 
     def __init__(self) -> None:
         self._generator: Any = None
         self._memory: memoryview | None = None  # of its key and position; None if these are not what is expected
+        self._may_wait = False  # whether simulators are known to draw normal numbers
 
     def present(self, last: _NumpyState | None) -> _NumpyState:
         """The present state; `last` is the one that was written, or read, before simulators may have drawn."""
         memory = self._of_generator()
         content = b"" if memory is None else bytes(memory)
         is_last = last is not None and last.generator is self._generator and last.memory == content
-        if memory is not None and last is not None and is_last and not last.has_gauss:
+        if memory is not None and last is not None and is_last and not self._may_wait:
             return last
         whole: Any = np.random.get_state(legacy=False)
+        self._may_wait |= bool(whole["has_gauss"])
         return _NumpyState(self._generator, content, bool(whole["has_gauss"]), whole)
 
     def write(self, state: _NumpyState, present: _NumpyState) -> None:
@@ -241,3 +243,4 @@ class GeneratorStates:
         """Give an environment other states, which the generators have from now on."""
         self.switch(env_id)
         restore_states(states)
+        self._states.pop(env_id, None)  # a normal number may wait now beside the same memory

@@ -420,18 +420,20 @@ def draw(kind: str) -> Any:
     return draws[kind]()
 
 
-KINDS = ["nothing", "one number", "one normal number", "many", "python", "python's normal", "seed"]
+KINDS = ["nothing", "one number", "many", "python", "python's normal", "seed", "one normal number"]
 
 
-@pytest.mark.parametrize("others", [[], ["other generator"]], ids=["twister", "replaced"])
+@pytest.mark.parametrize(
+    "kinds", [KINDS, KINDS[:-1], [*KINDS, "other generator"]], ids=["normal numbers", "no normal ones", "replaced"]
+)
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_states_of_environments_are_those_of_separate_processes(others, in_memory, monkeypatch):
+def test_states_of_environments_are_those_of_separate_processes(kinds, in_memory, monkeypatch):
     """In any order of environments and draws, the numbers of each are those it would draw by itself."""
     if not in_memory:  # as with another layout of the generators
         monkeypatch.setattr(generators, "_memory_at", lambda address, size: memoryview(bytes(size)))
     rng = np.random.default_rng(3)
     python, numpy, generator = random.getstate(), np.random.get_state(), np.random.get_bit_generator()
-    plan = [(int(rng.integers(3)), str(rng.choice(KINDS + others))) for _ in range(600)]
+    plan = [(int(rng.integers(3)), str(rng.choice(kinds))) for _ in range(600)]
     try:
         states = GeneratorStates()
         drawn: dict[int, list[Any]] = {0: [], 1: [], 2: []}
@@ -450,3 +452,23 @@ def test_states_of_environments_are_those_of_separate_processes(others, in_memor
         np.random.set_bit_generator(generator)
         np.random.set_state(numpy)
         random.setstate(python)
+
+
+def test_states_that_are_put_back_have_the_normal_number_that_waits():
+    """Beside the same memory: it had been drawn in the meantime."""
+    numpy = np.random.get_state()
+    try:
+        states = GeneratorStates()
+        states.switch(0)
+        np.random.seed(5)
+        np.random.randn()
+        saved = states.of(0)
+        expected = np.random.randn()
+        states.switch(1)
+        np.random.seed(6)
+        states.put(0, saved)
+        states.switch(1)
+        states.switch(0)
+        assert np.random.randn() == expected
+    finally:
+        np.random.set_state(numpy)
