@@ -48,6 +48,16 @@ PlainResults: TypeAlias = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.bo
 ResultsT = TypeVar("ResultsT")
 
 
+class _OfAgents(list[dict[Any, Any]]):
+    """The infos of the agents of one environment; a key gives the value in the first one's.
+
+    on-policy's football environment has one info for all, which its runner reads as `infos[i]["score_reward"]`.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(0)[index] if isinstance(index, str) else super().__getitem__(index)
+
+
 class ShareInfos(Sequence[list[dict[Any, Any]]]):
     """The infos of a step: for each environment a list with one dict for each agent, made on first access.
 
@@ -110,7 +120,7 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
                 rows[-1].pop(FINAL_OBS, None)
         if env_id in self._originals:
             rows[0].update(self._originals[env_id]())
-        return rows
+        return _OfAgents(rows)
 
 
 class _Joined:

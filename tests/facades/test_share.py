@@ -129,6 +129,8 @@ def test_simulators_with_lists_are_those_of_a_loop(kind):
             assert dones[env_id].tolist() == np.broadcast_to(outcome[1], 3).tolist()
             for own, theirs in zip(infos[env_id], outcome[2] if isinstance(outcome[2], list) else [outcome[2]] * 3):
                 assert theirs.items() <= own.items()
+            if kind is Pitch:  # one info for all, which its runner reads as such
+                assert infos[env_id]["score"] == outcome[2]["score"]
             if over:
                 equal_rows(infos[env_id][0]["original_obs"], last[0])
             if has_share:
