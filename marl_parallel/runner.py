@@ -628,6 +628,7 @@ class BatchRunner:
             )
         by_env = dict(zip(env_ids, pool_seeds(seed, env_ids, self.source.name)))
         seeds = [by_env[env_id] for env_id in self.env_ids]
-        self._base_seed, self.seeds, self._sampler_seeds = seeds[0], tuple(seeds), [*seeds]
+        self._base_seed, self.seeds = seeds[0], tuple(seeds)
+        self._sampler_seeds = [*self.seeds]
         self._samplers.clear()
         return seeds
