@@ -24,14 +24,14 @@ from marl_parallel.vector import StackedVecEnv
 
 parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 parser.add_argument("--output", type=Path, default=Path("runs/preempted"), help="folder of checkpoint and curve")
-parser.add_argument("--updates", type=int, default=200)
+parser.add_argument("--updates", type=int, default=150)
 parser.add_argument("--num-envs", type=int, default=16)
 parser.add_argument("--num-workers", type=int, default=2)
 parser.add_argument("--num-steps", type=int, default=20, help="steps of each environment before an update")
 args = parser.parse_args()
 
 AGENTS, FEATURES, ACTIONS = 3, 19, 5
-LEARNING_RATE, GAMMA = 0.02, 0.95
+LEARNING_RATE, GAMMA = 1.0, 0.9
 checkpoint = args.output / "checkpoint.pickle"
 
 

@@ -362,8 +362,9 @@ class Rollout:
                 f"the rollout has {self.filled} of {self.num_steps} steps, which would be lost: call save_state after "
                 "collect(), or when filled is num_steps"
             )
-        if len(self._parts) > 1 and all(part.env.final_state is not None for part in self._parts):
-            self.env.final_state = np.concatenate([part.env.final_state for part in self._parts])
+        final = [state for part in self._parts if (state := part.env.final_state) is not None]
+        if len(final) == len(self._parts) > 1:
+            self.env.final_state = np.concatenate(final)
         return self.env.save_state()
 
     def load_state(self, states: Sequence[bytes]) -> Current:

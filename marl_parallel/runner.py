@@ -116,7 +116,7 @@ class BatchRunner:
         self.local_modules = [] if workers is None else workers.local_modules
         self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
         self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs
-        self._sampler_seeds = [*self.seeds]
+        self._sampler_seeds: list[int | None] = [*self.seeds]
         self._samplers: dict[int, ActionSampler] = {}  # by environment, those that have been used since its last seed
         self._watch = Watch()  # what workers write besides the transitions
         self._memory: list[tuple[weakref.ref[Any], int, int]] = []  # of rollout buffers, from where to where
@@ -628,6 +628,7 @@ class BatchRunner:
             )
         by_env = dict(zip(env_ids, pool_seeds(seed, env_ids, self.source.name)))
         seeds = [by_env[env_id] for env_id in self.env_ids]
-        self._base_seed, self.seeds, self._sampler_seeds = seeds[0], tuple(seeds), [*seeds]
+        self._base_seed, self.seeds = seeds[0], tuple(seeds)
+        self._sampler_seeds = [*self.seeds]
         self._samplers.clear()
         return seeds

@@ -108,7 +108,7 @@ def fingerprints() -> dict[str, int]:
     """By generator, as users call it, a number that changes when it is drawn from or seeded."""
     states: dict[str, Any] = {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state())}
     if (torch := _torch()) is not None:
-        states["torch"] = pickle.dumps(torch.default_generator.get_state())
+        states["torch"] = pickle.dumps(np.asarray(torch.default_generator.get_state()))
     return {name: hash(state) for name, state in states.items()}
 
 

@@ -382,10 +382,11 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
 
     def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
         if after and self.final_state is not None:
-            self.final_state = self.final_state.copy()
+            final = self.final_state.copy()
             for env_id, own in states.items():
                 if own is not None:
-                    self.final_state[env_id] = own
+                    final[env_id] = own
+            self.final_state = final
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
