@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _random
 import contextlib
 import ctypes
 import pickle
@@ -118,34 +117,6 @@ def _torch() -> Any:
     return torch if hasattr(torch, "default_generator") else None
 
 
-class _PythonStates:
-    """Reads and writes states of `random`, whose own functions make 625 numbers of the 2500 bytes that are copied here.
-
-    They are used where the generator has another layout than CPython's, which is compared with them first.
-    """
-
-    def __init__(self) -> None:
-        self._generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        self._memory: memoryview | None = None
-        start, size = object.__basicsize__, 4 * (1 + 624)
-        if sys.implementation.name == "cpython" and _random.Random.__basicsize__ >= start + size:
-            memory = _memory_at(id(self._generator) + start, size)
-            _, (*key, position), _ = random.getstate()
-            if bytes(memory) == np.array([position, *key], np.uint32).tobytes():
-                self._memory = memory
-
-    def present(self) -> Any:
-        if self._memory is None:
-            return random.getstate()
-        return bytes(self._memory), self._generator.gauss_next  # normal numbers come in pairs
-
-    def write(self, state: Any) -> None:
-        if self._memory is None:
-            random.setstate(state)
-        else:
-            self._memory[:], self._generator.gauss_next = state
-
-
 class _NumpyState(NamedTuple):
     """A state of `numpy.random`: its bit generator, the memory of that, and whether a normal number waits beside it."""
 
@@ -215,7 +186,7 @@ class GeneratorStates:
 
     def __init__(self) -> None:
         self._present: int | None = None
-        self._python, self._numpy = _PythonStates(), _NumpyStates()
+        self._numpy = _NumpyStates()
         self._states: dict[int | None, tuple[Any, _NumpyState, Any]] = {}
 
     def switch(self, env_id: int | None) -> None:
@@ -225,11 +196,11 @@ class GeneratorStates:
         before = self._states.get(self._present)
         numpy, torch = self._numpy.present(None if before is None else before[1]), _torch()
         of_torch = None if torch is None else torch.default_generator.get_state()
-        self._states[self._present] = self._python.present(), numpy, of_torch
+        self._states[self._present] = random.getstate(), numpy, of_torch
         self._present = env_id
         if env_id in self._states:
             of_python, of_numpy, of_torch = self._states[env_id]
-            self._python.write(of_python)
+            random.setstate(of_python)
             self._numpy.write(of_numpy, numpy)
             if torch is not None and of_torch is not None:
                 torch.default_generator.set_state(of_torch)
