@@ -18,6 +18,7 @@ from simulators.pymarl_envs import (
     OBS,
     STATE,
     Forwarding,
+    Gymma,
     Independent,
     PlainLoop,
     Silent,
@@ -314,37 +315,6 @@ def test_masks_of_a_standby_worker(mode):
             assert [*map(len, env.action_masks)] == [N_AGENTS] * 2
             assert_masks_are_those_of_the_simulators(env)
     assert recycled > 2
-
-
-class Gymma:
-    """As EPyMARL's wrapper of the same name around Gymnasium's environments with lists; it has no spaces of its own."""
-
-    def __init__(self, key: str, seed: int | None, common_reward: bool) -> None:
-        self._env = gymnasium.wrappers.TimeLimit(gymnasium.make(key), 30)
-        self.n_agents, self.common_reward = self._env.unwrapped.n_agents, common_reward  # type: ignore[attr-defined]
-        self.reset(seed)
-
-    def get_env_info(self) -> dict[str, Any]:
-        acts, seen = self._env.action_space[0], self._env.observation_space[0]  # type: ignore[index]
-        sizes = {"obs_shape": seen.shape[0], "state_shape": seen.shape[0] * self.n_agents, "n_actions": acts.n}
-        return {**sizes, "n_agents": self.n_agents, "episode_limit": 30}
-
-    def get_obs(self) -> Any:
-        return self._seen
-
-    def get_state(self) -> Any:
-        return np.concatenate(self._seen)
-
-    def get_avail_actions(self) -> Any:
-        return [[1] * space.n for space in self._env.action_space]  # type: ignore[attr-defined]
-
-    def reset(self, seed: int | None = None, options: dict | None = None) -> Any:
-        self._seen, info = self._env.reset(seed=seed, options=options)
-        return self._seen, info
-
-    def step(self, actions: Any) -> Any:
-        self._seen, rewards, done, truncated, info = self._env.step([int(action) for action in actions])
-        return self._seen, float(sum(rewards)) if self.common_reward else rewards, done, truncated, info  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("common_reward", [True, False])

@@ -14,7 +14,7 @@ from helpers.mappo import Listed, Log, PipeVecEnv, Policy, SameShare, train
 from mpe2 import simple_speaker_listener_v4, simple_spread_v3
 from simulators.crashing import Fate, crashing
 from simulators.mappo_envs import Particles, Pilots, Pitch, Speakers, Squad, Swimmers, WorkersLoop
-from simulators.pymarl_envs import Skirmish
+from simulators.pymarl_envs import Gymma, PlainLoop, Skirmish
 from simulators.team_battles import AGENTS, DictBattle, ParallelBattle, TeamBattle
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 
@@ -531,3 +531,38 @@ def test_every_name_is_public():
         *vector.__all__
     }
     assert AGENTS == ["agent_0", "agent_1", "agent_2"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param("lbforaging:Foraging-8x8-2p-3f-v3", marks=pytest.mark.needs("lbforaging")),
+        pytest.param("rware:rware-tiny-2ag-v2", marks=pytest.mark.needs("rware")),
+    ],
+)
+def test_foraging_and_warehouses_equal_a_plain_loop(key):
+    def construct(seed: int) -> Gymma:
+        return Gymma(key, seed, True)
+
+    loop, rng, ends = PlainLoop(construct, [5, 6], reset_seeds=True), np.random.default_rng(1), 0
+    envs = ShareVecEnv(ParallelEnv([construct] * 2, "SAME_STEP", 5, num_workers=2))
+    observations, share, available = envs.reset()
+    for _ in range(100):
+        np.testing.assert_array_equal(observations, loop.observations)
+        np.testing.assert_array_equal(share, np.repeat(np.array(loop.states)[:, None], 2, axis=1))
+        np.testing.assert_array_equal(available, loop.masks)
+        chosen = loop.choose(rng)
+        observations, share, rewards, dones, infos, available = envs.step(np.array(chosen)[..., None])
+        for place in range(2):
+            reward, _, truncated, _ = loop.step(place, chosen[place])
+            assert rewards[place, :, 0].tolist() == [reward] * 2
+            assert dones[place].tolist() == [loop.over[place]] * 2
+            if loop.over[place]:
+                ends += 1
+                info = infos[place][0]
+                assert info["bad_transition"] == truncated
+                np.testing.assert_array_equal(info["original_obs"], loop.observations[place])
+                np.testing.assert_array_equal(info["original_state"], [loop.states[place]] * 2)
+                loop.reset(place, {})
+    assert ends >= 6
+    envs.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 AGENTS = ["agent_0", "agent_1", "agent_2"]
@@ -171,6 +172,37 @@ class Forwarding:
         if name == "env":
             raise AttributeError(name)
         return getattr(self.env, name)
+
+
+class Gymma:
+    """As EPyMARL's wrapper of the same name around Gymnasium's environments with lists; it has no spaces of its own."""
+
+    def __init__(self, key: str, seed: int | None, common_reward: bool) -> None:
+        self._env = gymnasium.wrappers.TimeLimit(gymnasium.make(key), 30)
+        self.n_agents, self.common_reward = self._env.unwrapped.n_agents, common_reward  # type: ignore[attr-defined]
+        self.reset(seed)
+
+    def get_env_info(self) -> dict[str, Any]:
+        acts, seen = self._env.action_space[0], self._env.observation_space[0]  # type: ignore[index]
+        sizes = {"obs_shape": seen.shape[0], "state_shape": seen.shape[0] * self.n_agents, "n_actions": acts.n}
+        return {**sizes, "n_agents": self.n_agents, "episode_limit": 30}
+
+    def get_obs(self) -> Any:
+        return self._seen
+
+    def get_state(self) -> Any:
+        return np.concatenate(self._seen)
+
+    def get_avail_actions(self) -> Any:
+        return [[1] * space.n for space in self._env.action_space]  # type: ignore[attr-defined]
+
+    def reset(self, seed: int | None = None, options: dict | None = None) -> Any:
+        self._seen, info = self._env.reset(seed=seed, options=options)
+        return self._seen, info
+
+    def step(self, actions: Any) -> Any:
+        self._seen, rewards, done, truncated, info = self._env.step([int(action) for action in actions])
+        return self._seen, float(sum(rewards)) if self.common_reward else rewards, done, truncated, info  # type: ignore[arg-type]
 
 
 class PlainLoop:
