@@ -316,7 +316,7 @@ def test_fewer_steps_than_the_episode(build, again, tmp_path):
     assert outcome is Outcome.UNREACHABLE
     assert "the file has only the last 4 of 10 steps" in printed
     assert "pass replay=10 or more" in printed
-    assert "next:" not in printed
+    assert "\nnext:" not in printed  # the line before each step
 
 
 def test_not_more_than_these_steps_are_stored(build, tmp_path):
