@@ -100,6 +100,7 @@ def alone():
     return {done.environment.rpartition(":")[2]: outcome for done, outcome in outcomes}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ALONE)
 def test_bug_is_reported_with_a_fix(name, alone):
     question, severity, what, advice = ALONE[name]
@@ -109,6 +110,7 @@ def test_bug_is_reported_with_a_fix(name, alone):
     assert advice in found[0].advice
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ALONE)
 def test_one_bug_causes_one_finding(name, alone):
     """Except an exception, which is unpicklable as well."""
@@ -142,6 +144,7 @@ PLACES = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ALONE)
 def test_finding_says_where(name, alone):
     """A line of the method or constructor with the fault, in the file of the simulator."""
@@ -175,6 +178,7 @@ def test_place_of_a_wrapped_simulator():
     assert line_of([None, len]) == ""
 
 
+@pytest.mark.rest
 def test_no_findings_for_correct_simulators(alone):
     assert not alone["Healthy"].findings
     assert (alone["Healthy"].facts["reward_types"], alone["Healthy"].facts["flag_types"]) == (["float"], ["bool"])
@@ -194,6 +198,7 @@ def test_kinds_with_masks_of_their_own_are_checked_with_legal_actions(name, kind
     assert found.facts["masked_agents"] == ["agent_0", "agent_1", "agent_2"]
 
 
+@pytest.mark.rest
 def test_crash_and_hang_show_the_simulators_line(alone):
     lines = BUGGY.read_text().splitlines()
     for name, code in (
@@ -207,6 +212,7 @@ def test_crash_and_hang_show_the_simulators_line(alone):
         assert code in lines[int(number[1]) - 1]
 
 
+@pytest.mark.rest
 def test_step_and_reset_times(alone):
     facts = alone["Slow"].facts
     assert facts["step"]["count"] >= 1
@@ -271,6 +277,7 @@ def test_agents_without_a_last_observation(steps, unseen):
     assert traits.unseen == unseen
 
 
+@pytest.mark.rest
 def test_no_process_is_left(alone):
     """Not even the simulator's own processes."""
     assert "LeavesAProcess" in alone

@@ -9,6 +9,7 @@ import sys
 import textwrap
 
 import pytest
+from helpers.setups import rest
 
 pytestmark = pytest.mark.release_independent
 
@@ -77,7 +78,7 @@ def test_simulator_that_exits_is_an_error(command, name, more, folder):
     assert "sys.exit" in done.stderr
 
 
-@pytest.mark.parametrize(("command", "arguments"), [("bench", BENCH), ("tune", TUNE), ("check", CHECK)])
+@pytest.mark.parametrize(("command", "arguments"), [("bench", BENCH), rest("tune", TUNE), ("check", CHECK)])
 def test_json_output_excludes_prints_of_the_simulator(command, arguments, folder):
     """Every command prints the same as it saves, and nothing else."""
     done = run(command, "wordy.py:Talkative", *arguments, "--json", "--output", "new/result.json", folder=folder)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from helpers import ROOT
+from helpers.setups import rest
 from simulators.counting import ACTIONS, Counting
 from simulators.crashing import Fate, crashing
 from typer.testing import CliRunner
@@ -168,14 +169,14 @@ def test_death_after_the_replay(how, death, tmp_path):
     assert f"the process died ({death}" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("fault", ["os._exit", "loop"])
+@pytest.mark.parametrize("fault", ["os._exit", rest("loop")])
 def test_exit_in_close(fault, tmp_path):
     done = command(fails_at_the_end(tmp_path, fault, "exits in close"))
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-2].startswith("did not fail: step 3 went well.")
 
 
-@pytest.mark.parametrize(("fault", "how"), [("os._exit", "hangs at exit"), ("loop", "hangs in close")])
+@pytest.mark.parametrize(("fault", "how"), [("os._exit", "hangs at exit"), rest("loop", "hangs in close")])
 def test_timeout_after_the_replay(fault, how, tmp_path):
     """In a child process, or in that of the command."""
     done = command(fails_at_the_end(tmp_path, fault, how), "--timeout", "1")

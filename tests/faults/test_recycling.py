@@ -401,7 +401,7 @@ class FailsWithOneSeed(Counting):
 
 @pytest.mark.parametrize(
     "fails",
-    [functools.partial(int, "no map"), functools.partial(os._exit, 1), functools.partial(time.sleep, 60)],
+    [functools.partial(int, "no map"), functools.partial(os._exit, 1), rest(functools.partial(time.sleep, 60))],
     ids=["raises", "dies", "hangs"],
 )
 @pytest.mark.parametrize("setup", PROCESSES, ids=str)
