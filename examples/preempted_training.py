@@ -39,7 +39,10 @@ def save(update: int) -> None:
     """Write the checkpoint whole or not at all: the job may be killed in the middle of it."""
     everything = {"update": update, "weights": weights, "rng": rng, "curve": curve, "states": rollout.save_state()}
     partial = checkpoint.with_suffix(".partial")
-    partial.write_bytes(pickle.dumps(everything))
+    with partial.open("wb") as file:
+        pickle.dump(everything, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, checkpoint)
 
 

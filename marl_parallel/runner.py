@@ -227,7 +227,7 @@ class BatchRunner:
                 stacklevel=5,
             )
         for env_id, state in saved.items():
-            if self._sampler_seeds[env_id] is None and self.schema.action_spaces:  # no seed would make it again
+            if env_id not in self._samplers and self.schema.action_spaces:  # it depends on the environment's number
                 self._note_sampler(env_id)
             sampler = self._sampler_seeds[env_id], self._samplers.get(env_id)
             saved[env_id] = state._replace(base_seed=self._base_seed, seed=self.seeds[env_id], sampler=sampler)
@@ -246,20 +246,23 @@ class BatchRunner:
         one_for_each(states, ids, "states")
         loaded = {env_id: from_bytes(state, f"environment {env_id}") for env_id, state in zip(ids, states)}
         saved_states.check(loaded)
-        extras = saved_states.load(loaded)
+        extras, fault = saved_states.load(loaded)
         seeds, bases = [*self.seeds], {state.base_seed for state in loaded.values()}
-        for env_id, state in loaded.items():
+        for env_id in extras:
+            state = loaded[env_id]
             seeds[env_id] = state.seed
             self._sampler_seeds[env_id], sampler = state.sampler
             self._samplers.pop(env_id, None)
             if sampler is not None:
                 self._samplers[env_id] = sampler
         self.seeds = tuple(seeds)
-        if len(bases) == 1 and len(ids) == self.num_envs:
+        if len(bases) == 1 and len(extras) == self.num_envs:
             self._base_seed = bases.pop()
             saved_states.rebuilds.base_seed = self._base_seed
         self.batch.statistics.finished = []
-        saved_states.note_outdated(ids)
+        saved_states.note_outdated([*extras])
+        if fault is not None:
+            raise fault  # its environments have been rebuilt, the others have been loaded
         return loaded, extras
 
     def _saved_states(self, name: str) -> SavedStates:

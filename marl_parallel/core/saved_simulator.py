@@ -4,7 +4,7 @@ The simulator is pickled with its adapter and wrappers, except for what a pickle
 
     objects that pickle only the arguments of their constructor (EzPickle)    with all attributes
     views of arrays                                                          as views of the same memory
-    large arrays of the constructor that are as they were                    by their number; nothing is copied
+    unchanged large arrays of the constructor                                as a reference; nothing is copied
     fonts, clocks, surfaces of pygame; locks                                 made again
     classes of the caller's script                                           by name: the script may have changed
 
@@ -14,6 +14,7 @@ A layer that cannot be pickled (an engine in C++) may save itself, by a pair of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import io
@@ -69,11 +70,11 @@ class Loaded(NamedTuple):
 
     env: MultiAgentEnv
     more: Any  # what was saved with it
-    uses_pygame: bool  # whether it has objects that are lost when another environment ends pygame
+    uses_pygame: bool  # whether it has objects of pygame, which become invalid when another one calls pygame.quit()
 
 
 def dump_simulator(env: MultiAgentEnv, more: Any, arrays: ConstructorArrays) -> SavedSimulator:
-    """Pickle an environment with its adapter, and `more` of it; raises `CannotBeSaved`."""
+    """Pickle an environment with its adapter, and `more`, which is pickled with it; raises `CannotBeSaved`."""
     try:
         return _dump(env, more, arrays, {})
     except Exception as error:
@@ -101,12 +102,27 @@ def _dump(
 
 
 def load_simulator(saved: SavedSimulator, arrays: ConstructorArrays, construct: Callable[[], MultiAgentEnv]) -> Loaded:
-    """Make a simulator again; `construct` makes a new environment, if one is needed. Raises `CannotBeLoaded`."""
+    """Make a simulator again; `construct` makes and resets a new one, if one is needed. Raises `CannotBeLoaded`."""
     layers: list[Any] = []
+    fresh: MultiAgentEnv | None = None
     if saved.needs_constructor:
         fresh = construct()
-        fresh.reset()
         layers = [*attributes.layers(fresh.source)]
+    try:
+        return _load(saved, arrays, layers)
+    except BaseException:
+        if fresh is not None:
+            close_quietly(fresh)
+        raise
+
+
+def close_quietly(env: MultiAgentEnv) -> None:
+    """Close an environment that is dropped; its own error would hide the reason."""
+    with contextlib.suppress(Exception):
+        env.close()
+
+
+def _load(saved: SavedSimulator, arrays: ConstructorArrays, layers: Sequence[Any]) -> Loaded:
     unpickler = _Unpickler(saved.pickled, arrays, layers)
     try:
         env, more, states, kinds = unpickler.load()
@@ -179,7 +195,7 @@ def _where(source: Any, arrays: ConstructorArrays) -> str:
 
 
 class _References:
-    """What a pickle refers to instead of having it."""
+    """Objects that a pickle refers to instead of containing them."""
 
     def __init__(self, arrays: ConstructorArrays, layers: Mapping[int, int]) -> None:
         self._arrays, self._layers, self.has_arrays = arrays, layers, False

@@ -21,30 +21,35 @@ def common_schema(described: Sequence[Schema]) -> Schema:
     """What all environments have in common; raises `ValueError` if they differ in rules, agents or spaces."""
     first = described[0]
     for env_id, other in enumerate(described):
-        if other is first:  # several environments may share one description
-            continue
-        if other.rules is not first.rules:
-            raise _difference(env_id, "rules", other.rules.value, first.rules.value)
-        if other.possible_agents != first.possible_agents:
-            raise _difference(env_id, "possible_agents", other.possible_agents, first.possible_agents)
-        if not equal(first.state_space, other.state_space, classes=True):
-            raise _difference(env_id, "the state space", other.state_space, first.state_space)
-        for kind in ("observation", "action", "reward", "mask"):
-            ours, theirs = (getattr(schema, f"{kind}_spaces") for schema in (first, other))
-            for agent in {**ours, **theirs}:
-                if not equal(ours.get(agent), theirs.get(agent), classes=True):
-                    what = f"the {'space of the action mask' if kind == 'mask' else f'{kind} space'} of agent {agent!r}"
-                    raise _difference(env_id, what, theirs.get(agent), ours.get(agent))
+        if other is not first and (text := difference(first, other)):  # several environments may share one description
+            raise ValueError(
+                "all environments must have the same agents and spaces, but environment "
+                f"{env_id} differs from environment 0 in {text}"
+            )
     return first
 
 
-def _difference(env_id: int, what: str, theirs: Any, ours: Any) -> ValueError:
+def difference(first: Schema, other: Schema) -> str | None:
+    """What another description has against the first one: "the action space of agent ...: ... against ..."."""
+    if other.rules is not first.rules:
+        return _against("rules", other.rules.value, first.rules.value)
+    if other.possible_agents != first.possible_agents:
+        return _against("possible_agents", other.possible_agents, first.possible_agents)
+    if not equal(first.state_space, other.state_space, classes=True):
+        return _against("the state space", other.state_space, first.state_space)
+    for kind in ("observation", "action", "reward", "mask"):
+        ours, theirs = (getattr(schema, f"{kind}_spaces") for schema in (first, other))
+        for agent in {**ours, **theirs}:
+            if not equal(ours.get(agent), theirs.get(agent), classes=True):
+                what = f"the {'space of the action mask' if kind == 'mask' else f'{kind} space'} of agent {agent!r}"
+                return _against(what, theirs.get(agent), ours.get(agent))
+    return None
+
+
+def _against(what: str, theirs: Any, ours: Any) -> str:
     if str(theirs) == str(ours):  # such as a class and its base class
         ours = "what looks the same, but is of another class, or has one in it"
-    return ValueError(
-        f"all environments must have the same agents and spaces, but environment {env_id} differs from "
-        f"environment 0 in {what}: {theirs} against {ours}"
-    )
+    return f"{what}: {theirs} against {ours}"
 
 
 def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> list[tuple[Space[Any], list[int]]]:

@@ -83,15 +83,20 @@ from marl_parallel.core.saved_simulator import (
     CannotBeSaved,
     Loaded,
     SavedSimulator,
+    close_quietly,
     dump_simulator,
     load_simulator,
 )
-from marl_parallel.core.schema import check_pickled_agents, common_schema, dumps_compactly
+from marl_parallel.core.schema import check_pickled_agents, difference, dumps_compactly
 from marl_parallel.core.spaces import DoesNotFit, Mismatch, Unreadable, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
 _NAMED: dict[Message, Activity | Message] = {Message.ADOPT: Activity.RESET}  # in errors
+_AS_SAVED = (
+    " What to do: construct the ParallelEnv as when the state was saved, with the same releases of the simulator's "
+    "libraries"
+)
 _WITH_STATES = frozenset({Message.RESET, Message.STEP, Message.REBUILD, Message.ADOPT, Message.REPLACE})
 
 
@@ -220,7 +225,7 @@ class Worker:
             self._status.add_steps(*codec.sums())
         if self._rollout is not None and (message is Message.STEP or message is Message.RESET):
             self._rollout.write(ids)
-        if self.watch.states and message in _WITH_STATES:
+        if self.watch.states and message in _WITH_STATES and payload is not False:
             for env_id in ids:
                 if env_id not in failures and not self._episodes[env_id].awaits_reset:
                     try:
@@ -352,11 +357,11 @@ class Worker:
                 raise
         self._episodes.pop(env_id, None)
         built = self._access(env_id, plan)
-        try:  # before the block is laid out for this one: the others' records are there, too
-            if built.description != plan.described:
-                common_schema([loads(plan.described), loads(built.description)])
-        except ValueError as error:
-            raise Refusal(ValueError, f"the environment differs after its restart: {error}") from None
+        # Before the block is laid out for this one: the others' records are there, too.
+        if built.description != plan.described:
+            text = difference(loads(plan.described), loads(built.description))
+            if text is not None:
+                raise Refusal(ValueError, f"the environment differs after its restart in {text}")
         self._attach(env_id, block)
         self._watch(env_id, watch)
         keywords = {} if pickled is None else loads(pickled)
@@ -549,11 +554,16 @@ class Worker:
         try:
             self._loaded[env_id] = beside = self._made_beside(env_id, saved)
             described = dumps_compactly(Schema.of(beside.loaded.env))
-            if described != plan.described:
-                common_schema([loads(plan.described), loads(described)])
-        except (CannotBeLoaded, ValueError) as error:
-            kind = TypeError if isinstance(error, CannotBeLoaded) else ValueError
-            raise Refusal(kind, f"its state cannot be loaded: {error}") from None
+            if described != plan.described and (text := difference(loads(plan.described), loads(described))):
+                text = f"the state differs from the environments here in {text}"
+                raise Refusal(ValueError, f"its state cannot be loaded: {text}.{_AS_SAVED}")
+        except Refusal:
+            raise
+        except CannotBeLoaded as error:
+            raise Refusal(TypeError, f"its state cannot be loaded: {error}.{_AS_SAVED}") from None
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise Refusal(TypeError, f"its state cannot be loaded: {text}.{_AS_SAVED}") from None
         finally:
             if before is not None:
                 restore_states(before)
@@ -571,6 +581,15 @@ class Worker:
                 raise
             except Exception as error:
                 raise CannotBeLoaded(f"its constructor raised {type(error).__name__}: {error}") from error
+            keywords = {"seed": plan.seeds[env_id], "options": None if saved.options is None else loads(saved.options)}
+            passed = {key: one for key, one in keywords.items() if one is not None and key in env.reset_keywords}
+            try:
+                env.reset(**passed)
+            except Exception as error:
+                close_quietly(env)
+                raise CannotBeLoaded(
+                    f"the reset of its new environment raised {type(error).__name__}: {error}"
+                ) from error
             return env
 
         simulator = SavedSimulator(saved.pickled, saved.needs_constructor, saved.needs_arrays)
@@ -584,9 +603,8 @@ class Worker:
         All present ones are closed first: that may end a library for the whole process, which loaded ones use.
         """
         if not takes_place:
-            if (beside := self._loaded.pop(env_id, None)) is not None and beside.saved.needs_constructor:
-                with contextlib.suppress(Exception):
-                    beside.loaded.env.close()
+            if (beside := self._loaded.pop(env_id, None)) is not None and not beside.loaded.uses_pygame:
+                close_quietly(beside.loaded.env)  # pygame would end for the present ones, too
             return
         for other in [one for one in self._loaded if one not in self._closed]:
             self._closed.add(other)
@@ -595,11 +613,12 @@ class Worker:
             except BaseException as error:  # as in a rebuild
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
-        saved, loaded, arrays = self._loaded[env_id]
-        if loaded.uses_pygame:
-            _, loaded, arrays = self._made_beside(env_id, saved)
-        del self._loaded[env_id]
+        saved, loaded, arrays = self._loaded.pop(env_id)
         self._closed.discard(env_id)
+        if loaded.uses_pygame:
+            if saved.needs_constructor:
+                close_quietly(loaded.env)
+            _, loaded, arrays = self._made_beside(env_id, saved)
         standing, seed, states = loaded.more
         plan = saved.plan
         assert plan is not None

@@ -124,12 +124,18 @@ class WorkerStatus:
 
     @contextlib.contextmanager
     def during(self, env_id: int, activity: Activity) -> Iterator[None]:
-        """`enter` and `leave` around a block of code."""
+        """`enter` and `leave` around a block of code; also within another one, which then goes on."""
+        outer, outer_activity = self._ints[_ENV], self._ints[_ACTIVITY]
+        is_within = 0 < outer < _SETTLED
+        if is_within:
+            self.leave()
         self.enter(env_id, activity)
         try:
             yield
         finally:
             self.leave()
+            if is_within:
+                self.enter(int(outer) - 1, int(outer_activity))
 
     def begin_request(self) -> None:
         now = self.clock()

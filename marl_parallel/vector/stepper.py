@@ -217,7 +217,10 @@ class ArrayStepper(OfParallelEnv):
         self.runner.check_claim(self._facade)
         if env_ids is not None and self.latest is None and len(env_ids) < self.runner.num_envs:
             self.runner.check_idle(name)  # the reset of all may be in flight
-            raise ResetNeeded("reset all environments before resetting some of them")
+            raise ResetNeeded(
+                "reset or load all environments before loading some of them" if name == "load_state"
+                else "reset all environments before resetting some of them"
+            )  # fmt: skip
         return None if env_ids is None or self.latest is None else self.view.last()
 
     @exclusive("step")

@@ -122,7 +122,7 @@ def test_states_of_another_facade(parallel):
         env.load_state(states)
         states = env.save_state()
     facade.load_state(states, env_ids=None)
-    with pytest.raises(ResetNeeded, match="reset all environments"):
+    with pytest.raises(ResetNeeded, match="reset or load all environments"):
         GymnasiumVectorEnv(opened("variable", "NEXT_STEP", 1)).load_state(states[:1], env_ids=[1])
     facade.close()
 

@@ -44,3 +44,20 @@ def test_reading_while_another_process_writes():
     assert last.resets > 1000
     assert not decreased
     assert not early
+
+
+def test_an_activity_within_another_one():
+    """The outer one goes on when the inner one ends, and no time counts twice."""
+    times = iter(range(1000))
+    status = WorkerStatus(bytearray(WorkerStatus.NBYTES), lambda: float(next(times)))
+    status.begin_request()
+    with status.during(3, Activity.CALL):
+        with status.during(3, Activity.CONSTRUCTOR):
+            assert status.running is not None
+            assert status.running.activity is Activity.CONSTRUCTOR
+        assert status.running is not None
+        assert (status.running.env_id, status.running.activity, status.running.inside) == (3, Activity.CALL, True)
+    status.end_request()
+    assert status.running is None
+    assert status.settled == 3
+    assert status.stats.simulator_s <= next(times)

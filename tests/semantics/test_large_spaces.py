@@ -182,7 +182,7 @@ def watched(monkeypatch) -> dict[str, int]:
 
     monkeypatch.setattr(spaces.Box, "__eq__", counting("compared", spaces.Box.__eq__))
     monkeypatch.setattr(schema.np, "full", counting("made again", np.full))
-    monkeypatch.setattr(worker, "common_schema", counting("descriptions", worker.common_schema))
+    monkeypatch.setattr(worker, "difference", counting("descriptions", worker.difference))
     return counts
 
 

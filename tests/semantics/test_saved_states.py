@@ -191,7 +191,7 @@ def test_restart_that_is_not_reported(mode, build):
     observations, _ = loaded.load_state(state)
     assert_same(observations[1:], before[1:])
     assert_same([without_reports(act(loaded, *row)) for row in actions], expected)
-    with pytest.raises(ValueError, match=r'environment 1: it had been restarted.* pass on_error="restart" here'):
+    with pytest.raises(ValueError, match=r'environment 1: its state includes a restart.*needs on_error="restart"'):
         build([Voyage] * 3, Setup("serial", True, 1), mode).load_state(state)
 
 

@@ -14,7 +14,7 @@ beside the present ones, and `REPLACE` puts them in their places.
 
 from __future__ import annotations
 
-import pickle
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from marl_parallel.core.transition import ALL, Transition
 from marl_parallel.types import ParallelEnvError
 
 VERSION = 1
-_MAGIC = b"marl_parallel state %d\n"
+_MAGIC = b"marl_parallel state %d %08x\n"  # the format, and a checksum of what follows
 
 
 class EnvState(NamedTuple):
@@ -55,8 +55,9 @@ class EnvState(NamedTuple):
 
 
 def to_bytes(state: EnvState) -> bytes:
-    """A state as a line with the format, and a pickle."""
-    return _MAGIC % VERSION + dumps(tuple(state))
+    """A state as a line with the format and a checksum, and a pickle."""
+    pickled = dumps(tuple(state))
+    return _MAGIC % (VERSION, zlib.crc32(pickled)) + pickled
 
 
 def from_bytes(state: Any, whose: str) -> EnvState:
@@ -65,20 +66,24 @@ def from_bytes(state: Any, whose: str) -> EnvState:
         raise TypeError(f"{whose}: its state must be bytes of save_state, got {type(state).__name__}")
     state = bytes(state)
     first, newline, rest = state.partition(b"\n")
-    if first + newline != _MAGIC % VERSION:
-        if first.startswith(_MAGIC.partition(b"%")[0]):
-            number = first.split()[-1].decode(errors="replace")
+    if first + newline != _MAGIC % (VERSION, zlib.crc32(rest)):
+        words = first.split()
+        if words[:2] != _MAGIC.split()[:2] or len(words) < 3:
+            raise ValueError(f"{whose}: its state was not made by save_state, it begins with {state[:20]!r}")
+        if words[2] != b"%d" % VERSION:
+            number = words[2].decode(errors="replace")
             raise ValueError(
                 f"{whose}: its state has the format {number}, and this release of marl_parallel reads {VERSION}: load "
                 "it with the release that has saved it"
             )
-        raise ValueError(f"{whose}: its state was not made by save_state, it begins with {state[:20]!r}")
+        raise ValueError(
+            f"{whose}: its state is damaged: its {len(rest)} bytes do not have the checksum in its first line. Was "
+            "all of it written, and read as bytes?"
+        )
     try:
         return EnvState(*loads(rest))
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise TypeError(f"{whose}: its state cannot be loaded: {type(error).__name__}: {error}") from error
-    except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
-        raise ValueError(f"{whose}: its state is damaged: {type(error).__name__}: {error}") from error
 
 
 class SavedStates:
@@ -152,16 +157,27 @@ class SavedStates:
                 )
             if _unreported(state.extensions) is not None and not plan.restarts:
                 raise ValueError(
-                    f"environment {env_id}: it had been restarted when its state was saved, and its next step was to "
-                    'report that: pass on_error="restart" here, too'
+                    f"environment {env_id}: its state includes a restart that has not been reported yet, which needs "
+                    'on_error="restart": pass it here, too'
+                )
+            has_derived_seeds = "Histories" in state.extensions
+            if has_derived_seeds != plan.derived_seeds:
+                how = "with" if has_derived_seeds else "without"
+                raise ValueError(
+                    f"environment {env_id}: its state was saved {how} replay=, which decides about the seeds of later "
+                    f"episodes: construct this ParallelEnv {how} it, too"
                 )
 
-    def load(self, states: Mapping[int, EnvState]) -> dict[int, Snapshot]:
-        """Put environments in the places of the present ones; returns the results that their callers had received.
+    def load(self, states: Mapping[int, EnvState]) -> tuple[dict[int, Snapshot], ParallelEnvError | None]:
+        """Put environments in the places of the present ones.
+
+        Returns:
+            By environment, the result that its caller had received. And the error of a fault in that moment: its
+            environments have been rebuilt, and are missing there.
 
         Raises:
             TypeError, ValueError: One cannot be loaded; nothing has changed.
-            ParallelEnvError: A fault.
+            ParallelEnvError: A fault before that.
         """
         pool = self._pool
         payload = {env_id: self._payload(env_id, state) for env_id, state in states.items()}
@@ -176,10 +192,22 @@ class SavedStates:
             env_id, refusal = next(iter(refused.items()))
             kind = TypeError if refusal.kind is ModuleNotFoundError else refusal.kind
             raise kind(f"environment {env_id} (worker {pool.slots[env_id].worker}): {refusal.text}")
-        pool.execute_in(Message.REPLACE, states, True)
-        for env_id, state in states.items():
-            self._take_over(pool.slots[env_id], state)
-        return {env_id: state.result for env_id, state in states.items()}
+        results, fault = pool.alone("", self._put_in_place, states)
+        return results, fault
+
+    def _put_in_place(self, states: Mapping[int, EnvState]) -> tuple[dict[int, Snapshot], ParallelEnvError | None]:
+        """The last part of `load`, during which nothing else may happen; if it is interrupted, everything is closed."""
+        before, fault = {env_id: self.rebuilds.count(env_id) for env_id in states}, None
+        try:
+            self._pool.execute_in(Message.REPLACE, states, True)
+        except ParallelEnvError as error:
+            if self._pool.closed:
+                raise
+            fault = error
+        placed = {env_id: state for env_id, state in states.items() if self.rebuilds.count(env_id) == before[env_id]}
+        for env_id, state in placed.items():
+            self._take_over(self._pool.slots[env_id], state)
+        return {env_id: state.result for env_id, state in placed.items()}, fault
 
     def note_outdated(self, env_ids: Sequence[int]) -> None:
         """Have environments that are to take the place of others constructed anew."""
@@ -195,6 +223,7 @@ class SavedStates:
 
     def _take_over(self, slot: Slot, state: EnvState) -> None:
         env_id, pool = slot.env_id, self._pool
+        self._batch.note_constructed((env_id,))  # where the present one stood does not count
         extras = self._batch.put(env_id, state.transition)
         pool.latest.pop(env_id, None)
         pool.replaced.pop(env_id, None)
