@@ -27,13 +27,16 @@ from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import padded_space
-from marl_parallel.core.transition import COMMON, FINAL_OBS
+from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
 from marl_parallel.vector.rows import agent_info, came_back, env_infos
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, simulators
 
 BAD_TRANSITION = "bad_transition"
+
+_OF_ONE_STEP = {BAD_TRANSITION, FINAL_OBS, RESET_INFO, ACTION_MASK, "restarted", "error", "recycled"}
+"""The keys of infos that say nothing about a later step."""
 
 Share: TypeAlias = Literal["auto", "state", "joined"]
 
@@ -63,7 +66,8 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
 
     An agent's dict has its own infos, those of its environment (`__common__`), and `"bad_transition"`. In the step that
     ends an episode, the first agent's dict also has `"original_obs"`, `"original_state"` and
-    `"original_avail_actions"`, for all agents.
+    `"original_avail_actions"`, for all agents. In a restart, keys that its infos do not have are those of the step
+    before: trainers read the simulator's counters at each end.
     """
 
     def __init__(
@@ -73,8 +77,10 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
         num_envs: int,
         bad: NDArray[np.bool_] | None,
         originals: Mapping[int, Callable[[], dict[str, Any]]],
+        before: Mapping[int, Mapping[Any, Any]],
     ) -> None:
         self._infos, self._agents, self._bad, self._originals = infos, agents, bad, originals
+        self._before = before  # of restarted environments, the infos of the step before
         self._made: list[list[dict[Any, Any]] | None] = [None] * num_envs
 
     def __len__(self) -> int:
@@ -109,18 +115,31 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
         if infos is None:
             rows: list[dict[Any, Any]] = [{BAD_TRANSITION: flag} for flag in bad]
         else:
-            of_env = env_infos(infos, self._agents)
-            common = of_env.get(COMMON)
-            if isinstance(common, Mapping):
-                del of_env[COMMON]
-                of_env.update(common)
-            rows = []
-            for agent, flag in zip(self._agents, bad):
-                rows.append({BAD_TRANSITION: flag, **of_env, **agent_info(env_id, infos, agent)})
-                rows[-1].pop(FINAL_OBS, None)
+            rows = [{BAD_TRANSITION: flag, **row} for flag, row in zip(bad, self._flat(env_id, infos))]
+            for row in rows:
+                row.pop(FINAL_OBS, None)
+            if env_id in self._before:
+                for row, known in zip(rows, self._flat(env_id, self._before[env_id])):
+                    for key, value in known.items():
+                        if key not in _OF_ONE_STEP:
+                            row.setdefault(key, value)
         if env_id in self._originals:
             rows[0].update(self._originals[env_id]())
         return _OfAgents(rows)
+
+    def _flat(self, env_id: int, infos: Mapping[Any, Any]) -> list[dict[Any, Any]]:
+        """For each agent, its infos and those of its environment."""
+        of_env = env_infos(infos, self._agents)
+        common = of_env.get(COMMON)
+        if isinstance(common, Mapping):
+            del of_env[COMMON]
+            of_env.update(common)
+        return [{**of_env, **agent_info(env_id, infos, agent)} for agent in self._agents]
+
+
+def _has_restarted(infos: Mapping[Any, Any]) -> bool:
+    common = infos.get(COMMON)
+    return isinstance(common, Mapping) and common.get("restarted") is True
 
 
 class _Joined:
@@ -332,6 +351,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         self._keeps = runner.restarts and self._has_share  # states and masks, for the next step, which may be a restart
         self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)  # who has died, or has not come yet
         self._any_absent = False
+        self._latest_infos: Mapping[int, Mapping[Any, Any]] = {}
         self._last_state: NDArray[Any] | None = None
         self._last_masks: NDArray[Any] | None = None
 
@@ -512,8 +532,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
 
         def original(place: int, env_id: int) -> dict[str, Any]:
             infos = arrays.infos.get(env_id, {})
-            common = infos.get(COMMON)
-            restarted = isinstance(common, Mapping) and common.get("restarted") is True
+            restarted = _has_restarted(infos)
             observations, groups = self._observations(self._final(env_id, infos))
             entries: dict[str, Any] = {"original_obs": observations[0]}
             if not self._has_share:
@@ -559,7 +578,17 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
 
     def _infos(self, arrays: Arrays, bad: NDArray[np.bool_] | None, ended: Sequence[int]) -> ShareInfos:
         originals = self._originals(arrays, ended) if ended else {}
-        return ShareInfos(arrays.infos, self.agents, self.num_envs, bad, originals)
+        before = self._before_restarts(arrays, ended) if self._stepper.runner.restarts else {}
+        return ShareInfos(arrays.infos, self.agents, self.num_envs, bad, originals, before)
+
+    def _before_restarts(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Mapping[Any, Any]]:
+        """The infos of the step before, of the environments that have been restarted; notes those of this step."""
+        restarted = [env_id for env_id in ended if _has_restarted(arrays.infos.get(env_id, {}))]
+        before = {env_id: self._latest_infos[env_id] for env_id in restarted if env_id in self._latest_infos}
+        # A restart's own are not kept: the next step may be a restart, too.
+        without = {env_id: infos for env_id, infos in arrays.infos.items() if env_id not in restarted}
+        self._latest_infos = {**without, **before} if restarted else arrays.infos
+        return before
 
     # -- everything else -------------------------------------------------------------------------------------------
 

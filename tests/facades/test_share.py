@@ -415,6 +415,49 @@ def test_restart_is_an_end_with_a_bad_transition():
     env.close()
 
 
+class Match(Pitch):
+    """As on-policy's football, whose runner reads the score at each end; it breaks at some times of its lives."""
+
+    def __init__(self, env_id: int, restarts: int = 0) -> None:
+        super().__init__(env_id)
+        self.length, self.breaks_at = 99, {(0, 0): 3, (0, 1): 0}.get((env_id, restarts))
+
+    def begin(self) -> None:
+        super().begin()
+        self.length = 99
+
+    def step(self, actions: Any) -> Any:
+        if self.time == self.breaks_at:
+            raise RuntimeError("the ball is lost")
+        *results, info = super().step(actions)
+        return *results, {"score_reward": self.time, "bad_transition": False, **info}
+
+
+def test_a_restart_has_the_infos_of_the_step_before():
+    """Also the second of two in a row, and those of each agent."""
+    makers = [functools.partial(Match, env_id) for env_id in range(2)]
+    envs = SubprocVecEnv(makers, num_workers=1, on_error="restart")
+    envs.reset()
+    scores = []
+    for _ in range(6):
+        *_, dones, infos = envs.step(np.eye(6)[np.ones((2, 3), int)])
+        scores.append((infos[0]["score_reward"], infos[1][2]["score_reward"]))
+        assert ("restarted" in infos[0][1]) == dones[0].all() == (len(scores) in (4, 5))
+        if dones[0].all():
+            assert [info["bad_transition"] for info in infos[0]] == [True] * 3
+    assert scores == [(1, 1), (2, 2), (3, 3), (3, 4), (3, 5), (1, 6)]
+    envs.close()
+    envs = ShareSubprocVecEnv([functools.partial(battle, TeamBattle, 0, True)], num_workers=1, on_error="restart")
+    policy, infos = Policy(envs, 0), []
+    obs, _, available = envs.reset()
+    while not (infos and "restarted" in infos[0][0]):
+        known = [*infos[0]] if infos else []
+        obs, *_, infos, available = envs.step(policy.act(obs, available))
+    own = {"battles_won", "health"}
+    assert [{key: info[key] for key in own} for info in infos[0]] == [{key: info[key] for key in own} for info in known]
+    envs.close()
+
+
 def test_four_values():
     makers = [functools.partial(battle, DictBattle, env_id, False) for env_id in range(2)]
     for envs in (SubprocVecEnv(makers, num_workers=2), DummyVecEnv(makers)):
