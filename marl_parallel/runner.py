@@ -407,14 +407,11 @@ class BatchRunner:
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
         """After `watch_states`: the states that the last reset or step of each environment has written, and the last
-        state of each episode before an automatic reset: views of the block, `(num_envs, *state_space.shape)`.
+        state of each episode before an automatic reset, or a restart: `(num_envs, *state_space.shape)`, valid until
+        the next step or reset.
         """
         assert self.workers is not None
-        layout = self.workers.batch.layout
-        state, final_state = layout.state, layout.final_state
-        assert state is not None
-        assert final_state is not None
-        return state.array[:, 0], final_state.array[:, 0]
+        return self.workers.batch.states_seen()
 
     def sample_actions(self, env_ids: Sequence[int] | None) -> list[dict[AgentID, Any]]:
         """As `ParallelEnv.sample_actions`."""

@@ -23,7 +23,7 @@ from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import add_to_infos, dicts_of, is_over, needs_actions
 from marl_parallel.core.pickling import dumps_for_workers, in_order
-from marl_parallel.core.pool.slots import Slot, Snapshot
+from marl_parallel.core.pool.slots import Slot, Snapshot, States
 from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.source import StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, conform, zeros
@@ -102,6 +102,7 @@ class Batch(Transitions):
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
         self.apart: dict[int, Standing] = {}
         self._masks: dict[int, dict[AgentID, Any]] = {}  # that are not in records; None in place of those there
+        self._states_apart: dict[int, States] = {}  # that are not in records
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -245,6 +246,7 @@ class Batch(Transitions):
         for env_id in env_ids if others is None else {*env_ids} - {*others[0]}:
             self.apart.pop(env_id, None)
             self._masks.pop(env_id, None)
+            self._states_apart.pop(env_id, None)
             self.statistics.note_alive(env_id, self.alive_in(env_id))
 
     def _stand(self, env_id: int, standing: Standing) -> None:
@@ -256,10 +258,15 @@ class Batch(Transitions):
         """The five dicts of one environment; notes where it stands."""
         stays_over = self.is_over(env_id)
         if type(extras) is Snapshot:
-            dicts, acting, alive, over, masks = extras
+            dicts, acting, alive, over, masks, states = extras
             self._stand(env_id, Standing(acting, alive, over))
             self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
+            if states is not None:
+                self._states_apart[env_id] = states
+            else:
+                self._states_apart.pop(env_id, None)
         else:
+            self._states_apart.pop(env_id, None)
             transition = self.transitions.read(env_id, extras)
             dicts, ended = dicts_of(transition), is_over(transition)
             over = ended and self.mode is not AutoresetMode.SAME_STEP
@@ -455,3 +462,22 @@ class Batch(Transitions):
     def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
         column = self.layout.state
         return np.stack([pickled[env_id] if column is None else column.array[env_id, 0] for env_id in env_ids])
+
+    def states_in_block(self, env_id: int) -> States | None:
+        """The states of one environment, in memory of their own; None if none are in the block."""
+        state, final_state = self.layout.state, self.layout.final_state
+        if state is None or final_state is None:
+            return None
+        return state.array[env_id, 0].copy(), final_state.array[env_id, 0].copy()
+
+    def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """As `BatchRunner.states_seen`."""
+        state, final_state = self.layout.state, self.layout.final_state
+        assert state is not None
+        assert final_state is not None
+        current, final = state.array[:, 0], final_state.array[:, 0]
+        if self._states_apart:
+            current, final = current.copy(), final.copy()
+            for env_id, (own, own_final) in self._states_apart.items():
+                current[env_id], final[env_id] = own, own_final
+        return current, final

@@ -348,11 +348,10 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         if self._has_state:
             self._watch_states(name)
         self._set_spaces(pad=pad)
-        self._keeps = runner.restarts and self._has_share  # states and masks, for the next step, which may be a restart
+        self._keeps_masks = runner.restarts and self._has_share  # for the next step, which may be a restart
         self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)  # who has died, or has not come yet
         self._any_absent = False
         self._latest_infos: Mapping[int, Mapping[Any, Any]] = {}
-        self._last_state: NDArray[Any] | None = None
         self._last_masks: NDArray[Any] | None = None
 
     def _watch_states(self, name: str) -> None:
@@ -506,16 +505,13 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
     def _share(self, groups: Sequence[NDArray[Any]]) -> NDArray[Any]:
         if not self._has_state:
             return self._for_all(self._joined(groups))
-        states, _ = self._stepper.runner.states_seen()
-        if self._keeps:
-            self._last_state = states.copy()
-        return self._for_all(states)
+        return self._for_all(self._stepper.runner.states_seen()[0])
 
     def _available(self) -> NDArray[Any]:
         if not self._has_masks:
             return np.full(self.num_envs, None, object)
         masks = self._choices([self._stepper.action_masks(acted.agents) for acted in self._acted])
-        self._last_masks = masks.copy() if self._keeps else None
+        self._last_masks = masks.copy() if self._keeps_masks else None
         return masks
 
     def _choices(self, masks: Sequence[NDArray[np.bool_]]) -> NDArray[Any]:
@@ -528,27 +524,24 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
     def _originals(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Callable[[], dict[str, Any]]]:
         """By environment whose episode has ended, what makes the entries of its last observations."""
         states = self._stepper.runner.states_seen()[1][ended] if self._has_state and ended else None
-        last_state, last_masks = self._last_state, self._last_masks
+        last_masks = self._last_masks
 
         def original(place: int, env_id: int) -> dict[str, Any]:
             infos = arrays.infos.get(env_id, {})
-            restarted = _has_restarted(infos)
             observations, groups = self._observations(self._final(env_id, infos))
             entries: dict[str, Any] = {"original_obs": observations[0]}
             if not self._has_share:
                 return entries
             state = self._joined(groups) if states is None else states[place : place + 1]
-            if restarted and states is not None and last_state is not None:
-                state = last_state[env_id : env_id + 1]
             entries["original_state"] = self._for_all(state)[0]
             if not self._has_masks:
                 entries["original_avail_actions"] = None
-            elif restarted and last_masks is not None:
-                entries["original_avail_actions"] = last_masks[env_id].copy()
+                return entries
+            final = [self._final_masks(infos, acted) for acted in self._acted]
+            if last_masks is not None and _has_restarted(infos) and not any(known for _, known in final):
+                entries["original_avail_actions"] = last_masks[env_id].copy()  # the step did not end
             else:
-                entries["original_avail_actions"] = self._choices(
-                    [self._final_masks(infos, acted) for acted in self._acted]
-                )[0]
+                entries["original_avail_actions"] = self._choices([masks for masks, _ in final])[0]
             return entries
 
         return {env_id: functools.partial(original, place, env_id) for place, env_id in enumerate(ended)}
@@ -565,7 +558,9 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
                 stacking.put(final[group], (0, row), info[FINAL_OBS], whose)
         return final
 
-    def _final_masks(self, infos: Mapping[Any, Any], acted: _Acted) -> NDArray[np.bool_]:
+    def _final_masks(self, infos: Mapping[Any, Any], acted: _Acted) -> tuple[NDArray[np.bool_], bool]:
+        """The last masks of an episode, and whether any agent has one."""
+        known = False
         masks = np.ones((1, len(acted.agents), sum(acted.sizes)), np.bool_)
         for place, agent in enumerate(acted.agents):
             info = infos.get(agent)
@@ -573,8 +568,8 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
                 space = cast(spaces.Discrete, acted.declared)
                 mask = flat_mask(space, mask_of(info.get(FINAL_OBS), info))
                 if mask is not None:
-                    masks[0, place] = mask
-        return masks
+                    masks[0, place], known = mask, True
+        return masks, known
 
     def _infos(self, arrays: Arrays, bad: NDArray[np.bool_] | None, ended: Sequence[int]) -> ShareInfos:
         originals = self._originals(arrays, ended) if ended else {}

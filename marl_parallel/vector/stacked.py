@@ -18,7 +18,7 @@ from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, check_form, padded_space, tree_map
-from marl_parallel.core.transition import COMMON, FINAL_OBS
+from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
 from marl_parallel.vector.rows import AgentRows, inherited_flags
@@ -339,7 +339,7 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
         elif ended:
             self.final_observations, self.present_final = observations, self.present_next
         if self.state_space is not None:
-            self._note_states(arrays, ended)
+            self._note_states(ended)
         rewards = self._grouped(lambda group: group.rewards(arrays))
         infos: Any = arrays.infos
         if self._lists_infos:
@@ -363,8 +363,7 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
                     there[place, column] = True
         return self.stacked(final), self._of_groups(there)
 
-    def _note_states(self, arrays: Arrays, ended: Sequence[int]) -> None:
-        before = self.state
+    def _note_states(self, ended: Sequence[int]) -> None:
         env_ids = self.stepper.env_ids
         current, final = (states[env_ids[0] : env_ids[-1] + 1] for states in self.stepper.runner.states_seen())
         self.state = current.copy()
@@ -372,10 +371,6 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
             self.final_state = self.state
         elif ended or self.final_state is None:
             self.final_state = final.copy()
-            for place in ended:
-                common = arrays.infos.get(env_ids[place], {}).get(COMMON)
-                if before is not None and isinstance(common, Mapping) and common.get("restarted") is True:
-                    self.final_state[place] = before[place]
 
     def _own_state(self, env_id: int) -> Any:
         return None if self.final_state is None else self.final_state[env_id]

@@ -458,6 +458,28 @@ def test_a_restart_has_the_infos_of_the_step_before():
     envs.close()
 
 
+@pytest.mark.parametrize("fault", ["raise", "os._exit"])
+@pytest.mark.parametrize("kind", [TeamBattle, DictBattle, ParallelBattle])
+def test_the_last_values_are_those_of_the_step_if_only_the_reset_fails(kind, fault):
+    """The state and masks are those after the last action, not those before it."""
+    maker = crashing(functools.partial(kind, 5), {(1, 0): Fate(fault, "reset", 1)})
+    envs = ShareVecEnv(ParallelEnv([maker] * 2, num_workers=2, on_error="restart", seed=42))
+    *_, available = envs.reset()
+    battle, ended = TeamBattle(5), False
+    battle.reset()
+    while not ended:
+        actions = [int(np.flatnonzero(mask)[-1]) for mask in battle.masks()]
+        before, ended = available[1].tolist(), all(battle.step(actions)[3])
+        _, _, _, dones, infos, available = envs.step(np.array([actions] * 2)[..., None])
+    assert dones[1].all()
+    assert infos[1][0]["restarted"] is True
+    shares = battle.share() if kind is TeamBattle else [battle.share()[0]] * 3
+    assert np.array_equal(infos[1][0]["original_state"], shares)
+    assert infos[1][0]["original_avail_actions"].tolist() == battle.masks() != before
+    assert np.array_equal(infos[1][0]["original_obs"], battle.observe())
+    envs.close()
+
+
 def test_four_values():
     makers = [functools.partial(battle, DictBattle, env_id, False) for env_id in range(2)]
     for envs in (SubprocVecEnv(makers, num_workers=2), DummyVecEnv(makers)):

@@ -288,6 +288,47 @@ def test_a_restarted_environment_has_its_last_known_state():
         assert env.state[:, 1].tolist() == [4.0, 1.0]
 
 
+@pytest.mark.parametrize("fault", ["raise", "os._exit"])
+def test_the_last_state_is_that_of_the_step_if_only_the_reset_fails(fault):
+    make = crashing(functools.partial(VariableAgents, plain=True), {(1, 0): Fate(fault, "reset", 1)})
+    env = StackedVecEnv(ParallelEnv([make] * 2, num_workers=2, on_error="restart", seed=42), with_state=True)
+    loop = VariableAgents(plain=True)
+    with env:
+        env.reset()
+        loop.reset(seed=43)
+        while loop.agents:
+            *_, infos = env.step(np.ones((2, 3), np.int64))
+            loop.step(dict.fromkeys(loop.agents, 1))
+        assert env.done[1]
+        assert infos[1]["__common__"]["restarted"]
+        assert np.array_equal(env.final_state[1], loop.state())
+        assert env.state[1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("same_step", [True, False])
+def test_a_neighbour_of_a_crash_has_its_last_known_state(same_step):
+    """In one worker, the first has been stepped when the second ends the process; its report comes a step later."""
+    make = crashing(functools.partial(VariableAgents, plain=True), {(1, 0): Fate("os._exit", "step", 2)})
+    mode = "SAME_STEP" if same_step else "NEXT_STEP"
+    env = StackedVecEnv(
+        ParallelEnv([make] * 2, num_workers=1, on_error="restart", seed=42, auto_reset=mode), with_state=True
+    )
+    with env:
+        env.reset()
+        for _ in range(2):
+            env.step(np.ones((2, 3), np.int64))
+        before = env.state.copy()
+        env.step(np.ones((2, 3), np.int64))
+        assert env.done.tolist() == [False, True]
+        assert np.array_equal(env.final_state[1], before[1])
+        assert np.array_equal(env.state[0], before[0])  # the later one died with the process
+        env.step(np.ones((2, 3), np.int64))
+        assert env.done[0]
+        assert np.array_equal(env.final_state[0], before[0])
+        env.step(np.ones((2, 3), np.int64))
+        assert env.state[0, 1] == same_step
+
+
 class RaisesInState(VariableAgents):
     def state(self) -> np.ndarray:
         if self.time == 2:

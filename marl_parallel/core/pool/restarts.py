@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core import reports
@@ -52,6 +53,7 @@ class _Unreported(NamedTuple):
     interrupted: Message | None  # as of `Interrupted`
     dicts: Dicts
     report: str = ""  # the text of the error
+    state: NDArray[Any] | None = None  # the last one known, if the step did not end; None without states
     next_result: Snapshot | None = None  # of an environment that was idle, once it has been rebuilt
 
 
@@ -293,7 +295,8 @@ class Restarts(Extension):
             observations = copy.deepcopy(record.reported)
         spaces = self._batch.layout.schema.reward_spaces
         dicts = interrupted(observations, [] if record.needs_reset else alive, spaces)
-        return _Unreported(None if idle else Message.STEP, dicts)
+        states = self._batch.states_in_block(slot.env_id)
+        return _Unreported(None if idle else Message.STEP, dicts, state=None if states is None else states[0])
 
     def _ends_to_come(self, slot: Slot, fault: _Unreported) -> int:
         """How many ends of episodes the caller receives: in a result that is here (a `Snapshot`), and in the report."""
@@ -329,7 +332,8 @@ class Restarts(Extension):
         if slot.request is Message.RESET:
             slot.has_reset = True
         if type(slot.result) is not Snapshot:
-            slot.result = self._batch.snapshot(slot.env_id, slot.result)
+            states = self._batch.states_in_block(slot.env_id)
+            slot.result = self._batch.snapshot(slot.env_id, slot.result)._replace(states=states)
 
     def _announce(self, rebuilds: Mapping[int, Rebuild], error: ParallelEnvError) -> None:
         """Call `on_restart` for environments that are being rebuilt. What it raises is logged: the run goes on."""
@@ -386,9 +390,13 @@ class Restarts(Extension):
             if fault.interrupted is Message.RESET:
                 result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))
             else:
-                result = fresh._replace(dicts=renewed(fault.dicts, fresh.dicts), over=False)
+                states = self._batch.states_in_block(slot.env_id)
+                if states is not None and fault.state is not None:
+                    states = states[0], fault.state
+                result = fresh._replace(dicts=renewed(fault.dicts, fresh.dicts), over=False, states=states)
         else:
-            result = Snapshot(fault.dicts, [], [], over=True)
+            states = None if fault.state is None else (fault.state, fault.state)
+            result = Snapshot(fault.dicts, [], [], over=True, states=states)
             record.needs_reset, record.reported = True, copy.deepcopy(fault.dicts[0])  # these are the caller's
         if fault.interrupted is None:
             self._set_fault(slot, fault._replace(next_result=result))

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
+from numpy.typing import NDArray
+
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core.messages import Failure, Message, Reply, Request
 from marl_parallel.types import WorkerStats
+
+States: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
+"""The global state of one environment, and the last one of an episode that has ended."""
 
 
 class Snapshot(NamedTuple):
@@ -21,6 +26,7 @@ class Snapshot(NamedTuple):
     alive: Sequence[AgentID]
     over: bool
     masks: dict[AgentID, Any] = {}  # noqa: RUF012  # all action masks that were reported; read-only
+    states: States | None = None  # if they are not those in the block, which may have been overwritten
 
 
 class Results(NamedTuple):
