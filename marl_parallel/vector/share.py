@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
@@ -315,6 +315,14 @@ class _Acted:
         return indices
 
 
+def _lengths(actions: Any) -> tuple[int, ...]:
+    """The number of environments in nested sequences, and the different numbers of agents."""
+    if not isinstance(actions, Sized):
+        return ()
+    parts = [*actions] if isinstance(actions, Iterable) else []
+    return len(actions), *dict.fromkeys(len(part) if isinstance(part, Sized) else 0 for part in parts)
+
+
 class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
     """What `ShareVecEnv` and the drop-ins with four values have in common."""
 
@@ -449,9 +457,9 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         if isinstance(actions, np.ndarray):
             got: tuple[int, ...] = actions.shape[:2]
         else:
-            got = (len(actions), *{len(of_env) for of_env in actions})
+            got = _lengths(actions)
         if got != expected:
-            shape = actions.shape if isinstance(actions, np.ndarray) else got
+            shape = actions.shape if isinstance(actions, np.ndarray) else got or type(actions).__name__
             raise ValueError(
                 f"{type(self).__name__} takes actions (num_envs, agents, ...), which begin with {expected}; got {shape}"
             )
@@ -588,11 +596,14 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
     # -- everything else -------------------------------------------------------------------------------------------
 
     def render(self, mode: str | None = None) -> Any:
-        """The frames of all environments, `(num_envs, ...)`; None if the simulators show them themselves.
+        """The frames of all environments, `(num_envs, ...)`; None if the simulators show them themselves, or have none.
 
-        `mode` is for code that passes one: what is rendered follows from the `render_mode` of the simulators.
+        `mode` is for the `render(mode)` of simulators without a `render_mode`; None for its default. The others ignore
+        it.
         """
         frames = self.env.render()
+        if self.env.render_mode is None:
+            frames = self.env.call(functools.partial(_rendered, mode))
         if frames is None or all(frame is None for frame in frames):
             return None
         return np.stack([np.asarray(frame) for frame in frames])
@@ -734,7 +745,7 @@ class ShareSubprocVecEnv(ShareVecEnv):
         scalarize: Scalarize | None = None,
         **options: Any,
     ) -> None:
-        env = open_parallel_env(type(self).__name__, env_fns, {**_IN_PROCESSES, **options})
+        env = open_parallel_env(type(self).__name__, env_fns, options, _IN_PROCESSES)
         with closed_on_error(env):
             super().__init__(env, share=share, pad=pad, scalarize=scalarize)
 
@@ -765,7 +776,7 @@ class ShareDummyVecEnv(ShareVecEnv):
         scalarize: Scalarize | None = None,
         **options: Any,
     ) -> None:
-        env = open_parallel_env(type(self).__name__, env_fns, {**_IN_THIS_PROCESS, **options})
+        env = open_parallel_env(type(self).__name__, env_fns, options, _IN_THIS_PROCESS)
         with closed_on_error(env):
             super().__init__(env, share=share, pad=pad, scalarize=scalarize)
 
@@ -808,7 +819,7 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
         scalarize: Scalarize | None = None,
         **options: Any,
     ) -> None:
-        env = open_parallel_env(type(self).__name__, env_fns, {**_IN_PROCESSES, **options})
+        env = open_parallel_env(type(self).__name__, env_fns, options, _IN_PROCESSES)
         with closed_on_error(env):
             super().__init__(env, pad=pad, scalarize=scalarize)
 
@@ -852,14 +863,31 @@ _IN_PROCESSES: Mapping[str, Any] = {"seed": "own", "isolate_rng": True}
 _IN_THIS_PROCESS: Mapping[str, Any] = {"seed": "own", "backend": "serial", "isolate_rng": False}
 
 
-def open_parallel_env(facade: str, env_fns: Sequence[Callable[..., Any]], options: Mapping[str, Any]) -> ParallelEnv:
-    """The `ParallelEnv` of a drop-in."""
+def _rendered(mode: str | None, simulator: Any) -> Any:
+    """What a simulator's own `render(mode)` returns, in a worker; None unless its `render` takes a mode."""
+    render = getattr(simulator, "render", None)
+    try:
+        takes = inspect.signature(render).parameters if callable(render) else {}
+    except ValueError:  # compiled code does not say
+        return None
+    if "mode" not in takes and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        return None
+    frame = simulator.render() if mode is None else simulator.render(mode=mode)
+    shown = takes["mode"].default if mode is None and "mode" in takes else mode
+    return None if shown == "human" else frame
+
+
+def open_parallel_env(
+    facade: str, env_fns: Sequence[Callable[..., Any]], options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> ParallelEnv:
+    """The `ParallelEnv` of a drop-in, with the options of its caller, and its own defaults."""
     takes = inspect.signature(ParallelEnv).parameters
     for key in options:
         if key not in takes:
             raise TypeError(f"{facade} takes no argument {key!r}; it takes those of ParallelEnv: {', '.join(takes)}")
-    options = {**options, "isolate_rng": options["isolate_rng"] and options.get("backend") != "thread"}
-    return ParallelEnv(env_fns, **options)
+    if options.get("backend") == "thread":  # threads cannot have generators for each environment
+        defaults = {**defaults, "isolate_rng": False}
+    return ParallelEnv(env_fns, **{**defaults, **options})
 
 
 @contextlib.contextmanager

@@ -240,6 +240,12 @@ def test_actions_of_every_form_reach_the_simulator_as_the_same():
         (np.full((2, 3, 5), 0.2), r"agent 'agent_0' must be an index or a one-hot vector"),
         ([[0, 1], [0, 1, 2]], r"begin with \(2, 3\)"),
         ([[[0], [1], [2]], [[0, 1], [1], [0]]], "do not have one shape"),
+        (None, r"takes actions \(num_envs, agents, ...\), which begin with \(2, 3\); got NoneType"),
+        (3, r"begin with \(2, 3\); got int"),
+        ([None], r"begin with \(2, 3\); got \(1, 0\)"),
+        ([None, [0, 1, 2]], r"begin with \(2, 3\); got \(2, 0, 3\)"),
+        (np.float64(1), r"begin with \(2, 3\); got \(\)"),
+        (iter([]), r"begin with \(2, 3\); got list_iterator"),
         (np.full((2, 3, 1), "a"), r"must be numbers \(num_envs, agents, 1\)"),
     ],
 )
@@ -540,7 +546,50 @@ def test_render():
     env = make(simple_spread_v3.parallel_env, 2, facade="share", backend="serial")
     env.reset()
     assert env.render() is None
+    assert env.render("rgb_array") is None
     env.close()
+
+
+class Shown(Squad):
+    """Renders as on-policy's and HARL's environments: there is no `render_mode`, and a list of frames."""
+
+    def render(self, mode: str = "human") -> Any:
+        self.rendered = mode
+        return [np.full((2, 4, 3), self.n_agents, np.uint8)] if mode == "rgb_array" else [lambda: "a window"]
+
+
+class Closer:
+    """A wrapper that takes any keywords."""
+
+    def __init__(self, simulator: Any) -> None:
+        self.env = simulator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.env, name)
+
+    def render(self, *args: Any, **keywords: Any) -> Any:
+        return self.env.render(*args, **keywords)
+
+
+@pytest.mark.parametrize("kind", [Shown, lambda: Closer(Shown())])
+def test_render_with_a_mode(kind):
+    envs = ShareSubprocVecEnv([kind] * 2, num_workers=1)
+    envs.reset()
+    frames = envs.render("rgb_array")
+    assert frames.shape == (2, 1, 2, 4, 3)
+    assert frames[0][0].tolist() == np.full((2, 4, 3), 3).tolist()
+    assert envs.render("human") is None  # what is shown there is not sent
+    assert envs.get_attr("rendered") == ("human", "human")
+    envs.close()
+    envs = ShareDummyVecEnv([Shown, Shown])
+    envs.reset()
+    assert envs.render() is None
+    assert [simulator.rendered for simulator in envs.envs] == ["human"] * 2  # its own default
+    envs.close()
+    envs = ShareDummyVecEnv([Squad])  # cannot render
+    envs.reset()
+    assert envs.render("rgb_array") is None
+    envs.close()
 
 
 class Words(VariableAgents):
@@ -581,6 +630,9 @@ def test_other_errors_say_what_to_do():
         TypeError, match="ShareSubprocVecEnv takes no argument 'on_eror'; it takes those of ParallelEnv"
     ):
         ShareSubprocVecEnv([maker], on_eror="restart")
+    with pytest.raises(ValueError, match="isolate_rng=True is impossible with threads"):
+        ShareSubprocVecEnv([maker], backend="thread", isolate_rng=True)
+    ShareSubprocVecEnv([maker], backend="thread").close()  # the default is not theirs
     envs = ShareSubprocVecEnv([functools.partial(battle, DictBattle, 0, True)], backend="serial")
     policy = Policy(envs, 0)
     *_, available = envs.reset()
