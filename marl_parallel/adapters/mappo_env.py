@@ -66,6 +66,7 @@ class MAPPOEnv(Adapter):
 
     rules: ClassVar[Rules] = Rules.DICT
     kind: ClassVar[str] = "A MAPPO environment"
+    all_may_act: ClassVar[bool] = True
     names: ClassVar[frozenset[str]] = frozenset({"mappo"})
 
     def __init__(self, source: Any, *, actions: Literal["one-hot", "column", "index"] | None = None) -> None:

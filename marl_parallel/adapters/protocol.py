@@ -98,6 +98,7 @@ class MultiAgentEnv(ABC):
         seeded_when_made: Whether only its constructor takes a seed, so that a seed for `reset` is an error.
         options_last: Whether the options of a reset hold for all later episodes, also after a restart.
         needs_all_actions: Whether every acting agent needs an action under dict rules too.
+        all_may_act: Whether actions of agents that have ended count, too, where a trainer has one for each agent.
         source: The simulator as its constructor returned it, where attributes and methods are looked up; by default the
             `MultiAgentEnv` itself.
         possible_agents: All agents that may appear, in the simulator's own order; empty if that is open-ended.
@@ -118,6 +119,7 @@ class MultiAgentEnv(ABC):
     seeded_when_made: ClassVar[bool] = False
     options_last: ClassVar[bool] = False
     needs_all_actions: ClassVar[bool] = False
+    all_may_act: ClassVar[bool] = False
     source: Any
     possible_agents: list[AgentID]
     observation_spaces: Mapping[AgentID, Space[Any]]
@@ -204,6 +206,7 @@ class Schema:
     needs_all_actions: bool = False
     mask_spaces: Mapping[AgentID, Space[Any]] = field(default_factory=dict)
     state_per_agent: bool = False
+    all_may_act: bool = False
 
     @classmethod
     def of(cls, env: MultiAgentEnv) -> Schema:

@@ -104,6 +104,7 @@ class ArrayView(ABC):
         groups: The agents with equal observation spaces, as `core.schema.alike` returns them.
         places: By agent, its group, and its row there.
         is_one_stack: Whether the observations of all agents are one array, in order.
+        writes_all: Whether `write` takes the actions of all agents, not only of those that act.
         wants_info_arrays: Whether infos are to be `InfoColumns`, where they can be: for facades that stack them.
     """
 
@@ -114,13 +115,13 @@ class ArrayView(ABC):
         rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
         self.places = {agent: rows[place] for agent, place in self._column.items()}  # the group, and the row in it
         self.is_one_stack = len(self.groups) == 1 and not isinstance(self.groups[0][0], spaces.Dict | spaces.Tuple)
-        self.wants_info_arrays = False
+        self.writes_all = self.wants_info_arrays = False
         self._target: list[Any] | None = None
         self._rollout: RolloutBuffer | None = None
 
     @abstractmethod
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
-        """Take the actions of the agents that act, and ignore all others; returns the payload of the step.
+        """Take the actions of the agents that act, and ignore others unless `writes_all`; returns the step's payload.
 
         Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
         """

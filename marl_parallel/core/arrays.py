@@ -123,6 +123,8 @@ class ArrayBatch(ArrayView):
         if batch.apart:
             acting = self.acting()
             acting = None if acting.all() else acting
+        if self.writes_all:
+            acting = None
         if self._codec is not None and self._actions_in_block:
             if isinstance(actions, list):
                 places = self._places_of(tuple(map(_AGENTS, actions)))
@@ -151,7 +153,7 @@ class ArrayBatch(ArrayView):
 
     def _by_env(self, actions: Mapping[AgentID, Any], ids: Sequence[int]) -> list[dict[AgentID, Any]]:
         """For each environment, the actions of the agents that act."""
-        declared, acting = self._layout.schema.action_spaces, self.acting()
+        declared, acting = self._layout.schema.action_spaces, self.acting() | self.writes_all
         by_env: dict[int, dict[AgentID, Any]] = {env_id: {} for env_id in ids}
         for place, agent in enumerate(self.agents):
             rows = [env_id - self._first for env_id in ids if acting[env_id - self._first, place]]

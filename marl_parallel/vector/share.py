@@ -336,7 +336,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         super().__init__(env, AutoresetMode.SAME_STEP, scalarize=scalarize)
         name, runner, view = type(self).__name__, self._stepper.runner, self._stepper.view
         schema = runner.schema
-        view.wants_info_arrays = True
+        view.wants_info_arrays, view.writes_all = True, schema.all_may_act
         self.num_envs, self.agents, self.n_agents = env.num_envs, [*view.agents], len(view.agents)
         self._observed = [_Observed(name, view.agents[places[0]], space) for space, places in view.groups]
         shapes = [observed.space.shape for observed in self._observed]
@@ -463,7 +463,8 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             raise ValueError(
                 f"{type(self).__name__} takes actions (num_envs, agents, ...), which begin with {expected}; got {shape}"
             )
-        acting = np.ones(expected, np.bool_) if latest is None else latest.acting
+        everyone = latest is None or self._stepper.view.writes_all
+        acting = np.ones(expected, np.bool_) if everyone else cast(Arrays, latest).acting
         return [acted.stacked(actions, acting) for acted in self._acted]
 
     def _dones(self, arrays: Arrays) -> tuple[NDArray[np.bool_], NDArray[np.bool_] | None, list[int]]:

@@ -52,7 +52,15 @@ def test_schema(make):
     schema = Schema.of(adapted)
     for name in ("possible_agents", "observation_spaces", "action_spaces", "reward_spaces", "state_space", "metadata"):
         assert getattr(schema, name) == getattr(adapted, name)
-    for name in ("rules", "render_mode", "check_options", "seeded_when_made", "options_last", "needs_all_actions"):
+    for name in (
+        "rules",
+        "render_mode",
+        "check_options",
+        "seeded_when_made",
+        "options_last",
+        "needs_all_actions",
+        "all_may_act",
+    ):
         assert getattr(schema, name) is getattr(adapted, name)
     assert schema.reset_keywords == tuple(sorted(adapted.reset_keywords))
     assert pickle.dumps(schema) == pickle.dumps(Schema.of(adapt(make())))

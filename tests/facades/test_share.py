@@ -13,7 +13,7 @@ from gymnasium import spaces
 from helpers.mappo import Listed, Log, PipeVecEnv, Policy, SameShare, train
 from mpe2 import simple_speaker_listener_v4, simple_spread_v3
 from simulators.crashing import Fate, crashing
-from simulators.mappo_envs import Particles, Pilots, Pitch, Speakers, Squad, Swimmers, WorkersLoop
+from simulators.mappo_envs import K, Particles, Pilots, Pitch, Speakers, Squad, Swimmers, WorkersLoop
 from simulators.pymarl_envs import Gymma, PlainLoop, Skirmish
 from simulators.team_battles import AGENTS, DictBattle, ParallelBattle, TeamBattle
 from simulators.variable_agents import VariableAgents, VariableDictAgents
@@ -533,6 +533,43 @@ def test_joined_observations_of_simulators_with_lists():
     assert np.array_equal(share_obs[0], [obs[0].ravel()] * 3)
     assert [space.shape for space in envs.share_observation_space] == [(12,)] * 3
     assert envs.observation_space == [[4, [2, 2], [1, 3]]] * 3
+    envs.close()
+
+
+class Ghosts(Squad):
+    """The done still move, as agents of HARL's environments whose other agents go on: their actions count."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self.taken: list[Any] = []
+
+    def get_avail_actions(self) -> Any:
+        return [[1] * 5] * K
+
+    def step(self, actions: Any) -> Any:
+        self.taken.append(actions[:, 0].tolist())
+        return super().step(actions)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 1}, {"backend": "serial", "check_actions": True}, {"num_workers": 2, "pad": True}]
+)
+def test_actions_of_agents_that_are_done_reach_their_simulators(options):
+    """As in their workers, which send all actions to `step`."""
+    envs = ShareSubprocVecEnv([functools.partial(Ghosts, seed) for seed in (3, 4)], **options)
+    envs.reset()
+    rng, sent, dones, acted = np.random.default_rng(0), [], np.zeros((2, 3), bool), 0
+    for _ in range(25):
+        actions = rng.integers(1, 5, (2, 3, 1))
+        acted += int((dones & ~dones.all(axis=1, keepdims=True)).sum())
+        dones = envs.step(actions)[3]
+        sent.append(actions[..., 0])
+    assert acted > 5
+    for env_id, taken in enumerate(envs.get_attr("taken")):
+        assert taken == np.array(sent)[:, env_id].tolist()
+    one_hot = np.eye(5)[rng.integers(1, 5, (2, 3))]
+    envs.step(one_hot)
+    assert [taken[-1] for taken in envs.get_attr("taken")] == one_hot.argmax(axis=2).tolist()
     envs.close()
 
 
