@@ -78,6 +78,7 @@ class MAPPOEnv(Adapter):
         super().__init__(source)
         share = self._listed("share_observation_space")
         self._share_shapes = [space.shape or () for space in share]
+        self._equal_shares = len({*self._share_shapes}) == 1
         self.state_space, self.state_per_agent = _stacked_space(share), True
         counts = {agent: choices_of(space) for agent, space in self.action_spaces.items()}
         self.mask_spaces = {agent: spaces.MultiBinary(sum(of)) for agent, of in counts.items() if of is not None}
@@ -189,8 +190,16 @@ class MAPPOEnv(Adapter):
     def state(self) -> Any:
         """The share observations of all agents, one row each; those that are shorter end in zeros."""
         space: Any = self.state_space
+        rows = self._share_rows()
+        if self._equal_shares:
+            try:
+                together = np.array(rows, space.dtype)
+            except (OverflowError, TypeError, ValueError):  # of other shapes or types: one by one, as below
+                together = np.empty(0)
+            if together.shape == space.shape:
+                return together
         state = np.zeros(space.shape, space.dtype)
-        for place, (row, shape) in enumerate(zip(self._share_rows(), self._share_shapes)):
+        for place, (row, shape) in enumerate(zip(rows, self._share_shapes)):
             array = np.asarray(row)
             if array.shape != shape:
                 raise self._mismatch(
@@ -228,8 +237,11 @@ class MAPPOEnv(Adapter):
     def _joint(self, actions: Mapping[Any, Any]) -> Any:
         """What the simulator's `step` takes: an array with one row per agent, or a list if rows differ."""
         form = self._actions or ("column" if self._shares else "index")
-        if self._choices and [*actions] == self.possible_agents:
-            numbers = np.array([*actions.values()]).reshape(-1)
+        if self._choices:
+            agents = self.possible_agents
+            is_whole = [*actions] == agents
+            given = actions.values() if is_whole else [actions[a] if a in actions else self._idle(a) for a in agents]
+            numbers = np.array([*given]).reshape(-1)
             if form == "one-hot":
                 return np.eye(self._choices)[numbers]
             return numbers[:, None] if form == "column" else numbers

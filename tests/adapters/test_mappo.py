@@ -280,6 +280,36 @@ def test_nothing_happens_after_the_end_of_an_episode_without_auto_reset(parallel
     assert env.acting[0] == AGENTS
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0], [1], []])
+@pytest.mark.parametrize("form", ["one-hot", "column", "index"])
+def test_actions_are_in_the_order_of_agents(form, order):
+    """Also if some have none: theirs is the first that is allowed. All forms have the same dtype as with all."""
+    adapted = MAPPOEnv(Recorder(3), actions=form)
+    adapted.reset()
+    first = [int(np.flatnonzero(mask)[0]) for mask in adapted.masks().values()]
+    given = {AGENTS[place]: np.int64(2 + place) for place in order}
+    expected = np.array([given.get(agent, number) for agent, number in zip(AGENTS, first)])
+    joint = adapted._joint(given)
+    if form == "one-hot":
+        joint = joint.argmax(axis=1)
+    assert joint.dtype == np.int64
+    assert joint.tolist() == (expected[:, None] if form == "column" else expected).tolist()
+
+
+@pytest.mark.parametrize("typed", [np.float64, list, lambda row: row.astype(int).tolist()])
+def test_share_observations_of_every_type_are_one_array(typed):
+    class Typed(Squad):
+        def shares(self) -> Any:
+            return [typed(row) for row in super().shares()]
+
+    with ParallelEnv([Typed, Squad], backend="serial") as env:
+        env.reset()
+        states = env.state()
+        assert states.dtype == np.float32
+        for place in range(K):
+            np.testing.assert_array_equal(states[:, place], env.call("get_state", place))
+
+
 def test_share_observations_may_be_one_for_all():
     class OneState(Squad):
         def shares(self) -> Any:
