@@ -416,6 +416,10 @@ class BatchRunner:
         assert final_state is not None
         return state.array[:, 0], final_state.array[:, 0]
 
+    def restarts_of(self, env_id: int) -> int:
+        """How often an environment has been restarted."""
+        return 0 if self.workers is None else self.workers.rebuilds.restarts(env_id)
+
     def sample_actions(self, env_ids: Sequence[int] | None) -> list[dict[AgentID, Any]]:
         """As `ParallelEnv.sample_actions`."""
         ids = self.checked_ids(env_ids)

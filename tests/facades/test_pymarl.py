@@ -11,7 +11,7 @@ import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from helpers.pymarl_runner import Runner, process_connections
 from mpe2 import simple_spread_v3
-from simulators.skirmish import GlobalSkirmish, ModernSkirmish, Skirmish
+from simulators.skirmish import CountingSkirmish, GlobalSkirmish, ModernSkirmish, Skirmish
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
 from marl_parallel.vector import PyMARLConnections, pymarl_connections
@@ -68,23 +68,47 @@ def test_runner_has_the_same_data(kind, keywords, how):
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # more workers than CPUs
-@pytest.mark.parametrize(("fault", "workers"), [("raise", 2), ("os._exit", ENVS)])
+@pytest.mark.parametrize(("how", "fault"), [*[(how, "raise") for how in HOWS], ("one each", "os._exit")])
 @pytest.mark.parametrize("keywords", [TEAM, EACH], ids=["team", "each"])
-def test_restarts_are_ends_at_the_limit(fault, workers, keywords):
+def test_restarts_are_ends_at_the_limit(how, fault, keywords):
     """Compared with processes that make an environment again which raises."""
 
     def faulty(kind: str) -> list[Callable[..., Any]]:
-        plain = makers(ModernSkirmish, **keywords)
+        plain = makers(CountingSkirmish, **keywords)
         return [
             functools.partial(maker, fault=kind, fault_at=7 + 6 * i) if i % 2 else maker
             for i, maker in enumerate(plain)
         ]
 
-    team = keywords["common_reward"]
+    team, options = keywords["common_reward"], HOWS.get(how, {"num_workers": ENVS})
     expected = record(process_connections(faulty("raise")), team=team)
-    got = record(pymarl_connections(faulty(fault), num_workers=workers, on_error="restart"), team=team)
+    connections = pymarl_connections(faulty(fault), on_error="restart", **options)
+    got = record(connections, team=team)
     assert_same(got, expected)
     assert sum("dead" not in info for info in got[1].infos) == 2
+    assert connections[0].connections.parallel_env.stats().restarts == 2  # none more in `get_stats`
+
+
+@pytest.mark.parametrize("name", ["render", "save_replay"])
+def test_a_new_simulator_is_not_called_before_its_reset(name):
+    """The last episode of the test mode may have ended in a fault, and the runner saves replays then."""
+    connections = pymarl_connections(
+        makers(CountingSkirmish, fault="raise", fault_at=0)[:1], backend="serial", on_error="restart"
+    )
+    (connection,), env = connections, connections[0].connections.parallel_env
+    for message in (("reset", None), ("step", [1, 1, 1])):
+        connection.send(message)
+        connection.recv()
+    connection.send((name, None))
+    connection.send(("get_stats", None))
+    assert connection.recv() == {}
+    assert env.stats().restarts == 1
+    assert env.get_attr("calls")[0] == {}
+    connection.send(("reset", None))
+    connection.send((name, None))
+    connection.recv()
+    assert env.get_attr("calls")[0] == {"reset": 1, name: 1}
+    connection.close()
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -102,7 +126,8 @@ def test_recycled_environments():
 
 def test_a_dead_worker_ends_the_episodes_of_its_environments():
     fault = {"fault": "os._exit", "fault_at": 3}
-    connections = pymarl_connections([*makers(**fault)[:2], *makers()[2:]], num_workers=2, on_error="restart")
+    first, others = makers(CountingSkirmish, **fault)[:2], makers(CountingSkirmish)[2:]
+    connections = pymarl_connections([*first, *others], num_workers=2, on_error="restart")
     runner = record(connections)[1]
     assert len(runner.infos) == ENVS * RUNS
     assert sum("dead" not in info for info in runner.infos) in (2, 3)  # environment 0, its neighbour, and again
@@ -263,6 +288,19 @@ def test_a_call_that_fails(name, caplog):
         failing[0].recv()
     with pytest.raises(ClosedEnvironmentError):
         failing[0].recv()
+
+
+def test_closing_after_a_fault_hides_nothing():
+    """As a runner does in a `finally`."""
+    runner = Runner(pymarl_connections(makers(fault="raise", fault_at=0), backend="serial"))
+    with pytest.raises(EnvError):
+        try:
+            runner.run()
+        finally:
+            runner.close()
+    runner.close()
+    with pytest.raises(ClosedEnvironmentError):
+        runner.connections[0].send(("reset", None))
 
 
 def test_rewards_that_are_lists():
