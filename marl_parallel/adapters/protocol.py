@@ -176,6 +176,16 @@ class MultiAgentEnv(ABC):
 
 
 @dataclass(frozen=True)
+class OfAdapter:
+    """For `ParallelEnv.call`: an attribute of the `MultiAgentEnv`, not of its simulator; None if it has none."""
+
+    name: str
+
+    def __call__(self, env: MultiAgentEnv) -> Any:
+        return getattr(env, self.name, None)
+
+
+@dataclass(frozen=True)
 class Schema:
     """The description of an environment: the attributes of its `MultiAgentEnv` that do not change.
 

@@ -31,7 +31,7 @@ class PyMARLEnv(Adapter):
     """A simulator with the methods of PyMARL's `MultiAgentEnv`; `docs/environments.md` describes its steps and masks.
 
     Attributes:
-        raw_reward: The reward of the latest step, as the simulator returned it; None before the first one.
+        common_reward: Whether the simulator returns one reward for all agents, not a list; None before the first step.
 
     Raises:
         NotAnEnvironment: It lacks methods, or `get_env_info` lacks sizes.
@@ -74,7 +74,7 @@ class PyMARLEnv(Adapter):
         self.mask_spaces = dict.fromkeys(agents, spaces.MultiBinary(actions))
         state_shape = self._sizes["state_shape"]
         self.state_space = spaces.Box(-np.inf, np.inf, state_shape, np.float32) if state_shape else None
-        self.raw_reward: Any = None
+        self.common_reward: bool | None = None
         self._masks: NDArray[np.int8] = np.zeros((0, actions), np.int8)  # before the first reset, of nobody
         self._over: tuple[bool, bool] | None = None  # the flags of an episode that is over
 
@@ -101,7 +101,7 @@ class PyMARLEnv(Adapter):
             info = result[1] if isinstance(result[1], Mapping) else {}
         else:
             raise self._wrong_result("reset", "nothing, (observations, state) or (observations, info)", result)
-        self._over, self.raw_reward = None, None
+        self._over = None
         observations = self._observations()
         self._masks = self._allowed()
         return observations, self._infos(info)
@@ -119,7 +119,6 @@ class PyMARLEnv(Adapter):
             self._check_call(error, "step", joint)
             raise
         reward, terminated, truncated, info = self._parts(result)
-        self.raw_reward = reward
         observations = self._observations()
         self._masks = self._allowed()
         infos = self._infos(info)
@@ -179,9 +178,11 @@ class PyMARLEnv(Adapter):
             several = reward.reshape(-1) if isinstance(reward, np.ndarray) else reward
             if len(several) != len(agents):
                 raise self._wrong_result("step", f"one reward, or {len(agents)}, one per agent", reward)
+            self.common_reward = False
             return dict(zip(agents, several))
         if isinstance(reward, np.ndarray):
             reward = reward.reshape(())[()]
+        self.common_reward = True
         return dict.fromkeys(agents, reward)
 
     def _observations(self) -> dict[AgentID, Any]:

@@ -39,6 +39,7 @@ from marl_parallel.adapters import (
     adapt,
 )
 from marl_parallel.adapters import attributes as lookup
+from marl_parallel.adapters.protocol import OfAdapter
 from marl_parallel.core import array_file
 from marl_parallel.core.array_file import ConstructorArrays
 from marl_parallel.core.caller_settings import WorkerSettings
@@ -499,7 +500,8 @@ class Worker:
 
     def _call(self, env_id: int, payload: bytes) -> Answer:
         name, args, kwargs = _unpickled(lambda: loads(payload))
-        source = self._episodes[env_id].env.source
+        env = self._episodes[env_id].env
+        source: Any = env if isinstance(name, OfAdapter) else env.source
         with self._status.during(env_id, Activity.CALL):
             try:
                 member = functools.partial(name, source) if callable(name) else lookup.find(source, name)

@@ -16,6 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
+from marl_parallel.adapters.protocol import OfAdapter
 from marl_parallel.core.batch import Batch
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
@@ -113,7 +114,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         self._open = [True] * len(numbers)
         self._restarts = [0] * len(numbers)  # of each, at the latest reset that has been carried out
         self._sees_states = self._has_states_written()
-        self._is_team = self._has_one_reward()  # None: as long as all rewards are equal
+        self._is_team = self._has_one_reward()  # None: the first step shows it
 
     # -- a sequence of connections -------------------------------------------------------------------------------------
 
@@ -314,10 +315,11 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         }
         seen = self._seen(arrays, [env_id for env_id in actions if env_id not in interrupted])
         rewards, over = arrays.rewards.tolist(), (arrays.terminated | arrays.truncated).tolist()
-        if self._is_team is None:
-            others = arrays.rewards != arrays.rewards[:, :1]
-            if (others & ~np.isnan(arrays.rewards)).any():  # the reward was a list
-                self._is_team = False
+        if self._is_team is None and len(interrupted) < len(actions):
+            stepped = next(env_id for env_id in actions if env_id not in interrupted)
+            (is_team,) = self.env.call(OfAdapter("common_reward"), env_ids=[stepped])
+            # An adapter of somebody's own may not know it.
+            self._is_team = len({*rewards[stepped]}) == 1 if is_team is None else is_team
         for env_id, info in infos.items():
             reward = rewards[env_id] if self._is_team is False else rewards[env_id][0]
             if env_id in interrupted:

@@ -303,20 +303,22 @@ def test_closing_after_a_fault_hides_nothing():
         runner.connections[0].send(("reset", None))
 
 
-def test_rewards_that_are_lists():
-    """Without a `common_reward`, the first list shows it."""
-
-    class Selfish(Skirmish):
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("form", [list, np.array, sum])
+def test_without_common_reward_the_first_step_shows_the_form_of_rewards(form, how):
+    class Undeclared(Skirmish):
         def step(self, actions: Any) -> Any:
             rewards, over, limit = self.fight(actions)
-            return rewards, over or limit, {}
+            return form(rewards), over or limit, {}
 
-    connections = pymarl_connections([Selfish], backend="serial")
+    connections = pymarl_connections([Undeclared], **HOWS[how])
     rewards = []
     for message in (("reset", None), ("step", [1, 1, 1]), ("step", [2, 1, 1]), ("step", [1, 1, 1])):
         connections[0].send(message)
         rewards.append(connections[0].recv().get("reward"))
-    assert rewards == [None, pytest.approx(-0.1), pytest.approx([1.0, -0.1, -0.1]), pytest.approx([-0.1] * 3)]
+    listed = [[-0.1] * 3, [1.0, -0.1, -0.1], [-0.1] * 3]
+    assert rewards == [None, *[pytest.approx(sum(each) if form is sum else each) for each in listed]]
+    assert {type(reward) for reward in rewards[1:]} == {float if form is sum else list}
     connections[0].close()
 
 
