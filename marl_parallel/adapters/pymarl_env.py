@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sized
 from numbers import Integral
@@ -77,6 +78,7 @@ class PyMARLEnv(Adapter):
         self.common_reward: bool | None = None
         self._masks: NDArray[np.int8] = np.zeros((0, actions), np.int8)  # before the first reset, of nobody
         self._over: tuple[bool, bool] | None = None  # the flags of an episode that is over
+        self._last_state: Any = None  # of an episode that is over, once it has been asked for
 
     def _check_spaces(self) -> None:
         """Spaces follow from `get_env_info()`, whatever the simulator declares beside it."""
@@ -101,7 +103,7 @@ class PyMARLEnv(Adapter):
             info = result[1] if isinstance(result[1], Mapping) else {}
         else:
             raise self._wrong_result("reset", "nothing, (observations, state) or (observations, info)", result)
-        self._over = None
+        self._over, self._last_state = None, None
         observations = self._observations()
         self._masks = self._allowed()
         return observations, self._infos(info)
@@ -138,7 +140,11 @@ class PyMARLEnv(Adapter):
         return dict(zip(self.possible_agents, self._masks))
 
     def state(self) -> Any:
-        return self._get_state()
+        if self._over is None:
+            return self._get_state()
+        if self._last_state is None:  # the simulator changes nothing until it is reset
+            self._last_state = copy.deepcopy(self._get_state())
+        return self._last_state
 
     def _completed(self, actions: Mapping[Any, Any]) -> list[Any]:
         """An action of each agent: the first one allowed if it is missing, else 0."""

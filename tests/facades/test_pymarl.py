@@ -11,7 +11,7 @@ import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from helpers.pymarl_runner import Runner, process_connections
 from mpe2 import simple_spread_v3
-from simulators.skirmish import CountingSkirmish, GlobalSkirmish, ModernSkirmish, Skirmish
+from simulators.skirmish import CountingSkirmish, GlobalSkirmish, ModernSkirmish, Skirmish, TallyingSkirmish
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
 from marl_parallel.vector import PyMARLConnections, pymarl_connections
@@ -65,6 +65,14 @@ def test_runner_has_the_same_data(kind, keywords, how):
     limits = [info for info in expected[1].infos if info.get("episode_limit")]
     assert limits or kind is ModernSkirmish
     assert 0 < sum(batch["terminated"].sum() for batch in batches) <= ENVS * RUNS
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_simulators_are_called_as_often_as_by_processes(how):
+    """Also those whose episodes are over while others go on."""
+    expected = record(process_connections(makers(TallyingSkirmish)))
+    assert_same(record(pymarl_connections(makers(TallyingSkirmish), **HOWS[how])), expected)
+    assert {"step", "get_state", "get_obs", "get_avail_actions"} < {*expected[1].stats[-1]}
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # more workers than CPUs

@@ -160,3 +160,23 @@ class CountingSkirmish(ModernSkirmish):
     def save_replay(self) -> None:
         super().save_replay()
         assert self.episodes, "no game has been launched"
+
+
+class TallyingSkirmish(Skirmish):
+    """Its statistics have the number of calls of each method of the interface."""
+
+    def step(self, actions: Any) -> Any:
+        self.called("step")
+        return super().step(actions)
+
+    def get_obs(self) -> Any:
+        self.called("get_obs")
+        return super().get_obs()
+
+    def get_state(self) -> Any:
+        self.called("get_state")
+        return super().get_state()
+
+    def get_avail_actions(self) -> Any:
+        self.called("get_avail_actions")
+        return super().get_avail_actions()
