@@ -307,7 +307,8 @@ class AgentColumns:
     def places_of(self, together: Sequence[Sequence[AgentID]] | None) -> tuple[Any, ...] | None:
         """For compiled code: where the values of agents that come together are in all records; None for one by one.
 
-        Returns None unless these are all `agents`, each lot a slice of one column that is no dict or tuple.
+        Returns None unless these are all `agents`, and agents that come together have evenly spaced rows of one column,
+        which is no dict or tuple.
         """
         if together is not None and Counter(chain.from_iterable(together)) != Counter(self.agents):
             return None

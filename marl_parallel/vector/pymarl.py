@@ -52,8 +52,8 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     What is sent waits until the first `recv`; then everything is carried out together, each environment's commands in
     their order. A step that a fault has interrupted is the end of an episode at its limit: `terminated` is True, the
-    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state are those of the
-    reply before. `docs/frameworks/pymarl.md` shows the two lines of the runner that change.
+    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state repeat the previous
+    reply. `docs/frameworks/pymarl.md` shows what changes in the runner.
 
     Args:
         env: Its environments have PyMARL's interface (`adapter="pymarl"`), and `auto_reset` is False.
