@@ -20,7 +20,7 @@ from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays
 from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.spaces import fits_block
+from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
@@ -391,7 +391,7 @@ def _observation_space(declared: Mapping[AgentID, Space[Any]], *, flat: bool) ->
                 f"agent {agent!r} observes {space}: Tianshou does not support tuples; convert them to an array or a "
                 "Dict with a wrapper"
             )
-        if not fits_block(space):
+        if not all(isinstance(leaf, _NUMBERS) for _, leaf in leaves(space)):
             raise TypeError(
                 f"agent {agent!r} observes {space}, whose values have no fixed size: convert them to an array of one "
                 "shape with a wrapper, such as padded ones with a mask"

@@ -418,3 +418,12 @@ BOX = spaces.Box(-1, 1, (2,), np.float32)
 def test_observations_without_a_fixed_size_are_refused(maker, space):
     with pytest.raises(TypeError, match=r"agent .* observes .*, whose values have no fixed size: convert them"):
         facade(functools.partial(maker, space))
+
+
+def test_observations_of_a_derived_box():
+    class Lettered(spaces.Box):
+        pass
+
+    env = facade(functools.partial(Listener, Lettered(-1, 1, (2,))))
+    assert env.reset()[0].shape == (ENVS, 2)
+    env.close()
