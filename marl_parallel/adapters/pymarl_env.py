@@ -139,6 +139,9 @@ class PyMARLEnv(Adapter):
     def masks(self) -> Mapping[AgentID, Any]:
         return dict(zip(self.possible_agents, self._masks))
 
+    def mask_array(self) -> NDArray[np.int8]:
+        return self._masks
+
     def state(self) -> Any:
         if self._over is None:
             return self._get_state()

@@ -414,7 +414,10 @@ class Worker:
     def _write_masks(self, env_id: int) -> None:
         """Write the action masks of an environment into the block, where they have columns: before the transition."""
         if self._layout is not None and self._layout.masks.agents:
-            self._layout.masks.write_all(env_id, self._episodes[env_id].env.masks())
+            env, columns = self._episodes[env_id].env, self._layout.masks
+            together = env.mask_array()
+            if together is None or not columns.write_array(env_id, env.possible_agents, together):
+                columns.write_all(env_id, env.masks())
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a reset that the simulator accepts, and the seed if the episode needs it."""

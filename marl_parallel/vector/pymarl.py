@@ -17,7 +17,6 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import OfAdapter
-from marl_parallel.core.batch import Batch
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
@@ -52,8 +51,8 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     What is sent waits until the first `recv`; then everything is carried out together, each environment's commands in
     their order. A step that a fault has interrupted is the end of an episode at its limit: `terminated` is True, the
-    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state repeat the previous
-    reply. `docs/frameworks/pymarl.md` shows what changes in the runner.
+    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state repeat the
+    previous reply. `docs/frameworks/pymarl.md` shows what changes in the runner.
 
     Args:
         env: Its environments have PyMARL's interface (`adapter="pymarl"`), and `auto_reset` is False.
@@ -343,23 +342,13 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     def _seen(self, arrays: Arrays, env_ids: Sequence[int]) -> Callable[[int], dict[str, Any]]:
         """A function that returns the state, masks and observations of one of these, in arrays of the caller's."""
         (observations,) = arrays.observations
-        masks = self._masks().astype(np.int64)
+        masks = self._stepper.action_masks(self._agents).astype(np.int64)
         states: Any = {}
         if self._sees_states:
             states = self._runner.states_seen()[0].copy()
         elif env_ids:  # only of these: a simulator that has just been constructed again would be reset too early
             states = dict(zip(env_ids, self.env.state(env_ids=env_ids)))
         return lambda env_id: {"state": states[env_id], "avail_actions": masks[env_id], "obs": observations[env_id]}
-
-    def _masks(self) -> NDArray[Any]:
-        """The action masks `(num_envs, agents, actions)`."""
-        batch = self._runner.batch
-        if isinstance(batch, Batch) and not batch.apart and [*self._agents] == batch.layout.masks.agents:
-            columns = [column.array for column, _ in batch.layout.masks.groups]
-            if len(columns) == 1:  # all masks are one array of the block
-                masks: NDArray[Any] = columns[0]
-                return masks
-        return self._stepper.action_masks(self._agents)
 
     def _call(self, command: str, env_ids: list[int]) -> None:
         """Call a method of simulators. A fault raises no error if environments are restarted, which logs it.

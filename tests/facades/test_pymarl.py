@@ -301,11 +301,15 @@ def test_a_call_that_fails(name, caplog):
 def test_closing_after_a_fault_hides_nothing():
     """As a runner does in a `finally`."""
     runner = Runner(pymarl_connections(makers(fault="raise", fault_at=0), backend="serial"))
-    with pytest.raises(EnvError):
+
+    def train() -> None:
         try:
             runner.run()
         finally:
             runner.close()
+
+    with pytest.raises(EnvError):
+        train()
     runner.close()
     with pytest.raises(ClosedEnvironmentError):
         runner.connections[0].send(("reset", None))
