@@ -262,6 +262,36 @@ def test_workers_end_with_the_last_connection(tmp_path):
         env.call("saved")
 
 
+def test_a_neighbour_whose_episode_is_over_may_be_new():
+    """It had no part in the step in which its worker died."""
+
+    class Brief(CountingSkirmish):
+        episode_limit = 1
+
+    crashing = functools.partial(CountingSkirmish, fault="os._exit", fault_at=1)
+    connections = pymarl_connections([Brief, crashing], num_workers=1, on_error="restart")
+    env = connections[0].connections.parallel_env
+    for command in ("reset", "step"):
+        for connection in connections:
+            connection.send((command, [1, 1, 1]))
+        replies = [connection.recv() for connection in connections]
+    assert [reply["terminated"] for reply in replies] == [True, False]
+    connections[1].send(("step", [1, 1, 1]))
+    assert connections[1].recv()["info"] == {"episode_limit": True, "restarted": True}
+    for connection in connections:
+        connection.send(("get_stats", None))
+    assert [connection.recv() for connection in connections] == [{}, {}]
+    assert env.stats().restarts == 2
+    for connection in connections:
+        connection.send(("reset", None))
+        connection.send(("step", [1, 1, 1]))
+    assert [[*connection.recv()] for connection in connections] == [["state", "avail_actions", "obs"]] * 2
+    assert [connection.recv()["terminated"] for connection in connections] == [True, False]
+    connections[0].send(("get_stats", None))
+    assert connections[0].recv()["won_mean"] == 0.0
+    connections[0].connections.close()
+
+
 @pytest.mark.parametrize("name", ["render", "get_stats", "save_replay"])
 def test_a_call_that_fails(name, caplog):
     """It is an error, or a log record if environments are restarted; the next step then ends the episode."""
