@@ -413,6 +413,10 @@ class BatchRunner:
         assert self.workers is not None
         return self.workers.batch.states_seen()
 
+    def restarts_of(self, env_id: int) -> int:
+        """How often an environment has been restarted."""
+        return 0 if self.workers is None else self.workers.rebuilds.restarts(env_id)
+
     def sample_actions(self, env_ids: Sequence[int] | None) -> list[dict[AgentID, Any]]:
         """As `ParallelEnv.sample_actions`."""
         ids = self.checked_ids(env_ids)

@@ -12,7 +12,9 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
+import numpy as np
 from gymnasium import Space, spaces
+from numpy.typing import NDArray
 
 from marl_parallel.adapters import attributes
 from marl_parallel.adapters.attributes import AgentID as AgentID
@@ -164,6 +166,13 @@ class MultiAgentEnv(ABC):
         """The action masks after the latest reset or step, by agent; only called if there are `mask_spaces`."""
         return {}
 
+    def mask_array(self) -> NDArray[np.int8] | None:
+        """The same masks as zeros and ones in one array, whose rows are `possible_agents`; None if they are in none.
+
+        It is read at once, so that it may be changed later.
+        """
+        return None
+
     @abstractmethod
     def render(self) -> Any:
         """One frame, in the form of the simulator's render mode."""
@@ -175,6 +184,16 @@ class MultiAgentEnv(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let the simulator free what it holds."""
+
+
+@dataclass(frozen=True)
+class OfAdapter:
+    """For `ParallelEnv.call`: an attribute of the `MultiAgentEnv`, not of its simulator; None if it has none."""
+
+    name: str
+
+    def __call__(self, env: MultiAgentEnv) -> Any:
+        return getattr(env, self.name, None)
 
 
 @dataclass(frozen=True)

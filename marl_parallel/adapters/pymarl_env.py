@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sized
 from numbers import Integral
@@ -31,7 +32,7 @@ class PyMARLEnv(Adapter):
     """A simulator with the methods of PyMARL's `MultiAgentEnv`; `docs/environments.md` describes its steps and masks.
 
     Attributes:
-        raw_reward: The reward of the latest step, as the simulator returned it; None before the first one.
+        common_reward: Whether the simulator returns one reward for all agents, not a list; None before the first step.
 
     Raises:
         NotAnEnvironment: It lacks methods, or `get_env_info` lacks sizes.
@@ -74,9 +75,10 @@ class PyMARLEnv(Adapter):
         self.mask_spaces = dict.fromkeys(agents, spaces.MultiBinary(actions))
         state_shape = self._sizes["state_shape"]
         self.state_space = spaces.Box(-np.inf, np.inf, state_shape, np.float32) if state_shape else None
-        self.raw_reward: Any = None
+        self.common_reward: bool | None = None
         self._masks: NDArray[np.int8] = np.zeros((0, actions), np.int8)  # before the first reset, of nobody
         self._over: tuple[bool, bool] | None = None  # the flags of an episode that is over
+        self._last_state: Any = None  # of an episode that is over, once it has been asked for
 
     def _check_spaces(self) -> None:
         """Spaces follow from `get_env_info()`, whatever the simulator declares beside it."""
@@ -101,7 +103,7 @@ class PyMARLEnv(Adapter):
             info = result[1] if isinstance(result[1], Mapping) else {}
         else:
             raise self._wrong_result("reset", "nothing, (observations, state) or (observations, info)", result)
-        self._over, self.raw_reward = None, None
+        self._over, self._last_state = None, None
         observations = self._observations()
         self._masks = self._allowed()
         return observations, self._infos(info)
@@ -119,7 +121,6 @@ class PyMARLEnv(Adapter):
             self._check_call(error, "step", joint)
             raise
         reward, terminated, truncated, info = self._parts(result)
-        self.raw_reward = reward
         observations = self._observations()
         self._masks = self._allowed()
         infos = self._infos(info)
@@ -138,8 +139,15 @@ class PyMARLEnv(Adapter):
     def masks(self) -> Mapping[AgentID, Any]:
         return dict(zip(self.possible_agents, self._masks))
 
+    def mask_array(self) -> NDArray[np.int8]:
+        return self._masks
+
     def state(self) -> Any:
-        return self._get_state()
+        if self._over is None:
+            return self._get_state()
+        if self._last_state is None:  # the simulator changes nothing until it is reset
+            self._last_state = copy.deepcopy(self._get_state())
+        return self._last_state
 
     def _completed(self, actions: Mapping[Any, Any]) -> list[Any]:
         """An action of each agent: the first one allowed if it is missing, else 0."""
@@ -179,9 +187,11 @@ class PyMARLEnv(Adapter):
             several = reward.reshape(-1) if isinstance(reward, np.ndarray) else reward
             if len(several) != len(agents):
                 raise self._wrong_result("step", f"one reward, or {len(agents)}, one per agent", reward)
+            self.common_reward = False
             return dict(zip(agents, several))
         if isinstance(reward, np.ndarray):
             reward = reward.reshape(())[()]
+        self.common_reward = True
         return dict.fromkeys(agents, reward)
 
     def _observations(self) -> dict[AgentID, Any]:

@@ -38,14 +38,35 @@ def action_masks(batch: Transitions, schema: Schema, agents: Sequence[AgentID]) 
             raise ValueError(f"action masks of agent {agent!r}, but only {[*schema.action_spaces]} have action spaces")
     space, counts = schema.action_spaces[agents[0]], choices_of(schema.action_spaces[agents[0]])
     for agent in agents:
-        if counts is None or schema.action_spaces[agent] != space:
+        of_agent = schema.action_spaces[agent]
+        if counts is None or (of_agent is not space and of_agent != space):
             raise ValueError(
                 "action masks as an array need agents with equal Discrete or one-dimensional MultiDiscrete action "
                 f"spaces: agent {agents[0]!r} has {space}, agent {agent!r} has {schema.action_spaces[agent]}"
             )
     assert counts is not None
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
-    masks = np.ones((len(batch.env_ids), len(agents), sum(counts)), np.bool_)
+    shape = len(batch.env_ids), len(agents), sum(counts)
+    together = batch.mask_array(agents)
+    if together is not None and together[0].shape == shape and (together[0].view(np.uint8) <= 1).all():
+        masks, apart = together[0].astype(np.bool_), together[1]
+        masks[apart] = True
+    else:
+        masks, apart = _masks_by_agent(batch, agents, shape)
+    for env_id in apart:
+        of_env = batch.masks(env_id)
+        for place, agent in enumerate(agents):
+            mask = flat_mask(space, of_env.get(agent))
+            if mask is not None:
+                masks[env_id, place] = mask
+    return masks
+
+
+def _masks_by_agent(
+    batch: Transitions, agents: Sequence[AgentID], shape: tuple[int, int, int]
+) -> tuple[NDArray[np.bool_], list[int]]:
+    """Action masks as an array of this shape, without those of the environments that are returned, too."""
+    masks = np.ones(shape, np.bool_)
     stacked, apart = batch.stacked_masks()
     for place, agent in enumerate(agents):
         if agent not in stacked:
@@ -57,13 +78,7 @@ def action_masks(batch: Transitions, schema: Schema, agents: Sequence[AgentID]) 
         used = binary_rows(values) & reported
         used[apart] = False
         masks[used, place] = values[used]
-    for env_id in apart:
-        of_env = batch.masks(env_id)
-        for place, agent in enumerate(agents):
-            mask = flat_mask(space, of_env.get(agent))
-            if mask is not None:
-                masks[env_id, place] = mask
-    return masks
+    return masks, apart
 
 
 _INFOS = {"infos", "reset_infos"}

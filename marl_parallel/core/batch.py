@@ -368,12 +368,18 @@ class Batch(Transitions):
                     agent, masks = columns.agents[at], stacked[:, row] if type(stacked) is np.ndarray else None
                     found[agent] = masks, observed[:, self._places[agent]]
         found |= self.layout.masks.stacked()
-        apart = [
+        return found, self._masks_apart()
+
+    def mask_array(self, agents: Sequence[AgentID]) -> tuple[NDArray[np.int8], list[int]] | None:
+        array = self.layout.masks.array_of([*agents])
+        return None if array is None else (array, self._masks_apart())
+
+    def _masks_apart(self) -> list[int]:
+        return [
             slot.env_id
             for slot in self._slots
             if slot.env_id in self._masks or slot.request is not None or slot.skips or not slot.has_reset
         ]
-        return found, apart
 
     def _note_masks(
         self, env_id: int, acting: Sequence[AgentID], extras: Any, infos: Mapping[Any, Any], ended: bool
@@ -389,6 +395,12 @@ class Batch(Transitions):
             or any(type(one) is not dict or ACTION_MASK in one for one in infos.values())
         ):
             masks = self._pickled_masks(acting, observations, extras, infos, ended)
+        if masks and self.layout.masks.agents:  # they may be those in the block, once more
+            reported = self.layout.masks.reported(env_id)
+            if masks.keys() <= reported.keys() and all(
+                np.array_equal(mask, reported[agent]) for agent, mask in masks.items()
+            ):
+                masks = {}
         if masks:
             self._masks[env_id] = masks
         else:

@@ -307,7 +307,8 @@ class AgentColumns:
     def places_of(self, together: Sequence[Sequence[AgentID]] | None) -> tuple[Any, ...] | None:
         """For compiled code: where the values of agents that come together are in all records; None for one by one.
 
-        Returns None unless these are all `agents`, each lot a slice of one column that is no dict or tuple.
+        Returns None unless these are all `agents`, and agents that come together have evenly spaced rows of one column,
+        which is no dict or tuple.
         """
         if together is not None and Counter(chain.from_iterable(together)) != Counter(self.agents):
             return None
@@ -351,6 +352,24 @@ _NO_MASK = -1
 
 class MaskColumns(AgentColumns):
     """The action masks of agents whose environment reports them apart: zeros and ones, int8 `(choices,)`."""
+
+    def array_of(self, agents: Sequence[AgentID]) -> NDArray[np.int8] | None:
+        """A view of the masks of all records `(records, agents, choices)`, if these are all agents and masks are alike.
+
+        The first entry of a mask that has not been reported is negative.
+        """
+        if len(self.groups) != 1 or agents != self.agents:
+            return None
+        array: NDArray[np.int8] = self.groups[0][0].array
+        return array
+
+    def write_array(self, record: int, agents: Sequence[AgentID], masks: NDArray[np.int8]) -> bool:
+        """Write the masks of all agents, one row for each; returns whether they are as declared."""
+        array = self.array_of(agents)
+        if array is None or masks.shape != array.shape[1:] or masks.dtype != array.dtype:
+            return False
+        array[record] = masks
+        return True
 
     def write_all(self, record: int, masks: Mapping[AgentID, Any]) -> None:
         """Write the masks of all agents; one without a mask has none from now on."""

@@ -159,6 +159,12 @@ class Transitions(ABC):
     def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
         """The action masks by agent, and the environments in which only `masks` knows them."""
 
+    def mask_array(self, agents: Sequence[AgentID]) -> tuple[NDArray[np.int8], list[int]] | None:
+        """The action masks as one view `(num_envs, agents, choices)`, and the environments in which only `masks` knows
+        them. A negative first entry: not reported. None if masks are not together, or if these are not all agents.
+        """
+        return None
+
     @property
     @abstractmethod
     def acting(self) -> Sequence[Sequence[AgentID]]:

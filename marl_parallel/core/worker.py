@@ -39,6 +39,7 @@ from marl_parallel.adapters import (
     adapt,
 )
 from marl_parallel.adapters import attributes as lookup
+from marl_parallel.adapters.protocol import OfAdapter
 from marl_parallel.core import array_file
 from marl_parallel.core.array_file import ConstructorArrays
 from marl_parallel.core.caller_settings import WorkerSettings
@@ -413,7 +414,10 @@ class Worker:
     def _write_masks(self, env_id: int) -> None:
         """Write the action masks of an environment into the block, where they have columns: before the transition."""
         if self._layout is not None and self._layout.masks.agents:
-            self._layout.masks.write_all(env_id, self._episodes[env_id].env.masks())
+            env, columns = self._episodes[env_id].env, self._layout.masks
+            together = env.mask_array()
+            if together is None or not columns.write_array(env_id, env.possible_agents, together):
+                columns.write_all(env_id, env.masks())
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a reset that the simulator accepts, and the seed if the episode needs it."""
@@ -499,7 +503,8 @@ class Worker:
 
     def _call(self, env_id: int, payload: bytes) -> Answer:
         name, args, kwargs = _unpickled(lambda: loads(payload))
-        source = self._episodes[env_id].env.source
+        env = self._episodes[env_id].env
+        source: Any = env if isinstance(name, OfAdapter) else env.source
         with self._status.during(env_id, Activity.CALL):
             try:
                 member = functools.partial(name, source) if callable(name) else lookup.find(source, name)

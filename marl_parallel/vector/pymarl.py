@@ -16,7 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.core.batch import Batch
+from marl_parallel.adapters.protocol import OfAdapter
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
@@ -51,8 +51,8 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     What is sent waits until the first `recv`; then everything is carried out together, each environment's commands in
     their order. A step that a fault has interrupted is the end of an episode at its limit: `terminated` is True, the
-    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state are those of the
-    reply before. `docs/frameworks/pymarl.md` shows the two lines of the runner that change.
+    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state repeat the
+    previous reply. `docs/frameworks/pymarl.md` shows what changes in the runner.
 
     Args:
         env: Its environments have PyMARL's interface (`adapter="pymarl"`), and `auto_reset` is False.
@@ -111,8 +111,9 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         self._latest: list[dict[str, Any]] = [{} for _ in numbers]  # observations, masks and state of each
         self._may_step = [False] * len(numbers)  # whether an episode is running, as far as has been carried out
         self._open = [True] * len(numbers)
+        self._restarts = [0] * len(numbers)  # of each, at the latest reset that has been carried out
         self._sees_states = self._has_states_written()
-        self._is_team = self._has_one_reward()  # None: as long as all rewards are equal
+        self._is_team = self._has_one_reward()  # None: the first step shows it
 
     # -- a sequence of connections -------------------------------------------------------------------------------------
 
@@ -190,6 +191,9 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     def put(self, env_id: int, message: Any) -> None:
         """Keep a command for one environment until it is carried out; see `PyMARLConnection.send`."""
+        if isinstance(message, tuple) and message[:1] == (_CLOSE,):
+            self.close_one(env_id)  # also after a fault that has closed everything
+            return
         self._check_open(env_id)
         if not isinstance(message, tuple) or len(message) != 2:
             raise TypeError(f"environment {env_id}: expected a message (command, data), got {message!r}")
@@ -198,9 +202,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             raise ValueError(
                 f"environment {env_id}: unknown command {command!r}; expected one of {', '.join(_COMMANDS)}"
             )
-        if command == _CLOSE:
-            self.close_one(env_id)
-        elif command == _STEP:
+        if command == _STEP:
             self._check_may_step(env_id)
             self._sent[env_id].append(_Sent(_STEP, self._actions(env_id, data)))
         else:
@@ -304,17 +306,22 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         # Environments whose episodes are over ignore a step, and a step of all takes less time than one of some.
         all_others_over = sum(self._may_step) == len(actions)
         arrays = self._stepper.step([Stacked(self._agents, joint)], None if all_others_over else [*actions])
-        seen, rewards, present = self._seen(arrays), arrays.rewards.tolist(), arrays.present
-        over = (arrays.terminated | arrays.truncated).tolist()
-        if self._is_team is None:
-            others = arrays.rewards != arrays.rewards[:, :1]
-            if (others & ~np.isnan(arrays.rewards)).any():  # the reward was a list
-                self._is_team = False
-        for env_id in actions:
-            info = arrays.infos.get(env_id, {}).get(COMMON, {})
+        infos = {env_id: arrays.infos.get(env_id, {}).get(COMMON, {}) for env_id in actions}
+        interrupted = {  # by a fault in this step, or in a call since the last one
+            env_id
+            for env_id, info in infos.items()
+            if (info.get("restarted") is True and "error" in info) or not arrays.present[env_id].any()
+        }
+        seen = self._seen(arrays, [env_id for env_id in actions if env_id not in interrupted])
+        rewards, over = arrays.rewards.tolist(), (arrays.terminated | arrays.truncated).tolist()
+        if self._is_team is None and len(interrupted) < len(actions):
+            stepped = next(env_id for env_id in actions if env_id not in interrupted)
+            (is_team,) = self.env.call(OfAdapter("common_reward"), env_ids=[stepped])
+            # An adapter of somebody's own may not know it.
+            self._is_team = len({*rewards[stepped]}) == 1 if is_team is None else is_team
+        for env_id, info in infos.items():
             reward = rewards[env_id] if self._is_team is False else rewards[env_id][0]
-            if (info.get("restarted") is True and "error" in info) or not present[env_id].any():
-                # Interrupted by a fault in this step, or in a call since the last one.
+            if env_id in interrupted:
                 info, over[env_id] = {"episode_limit": True, "restarted": True}, True
                 reward = [0.0] * len(self._agents) if self._is_team is False else 0.0
             else:
@@ -326,35 +333,39 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     def _reset(self, env_ids: list[int]) -> None:
         arrays = self._stepper.reset(env_ids=None if len(env_ids) == len(self._sent) else env_ids)
-        seen = self._seen(arrays)
+        seen = self._seen(arrays, env_ids)
         for env_id in env_ids:
             self._latest[env_id], self._may_step[env_id] = seen(env_id), True
+            self._restarts[env_id] = self._runner.restarts_of(env_id)
             self._replies[env_id].append({**self._latest[env_id]})
 
-    def _seen(self, arrays: Arrays) -> Callable[[int], dict[str, Any]]:
-        """A function that returns the state, masks and observations of one environment, in arrays of the caller's."""
+    def _seen(self, arrays: Arrays, env_ids: Sequence[int]) -> Callable[[int], dict[str, Any]]:
+        """A function that returns the state, masks and observations of one of these, in arrays of the caller's."""
         (observations,) = arrays.observations
-        masks = self._masks().astype(np.int64)
-        states = self._runner.states_seen()[0].copy() if self._sees_states else self.env.state()
+        masks = self._stepper.action_masks(self._agents).astype(np.int64)
+        states: Any = {}
+        if self._sees_states:
+            states = self._runner.states_seen()[0].copy()
+        elif env_ids:  # only of these: a simulator that has just been constructed again would be reset too early
+            states = dict(zip(env_ids, self.env.state(env_ids=env_ids)))
         return lambda env_id: {"state": states[env_id], "avail_actions": masks[env_id], "obs": observations[env_id]}
 
-    def _masks(self) -> NDArray[Any]:
-        """The action masks `(num_envs, agents, actions)`."""
-        batch = self._runner.batch
-        if isinstance(batch, Batch) and not batch.apart and [*self._agents] == batch.layout.masks.agents:
-            columns = [column.array for column, _ in batch.layout.masks.groups]
-            if len(columns) == 1:  # all masks are one array of the block
-                masks: NDArray[Any] = columns[0]
-                return masks
-        return self._stepper.action_masks(self._agents)
-
     def _call(self, command: str, env_ids: list[int]) -> None:
-        """Call a method of simulators. A fault raises no error if environments are restarted, which logs it."""
+        """Call a method of simulators. A fault raises no error if environments are restarted, which logs it.
+
+        A simulator that has been constructed again is not called before its first reset, as it has nothing to tell:
+        SMAC's `get_stats` divides by its number of battles, which is 0. The reply is {}.
+        """
         results = self._results(command, env_ids)
         for env_id in env_ids if _CALLS[command] else ():
             self._replies[env_id].append(results[env_id])
 
     def _results(self, name: str, env_ids: list[int]) -> dict[int, Any]:
+        if name != "get_env_info":
+            new = [env_id for env_id in env_ids if self._runner.restarts_of(env_id) != self._restarts[env_id]]
+            if new:
+                others = [env_id for env_id in env_ids if env_id not in new]
+                return {**{env_id: {} for env_id in new}, **(self._results(name, others) if others else {})}
         try:
             return dict(zip(env_ids, self.env.call(name, env_ids=env_ids)))
         except (AttributeError, TypeError) as error:  # closes nothing
@@ -412,7 +423,7 @@ class PyMARLConnection:
         return self.connections.get(self.env_id)
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Whether `recv` has a reply to return, which may have to be waited for."""
+        """Whether `recv` will return a reply; it may wait."""
         return self.connections.has_reply(self.env_id)
 
     def close(self) -> None:

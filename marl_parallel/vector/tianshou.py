@@ -20,6 +20,7 @@ from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays
 from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
@@ -62,7 +63,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         is_closed: Whether `close` has been called.
 
     Raises:
-        TypeError: An agent observes tuples, which Tianshou does not support.
+        TypeError: An agent observes tuples, which Tianshou does not support, or values without a fixed size.
         ValueError: As `ArrayStepper`; or an action is not an array of numbers; or the agents' actions do not make one
             `MultiDiscrete` or `Box`.
 
@@ -389,6 +390,11 @@ def _observation_space(declared: Mapping[AgentID, Space[Any]], *, flat: bool) ->
             raise TypeError(
                 f"agent {agent!r} observes {space}: Tianshou does not support tuples; convert them to an array or a "
                 "Dict with a wrapper"
+            )
+        if not all(isinstance(leaf, _NUMBERS) for _, leaf in leaves(space)):
+            raise TypeError(
+                f"agent {agent!r} observes {space}, whose values have no fixed size: convert them to an array of one "
+                "shape with a wrapper, such as padded ones with a mask"
             )
     if len(declared) == 1:
         return next(iter(declared.values()))

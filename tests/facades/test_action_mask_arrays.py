@@ -16,8 +16,12 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 from pettingzoo.classic import connect_four_v3
 from simulators.masked_actions import Formed, Turnstile
 from simulators.native_arena import Arena
+from simulators.pymarl_envs import AGENTS as TEAM
+from simulators.pymarl_envs import Skirmish
 
 from marl_parallel import ParallelEnv
+from marl_parallel.core.batch import Batch
+from marl_parallel.core.columns import MaskColumns
 from marl_parallel.sources.native import Received
 from marl_parallel.vector.stepper import ArrayStepper
 
@@ -164,6 +168,45 @@ class MaskedTanks(Arena):
         received = super().receive()
         allowed = np.eye(5, dtype=np.int8)[(received.env_ids + received.elapsed) % 5]
         return received._replace(infos={"action_mask": np.stack([allowed] * 3, axis=1)})
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+def test_masks_that_are_one_array_are_copied_whole(mode, monkeypatch):
+    """Those of PyMARL's simulators, in the worker and in the facade, also after the ends of episodes."""
+    monkeypatch.delattr(MaskColumns, "write_all")
+    monkeypatch.delattr(Batch, "stacked_masks")
+    monkeypatch.delattr(Batch, "masks")
+    facade = Facade(ParallelEnv([Skirmish] * 3, mode, 5, backend="serial"))
+    stepper, env = facade.stepper, facade.stepper.env
+    stepper.reset()
+    ends = 0
+    for _ in range(25):
+        masks = stepper.action_masks(TEAM)
+        np.testing.assert_array_equal(masks, np.array(env.call("get_avail_actions"), bool))
+        arrays = stepper.step({agent: masks[:, place].argmax(axis=1) for place, agent in enumerate(TEAM)})
+        over = np.flatnonzero(arrays.terminated | arrays.truncated).tolist()
+        ends += len(over)
+        if over and mode == "DISABLED":
+            np.testing.assert_array_equal(stepper.action_masks(TEAM), np.array(env.call("get_avail_actions"), bool))
+            stepper.reset(env_ids=over)
+    assert ends > 3
+    stepper.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_masks_that_are_one_array_in_other_orders_and_while_unknown(shared_memory, parallel):
+    env = parallel(Skirmish, 3, "DISABLED", shared_memory=shared_memory)
+    facade = Facade(env)
+    assert facade.stepper.action_masks(TEAM).all()  # before the first reset
+    facade.stepper.reset()
+    due = np.array(env.call("get_avail_actions"), bool)
+    assert not due.all()
+    np.testing.assert_array_equal(facade.stepper.action_masks(TEAM), due)
+    np.testing.assert_array_equal(facade.stepper.action_masks(TEAM[::-1]), due[:, ::-1])
+    np.testing.assert_array_equal(facade.stepper.action_masks(TEAM[1:2]), due[:, 1:2])
+    env.restart([1])
+    due[1] = True
+    np.testing.assert_array_equal(facade.stepper.action_masks(TEAM), due)
 
 
 def test_masks_of_a_native_simulator():

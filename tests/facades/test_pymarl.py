@@ -11,7 +11,7 @@ import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from helpers.pymarl_runner import Runner, process_connections
 from mpe2 import simple_spread_v3
-from simulators.skirmish import GlobalSkirmish, ModernSkirmish, Skirmish
+from simulators.skirmish import CountingSkirmish, GlobalSkirmish, ModernSkirmish, Skirmish, TallyingSkirmish
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
 from marl_parallel.vector import PyMARLConnections, pymarl_connections
@@ -67,24 +67,56 @@ def test_runner_has_the_same_data(kind, keywords, how):
     assert 0 < sum(batch["terminated"].sum() for batch in batches) <= ENVS * RUNS
 
 
+@pytest.mark.parametrize("how", HOWS)
+def test_simulators_are_called_as_often_as_by_processes(how):
+    """Also those whose episodes are over while others go on."""
+    expected = record(process_connections(makers(TallyingSkirmish)))
+    assert_same(record(pymarl_connections(makers(TallyingSkirmish), **HOWS[how])), expected)
+    assert {"step", "get_state", "get_obs", "get_avail_actions"} < {*expected[1].stats[-1]}
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # more workers than CPUs
-@pytest.mark.parametrize(("fault", "workers"), [("raise", 2), ("os._exit", ENVS)])
+@pytest.mark.parametrize(("how", "fault"), [*[(how, "raise") for how in HOWS], ("one each", "os._exit")])
 @pytest.mark.parametrize("keywords", [TEAM, EACH], ids=["team", "each"])
-def test_restarts_are_ends_at_the_limit(fault, workers, keywords):
+def test_restarts_are_ends_at_the_limit(how, fault, keywords):
     """Compared with processes that make an environment again which raises."""
 
     def faulty(kind: str) -> list[Callable[..., Any]]:
-        plain = makers(ModernSkirmish, **keywords)
+        plain = makers(CountingSkirmish, **keywords)
         return [
             functools.partial(maker, fault=kind, fault_at=7 + 6 * i) if i % 2 else maker
             for i, maker in enumerate(plain)
         ]
 
-    team = keywords["common_reward"]
+    team, options = keywords["common_reward"], HOWS.get(how, {"num_workers": ENVS})
     expected = record(process_connections(faulty("raise")), team=team)
-    got = record(pymarl_connections(faulty(fault), num_workers=workers, on_error="restart"), team=team)
+    connections = pymarl_connections(faulty(fault), on_error="restart", **options)
+    got = record(connections, team=team)
     assert_same(got, expected)
     assert sum("dead" not in info for info in got[1].infos) == 2
+    assert connections[0].connections.parallel_env.stats().restarts == 2  # none more in `get_stats`
+
+
+@pytest.mark.parametrize("name", ["render", "save_replay"])
+def test_a_new_simulator_is_not_called_before_its_reset(name):
+    """The last episode of the test mode may have ended in a fault, and the runner saves replays then."""
+    connections = pymarl_connections(
+        makers(CountingSkirmish, fault="raise", fault_at=0)[:1], backend="serial", on_error="restart"
+    )
+    (connection,), env = connections, connections[0].connections.parallel_env
+    for message in (("reset", None), ("step", [1, 1, 1])):
+        connection.send(message)
+        connection.recv()
+    connection.send((name, None))
+    connection.send(("get_stats", None))
+    assert connection.recv() == {}
+    assert env.stats().restarts == 1
+    assert env.get_attr("calls")[0] == {}
+    connection.send(("reset", None))
+    connection.send((name, None))
+    connection.recv()
+    assert env.get_attr("calls")[0] == {"reset": 1, name: 1}
+    connection.close()
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -102,7 +134,8 @@ def test_recycled_environments():
 
 def test_a_dead_worker_ends_the_episodes_of_its_environments():
     fault = {"fault": "os._exit", "fault_at": 3}
-    connections = pymarl_connections([*makers(**fault)[:2], *makers()[2:]], num_workers=2, on_error="restart")
+    first, others = makers(CountingSkirmish, **fault)[:2], makers(CountingSkirmish)[2:]
+    connections = pymarl_connections([*first, *others], num_workers=2, on_error="restart")
     runner = record(connections)[1]
     assert len(runner.infos) == ENVS * RUNS
     assert sum("dead" not in info for info in runner.infos) in (2, 3)  # environment 0, its neighbour, and again
@@ -229,6 +262,36 @@ def test_workers_end_with_the_last_connection(tmp_path):
         env.call("saved")
 
 
+def test_a_neighbour_whose_episode_is_over_may_be_new():
+    """It had no part in the step in which its worker died."""
+
+    class Brief(CountingSkirmish):
+        episode_limit = 1
+
+    crashing = functools.partial(CountingSkirmish, fault="os._exit", fault_at=1)
+    connections = pymarl_connections([Brief, crashing], num_workers=1, on_error="restart")
+    env = connections[0].connections.parallel_env
+    for command in ("reset", "step"):
+        for connection in connections:
+            connection.send((command, [1, 1, 1]))
+        replies = [connection.recv() for connection in connections]
+    assert [reply["terminated"] for reply in replies] == [True, False]
+    connections[1].send(("step", [1, 1, 1]))
+    assert connections[1].recv()["info"] == {"episode_limit": True, "restarted": True}
+    for connection in connections:
+        connection.send(("get_stats", None))
+    assert [connection.recv() for connection in connections] == [{}, {}]
+    assert env.stats().restarts == 2
+    for connection in connections:
+        connection.send(("reset", None))
+        connection.send(("step", [1, 1, 1]))
+    assert [[*connection.recv()] for connection in connections] == [["state", "avail_actions", "obs"]] * 2
+    assert [connection.recv()["terminated"] for connection in connections] == [True, False]
+    connections[0].send(("get_stats", None))
+    assert connections[0].recv()["won_mean"] == 0.0
+    connections[0].connections.close()
+
+
 @pytest.mark.parametrize("name", ["render", "get_stats", "save_replay"])
 def test_a_call_that_fails(name, caplog):
     """It is an error, or a log record if environments are restarted; the next step then ends the episode."""
@@ -265,20 +328,39 @@ def test_a_call_that_fails(name, caplog):
         failing[0].recv()
 
 
-def test_rewards_that_are_lists():
-    """Without a `common_reward`, the first list shows it."""
+def test_closing_after_a_fault_hides_nothing():
+    """As a runner does in a `finally`."""
+    runner = Runner(pymarl_connections(makers(fault="raise", fault_at=0), backend="serial"))
 
-    class Selfish(Skirmish):
+    def train() -> None:
+        try:
+            runner.run()
+        finally:
+            runner.close()
+
+    with pytest.raises(EnvError):
+        train()
+    runner.close()
+    with pytest.raises(ClosedEnvironmentError):
+        runner.connections[0].send(("reset", None))
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("form", [list, np.array, sum])
+def test_without_common_reward_the_first_step_shows_the_form_of_rewards(form, how):
+    class Undeclared(Skirmish):
         def step(self, actions: Any) -> Any:
             rewards, over, limit = self.fight(actions)
-            return rewards, over or limit, {}
+            return form(rewards), over or limit, {}
 
-    connections = pymarl_connections([Selfish], backend="serial")
+    connections = pymarl_connections([Undeclared], **HOWS[how])
     rewards = []
     for message in (("reset", None), ("step", [1, 1, 1]), ("step", [2, 1, 1]), ("step", [1, 1, 1])):
         connections[0].send(message)
         rewards.append(connections[0].recv().get("reward"))
-    assert rewards == [None, pytest.approx(-0.1), pytest.approx([1.0, -0.1, -0.1]), pytest.approx([-0.1] * 3)]
+    listed = [[-0.1] * 3, [1.0, -0.1, -0.1], [-0.1] * 3]
+    assert rewards == [None, *[pytest.approx(sum(each) if form is sum else each) for each in listed]]
+    assert {type(reward) for reward in rewards[1:]} == {float if form is sum else list}
     connections[0].close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -55,6 +55,41 @@ class Joint(gymnasium.Env):
         over = not self.env.agents
         terminated = over and all(terminations.values())
         return self.joined(seen), sum(rewards.values()), terminated, over and not terminated, {}
+
+
+class Listener(gymnasium.Env):
+    """Observes a sample of any space."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space: Any) -> None:
+        self.observation_space = space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> Any:
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+class Listeners:
+    """Two agents, the second of which observes a sample of any space."""
+
+    possible_agents: ClassVar = ["deaf", "keen"]
+
+    def __init__(self, space: Any) -> None:
+        self.observation_spaces = {"deaf": spaces.Discrete(2), "keen": space}
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(2))
+
+    def seen(self) -> dict[str, Any]:
+        return {agent: space.sample() for agent, space in self.observation_spaces.items()}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self.seen(), {}
+
+    def step(self, actions: Any) -> Any:
+        flags = {"__all__": False}
+        return self.seen(), dict.fromkeys(self.possible_agents, 1.0), flags, flags, {}
 
 
 def facade(maker: Callable[..., Any], **keywords: Any) -> TianshouVecEnv:
@@ -366,3 +401,29 @@ def test_spaces_that_tianshou_does_not_know():
         facade(functools.partial(Painter, "action"))
     with pytest.raises(TypeError, match="does not support tuples"):
         facade(functools.partial(Painter, "observation"))
+
+
+BOX = spaces.Box(-1, 1, (2,), np.float32)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Sequence(BOX), spaces.Sequence(BOX, stack=True), spaces.Graph(BOX, None), spaces.Text(5),
+        spaces.OneOf([BOX, spaces.Discrete(2)]), spaces.Dict(heard=spaces.Sequence(spaces.Discrete(3)), seen=BOX),
+    ],
+    ids=lambda space: type(space).__name__,
+)  # fmt: skip
+@pytest.mark.parametrize("maker", [Listener, Listeners])
+def test_observations_without_a_fixed_size_are_refused(maker, space):
+    with pytest.raises(TypeError, match=r"agent .* observes .*, whose values have no fixed size: convert them"):
+        facade(functools.partial(maker, space))
+
+
+def test_observations_of_a_derived_box():
+    class Lettered(spaces.Box):
+        pass
+
+    env = facade(functools.partial(Listener, Lettered(-1, 1, (2,))))
+    assert env.reset()[0].shape == (ENVS, 2)
+    env.close()

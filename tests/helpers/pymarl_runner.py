@@ -20,6 +20,7 @@ def serve(pipe: Any, make: Callable[..., Any], max_episodes: int) -> None:
     It is also made again after so many episodes.
     """
     env, restarts, episodes, last = make(), 0, 0, {}
+    is_new = False  # whether it has been made again because it failed, and not been reset since
 
     def seen() -> dict[str, Any]:
         return {"state": env.get_state(), "avail_actions": env.get_avail_actions(), "obs": env.get_obs()}
@@ -30,7 +31,7 @@ def serve(pipe: Any, make: Callable[..., Any], max_episodes: int) -> None:
             try:
                 result = env.step(data)
             except Exception:
-                restarts, episodes = restarts + 1, 0
+                restarts, episodes, is_new = restarts + 1, 0, True
                 env = make(restarts=restarts)
                 reward = 0.0 if getattr(env, "common_reward", True) else [0.0] * env.n_agents
                 pipe.send(
@@ -45,12 +46,14 @@ def serve(pipe: Any, make: Callable[..., Any], max_episodes: int) -> None:
                 restarts, episodes = restarts + 1, 0
                 env = make(restarts=restarts)
             env.reset()
-            episodes += 1
+            episodes, is_new = episodes + 1, False
             last = seen()
             pipe.send(last)
         elif command == "close":
             env.close()
             return
+        elif command == "get_stats" and is_new:
+            pipe.send({})
         elif command in ("get_env_info", "get_stats"):
             pipe.send(getattr(env, command)())
         else:

@@ -142,3 +142,41 @@ class ModernSkirmish(Skirmish):
         rewards, over, limit = self.fight(actions)
         reward: Any = sum(rewards) if self.common_reward else rewards
         return self.get_obs(), reward, over, limit, self.info(over, limit=False)
+
+
+class CountingSkirmish(ModernSkirmish):
+    """Like SMAC, whose statistics are a ratio: there are none before the end of the first episode."""
+
+    fought = 0
+
+    def fight(self, actions: Any) -> tuple[list[float], bool, bool]:
+        rewards, over, limit = super().fight(actions)
+        self.fought += over or limit
+        return rewards, over, limit
+
+    def get_stats(self) -> dict[str, Any]:
+        return {**super().get_stats(), "won_mean": self.won / self.fought}
+
+    def save_replay(self) -> None:
+        super().save_replay()
+        assert self.episodes, "no game has been launched"
+
+
+class TallyingSkirmish(Skirmish):
+    """Its statistics have the number of calls of each method of the interface."""
+
+    def step(self, actions: Any) -> Any:
+        self.called("step")
+        return super().step(actions)
+
+    def get_obs(self) -> Any:
+        self.called("get_obs")
+        return super().get_obs()
+
+    def get_state(self) -> Any:
+        self.called("get_state")
+        return super().get_state()
+
+    def get_avail_actions(self) -> Any:
+        self.called("get_avail_actions")
+        return super().get_avail_actions()
