@@ -205,9 +205,10 @@ def test_send_and_recv_for_uneven_steps(tune):
     assert result.exit_code == 0, result.output
     (line,) = (line for line in result.stdout.splitlines() if "proposed" in line)
     assert "send, recv" in line
-    *_, code, how = result.stdout.strip().splitlines()
+    *_, code, how, last = result.stdout.strip().splitlines()
     assert code == f'env = marl_parallel.make("{TUNABLE}:Uneven", num_envs=2, num_workers=2)'
     assert "batch = env.recv(1)" in how
+    assert last.startswith("what to do next: ")
 
 
 @pytest.mark.rest
