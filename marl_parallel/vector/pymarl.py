@@ -437,9 +437,9 @@ class PyMARLConnection:
 def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) -> list[PyMARLConnection]:
     """Connections for PyMARL's and EPyMARL's `ParallelRunner`, in place of its processes and pipes.
 
-    Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`). Pass
-    `isolate_rng=True` for simulators that draw from `random`, `numpy.random` or torch's generator: then each has these
-    for itself, as in a process of its own.
+    Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`). In worker
+    processes, each has `random`, `numpy.random` and torch's generator for itself, as in a process of its own
+    (`isolate_rng=True`).
 
     Args:
         env_fns: One function for each environment that returns it, as `functools.partial(env_fn, **env_args)`.
@@ -462,7 +462,8 @@ def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) ->
     for name in (*fixed, "episode_stats"):
         if name in options:
             raise TypeError(f"pymarl_connections takes no {name}=: the runner resets environments and counts returns")
-    env = ParallelEnv(env_fns, **fixed, **{"adapter": "pymarl", **options})
+    own_processes = options.get("backend") not in ("serial", "thread")
+    env = ParallelEnv(env_fns, **fixed, **{"adapter": "pymarl", "isolate_rng": own_processes, **options})
     try:
         return [*PyMARLConnections(env)]
     except BaseException:
