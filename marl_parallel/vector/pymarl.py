@@ -437,8 +437,8 @@ class PyMARLConnection:
 def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) -> list[PyMARLConnection]:
     """Connections for PyMARL's and EPyMARL's `ParallelRunner`, in place of its processes and pipes.
 
-    Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`). In worker
-    processes, each has `random`, `numpy.random` and torch's generator for itself, as in a process of its own
+    Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`). In
+    worker processes, each has `random`, `numpy.random` and torch's generator for itself, as in a process of its own
     (`isolate_rng=True`).
 
     Args:
