@@ -1,4 +1,4 @@
-"""`set_reset_options`: every later reset has the options, whoever begins it, until they are set again."""
+"""`set_reset_options`: every later reset has the options, also automatic ones, until they are set again."""
 
 from __future__ import annotations
 
