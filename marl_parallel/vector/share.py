@@ -724,7 +724,9 @@ class ShareSubprocVecEnv(ShareVecEnv):
     Args:
         env_fns: A constructor for each environment, called in its worker.
         spaces: Not used, as there.
-        share, pad, scalarize: As in `ShareVecEnv`.
+        share: As in `ShareVecEnv`.
+        pad: As in `ShareVecEnv`.
+        scalarize: As in `ShareVecEnv`.
         options: Other arguments of `ParallelEnv`, such as `on_error="restart"` or `step_timeout=60.0`.
 
     Example:
@@ -795,7 +797,8 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
     Args:
         env_fns: A constructor for each environment, called in its worker.
         spaces: Not used, as there.
-        pad, scalarize: As in `ShareVecEnv`.
+        pad: As in `ShareVecEnv`.
+        scalarize: As in `ShareVecEnv`.
         options: Other arguments of `ParallelEnv`, such as `on_error="restart"`.
 
     Example:
