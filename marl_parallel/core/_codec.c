@@ -2150,9 +2150,19 @@ static Outcome write_alive(const Codec *codec, char *record, Py_ssize_t number, 
     return write_any(codec, record, dicts, rules, lives, is_forked);
 }
 
+/* Call what follows a step that is written; returns LEFT without a result if Python has to end this process. */
+static Outcome follow(PyObject *after, PyObject *env_id, PyObject *is_forked, Outcome outcome, PyObject **result) {
+    PyObject *done = PyObject_CallFunctionObjArgs(after, env_id, NULL);
+    int left = *PyByteArray_AsString(is_forked);
+    if (done == NULL || left) Py_CLEAR(*result);
+    if (done == NULL) return FAILED;
+    Py_DECREF(done);
+    return left ? LEFT : outcome;
+}
+
 /* Step one environment. `result` is what Python has to go on with: NULL if nothing is left to do or after FAILED. */
 static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t *status, int64_t *times,
-                        PyObject *is_forked, PyObject **result) {
+                        PyObject *is_forked, PyObject *after, PyObject **result) {
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return FAILED;
@@ -2191,16 +2201,19 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
         *result = infos;
     }
     if (outcome == DONE) Py_CLEAR(*result);
+    if (after != Py_None && (outcome == DONE || outcome == DONE_BUT_INFOS))
+        return follow(after, env_id, is_forked, outcome, result);
     return outcome;
 }
 
 PyDoc_STRVAR(run_doc,
-    "run(env_ids, first, episodes, status, times, is_forked) -> None | (place, letter, value)\n--\n\n"
+    "run(env_ids, first, episodes, status, times, is_forked, after) -> None | (place, letter, value)\n--\n\n"
     "Step environments with the actions in their records, from the place `first` on, and write their transitions.\n"
     "`episodes` is a dict by environment; the attribute `fast` of an episode is None or four: the simulator's `step`;\n"
     "None, or a function whose result is false if Python has to interpret the step; whether this result is a `turn`;\n"
     "and None, or a tuple: who is left, None or a function, and the lives of all agents (see `lives`). Then this file\n"
-    "decides who is alive. `status` is the array of the worker's status, `times` that of its step times.\n"
+    "decides who is alive. `status` is the array of the worker's status, `times` that of its step times. `after` is None\n"
+    "or called with each environment whose transition is written here, before the next one is stepped.\n"
     "If a simulator forks, the child has a 1 in the bytearray `is_forked`; there, `run` returns as soon as its step\n"
     "does, and writes nothing.\n\n"
     "Returns None when all are done; else where it stopped, a letter, and a value: \"c\" if the step has to be called,\n"
@@ -2209,10 +2222,10 @@ PyDoc_STRVAR(run_doc,
 
 static PyObject *codec_run(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *episodes, *status, *times, *is_forked;
+    PyObject *env_ids, *episodes, *status, *times, *is_forked, *after;
     Py_ssize_t first;
-    if (!PyArg_ParseTuple(args, "O!nO!O!O!O!:run", &PyTuple_Type, &env_ids, &first, &PyDict_Type, &episodes,
-                          &PyArray_Type, &status, &PyArray_Type, &times, &PyByteArray_Type, &is_forked))
+    if (!PyArg_ParseTuple(args, "O!nO!O!O!O!O:run", &PyTuple_Type, &env_ids, &first, &PyDict_Type, &episodes,
+                          &PyArray_Type, &status, &PyArray_Type, &times, &PyByteArray_Type, &is_forked, &after))
         return NULL;
     if (PyArray_SIZE((PyArrayObject *)times) != STEP_TIMES) {
         PyErr_SetString(PyExc_ValueError, "times has another size");
@@ -2232,7 +2245,7 @@ static PyObject *codec_run(PyObject *self, PyObject *args) {
         if (fast == NULL) return NULL;
         Outcome outcome = LEFT;
         if (fast != Py_None && PyTuple_CheckExact(fast) && PyTuple_Size(fast) == 4)
-            outcome = step_one(codec, env_id, fast, numbers, counts, is_forked, &result);
+            outcome = step_one(codec, env_id, fast, numbers, counts, is_forked, after, &result);
         Py_DECREF(fast);
         if (outcome == FAILED) return NULL;
         if (outcome == LEFT && result == NULL) return Py_BuildValue("(nsO)", codec->place, "c", Py_None);

@@ -98,7 +98,6 @@ _AS_SAVED = (
     " What to do: construct the ParallelEnv as when the state was saved, with the same releases of the simulator's "
     "libraries"
 )
-_WITH_STATES = frozenset({Message.RESET, Message.STEP, Message.REBUILD, Message.ADOPT, Message.REPLACE})
 
 
 class Worker:
@@ -182,6 +181,7 @@ class Worker:
         handler: Callable[[int, Any], Any] = getattr(self, f"_{message.name.lower()}")
         # All actions are in the block. A trace stores each step, which compiled code does not.
         codec = self._codec if message is Message.STEP and payload is None and not is_traced(self._status) else None
+        after = self._write_if_watched if self.watch.states else None
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         place = 0
@@ -194,7 +194,7 @@ class Worker:
                 else:
                     # With generators of their own, environments are stepped one by one.
                     until = len(ids) if self._generators is None else place + 1
-                    left = codec.run(ids[:until], place, self._episodes, *self._status.for_codec)
+                    left = codec.run(ids[:until], place, self._episodes, *self._status.for_codec, after)
                     if left is None:
                         place = until
                         continue
@@ -226,18 +226,6 @@ class Worker:
             self._status.add_steps(*codec.sums())
         if self._rollout is not None and (message is Message.STEP or message is Message.RESET):
             self._rollout.write(ids)
-        if self.watch.states and message in _WITH_STATES and payload is not False:
-            for env_id in ids:
-                if env_id not in failures and not self._episodes[env_id].awaits_reset:
-                    try:
-                        if self._generators is not None:
-                            self._generators.switch(env_id)
-                        self._state(env_id, None)
-                    except BaseException as error:
-                        self._check_not_forked(error)
-                        if self._in_line and isinstance(error, KeyboardInterrupt):
-                            raise
-                        failures[env_id] = _failure(error, Activity.STATE, False)
         moment = self._status.end_request()
         self._check_not_forked()
         if message is Message.CLOSE and (slices := trace(self._status, on=False)) is not None:
@@ -374,14 +362,14 @@ class Worker:
         if not reset:
             episode.postpone_reset(keywords)
             return None
-        return self._write(env_id, episode.reset(keywords))
+        return self._write_all(env_id, episode.reset(keywords))
 
     def _prepare(self, env_id: int, payload: Mapping[int, Rebuild]) -> None:
         self._rebuild(env_id, payload)
         self._episodes[env_id].reset_early()
 
     def _adopt(self, env_id: int, _: Any) -> bytes | None:
-        return self._write(env_id, self._episodes[env_id].begin_early())
+        return self._write_all(env_id, self._episodes[env_id].begin_early())
 
     def _seed(self, env_id: int, _: Any) -> int | None:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
@@ -396,7 +384,20 @@ class Worker:
         env, transition = self._episodes[env_id].env, self._episodes[env_id].reset(self._accepted(env_id, keywords))
         if not env.possible_agents:  # else they have been checked
             check_pickled_agents(transition.observations, lookup.type_name(env.source))
-        return self._write(env_id, transition)
+        return self._write_all(env_id, transition)
+
+    def _write_all(self, env_id: int, transition: Transition) -> bytes | None:
+        """`_write`, and the global state if it is watched, before the next environment begins.
+
+        If that one ends the process, the result of this one is used: it is complete.
+        """
+        extras = self._write(env_id, transition)
+        self._write_if_watched(env_id)
+        return extras
+
+    def _write_if_watched(self, env_id: int) -> None:
+        if self.watch.states and not self._episodes[env_id].awaits_reset:
+            self._write_state(env_id)
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
         """Write a transition into the block; returns what does not fit, pickled."""
@@ -463,13 +464,15 @@ class Worker:
                     self._send_last_step(env_id, transition)
                     last = transition
                 transition = episode.begin_next(transition)
-            return self._write(env_id, transition)
+            extras = self._write(env_id, transition)
         except BaseException:
             if last is None:
                 self._partially_written = env_id
             else:
                 self._transitions.write(env_id, last)
             raise
+        self._write_if_watched(env_id)
+        return extras
 
     def _send_last_step(self, env_id: int, transition: Transition) -> None:
         """Send the last step of an episode, in case the automatic reset that follows fails."""
@@ -635,6 +638,7 @@ class Worker:
             self._generators.put(env_id, states)
         if not episode.awaits_reset:
             self._write_masks(env_id)
+        self._write_if_watched(env_id)
 
     def _watch(self, _: int, watch: Watch) -> None:
         if watch.rollout is not None:

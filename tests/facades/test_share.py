@@ -421,6 +421,23 @@ def test_restart_is_an_end_with_a_bad_transition():
     env.close()
 
 
+@pytest.mark.parametrize("fault", ["raise", "os._exit"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "traced"])
+def test_states_of_neighbours_of_a_fault(fault, compiled, tmp_path):
+    """They are of the same step as the observations, also in the step in which a later environment ends the worker."""
+    maker = crashing(simple_spread_v3.parallel_env, {(1, 0): Fate(fault, after=2)})
+    parallel = ParallelEnv([maker] * 3, num_workers=1, on_error="restart", seed=42)
+    env = ShareVecEnv(parallel, share="state")
+    if not compiled:
+        parallel.start_trace(tmp_path / "trace.json")
+    obs, share_obs, _ = env.reset()
+    for step in range(8):
+        assert np.array_equal(share_obs, np.repeat(obs.reshape(3, 1, 54), 3, axis=1)), step
+        obs, share_obs, *_ = env.step(np.full((3, 3, 1), step % 5))
+    assert parallel.stats().restarts == (1 if fault == "raise" else 3)
+    env.close()
+
+
 class Match(Pitch):
     """As on-policy's football, whose runner reads the score at each end; it breaks at some times of its lives."""
 

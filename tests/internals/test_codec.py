@@ -648,9 +648,16 @@ def test_the_clock_of_compiled_steps():
     episodes = dict.fromkeys(range(2), SimpleNamespace(fast=(step, None, False, None)))
     compiled.read((0, 1), {}, True)
     assert compiled.write((0, 1), [dict.fromkeys(AGENTS, 1)] * 2, 0, True, False) == 2
-    assert compiled.run((0, 1), 0, episodes, numbers, times, is_forked) is None
+    assert compiled.run((0, 1), 0, episodes, numbers, times, is_forked, None) is None
     assert began == [100.0, 100.25]
     assert compiled.sums() == (0.5, 2)
+    assert compiled.run((0, 1), 0, episodes, numbers, times, is_forked, began.append) is None
+    assert began[2:] == [100.5, 0, 100.75, 1]  # what follows a step comes before the next one
+    with pytest.raises(ZeroDivisionError):
+        compiled.run((0, 1), 1, episodes, numbers, times, is_forked, lambda env_id: env_id // 0)
+    assert compiled.place == 1
+    forked = compiled.run((0, 1), 0, episodes, numbers, times, is_forked, lambda _: is_forked.__setitem__(0, 1))
+    assert forked == (0, "c", None)
     for wrong in (np.zeros(2), np.zeros(1, np.float32), "now"):
         with pytest.raises(ValueError, match="moment must be None or a float64 array of one number"):
             codec.open_codec(layout, block, infos_in_block=True, moment=wrong)
