@@ -42,8 +42,19 @@ def checked_constructors(env_constructors: Any, seed: Any = None) -> list[Callab
             raise TypeError(f"{name} must be a callable that returns an environment, got {constructor!r}{instead}")
         if id(constructor) not in checked:
             checked.add(id(constructor))
+            check_base_class(constructor, name)
             check_signature(constructor, name, seed=seed)
     return constructors
+
+
+def check_base_class(constructor: Callable[..., Any], name: str) -> None:
+    """Raise `TypeError` for a class of environments that derives from this package's `ParallelEnv`."""
+    modules = [base.__module__ for base in constructor.__mro__] if isinstance(constructor, type) else []
+    if "marl_parallel.parallel_env" in modules:
+        raise TypeError(
+            f"{name} is the class {constructor.__qualname__}, which derives from marl_parallel.ParallelEnv. What to do: "
+            "derive it from pettingzoo.ParallelEnv, and import one of the two under another name"
+        )
 
 
 def check_signature(

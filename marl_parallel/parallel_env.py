@@ -41,7 +41,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel import arguments, planning
-from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function, check_agents
+from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import AUTOMATIC, open_backend
 from marl_parallel.core import reports
@@ -70,7 +70,7 @@ from marl_parallel.core.schema import common_schema
 from marl_parallel.core.source import Source
 from marl_parallel.core.worker_status import Tracer
 from marl_parallel.runner import BatchRunner, Workers
-from marl_parallel.sources.native import NativeSimulator, SimulatorArrays, SimulatorSource
+from marl_parallel.sources.native import NativeSimulator, SimulatorArrays, SimulatorSource, check_simulator
 from marl_parallel.types import (
     AdapterName,
     AutoresetName,
@@ -208,7 +208,7 @@ class ParallelEnv:
         (4, (18,))
 
     Attributes:
-        runner: The interface below dicts, on which facades are built; see `BatchRunner` and `docs/facades.md`.
+        runner: The interface below dicts, on which facades are built; see `BatchRunner` and `docs/extending.md`.
         plan: What `backend="auto"` has measured and chosen; None with other backends. Its `"arguments"` can be passed
             instead, and so can its `"proposal"`, if there is one.
     """
@@ -393,7 +393,7 @@ class ParallelEnv:
         environments' observations from the arrays returned last. Nothing else may use the simulator. See
         `docs/simulators.md`.
         """
-        check_agents(simulator.schema.possible_agents, simulator.name)
+        check_simulator(simulator)
         env = cls.__new__(cls)
         env.plan = None
         source = SimulatorSource(simulator)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import own_mask
-from marl_parallel.adapters import AgentID
+from marl_parallel.adapters import AgentID, check_agents
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, ArrayView, of_acting
@@ -120,8 +120,8 @@ class NativeSimulator(ABC):
     steps_some: bool = True
     seeds: Sequence[int]
     reseeds: bool = False
-    metadata: Mapping[str, Any]
-    render_mode: str | None
+    metadata: Mapping[str, Any] = {}
+    render_mode: str | None = None
 
     @abstractmethod
     def reset(self, env_ids: EnvIds) -> None:
@@ -161,6 +161,21 @@ class NativeSimulator(ABC):
     @abstractmethod
     def abandon(self) -> None:
         """In a forked child process: forget everything, and touch nothing that the parent uses."""
+
+
+def check_simulator(simulator: NativeSimulator) -> None:
+    """Raise an error for a simulator without a required attribute, or one that does not fit the others."""
+    required = ("name", "schema", "num_envs", "batch_size", "seeds")
+    if missing := [name for name in required if not hasattr(simulator, name)]:
+        raise TypeError(
+            f"{type(simulator).__name__} has no {' and no '.join(missing)}; a NativeSimulator must set them"
+        )
+    check_agents(simulator.schema.possible_agents, simulator.name)
+    if len(simulator.seeds) != simulator.num_envs:
+        raise ValueError(
+            f"{simulator.name}: seeds must have {simulator.num_envs} entries, one for each environment; it has "
+            f"{len(simulator.seeds)}"
+        )
 
 
 class SimulatorSource(Source, Transitions):

@@ -59,7 +59,7 @@ class ArrayStepper(OfParallelEnv):
 
     The arrays have one row for each environment and one column for each possible agent; see `Arrays`. They are the
     facade's own, except observations with `copy=False`. A call in the middle of another call of the stepper or its
-    `ParallelEnv` raises `AlreadyPendingCallError`. `docs/facades.md` shows how to write a facade.
+    `ParallelEnv` raises `AlreadyPendingCallError`. `docs/extending.md` shows how to write a facade.
 
     Args:
         env: All its agents are known beforehand and declare both spaces.

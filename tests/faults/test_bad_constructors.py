@@ -41,6 +41,14 @@ def test_environment_in_place_of_a_constructor(backend_setup, build):
         build([Hunt()], backend_setup)
 
 
+def test_a_simulator_derived_from_the_wrong_parallel_env():
+    class CustomEnvironment(ParallelEnv): ...
+
+    message = r"env_constructors\[0\] is the class .*CustomEnvironment, which derives from marl_parallel.ParallelEnv"
+    with pytest.raises(TypeError, match=message):
+        ParallelEnv([CustomEnvironment] * 2)
+
+
 @pytest.mark.parametrize("arguments", [{"num_workers": 0}, {"num_workers": -1}, {"backend": "fast"}], ids=str)
 def test_bad_arguments(arguments):
     with pytest.raises(ValueError, match=rf"{next(iter(arguments))}.*{next(iter(arguments.values()))}"):

@@ -165,6 +165,16 @@ def test_reserved_names_of_a_native_simulator():
         ParallelEnv.from_native(arena)
 
 
+def test_a_native_simulator_that_is_not_complete():
+    arena = Arena(2)
+    arena.seeds = [0]
+    with pytest.raises(ValueError, match=r"the arena: seeds must have 2 entries, one for each environment; it has 1"):
+        ParallelEnv.from_native(arena)
+    del arena.seeds, arena.schema
+    with pytest.raises(TypeError, match=r"Arena has no schema and no seeds; a NativeSimulator must set them"):
+        ParallelEnv.from_native(arena)
+
+
 @pytest.mark.parametrize("possible", [["a", "b"], None], ids=["declared", "open-ended"])
 @pytest.mark.parametrize("on_error", ["raise", "restart"])
 @pytest.mark.parametrize(
