@@ -52,8 +52,8 @@ def check_base_class(constructor: Callable[..., Any], name: str) -> None:
     modules = [base.__module__ for base in constructor.__mro__] if isinstance(constructor, type) else []
     if "marl_parallel.parallel_env" in modules:
         raise TypeError(
-            f"{name} is the class {constructor.__qualname__}, which derives from marl_parallel.ParallelEnv. What to do: "
-            "derive it from pettingzoo.ParallelEnv, and import one of the two under another name"
+            f"{name} is the class {constructor.__qualname__}, which derives from marl_parallel.ParallelEnv. "
+            "What to do: derive it from pettingzoo.ParallelEnv, and import one of the two under another name"
         )
 
 
