@@ -67,7 +67,7 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
     An agent's dict has its own infos, those of its environment (`__common__`), and `"bad_transition"`. In the step that
     ends an episode, the first agent's dict also has `"original_obs"`, `"original_state"` and
     `"original_avail_actions"`, for all agents. In a restart, keys that its infos do not have are those of the step
-    before: trainers read the simulator's counters at each end.
+    before, or zeros in the first step of an episode: trainers read the simulator's counters at each end.
     """
 
     def __init__(
@@ -135,6 +135,15 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
             del of_env[COMMON]
             of_env.update(common)
         return [{**of_env, **agent_info(env_id, infos, agent)} for agent in self._agents]
+
+
+def _blank(value: Any) -> Any:
+    """The same with zeros and False in place of numbers, flags and arrays of them."""
+    if isinstance(value, Mapping):
+        return {key: _blank(one) for key, one in value.items()}
+    if isinstance(value, bool | int | float | np.number | np.bool_):
+        return type(value)(0)
+    return np.zeros_like(value) if isinstance(value, np.ndarray) and value.dtype != object else value
 
 
 def _has_restarted(infos: Mapping[Any, Any]) -> bool:
@@ -359,7 +368,8 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         self._keeps_masks = runner.restarts and self._has_share  # for the next step, which may be a restart
         self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)  # who has died, or has not come yet
         self._any_absent = False
-        self._latest_infos: Mapping[int, Mapping[Any, Any]] = {}
+        self._latest_infos: Mapping[int, Mapping[Any, Any]] = {}  # where restarts are possible
+        self._at_begin = set(self._stepper.env_ids)  # the environments whose episode has had no step yet
         self._last_masks: NDArray[Any] | None = None
 
     def _watch_states(self, name: str) -> None:
@@ -422,21 +432,30 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
 
     def _begun(self, arrays: Arrays) -> None:
         """Note which agents are there after a reset of all environments."""
+        self._at_begin = set(self._stepper.env_ids)
         self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)
         self._note_first(arrays, [*self._stepper.env_ids])
 
     def _own_state(self, env_id: int) -> Any:
-        return self._absent[env_id].tolist()
+        infos = self._latest_infos.get(env_id)
+        return self._absent[env_id].tolist(), env_id in self._at_begin, None if infos is None else {**infos}
 
     def _loaded(self, states: Sequence[bytes], env_ids: Sequence[int] | None) -> Arrays:
         """The latest arrays of environments that have been loaded."""
         arrays, own = self._stepper.load_state(states, env_ids)
         self._absent = self._absent.copy()
-        for env_id, absent in own.items():
-            if absent is None:
+        latest_infos = {env_id: infos for env_id, infos in self._latest_infos.items() if env_id not in own}
+        self._at_begin = self._at_begin | {*own}
+        for env_id, known in own.items():
+            if known is None:
                 self._note_first(arrays, [env_id])
-            else:
-                self._absent[env_id] = absent
+                continue
+            self._absent[env_id], is_at_begin, infos = known
+            if not is_at_begin:
+                self._at_begin.discard(env_id)
+            if infos is not None:
+                latest_infos[env_id] = infos
+        self._latest_infos = latest_infos
         self._any_absent = bool(self._absent.any())
         return arrays
 
@@ -586,12 +605,22 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         return ShareInfos(arrays.infos, self.agents, self.num_envs, bad, originals, before)
 
     def _before_restarts(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Mapping[Any, Any]]:
-        """The infos of the step before, of the environments that have been restarted; notes those of this step."""
+        """The infos of the step before, of the environments that have been restarted; notes those of this step.
+
+        In the first step of an episode, they are blank: what trainers count at each end has been counted.
+        """
         restarted = [env_id for env_id in ended if _has_restarted(arrays.infos.get(env_id, {}))]
-        before = {env_id: self._latest_infos[env_id] for env_id in restarted if env_id in self._latest_infos}
         # A restart's own are not kept: the next step may be a restart, too.
         without = {env_id: infos for env_id, infos in arrays.infos.items() if env_id not in restarted}
-        self._latest_infos = {**without, **before} if restarted else arrays.infos
+        before, any_infos = {}, [*without.values(), *self._latest_infos.values()]
+        for env_id in restarted:
+            known = self._latest_infos.get(env_id)
+            if env_id in self._at_begin:
+                known = known or next(filter(None, any_infos), None)  # all have the same keys
+                known = None if known is None else _blank(known)
+            if known is not None:
+                before[env_id] = known
+        self._latest_infos, self._at_begin = {**without, **before} if restarted else arrays.infos, {*ended}
         return before
 
     # -- everything else -------------------------------------------------------------------------------------------

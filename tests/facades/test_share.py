@@ -457,7 +457,7 @@ class Match(Pitch):
 
 
 def test_a_restart_has_the_infos_of_the_step_before():
-    """Also the second of two in a row, and those of each agent."""
+    """Of each agent; of the second of two in a row, they are blank."""
     makers = [functools.partial(Match, env_id) for env_id in range(2)]
     envs = SubprocVecEnv(makers, num_workers=1, on_error="restart")
     envs.reset()
@@ -468,7 +468,7 @@ def test_a_restart_has_the_infos_of_the_step_before():
         assert ("restarted" in infos[0][1]) == dones[0].all() == (len(scores) in (4, 5))
         if dones[0].all():
             assert [info["bad_transition"] for info in infos[0]] == [True] * 3
-    assert scores == [(1, 1), (2, 2), (3, 3), (3, 4), (3, 5), (1, 6)]
+    assert scores == [(1, 1), (2, 2), (3, 3), (3, 4), (0, 5), (1, 6)]  # 3 has been counted
     envs.close()
     envs = ShareSubprocVecEnv([functools.partial(battle, TeamBattle, 0, True)], num_workers=1, on_error="restart")
     policy, infos = Policy(envs, 0), []
@@ -478,6 +478,66 @@ def test_a_restart_has_the_infos_of_the_step_before():
         obs, *_, infos, available = envs.step(policy.act(obs, available))
     own = {"battles_won", "health"}
     assert [{key: info[key] for key in own} for info in infos[0]] == [{key: info[key] for key in own} for info in known]
+    envs.close()
+
+
+class Cup(Pitch):
+    """Matches of three steps, each of which is won; it breaks in the first step of some."""
+
+    def __init__(self, breaks_in: int, restarts: int = 0) -> None:
+        super().__init__(0)
+        self.match, self.breaks_in = -1, breaks_in if restarts == 0 else None
+
+    def begin(self) -> None:
+        super().begin()
+        self.match, self.length = self.match + 1, 3
+
+    def step(self, actions: Any) -> Any:
+        if self.time == 0 and self.match == self.breaks_in:
+            raise RuntimeError("the pitch is flooded")
+        *results, info = super().step(actions)
+        return *results, {"won": self.time == 3, "wins": self.match + (self.time == 3), **info}
+
+
+@pytest.mark.parametrize("by_reset", [False, True], ids=["automatic reset", "reset"])
+def test_a_restart_in_the_first_step_counts_nothing_twice(by_reset):
+    actions, known = np.eye(6)[np.ones((2, 3), int)], []
+    envs = SubprocVecEnv(
+        [functools.partial(Cup, breaks_in) for breaks_in in (1 + by_reset, 9)], num_workers=2, on_error="restart"
+    )
+    envs.reset()
+    for _ in range(3):
+        known = envs.step(actions)[3][0][0]
+    assert (known["won"], known["wins"]) == (True, 1)
+    if by_reset:
+        envs.reset()
+    *_, dones, infos = envs.step(actions)
+    assert dones[0].all()
+    assert infos[0][0]["restarted"]
+    assert (infos[0][0]["won"], infos[0][0]["wins"]) == (False, 0)
+    envs.close()
+
+
+def test_a_restart_after_loading_has_the_infos_of_the_step_before():
+    makers, actions = [functools.partial(Match, env_id) for env_id in range(2)], np.eye(6)[np.ones((2, 3), int)]
+    envs, loaded = (SubprocVecEnv(makers, num_workers=1, on_error="restart") for _ in range(2))
+    envs.reset()
+    for _ in range(3):
+        envs.step(actions)
+    loaded.load_state(envs.save_state())
+    for one in (envs, loaded):
+        *_, infos = one.step(actions)
+        assert [info["score_reward"] for info in (infos[0][0], infos[1][0])] == [3, 4]
+        assert infos[0][0]["restarted"]
+        one.close()
+
+
+def test_a_restart_in_the_very_first_step_has_the_keys_of_the_others():
+    envs = SubprocVecEnv([functools.partial(Cup, 0), functools.partial(Cup, 9)], num_workers=2, on_error="restart")
+    envs.reset()
+    *_, infos = envs.step(np.eye(6)[np.ones((2, 3), int)])
+    assert infos[0][0]["restarted"]
+    assert (infos[0][2]["won"], infos[0][2]["wins"]) == (False, 0)
     envs.close()
 
 
