@@ -23,8 +23,8 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
-from typing import Any, NamedTuple
+from types import FunctionType, MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,30 +73,33 @@ class Loaded(NamedTuple):
     uses_pygame: bool  # whether it has objects of pygame, which become invalid when another one calls pygame.quit()
 
 
+Layers: TypeAlias = Mapping[int, tuple[Any, tuple[str, str]]]
+"""The layers of a simulator that save themselves, by number, with their pair of methods."""
+
+
 def dump_simulator(env: MultiAgentEnv, more: Any, arrays: ConstructorArrays) -> SavedSimulator:
     """Pickle an environment with its adapter, and `more`, which is pickled with it; raises `CannotBeSaved`."""
     try:
         return _dump(env, more, arrays, {})
     except Exception as error:
-        layers = {}
+        layers: dict[int, tuple[Any, tuple[str, str]]] = {}
         for number, layer in enumerate(attributes.layers(env.source)):
             if (pair := _pair_of(layer)) is not None and not _can_be_pickled(layer, arrays):
                 layers[number] = layer, pair
         if not layers:
-            raise CannotBeSaved(f"{error}{_where(env.source, arrays)}") from error
+            raise CannotBeSaved(f"{error}{_where(env.source, arrays, layers)}") from error
     try:
         return _dump(env, more, arrays, layers)
+    except CannotBeSaved:
+        raise
     except Exception as error:
-        raise CannotBeSaved(str(error)) from error
+        raise CannotBeSaved(f"{error}{_where(env.source, arrays, layers)}") from error
 
 
-def _dump(
-    env: MultiAgentEnv, more: Any, arrays: ConstructorArrays, layers: Mapping[int, tuple[Any, tuple[str, str]]]
-) -> SavedSimulator:
+def _dump(env: MultiAgentEnv, more: Any, arrays: ConstructorArrays, layers: Layers) -> SavedSimulator:
     states = {number: _state_of(layer, pair) for number, (layer, pair) in layers.items()}
     kinds = {number: (attributes.type_name(layer), pair) for number, (layer, pair) in layers.items()}
-    numbers = {id(layer): number for number, (layer, _) in layers.items()}
-    references = _References(arrays, numbers)
+    references = _References(arrays, _numbers(layers))
     pickled = dumps_by_value((env, more, states, kinds), functools.partial(_Pickler, references))
     return SavedSimulator(pickled, bool(layers), references.has_arrays)
 
@@ -177,18 +180,36 @@ def _state_of(layer: Any, pair: tuple[str, str]) -> Any:
         raise CannotBeSaved(f"{name} raised {type(error).__name__}: {error}") from error
 
 
-def _can_be_pickled(value: Any, arrays: ConstructorArrays) -> bool:
+def _numbers(layers: Layers) -> dict[int, int]:
+    """By the id of a layer, its number."""
+    return {id(layer): number for number, (layer, _) in layers.items()}
+
+
+def _can_be_pickled(value: Any, arrays: ConstructorArrays, layers: Layers = MappingProxyType({})) -> bool:
     try:
-        dumps_by_value(value, functools.partial(_Pickler, _References(arrays, {})))
+        dumps_by_value(value, functools.partial(_Pickler, _References(arrays, _numbers(layers))))
     except Exception:
         return False
     return True
 
 
-def _where(source: Any, arrays: ConstructorArrays) -> str:
+def _where(source: Any, arrays: ConstructorArrays, layers: Layers) -> str:
     """A sentence that names what cannot be pickled."""
-    path = path_to_unpicklable(source, lambda part: _can_be_pickled(part, arrays), _attributes_of_ez_pickle)
+    for layer, pair in layers.values():
+        state = _state_of(layer, pair)
+        if not _can_be_pickled(state, arrays):
+            part = path_to_unpicklable(state, lambda part: _can_be_pickled(part, arrays)) or type(state).__name__
+            name = f"{pair[0]} of {attributes.type_name(layer)}"
+            return f". The part that cannot be pickled is in the result of {name}: {part}"
+    path = path_to_unpicklable(
+        source, lambda part: _can_be_pickled(part, arrays, layers), functools.partial(_attributes_of, layers)
+    )
     return f". The part that cannot be pickled is {path}" if path else ""
+
+
+def _attributes_of(layers: Layers, value: Any) -> Mapping[str, Any] | None:
+    """What `path_to_unpicklable` looks into: not into layers that save themselves."""
+    return {} if id(value) in _numbers(layers) else _attributes_of_ez_pickle(value)
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------

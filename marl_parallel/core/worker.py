@@ -455,7 +455,7 @@ class Worker:
 
     def _advance(self, env_id: int, transition: Transition) -> bytes | None:
         """Write the transition of a step, or begin the next episode before that; returns what does not fit, pickled."""
-        episode, last = self._episodes[env_id], None
+        episode, last, writes = self._episodes[env_id], None, False
         try:
             if episode.ended_for_now:
                 if self.watch.states:
@@ -464,12 +464,13 @@ class Worker:
                     self._send_last_step(env_id, transition)
                     last = transition
                 transition = episode.begin_next(transition)
+            writes = True
             extras = self._write(env_id, transition)
         except BaseException:
-            if last is None:
-                self._partially_written = env_id
-            else:
+            if last is not None:
                 self._transitions.write(env_id, last)
+            elif writes:
+                self._partially_written = env_id
             raise
         self._write_if_watched(env_id)
         return extras
@@ -558,7 +559,9 @@ class Worker:
         saved = payload[env_id]
         plan = saved.plan
         assert plan is not None
-        before = None if self._generators is None else current_states()  # which the present environment goes on with
+        # The present environments go on with these, if the load fails. Other threads may be drawing from the same ones.
+        has_own = self._generators is not None or self._own_process or self._in_line
+        before, fingerprints_before = current_states() if has_own else None, self._fingerprints
         try:
             self._loaded[env_id] = beside = self._made_beside(env_id, saved)
             described = dumps_compactly(Schema.of(beside.loaded.env))
@@ -575,6 +578,7 @@ class Worker:
         finally:
             if before is not None:
                 restore_states(before)
+                self._fingerprints = fingerprints_before
 
     def _made_beside(self, env_id: int, saved: Saved) -> _Beside:
         plan = saved.plan

@@ -47,7 +47,7 @@ class Received(NamedTuple):
     """Transitions of `n` environments with `k` possible agents, one row for each environment.
 
     The arrays belong to the receiver; the flags of a single agent may be those of its environment. Absent agents have
-    zeros, and flags that are False.
+    zeros, and flags that are False. The fields up to `common` are required; the others are None by default.
 
     Attributes:
         env_ids: int32 `(n,)`: the environments.
@@ -60,7 +60,7 @@ class Received(NamedTuple):
         present: bool `(n, k)`: which agents were observed and rewarded; always None if all are.
         infos: Of agents: arrays `(n, k, ...)` by key, or dicts of such arrays. The keys are always the same. Or, if
             agents have different ones, a list with such arrays `(n, ...)` by key for each agent.
-        common: Likewise of environments with several agents: `(n, ...)` by key.
+        common: Infos of whole environments with several agents: arrays `(n, ...)` by key, or dicts of such arrays.
         turns: bool `(n, k)`: which agents may act next, as far as they are alive and present. None if all these may;
             turn-based games have one in each row.
         action_masks: For each group of agents with equal action spaces: zeros and ones or bool `(n, agents of the
@@ -95,6 +95,9 @@ class Received(NamedTuple):
 class NativeSimulator(ABC):
     """A simulator that steps many environments itself; `ParallelEnv.from_native` takes it.
 
+    A subclass must have `name`, `schema`, `num_envs`, `batch_size` and `seeds`, as attributes of the class or of each
+    object. The other attributes have defaults.
+
     PettingZoo's rules apply: agents that are alive and were observed last act. An environment whose episode is over
     starts the next one with the next `send`, whatever its actions. A `reset` in between cancels that. Environments that
     are not in the `env_ids` of a `send` stay unchanged.
@@ -104,12 +107,13 @@ class NativeSimulator(ABC):
         schema: The agents, with two spaces of fixed size for each: a `marl_parallel.adapters.Schema`.
         num_envs: The number of environments.
         batch_size: The number of rows that one `receive` returns; `num_envs` if one call steps all, as in VMAS.
-        partial: Where `batch_size` is `num_envs`: whether `send` and `reset` also take some environments alone.
-            `receive` then returns all that were sent to, and is called before the next `send`.
-        steps_some: Whether that holds for `send`; if not, only `reset` takes some environments alone.
         seeds: The seed of each environment.
-        reseeds: Whether `reseed` is implemented. If not, environments are seeded only once, when they are made.
-        metadata, render_mode: Like those of a Gymnasium environment.
+        partial: True (default) if `send` and `reset` accept a subset of the environments. It matters only if
+            `batch_size == num_envs`. `receive` then returns all environments that were sent to, and is called before
+            the next `send`.
+        steps_some: False if only `reset` accepts a subset; True by default.
+        reseeds: True if `reseed` is implemented. False (default): environments are seeded only when they are made.
+        metadata, render_mode: As in a Gymnasium environment; `{}` and None by default.
     """
 
     name: str

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -797,3 +798,62 @@ def test_foraging_and_warehouses_equal_a_plain_loop(key):
                 loop.reset(place, {})
     assert ends >= 6
     envs.close()
+
+
+class Clock:
+    """Two agents observe the episode and the time, which are also the state; an episode has four steps."""
+
+    possible_agents: ClassVar[list[str]] = ["a", "b"]
+    observation_space = spaces.Dict(dict.fromkeys("ab", spaces.Box(0, 999, (2,), np.float64)))
+    action_space = spaces.Dict(dict.fromkeys("ab", spaces.Discrete(2)))
+    state_space = spaces.Box(0, 999, (2,), np.float64)
+
+    def __init__(self, env_id: int, restarts: int, fault: str, moment: tuple[int, int], words: bool) -> None:
+        self.moment = moment if (env_id, restarts) == (1, 0) else None
+        self.episode, self.fault, self.words, self.life = -1, fault, words, restarts
+
+    def here(self) -> np.ndarray:
+        return np.array([100 * self.life + 10 * self.episode, self.time], np.float64)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.episode, self.time = self.episode + 1, 0
+        return dict.fromkeys("ab", self.here()), {}
+
+    def step(self, actions: Any) -> Any:
+        self.time += 1
+        infos = {agent: {"word": "tick" * self.time, "kind": object} for agent in "ab"} if self.words else {}
+        rewards = dict.fromkeys("ab", float(self.time))
+        return dict.fromkeys("ab", self.here()), rewards, {"__all__": self.time == 4}, {"__all__": False}, infos
+
+    def state(self) -> np.ndarray:
+        if (self.episode, self.time) == self.moment:
+            if self.fault == "raise":
+                raise RuntimeError("there is no state")
+            os._exit(3)
+        return self.here()
+
+
+@pytest.mark.parametrize("words", [False, True], ids=["no infos", "infos with words"])
+@pytest.mark.parametrize("fault", ["raise", "os._exit"])
+@pytest.mark.parametrize("moment", [(0, 2), (0, 4), (1, 0)], ids=["in a step", "at the end", "after the reset"])
+def test_a_state_that_fails(moment, fault, words):
+    """The step before an automatic reset is kept; its neighbours have the states of their observations."""
+    makers = [functools.partial(Clock, fault=fault, moment=moment, words=words)] * 3
+    env = ShareVecEnv(ParallelEnv(makers, num_workers=1, on_error="restart"), share="state")
+    env.reset()
+    for time in range(1, 6):
+        obs, share_obs, rewards, dones, infos, _ = env.step(np.zeros((3, 2, 1)))
+        assert np.array_equal(obs, share_obs)
+        restarted = "restarted" in infos[1][0]
+        assert restarted == dones[1].all() == (time == (moment[1] or 4))
+        if restarted and moment == (1, 0):
+            assert (rewards[1] == 4.0).all()
+            assert infos[1][0]["original_obs"][0].tolist() == infos[1][0]["original_state"][0].tolist() == [0.0, 4.0]
+            assert infos[1][0].get("word") == ("tick" * 4 if words else None)
+        elif restarted:
+            assert (rewards[1] == 0.0).all()
+            assert infos[1][0]["original_state"][0].tolist() == [0.0, time - 1.0]
+            assert infos[1][0]["original_obs"][0].tolist() == [0.0, {2: 2.0, 4: 3.0}[time]]
+        if restarted:
+            break
+    env.close()

@@ -247,3 +247,39 @@ def test_other_spaces_are_named():
     assert str(caught.value).startswith(
         text + "observation space of agent 'a': Box(-99.0, 99.0, (2,), float64) against"
     )
+
+
+class Dice(Count):
+    """Draws from process-wide generators; saves itself, and the second one cannot be loaded."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__()
+        self.env_id, self.engine = env_id, (one for one in [])  # a generator cannot be pickled
+
+    def step(self, actions: Any) -> Any:
+        self.time += 1
+        return {"a": float(np.random.random() + random.random())}, *super().step(actions)[1:]
+
+    def get_state(self) -> int:
+        return self.time
+
+    def set_state(self, time: int) -> None:
+        if self.env_id == 1:
+            raise RuntimeError("there is no state for me")
+        self.time = time
+
+
+@pytest.mark.parametrize("arguments", [{"num_workers": 1}, {"num_workers": 2}, {"backend": "serial"}], ids=str)
+def test_a_failed_load_leaves_process_wide_generators_as_they_were(arguments):
+    drawn = []
+    for fails in (False, True):
+        random.seed(0)
+        np.random.seed(0)
+        with ParallelEnv([Dice] * 2, seed=5, **arguments) as env:
+            env.reset()
+            env.step([ACTIONS] * 2)
+            if fails:
+                with pytest.raises(TypeError, match="there is no state for me"):
+                    env.load_state(env.save_state())
+            drawn.append(env.step([ACTIONS] * 2)[0])
+    assert drawn[0] == drawn[1]

@@ -340,6 +340,46 @@ def test_engine_without_methods_to_save_it(parallel):
         env.save_state()
 
 
+class SavesItself(WithEngine):
+    """Its engine cannot be pickled; `part` is where something else cannot be, either."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+
+    def get_state(self) -> Any:
+        return {"moves": (move for move in range(9))} if self.part == "state" else 0
+
+    def set_state(self, state: Any) -> None: ...
+
+
+class Around:
+    """Keeps a part of a simulator that saves itself."""
+
+    def __init__(self, part: str) -> None:
+        self.env = SavesItself(part)
+        self.possible_agents, self.parts = self.env.possible_agents, [self.env.engine] if part == "wrapper" else []
+        self.observation_space, self.action_space = self.env.observation_space, self.env.action_space
+        self.reset, self.step = self.env.reset, self.env.step
+
+    def __reduce__(self) -> Any:
+        return Around, (self.env.part,), {"env": self.env, "parts": self.parts}
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ("state", r"in the result of get_state of .*SavesItself: entry 'moves' \(generator\)"),
+        ("wrapper", r"attribute 'parts', item 0 \(Engine\)"),
+    ],
+)
+def test_the_part_that_cannot_be_pickled_where_a_layer_saves_itself(part, text):
+    with ParallelEnv([functools.partial(Around, part)], backend="serial") as env:
+        env.reset()
+        with pytest.raises(TypeError, match=text):
+            env.save_state()
+
+
 def damaged(states: list[bytes]) -> list[Any]:
     return [states[0], states[1], states[2][: len(states[2]) // 2]]
 

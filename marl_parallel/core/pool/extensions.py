@@ -1,11 +1,25 @@
 """What a feature may do at each point of the pool: the base of restarts, recycling, timeouts, replays and others.
 
-The pool calls the hooks that an extension overrides, in the order in which the extensions were added; it knows no
-extension by name. A hook that nobody overrides costs nothing. The order matters: settings come first, then replays,
-which only look on, then recycling, which takes resets and ends of episodes before restarts see them.
+The pool calls the hooks that an extension overrides, in the order in which the extensions were added. A hook that
+nobody overrides costs nothing. The order matters: timeouts and warnings come first, then settings and rebuilds, then
+replays, which change nothing, then recycling, which takes resets and ends of episodes before restarts see them.
 
-In a step of all environments in which nothing goes wrong and every extension `is_quiet`, the pool looks at no slot: it
-calls `begin`, `before_step_all`, and `patience` of extensions without a `lean_patience`.
+The fast path is a step of all environments in which nothing goes wrong, while every extension `is_quiet`. The pool
+looks at no slot there. It calls `begin`, `before_step_all`, and `patience` of extensions whose `lean_patience` is None.
+It does not call `before_send`, `before_post` and `on_result`.
+
+The hooks at a fault that `Restarts` deals with, in this order::
+
+    before_end                     only at a timeout; `on_end_called_off` follows if the worker was just finishing
+    on_last_step, on_result        for replies that came before the fault
+    on_fault                       until one extension returns True
+    on_result                      for neighbours whose results are complete in their records
+    what_is_interrupted
+    on_rebuild
+    on_replaced                    if the worker is gone
+    before_post, on_outdated       for the request that constructs the environments again
+
+If no extension deals with the fault, `on_raise` follows `on_fault` for an `EnvError`, then the hooks of closing.
 """
 
 from __future__ import annotations
@@ -49,38 +63,60 @@ class Extension:
     """A feature of the pool. Every hook has a default that does nothing.
 
     Attributes:
-        lean_patience: How many seconds a step of all may take before `patience` is asked; None: it is asked first.
+        lean_patience: Seconds. In the fast path, the pool calls `patience` only when the step has taken this long, or
+            when something else has ended the fast path. With None, it calls `patience` before the step.
     """
 
     lean_patience: float | None = math.inf
 
     def begin(self, now: float) -> None:
-        """The caller begins a call."""
+        """The caller begins a call of the pool."""
 
     def before_step_all(self) -> None:
-        """All environments are about to be stepped with the actions in the block."""
+        """All environments are about to be stepped with the actions in the block, in the fast path."""
 
     def is_quiet(self) -> bool:
-        """Whether the results of the next step of all need not be seen one by one, if nothing goes wrong."""
+        """Return False if this extension must see each result of the next step.
+
+        Then the step takes the slower path and calls `on_result`. The pool calls `is_quiet` when
+        the caller has received all results of a slower step or a reset. After `Pool.extend` between two steps, call
+        `Pool.see_results`: without it, steps stay in the fast path.
+        """
         return True
 
     def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
         """The caller begins a step or reset of environments, whose slots are busy now; returns those that go out.
 
-        The results of the others come from here.
+        The results of the others come from this extension. Not called in the fast path.
         """
         return env_ids
 
     def before_post(self, worker: int, request: Request) -> Request:
-        """A request is about to be posted; returns what is posted."""
+        """A request is about to be posted; returns what is posted. Not called in the fast path.
+
+        `request.env_ids` may be None: all environments of the worker.
+        """
         return request
 
     def holds(self, slot: Slot) -> bool:
-        """Whether the result of a slot that is busy comes from this extension: those of its worker do not count."""
+        """Whether the result of a busy slot comes from this extension. Then results of its worker do not count."""
         return False
 
     def on_result(self, slot: Slot, extras: bytes | None, result: Any, completed: float) -> Any:
-        """A worker has carried out a step or reset, with pickled extras; returns the caller's `result`, or `HELD`."""
+        """A worker has carried out a step or reset; returns the caller's `result`, or `HELD` to hand it over later.
+
+        Not called in the fast path, nor for results that extensions pass to `Pool.finish`. It may be called twice for
+        one step: where recycling holds a result back, extensions before it get that result, and later the same one
+        again or the first one of the new environment. With NEXT_STEP, a step that only resets is a STEP.
+
+        Args:
+            slot: The environment. `slot.request` is STEP or RESET.
+            extras: The values that are not in the record, pickled; None if all are in the record.
+            result: The same values unpickled, or what an earlier extension has returned.
+            completed: When the worker had carried out the request, in seconds of `Backend.clock`. All environments in
+                one reply have the same time; with `Request.each`, each has its own. It is 0.0 if the reply is
+                `STEPPED`, which comes if something else has ended the fast path, such as a fault of another worker.
+        """
         return result
 
     def on_last_step(self, slot: Slot, extras: bytes | None) -> None:

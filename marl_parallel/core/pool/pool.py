@@ -41,6 +41,10 @@ _CLOSE_IN_LINE_WITHIN_S = 1.0
 _INTERRUPTED_WITHIN_S = 0.5  # how long `close` waits at least for a thread that it has interrupted in a call
 
 
+_KNOWN = {one.method: one for one in (Activity.RESET, Activity.STATE)}
+"""The methods of a step or reset in which a failure is treated apart."""
+
+
 class Pool(Source):
     """The workers of one `ParallelEnv`, with a slot for each environment.
 
@@ -458,7 +462,7 @@ class Pool(Source):
         for env_id in sorted(failures):
             self._check_not_closed()  # by `on_restart`
             failure, worker = failures[env_id], self.slots[env_id].worker
-            activity = Activity.RESET if failure.method == Activity.RESET.method else Activity.STEP
+            activity = _KNOWN.get(failure.method, Activity.STEP)
             running = Running(env_id, activity, 0.0, inside=not failure.partially_written)
             error = reports.env_error(env_id, worker, failure, self.advice)
             try:

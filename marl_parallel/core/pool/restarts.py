@@ -277,6 +277,14 @@ class Restarts(Extension):
         activity, partially_written = None, False
         if running is not None and running.env_id == slot.env_id:
             activity, partially_written = running.activity, not (running.inside or idle)
+        states = self._batch.states_in_block(slot.env_id)
+        if (
+            not idle and activity is Activity.STATE and slot.request is Message.STEP
+            and self._batch.has_next_episode(slot.env_id) and self._batch.is_whole(slot.env_id)
+        ):  # the step and the automatic reset had ended  # fmt: skip
+            extras = loads(record.saved) if record.saved is not None and _can_be_read(record.saved) else None
+            ended = self._batch.ended(slot.env_id, extras)
+            return _Unreported(Message.STEP, ended.dicts, state=None if states is None else states[1])
         auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
         if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
             return _Unreported(Message.RESET, _NO_DICTS)
@@ -295,8 +303,8 @@ class Restarts(Extension):
             observations = copy.deepcopy(record.reported)
         spaces = self._batch.layout.schema.reward_spaces
         dicts = interrupted(observations, [] if record.needs_reset else alive, spaces)
-        states = self._batch.states_in_block(slot.env_id)
-        return _Unreported(None if idle else Message.STEP, dicts, state=None if states is None else states[0])
+        state = None if states is None else states[0]
+        return _Unreported(None if idle else Message.STEP, dicts, state=state)
 
     def _ends_to_come(self, slot: Slot, fault: _Unreported) -> int:
         """How many ends of episodes the caller receives: in a result that is here (a `Snapshot`), and in the report."""
