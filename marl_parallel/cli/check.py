@@ -1109,6 +1109,9 @@ def mismatch(value: Any, space: Space[Any], name: str = "") -> Finding | None:
 
 def _array_mismatch(value: Any, space: Any) -> tuple[str, str, Severity] | None:
     """How an array does not fit a space: the end of a sentence, the advice, and the severity; None if it fits."""
+    if isinstance(value, Mapping):
+        keys = ", ".join(map(repr, value))
+        return f"is a dict with the keys {keys}", f"declare a spaces.Dict with these keys in place of {space}", PROBLEM
     try:
         array = np.asarray(value)
     except ValueError:

@@ -7,6 +7,7 @@ code. What to do next follows, then the stack.
 from __future__ import annotations
 
 import itertools
+import linecache
 import logging
 import os
 import re
@@ -43,7 +44,7 @@ FIRST_CONSTRUCTION = '; a fault in the first construction is always raised, also
 
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
     """The error of an environment that raised; the original exception is its cause and `original`, if it pickles."""
-    method, stack = failure.method, failure.traceback
+    method, stack = failure.method, with_code(failure.traceback)
     to_do = failure.to_do or f"fix the simulator, or its arguments{_restart(method, advice)}"
     text = (
         f"environment {env_id} (worker {worker}) raised in {method}{_at(stack)}: {failure.summary}"
@@ -192,7 +193,19 @@ def _at(stack: str) -> str:
 
 
 def _section(heading: str, stack: str) -> str:
-    return f"\n\n{heading}:\n{stack}" if stack else ""
+    return f"\n\n{heading}:\n{with_code(stack)}" if stack else ""
+
+
+def with_code(stack: str) -> str:
+    """A worker's stack with the code of frames that are not in a file: only this process has a notebook's cells."""
+    lines = []
+    for line in stack.splitlines(keepends=True):
+        lines.append(line)
+        if (frame := _FRAME.match(line)) is None or os.path.exists(frame["path"]):
+            continue
+        if code := linecache.getline(frame["path"], int(frame["line"])).strip():
+            lines.append(f"    {code}\n")
+    return "".join(lines)
 
 
 def end_of_log(log_tail: str) -> str:

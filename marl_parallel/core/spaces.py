@@ -288,7 +288,8 @@ def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArra
     except Exception as error:  # whatever its `__array__` raises
         raise _mismatch(dtype, shape, f"{type(value).__name__} ({error})") from error
     if array.shape != shape:
-        raise _mismatch(dtype, shape, f"shape {array.shape}")
+        has_numbers = array.dtype.kind in "biufc" or isinstance(value, np.ndarray)
+        raise _mismatch(dtype, shape, f"shape {array.shape}" if has_numbers else described(value))
     if array.dtype == dtype:
         return array
     if array.dtype.kind in "bui" and dtype.kind in "bui":
@@ -300,6 +301,14 @@ def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArra
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise _mismatch(dtype, shape, f"dtype {array.dtype}, which cannot be cast to it")
     return array.astype(dtype)
+
+
+def described(value: Any) -> str:
+    """What a value that is not an array of numbers is, for an error message."""
+    if not isinstance(value, Mapping):
+        return f"{_REPR.repr(value)} of type {type(value).__name__}"
+    keys = ", ".join(_REPR.repr(key) for key in value)
+    return f"a {type(value).__name__} with the keys {keys}; a dict needs a spaces.Dict with these keys"
 
 
 def _mismatch(dtype: np.dtype[Any], shape: tuple[int, ...], got: str) -> Mismatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +127,7 @@ def check_crash(kernel: Kernel) -> None:
     died = kernel.run("_ = env.step([ACTIONS] * 3)")
     assert died.stdout == "last words\n"
     assert "exit code 3" in died.error
+    assert re.search(r'File ".*", line 3,? in exits\n +os\._exit\(3\)\n', died.error)  # the code is in this cell only
 
 
 def test_output_between_cells_and_restarts(kernel):

@@ -522,6 +522,7 @@ BOX = spaces.Box(0.0, 1.0, (2,), np.float32)
         (np.array([0.0, 1.5], np.float32), BOX, "is 1.5 at [1], but its space says 0.0 to 1.0"),
         (np.array(["a", "b"]), BOX, "has dtype <U1, but its space says float32"),
         (["a", "b"], BOX, "has dtype <U1, but its space says float32"),
+        ({"observation": 1, "action_mask": [1]}, BOX, "is a dict with the keys 'observation', 'action_mask'"),
         (None, BOX, "has shape (), but its space says (2,)"),
         (np.array([0, 7]), spaces.MultiDiscrete([3, 3]), "is 7 at [1], but its space says 0 to 2"),
         (np.array([0, 2], np.int8), spaces.MultiBinary(2), "is 2 at [1], but its space says 0 to 1"),

@@ -20,7 +20,7 @@ from helpers.reference import Reference
 from helpers.scenarios import random_actions
 from simulators.deterministic import Hunt, Scripted, Skirmish
 
-from marl_parallel import ParallelEnv
+from marl_parallel import EnvError, ParallelEnv
 
 SAME_STEP = AutoresetMode.SAME_STEP
 FLOAT32 = np.array([0.5, 0.25, -1.0], np.float32)
@@ -313,3 +313,22 @@ def test_missing_action_of_a_gymnasium_environment(two_worker_setup, build):
     make = functools.partial(gymnasium.make, "CartPole-v1")
     pair = Pair(build([make] * 4, two_worker_setup), Reference([make] * 4, SAME_STEP, 42))
     assert_refused(pair, ValueError, "agent_0", [{"agent_0": 0}, {}, {"agent_0": 0}, {"agent_0": 1}])
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        ({"observation": np.zeros(3), "action_mask": [1, 0]}, "got a dict with the keys 'observation', 'action_mask'"),
+        ("north", "got 'north' of type str"),
+        ([1, 2], r"got shape \(2,\)"),
+    ],
+    ids=["dict", "text", "list"],
+)
+def test_an_observation_of_another_kind_is_described(value, got):
+    class Wrong(Hunt):
+        def reset(self, **keywords: Any) -> Any:
+            observations, infos = super().reset(**keywords)
+            return dict.fromkeys(observations, value), infos
+
+    with pytest.raises(EnvError, match=f"the observation of agent .*: expected an array of shape .*{got}"):
+        ParallelEnv([Wrong], backend="serial").reset()
