@@ -54,6 +54,7 @@ PROGRAMS = (
     Program("ray_scaling", ("ray",), ("--nodes",)),
     Program("simulators"),
     Program("soak"),
+    Program("summary"),
 )
 
 

@@ -11,6 +11,7 @@ installed into one virtual environment: run it in each of them. `merged.py` merg
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from pathlib import Path
 
 import facades
@@ -101,15 +102,26 @@ OURS: list[Contender] = [facades.DICTS]
 
 
 def table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells: a row for this package and for each of the others, a column for each simulator."""
-    environments = list(dict.fromkeys(one.environment for one in report.results))
-    cells = {(one.against, one.environment): f"{_took(one)} ({one.gain:.2f}x, {one.run})" for one in report.results}
-    own: dict[str, list[str]] = {}
-    for one in report.results:
-        own.setdefault(one.environment, []).append(f"{one.microseconds_per_step:,.1f} ({one.run})")
+    """Headings and cells: a row for this package and for each of the others, a column for each simulator.
+
+    Times are those of the run that has measured most. Of another run there is only the ratio.
+    """
+    environments, most = list(dict.fromkeys(one.environment for one in report.results)), _largest_run(report)
+    cells = {
+        (one.against, one.environment): f"{_took(one)} ({one.gain:.2f}x)"
+        if one.run == most
+        else f"({one.gain:.2f}x, {one.run})"
+        for one in report.results
+    }
+    own = {one.environment: f"{one.microseconds_per_step:,.1f}" for one in report.results if one.run == most}
     rows = [[peer.name, *(cells.get((peer.name, name), "") for name in environments)] for peer in AGAINST]
-    ours = [OWN, *(", ".join(dict.fromkeys(own[name])) for name in environments)]
+    ours = [OWN, *(own.get(name, "") for name in environments)]
     return ["", *environments], [ours, *(row for row in rows if any(row[1:]))]
+
+
+def _largest_run(report: Report) -> str:
+    counts = Counter(one.run for one in report.results)
+    return max(counts, key=counts.__getitem__, default="")
 
 
 def _took(one: Result) -> str:
@@ -123,7 +135,7 @@ def notes(report: Report) -> list[str]:
     texts = [
         f"Microseconds of wall time per environment step, {NUM_ENVS} environments, {WORKERS} workers where they can be "
         "chosen; in brackets, this package's throughput divided by that of the row, the median of the ratios within "
-        "each round, and the run. " + " ".join(settings),
+        "each round. " + " ".join(settings),
     ]
     if any(DYING in one.environment for one in report.results):
         by_setting: dict[str, list[str]] = {}
@@ -132,7 +144,8 @@ def notes(report: Report) -> list[str]:
                 by_setting.setdefault(peer.with_deaths, []).append(peer.name)
         own = [f"{', '.join(names)}: {setting}." for setting, names in by_setting.items()]
         texts.append(" ".join([f"{DYING}: one agent of three dies in the first step of each episode.", *own]))
-    texts += [f"{letter}: {run}." for letter, run in report.runs.items()]
+    most = _largest_run(report)
+    texts += [f"{'' if letter == most else f'{letter}: '}{run}." for letter, run in report.runs.items()]
     if report.missing:
         texts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
     return texts

@@ -835,6 +835,21 @@ def test_all(synthetic):
     assert page == f"before\n{mark}{run('recovery.py', '--markdown').stdout.strip()}\n<!-- end -->\nafter\n"
 
 
+def test_summary(synthetic):
+    """Of saved results; what more CPUs would give follows from two points of the CPU times."""
+    import summary
+
+    assert summary.Costs((10.0, 1.0), (20.0, 2.0)).speed_up(100.0, 4) == 32 * 100 / (10 + 32 + 20 + 8 * 102)
+    found = summary.costs()
+    by_way = [one for one in summary.read("cpu_times")["results"] if one["environment"] == "3 x 18"]
+    many = next(one for one in by_way if (one["num_envs"], one["way"]) == (64, "step"))
+    assert found.caller[0] + 64 * found.caller[1] == pytest.approx(many["caller_us"])
+    added = many["workers_us"] - many["simulator_us"]
+    assert found.worker[0] + 32 * found.worker[1] == pytest.approx(32 * added)
+    assert set(summary.speed_ups()) == set(summary.SHOWN)
+    assert all(one.limit > 1 for one in summary.speed_ups().values())
+
+
 @pytest.mark.rest
 def test_recycling(tmp_path):
     run("recycling.py", "--seconds", "0.5", "--episodes", "3", "--age", "0.5", "--output", str(tmp_path))
