@@ -417,6 +417,10 @@ class BatchRunner:
         """How often an environment has been restarted."""
         return 0 if self.workers is None else self.workers.rebuilds.restarts(env_id)
 
+    def reports_restart(self, env_id: int) -> bool:
+        """Whether an environment that is not in flight has been rebuilt after a fault which its next result reports."""
+        return self.workers is not None and self.workers.pool.slots[env_id].skips
+
     def sample_actions(self, env_ids: Sequence[int] | None) -> list[dict[AgentID, Any]]:
         """As `ParallelEnv.sample_actions`."""
         ids = self.checked_ids(env_ids)

@@ -46,6 +46,24 @@ class _Failure(NamedTuple):
     error: Exception
 
 
+class _Seen(NamedTuple):
+    """What a step or reset has shown, with one row for each environment."""
+
+    states: NDArray[Any]
+    masks: NDArray[np.bool_]
+    observations: Any
+
+    def copied(self) -> _Seen:
+        return _Seen(self.states.copy(), self.masks.copy(), self.observations.copy())
+
+    def replies(self) -> Callable[[int], dict[str, Any]]:
+        """A function that returns the part of one environment's reply that is in these arrays."""
+        masks = self.masks.astype(np.int64)
+        return lambda env_id: {
+            "state": self.states[env_id], "avail_actions": masks[env_id], "obs": self.observations[env_id]
+        }  # fmt: skip
+
+
 class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     """One connection for each environment, with the protocol of the pipes in PyMARL's `ParallelRunner`.
 
@@ -108,10 +126,12 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         numbers = range(env.num_envs)
         self._sent: list[deque[_Sent]] = [deque() for _ in numbers]
         self._replies: list[deque[Any]] = [deque() for _ in numbers]
-        self._latest: list[dict[str, Any]] = [{} for _ in numbers]  # observations, masks and state of each
+        # What each has seen last: no array that a caller has got, if a restart may repeat it.
+        self._latest: list[_Seen | None] = [None for _ in numbers]
         self._may_step = [False] * len(numbers)  # whether an episode is running, as far as has been carried out
         self._open = [True] * len(numbers)
-        self._restarts = [0] * len(numbers)  # of each, at the latest reset that has been carried out
+        # Of each, at its latest reset that has been carried out; -1 if it has been rebuilt since, in the same call.
+        self._restarts = [0] * len(numbers)
         self._sees_states = self._has_states_written()
         self._is_team = self._has_one_reward()  # None: the first step shows it
 
@@ -191,20 +211,21 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     def put(self, env_id: int, message: Any) -> None:
         """Keep a command for one environment until it is carried out; see `PyMARLConnection.send`."""
-        if isinstance(message, tuple) and message[:1] == (_CLOSE,):
+        parts = [*message] if isinstance(message, Sequence) and not isinstance(message, str | bytes) else []
+        command, *data = parts or [None]
+        if isinstance(command, str) and command == _CLOSE:
             self.close_one(env_id)  # also after a fault that has closed everything
             return
         self._check_open(env_id)
-        if not isinstance(message, tuple) or len(message) != 2:
+        if len(parts) != 2:
             raise TypeError(f"environment {env_id}: expected a message (command, data), got {message!r}")
-        command, data = message
-        if command not in _COMMANDS:
+        if not isinstance(command, str) or command not in _COMMANDS:
             raise ValueError(
                 f"environment {env_id}: unknown command {command!r}; expected one of {', '.join(_COMMANDS)}"
             )
         if command == _STEP:
             self._check_may_step(env_id)
-            self._sent[env_id].append(_Sent(_STEP, self._actions(env_id, data)))
+            self._sent[env_id].append(_Sent(_STEP, self._actions(env_id, data[0])))
         else:
             self._sent[env_id].append(_Sent(command))
 
@@ -252,7 +273,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             if sent.command == _RESET:
                 return
         if not self._may_step[env_id]:
-            why = "its episode is over" if self._latest[env_id] else "it was never reset"
+            why = "it was never reset" if self._latest[env_id] is None else "its episode is over"
             raise ResetNeeded(f'environment {env_id}: {why}; send ("reset", None) before the next step')
 
     def _actions(self, env_id: int, data: Any) -> NDArray[Any]:
@@ -313,48 +334,85 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             if (info.get("restarted") is True and "error" in info) or not arrays.present[env_id].any()
         }
         seen = self._seen(arrays, [env_id for env_id in actions if env_id not in interrupted])
+        kept, reply_of = self._kept(seen), seen.replies()
         rewards, over = arrays.rewards.tolist(), (arrays.terminated | arrays.truncated).tolist()
-        if self._is_team is None and len(interrupted) < len(actions):
-            stepped = next(env_id for env_id in actions if env_id not in interrupted)
-            (is_team,) = self.env.call(OfAdapter("common_reward"), env_ids=[stepped])
-            # An adapter of somebody's own may not know it.
-            self._is_team = len({*rewards[stepped]}) == 1 if is_team is None else is_team
+        is_team = self._is_team
+        if is_team is None and len(interrupted) < len(actions):
+            is_team = self._has_team_reward([env_id for env_id in actions if env_id not in interrupted], rewards)
         for env_id, info in infos.items():
-            reward = rewards[env_id] if self._is_team is False else rewards[env_id][0]
+            reward = rewards[env_id] if is_team is False else rewards[env_id][0]
             if env_id in interrupted:
+                latest = self._latest[env_id]
+                assert latest is not None
+                reply = latest.copied().replies()(env_id)
                 info, over[env_id] = {"episode_limit": True, "restarted": True}, True
-                reward = [0.0] * len(self._agents) if self._is_team is False else 0.0
+                reward = [0.0] * len(self._agents) if is_team is False else 0.0
             else:
-                self._latest[env_id], info = seen(env_id), {**info}
+                reply, self._latest[env_id], info = reply_of(env_id), kept, {**info}
             self._may_step[env_id] = not over[env_id]
-            self._replies[env_id].append(
-                {**self._latest[env_id], "reward": reward, "terminated": over[env_id], "info": info}
-            )
+            self._replies[env_id].append({**reply, "reward": reward, "terminated": over[env_id], "info": info})
+
+    def _has_team_reward(self, stepped: Sequence[int], rewards: Sequence[Sequence[float]]) -> bool:
+        """Whether agents share a reward, as these environments, which have been stepped, show."""
+        for env_id in stepped:
+            if self._runner.reports_restart(env_id):  # rebuilt after its step
+                continue
+            (is_team,) = self.env.call(OfAdapter("common_reward"), env_ids=[env_id])
+            # An adapter of somebody's own may not know it.
+            self._is_team = len({*rewards[env_id]}) == 1 if is_team is None else is_team
+            return self._is_team
+        return all(len({*rewards[env_id]}) == 1 for env_id in stepped)  # a later step shows it
 
     def _reset(self, env_ids: list[int]) -> None:
         arrays = self._stepper.reset(env_ids=None if len(env_ids) == len(self._sent) else env_ids)
-        seen = self._seen(arrays, env_ids)
         for env_id in env_ids:
-            self._latest[env_id], self._may_step[env_id] = seen(env_id), True
-            self._restarts[env_id] = self._runner.restarts_of(env_id)
-            self._replies[env_id].append({**self._latest[env_id]})
+            self._latest[env_id] = None  # of the episode before
+        seen = self._seen(arrays, env_ids)
+        kept, reply_of = self._kept(seen), seen.replies()
+        for env_id in env_ids:
+            self._latest[env_id], self._may_step[env_id] = kept, True
+            # The process may have died after this environment's own reset, in the reset of another one.
+            rebuilt = self._runner.reports_restart(env_id)
+            self._restarts[env_id] = -1 if rebuilt else self._runner.restarts_of(env_id)
+            self._replies[env_id].append(reply_of(env_id))
 
-    def _seen(self, arrays: Arrays, env_ids: Sequence[int]) -> Callable[[int], dict[str, Any]]:
-        """A function that returns the state, masks and observations of one of these, in arrays of the caller's."""
+    def _kept(self, seen: _Seen) -> _Seen:
+        """What a restart may repeat: the caller may change the arrays of a reply."""
+        return seen.copied() if self._runner.restarts else seen
+
+    def _seen(self, arrays: Arrays, env_ids: Sequence[int]) -> _Seen:
+        """The states, masks and observations, in new arrays; of other environments, states may be zeros."""
         (observations,) = arrays.observations
-        masks = self._stepper.action_masks(self._agents).astype(np.int64)
-        states: Any = {}
-        if self._sees_states:
-            states = self._runner.states_seen()[0].copy()
-        elif env_ids:  # only of these: a simulator that has just been constructed again would be reset too early
-            states = dict(zip(env_ids, self.env.state(env_ids=env_ids)))
-        return lambda env_id: {"state": states[env_id], "avail_actions": masks[env_id], "obs": observations[env_id]}
+        states = self._runner.states_seen()[0].copy() if self._sees_states else self._states(env_ids)
+        return _Seen(states, self._stepper.action_masks(self._agents), observations)
+
+    def _states(self, env_ids: Sequence[int]) -> NDArray[Any]:
+        """The states of these, where steps do not write them.
+
+        A simulator that has been rebuilt has none before its reset, and its next step reports the fault. Until then,
+        it is the last state of its episode that is known, or zeros.
+        """
+        space = self._runner.schema.state_space
+        assert space is not None
+        states = np.zeros((len(self._sent), *(space.shape or ())), space.dtype)
+        for env_id in env_ids:
+            if (latest := self._latest[env_id]) is not None:
+                states[env_id] = latest.states[env_id]
+        while asked := [env_id for env_id in env_ids if not self._runner.reports_restart(env_id)]:
+            try:
+                states[asked] = self.env.state(env_ids=asked)
+            except ParallelEnvError:
+                if self._runner.source.closed or not any(map(self._runner.reports_restart, asked)):
+                    raise
+            else:
+                break
+        return states
 
     def _call(self, command: str, env_ids: list[int]) -> None:
         """Call a method of simulators. A fault raises no error if environments are restarted, which logs it.
 
-        A simulator that has been constructed again is not called before its first reset, as it has nothing to tell:
-        SMAC's `get_stats` divides by its number of battles, which is 0. The reply is {}.
+        A simulator that has been rebuilt is not called before its reset, except `get_env_info`, and the reply is {}:
+        SMAC's `get_stats` divides by its number of battles, which is 0.
         """
         results = self._results(command, env_ids)
         for env_id in env_ids if _CALLS[command] else ():
@@ -391,14 +449,14 @@ class PyMARLConnection:
     def __init__(self, connections: PyMARLConnections, env_id: int) -> None:
         self.connections, self.env_id = connections, env_id
 
-    def send(self, message: tuple[str, Any]) -> None:
+    def send(self, message: Sequence[Any]) -> None:
         """Send a command; it waits until the next `recv` of any connection.
 
         Args:
-            message: The command and its data: `("step", actions)` with one integer for each agent, `("reset", None)`,
-                `("get_env_info", None)` and `("get_stats", None)`, which have replies; `("render", None)` and
-                `("save_replay", None)`, which have none; `("close", None)`, which closes this connection. The last one
-                that is closed ends the workers.
+            message: The command and its data, as a tuple or list: `("step", actions)` with one integer for each agent,
+                `("reset", None)`, `("get_env_info", None)` and `("get_stats", None)`, which have replies;
+                `("render", None)` and `("save_replay", None)`, which have none; `("close", None)`, which closes this
+                connection. The last one that is closed ends the workers.
 
         Raises:
             ResetNeeded: A step, but the environment was never reset, or its episode is over.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from helpers.pymarl_runner import Runner, process_connections
 from mpe2 import simple_spread_v3
+from simulators.crashing import FAULT_KINDS
 from simulators.skirmish import CountingSkirmish, GlobalSkirmish, ModernSkirmish, Skirmish, TallyingSkirmish
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
@@ -294,6 +297,156 @@ def test_a_neighbour_whose_episode_is_over_may_be_new():
     connections[0].connections.close()
 
 
+class LoggedSkirmish(TallyingSkirmish):
+    """Its episodes end at the limit. A rebuilt one writes calls before its first reset to a file.
+
+    Args:
+        log: The file.
+        dies_in: The reset, of the first life, in which the process ends.
+        restarts: See `Skirmish`.
+    """
+
+    episode_limit = 3
+
+    def __init__(self, log: Path, dies_in: int = 0, restarts: int = 0) -> None:
+        super().__init__(restarts=restarts)
+        self.log, self.dies_in, self.restarts = log, dies_in, restarts
+
+    def called(self, name: str) -> None:
+        super().called(name)
+        if self.restarts and not self.episodes and name != "reset":
+            with self.log.open("a") as file:
+                file.write(f"{name}\n")
+
+    def reset(self) -> None:
+        super().reset()
+        self.health[:] = self.enemy = 99
+        if self.restarts == 0 and self.episodes == self.dies_in:
+            os._exit(2)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_neighbour_that_was_reset_before_its_process_died_is_new(tmp_path, shared_memory):
+    """Its reset had ended; the process died in a later one of the same call."""
+    log = tmp_path / "calls"
+    log.touch()
+    first, second = (functools.partial(LoggedSkirmish, log, dies_in=dies_in) for dies_in in (0, 2))
+    connections = pymarl_connections([first, second], num_workers=1, on_error="restart", shared_memory=shared_memory)
+    env = connections[0].connections.parallel_env
+
+    def replies_to(*commands: str) -> list[Any]:
+        for command in commands:
+            for connection in connections:
+                connection.send((command, [1, 1, 1]))
+        return [connection.recv() for connection in connections]
+
+    def play() -> list[dict[str, Any]]:
+        replies = [replies_to("step") for _ in range(3)]
+        assert [reply["terminated"] for reply in replies[-1]] == [True, True]
+        return replies[-1]
+
+    replies_to("reset")
+    play()
+    resets = replies_to("render", "save_replay", "reset")
+    assert env.stats().restart_kinds == {"neighbour": 1, "death": 1}
+    assert [reply["obs"][0, 2] for reply in resets] == [0.0, 0.0]
+    assert resets[1]["state"][-1] == 0.0
+    assert np.array_equal(resets[0]["state"], resets[1]["state"] if shared_memory else np.zeros(5))
+    assert replies_to("render", "save_replay", "get_stats")[0] == {}
+    connections[0].send(("step", [1, 1, 1]))
+    reply = connections[0].recv()
+    assert reply["info"] == {"episode_limit": True, "restarted": True}
+    assert np.array_equal(reply["obs"], resets[0]["obs"])
+    assert np.array_equal(reply["state"], resets[0]["state"])
+    for _ in range(3):  # the simulator of environment 0 is not stepped
+        connections[1].send(("step", [1, 1, 1]))
+        other = connections[1].recv()
+    assert other["terminated"]
+    stats = replies_to("render", "save_replay", "get_stats")
+    assert stats[0] == {}
+    assert stats[1]["episodes"] == 1
+    replies_to("reset")
+    play()
+    assert [one["episodes"] for one in replies_to("get_stats")] == [1, 2]
+    assert env.stats().restarts == 2
+    connections[0].connections.close()
+    assert log.read_text() == ""
+
+
+@pytest.mark.parametrize(("fault", "restarts"), [("raise", 1), ("os._exit", 2)])
+def test_a_fault_in_the_state_where_steps_do_not_write_it(fault, restarts):
+    """With `shared_memory=False` states are asked for after the step, which has a reply of its own."""
+
+    class Stateless(Skirmish):
+        def __init__(self, env_id: int, restarts: int = 0) -> None:
+            super().__init__(seed=env_id)
+            self.fails = env_id == 1 and restarts == 0
+
+        def get_state(self) -> Any:
+            if self.fails and self.time == 1:
+                FAULT_KINDS[fault].cause()
+            return super().get_state()
+
+    connections = pymarl_connections([Stateless] * 2, num_workers=1, on_error="restart", shared_memory=False)
+    replies = []
+    for command in ("reset", "step", "step"):
+        for connection in connections:
+            connection.send((command, [1, 1, 1]))
+        replies.append([connection.recv() for connection in connections])
+    first, second, third = (reply[1] for reply in replies)
+    assert second["obs"][0, 2] == 1.0  # the time
+    assert not second["terminated"]
+    assert np.array_equal(second["state"], first["state"])
+    assert third["info"] == {"episode_limit": True, "restarted": True}
+    assert np.array_equal(third["obs"], second["obs"])
+    assert replies[2][0]["terminated"] is (fault == "os._exit")
+    assert connections[0].connections.parallel_env.stats().restarts == restarts
+    connections[0].connections.close()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_changed_reply_is_not_what_a_restart_repeats(shared_memory):
+    connections = pymarl_connections(
+        makers(fault="raise", fault_at=1)[:2], num_workers=1, on_error="restart", shared_memory=shared_memory
+    )
+    names = ("state", "avail_actions", "obs")
+    for command in ("reset", "step", "step"):
+        for connection in connections:
+            connection.send((command, [1, 1, 1]))
+        replies = [connection.recv() for connection in connections]
+        if "restarted" not in replies[0].get("info", {}):
+            expected = [{name: reply[name].copy() for name in names} for reply in replies]
+        else:
+            for reply, before in zip(replies, expected, strict=True):
+                assert all(np.array_equal(reply[name], before[name]) for name in names)
+            break
+        for reply in replies:
+            for name in names:
+                reply[name][...] = -7
+    else:
+        pytest.fail("there was no restart")
+    connections[0].connections.close()
+
+
+def test_messages_may_be_lists():
+    connections = pymarl_connections(makers()[:1], backend="serial")
+    (connection,) = connections
+    connection.send(["reset", None])
+    assert "obs" in connection.recv()
+    connection.send(["step", [1, 1, 1]])
+    assert connection.recv()["reward"] == pytest.approx(-0.3)
+    for wrong in (["reset"], ("reset", None, None), [], (), {"reset": None}, b"re", "re", None, 3):
+        with pytest.raises(TypeError, match=r"environment 0: expected a message \(command, data\), got"):
+            connection.send(wrong)
+    for unknown in ([None, None], [np.zeros(2), None], (["reset"], None)):
+        with pytest.raises(ValueError, match="environment 0: unknown command"):
+            connection.send(unknown)
+    connection.send(["close", None])
+    with pytest.raises(ClosedEnvironmentError):
+        connection.connections.parallel_env.reset()
+    connection.send(["close", None])  # once more is no error
+
+
 @pytest.mark.parametrize("name", ["render", "get_stats", "save_replay"])
 def test_a_call_that_fails(name, caplog):
     """It is an error, or a log record if environments are restarted; the next step then ends the episode."""
@@ -364,6 +517,27 @@ def test_without_common_reward_the_first_step_shows_the_form_of_rewards(form, ho
     assert rewards == [None, *[pytest.approx(sum(each) if form is sum else each) for each in listed]]
     assert {type(reward) for reward in rewards[1:]} == {float if form is sum else list}
     connections[0].close()
+
+
+def test_a_rebuilt_simulator_does_not_show_the_form_of_rewards():
+    """Environment 0 is rebuilt after its first step, as its neighbour's process dies: it knows no reward then."""
+
+    class Listing(Skirmish):
+        def step(self, actions: Any) -> Any:
+            rewards, over, limit = self.fight(actions)
+            return rewards, over or limit, {}
+
+    connections = pymarl_connections(
+        [Listing, functools.partial(Listing, fault="os._exit", fault_at=0)], num_workers=1, on_error="restart"
+    )
+    replies = []
+    for command in ("reset", "step", "reset", "step"):
+        for connection in connections:
+            connection.send((command, [1, 1, 1]))
+        replies.append([connection.recv() for connection in connections])
+    assert replies[1][1]["info"] == {"episode_limit": True, "restarted": True}
+    assert [reply["reward"] for reply in replies[3]] == [pytest.approx([-0.1] * 3)] * 2
+    connections[0].connections.close()
 
 
 def test_a_method_that_is_missing():
