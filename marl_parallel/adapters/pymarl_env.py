@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
 from collections.abc import Mapping, Sized
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsFloat
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -21,6 +22,9 @@ METHODS = ("get_env_info", "get_obs", "get_state", "get_avail_actions", "reset",
 
 EPISODE_LIMIT = "episode_limit"
 """The key of infos that tells that a limit of steps has ended the episode, not the simulator."""
+
+_NUMBERS = {float, int, np.float64, np.float32}
+"""The most frequent types of rewards."""
 
 _SIZES = {
     "n_agents": "", "n_actions": "get_total_actions", "obs_shape": "get_obs_size", "state_shape": "get_state_size",
@@ -182,17 +186,28 @@ class PyMARLEnv(Adapter):
 
     def _rewards(self, reward: Any) -> dict[AgentID, Any]:
         agents = self.possible_agents
-        shape = getattr(reward, "shape", None)
-        if isinstance(reward, list | tuple) or (shape is not None and math.prod(shape) != 1):
-            several = reward.reshape(-1) if isinstance(reward, np.ndarray) else reward
-            if len(several) != len(agents):
-                raise self._wrong_result("step", f"one reward, or {len(agents)}, one per agent", reward)
-            self.common_reward = False
-            return dict(zip(agents, several))
-        if isinstance(reward, np.ndarray):
-            reward = reward.reshape(())[()]
-        self.common_reward = True
-        return dict.fromkeys(agents, reward)
+        if type(reward) in _NUMBERS:
+            self.common_reward = True
+            return dict.fromkeys(agents, reward)
+        if isinstance(reward, list | tuple):
+            several = [*reward] if {*map(type, reward)} <= _NUMBERS else [*map(_number, reward)]
+        elif math.prod(getattr(reward, "shape", ())) == 1:
+            several = [_number(reward)]
+            self.common_reward = several != [None]
+            if self.common_reward:
+                return dict.fromkeys(agents, several[0])
+        else:
+            several = [*reward.reshape(-1)] if hasattr(reward, "reshape") else []
+            if not {*map(type, several)} <= _NUMBERS:
+                several = [*map(_number, several)]
+        if len(several) != len(agents) or any(one is None for one in several):
+            form = f"a number as the reward, or a list or array of {len(agents)} numbers, one per agent"
+            raise self._mismatch(
+                f"`step` of {type_name(self.source)} must return {form}; the reward that it returned is "
+                f"{reprlib.repr(reward)} ({described(reward)})"
+            )
+        self.common_reward = False
+        return dict(zip(agents, several))
 
     def _observations(self) -> dict[AgentID, Any]:
         agents, seen = self.possible_agents, self._get_obs()
@@ -226,6 +241,18 @@ class PyMARLEnv(Adapter):
         if info:
             infos[COMMON] = info
         return infos
+
+
+def _number(value: Any) -> Any:
+    """A number, or the only one of a list or array; None for anything else."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, np.ndarray):
+        value = value.reshape(())[()] if value.size == 1 else None
+    if isinstance(value, np.generic):
+        return value if value.dtype.kind in "biuf" else None
+    is_number = isinstance(value, SupportsFloat) and math.prod(getattr(value, "shape", ())) == 1
+    return value if is_number else None
 
 
 def is_pymarl(source: Any) -> bool:

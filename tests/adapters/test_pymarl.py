@@ -30,7 +30,7 @@ from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
 from marl_parallel.adapters import AdapterMismatch, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.pymarl_env import PyMARLEnv
-from marl_parallel.vector import StackedVecEnv
+from marl_parallel.vector import PyMARLConnections, StackedVecEnv
 from marl_parallel.wrappers import pad_spaces
 
 KINDS = [Skirmish, Wrapped, Independent, Silent]
@@ -317,6 +317,39 @@ def test_masks_of_a_standby_worker(mode):
     assert recycled > 2
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [[1.0], [2.0], [3.0]],
+        np.array([[1.0], [2.0], [3.0]]),
+        np.array([[1.0, 2.0, 3.0]]),
+        [np.array([1.0]), np.array([[2.0]]), np.array(3.0)],
+        ((1.0,), [2], np.float32(3.0)),
+        np.array([1.0, 2.0, 3.0], object),
+    ],
+    ids=["lists", "column", "row", "arrays", "mixed", "objects"],
+)
+def test_rewards_of_each_may_be_lists_or_arrays_of_one(rewards):
+    """In the dicts, and in a facade's arrays."""
+
+    class Columns(Wrapped):
+        def step(self, actions: Any) -> Any:
+            seen, _, *others = super().step(actions)
+            return seen, rewards, *others
+
+    with ParallelEnv([Columns], backend="serial") as env:
+        env.reset()
+        received = env.step([{}])[1][0]
+        assert received == dict(zip(AGENTS, [1.0, 2.0, 3.0]))
+        assert not any(isinstance(reward, list | np.ndarray) for reward in received.values())
+    with ParallelEnv([Columns], auto_reset=False, backend="serial", seed="own") as env:
+        connection = PyMARLConnections(env)[0]
+        connection.send(("reset", None))
+        masks = connection.recv()["avail_actions"]
+        connection.send(("step", masks.argmax(1)))
+        assert connection.recv()["reward"] == [1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("common_reward", [True, False])
 @pytest.mark.parametrize(
     "key",
@@ -440,6 +473,10 @@ def test_sizes_that_make_no_sense_are_refused(entry, value, expected):
         adapt(Wrong())
 
 
+REWARDS = (
+    r"`step` .* must return a number as the reward, or a list or array of 3 numbers, one per agent; the reward that it "
+    "returned is"
+)
 RESULTS = r"\(reward, terminated, info\) or \(observations, reward, terminated, truncated, info\)"
 
 
@@ -452,8 +489,19 @@ RESULTS = r"\(reward, terminated, info\) or \(observations, reward, terminated, 
         ("step", (0.0, [False] * 3, {}), "`step` .* must return one terminated flag for all agents; it returned 3 val"),
         ("step", (0.0, None, {}), "`step` .* must return one terminated flag for all agents; .* type NoneType"),
         ("step", (0.0, False, []), "`step` .* must return a dict of infos; it returned 0 values"),
-        ("step", ([0.0] * 2, False, {}), "`step` .* must return one reward, or 3, one per agent; it returned 2 values"),
-        ("step", (np.zeros(4), False, {}), r"must return one reward, or 3, one per agent; .* and shape \(4,\)"),
+        ("step", ([0.0] * 2, False, {}), rf"{REWARDS} \[0.0, 0.0\] \(2 values: \(float, float\)\)"),
+        ("step", (np.zeros(4), False, {}), rf"{REWARDS} array.* and shape \(4,\)"),
+        ("step", (np.zeros((3, 2)), False, {}), rf"{REWARDS} array.* and shape \(3, 2\)"),
+        ("step", ([[1.0, 2.0]] * 3, False, {}), rf"{REWARDS} \[\[1.0, 2.0\], .* \(3 values: \(list, list, list\)\)"),
+        ("step", ([1.0, [], 2.0], False, {}), rf"{REWARDS} \[1.0, \[\], 2.0\]"),
+        ("step", ([1.0, None, 2.0], False, {}), rf"{REWARDS} \[1.0, None, 2.0\]"),
+        ("step", (["1", "2", "3"], False, {}), rf"{REWARDS} \['1', '2', '3'\]"),
+        ("step", (np.array(["1", "2", "3"]), False, {}), rf"{REWARDS} array"),
+        ("step", (np.array([1j, 2, 3]), False, {}), rf"{REWARDS} array"),
+        ("step", ({"agent_0": 1.0}, False, {}), rf"{REWARDS} \{{'agent_0': 1.0\}} \(one value of type dict"),
+        ("step", ("1", False, {}), rf"{REWARDS} '1' \(one value of type str"),
+        ("step", (None, False, {}), rf"{REWARDS} None \(one value of type NoneType"),
+        ("step", (np.array([None]), False, {}), rf"{REWARDS} array\(\[None\]"),
         ("reset", [0, 1, 2], r"`reset` .* must return nothing, \(observations, state\) or \(observations, info\); it"),
         ("reset", {"agent_0": 1}, r"`reset` .* must return nothing, .*; it returned one value of type dict"),
         (
