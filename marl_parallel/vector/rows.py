@@ -242,8 +242,8 @@ def came_back(
     may_be_back = stepper.runner.schema.rules is Rules.DICT
     for env_id, place in places:
         if begins[env_id]:
-            info = arrays.infos.get(env_id, {}).get(agents[place]) if may_be_back else None
-            back[env_id, place] = isinstance(info, Mapping) and FINAL_OBS in info
+            agent = agents[place]
+            back[env_id, place] = may_be_back and _is_seen_last(arrays, env_id, agent, columns[agent])
         else:
             back[env_id, place] = agents[place] in alive[env_id]
     return back
@@ -257,9 +257,26 @@ def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> 
     over = arrays.terminated | arrays.truncated
     part |= arrays.observed & ~over[:, None]  # after the end of an episode, observations are those of the next one
     for env_id in np.flatnonzero(over).tolist():
-        infos = arrays.infos.get(env_id, {})
-        part[env_id] |= [isinstance(infos.get(agent), Mapping) and FINAL_OBS in infos[agent] for agent in agents]
+        part[env_id] |= [_is_seen_last(arrays, env_id, agent, column) for column, agent in enumerate(agents)]
     return part
+
+
+def _is_seen_last(arrays: Arrays, env_id: int, agent: AgentID, column: int) -> bool:
+    """Whether an agent was observed in the last step of an episode, with SAME_STEP.
+
+    In a restart, the last observations known include those of agents that had ended in the step before.
+    """
+    infos = arrays.infos.get(env_id, {})
+    info = infos.get(agent)
+    if not isinstance(info, Mapping) or FINAL_OBS not in info:
+        return False
+    return bool(arrays.rewarded[env_id, column]) or not has_restarted(infos)
+
+
+def has_restarted(infos: Mapping[Any, Any]) -> bool:
+    """Whether the infos of an environment say that it has been restarted."""
+    common = infos.get(COMMON)
+    return isinstance(common, Mapping) and common.get("restarted") is True
 
 
 def inherited_flags(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> Flags:

@@ -30,7 +30,7 @@ from marl_parallel.core.spaces import padded_space
 from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
-from marl_parallel.vector.rows import agent_info, came_back, env_infos
+from marl_parallel.vector.rows import agent_info, came_back, env_infos, has_restarted
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, simulators
 
 BAD_TRANSITION = "bad_transition"
@@ -144,11 +144,6 @@ def _blank(value: Any) -> Any:
     if isinstance(value, bool | int | float | np.number | np.bool_):
         return type(value)(0)
     return np.zeros_like(value) if isinstance(value, np.ndarray) and value.dtype != object else value
-
-
-def _has_restarted(infos: Mapping[Any, Any]) -> bool:
-    common = infos.get(COMMON)
-    return isinstance(common, Mapping) and common.get("restarted") is True
 
 
 class _Joined:
@@ -566,7 +561,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
                 entries["original_avail_actions"] = None
                 return entries
             final = [self._final_masks(infos, acted) for acted in self._acted]
-            if last_masks is not None and _has_restarted(infos) and not any(known for _, known in final):
+            if last_masks is not None and has_restarted(infos) and not any(known for _, known in final):
                 entries["original_avail_actions"] = last_masks[env_id].copy()  # the step did not end
             else:
                 entries["original_avail_actions"] = self._choices([masks for masks, _ in final])[0]
@@ -609,7 +604,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
 
         In the first step of an episode, they are blank: what trainers count at each end has been counted.
         """
-        restarted = [env_id for env_id in ended if _has_restarted(arrays.infos.get(env_id, {}))]
+        restarted = [env_id for env_id in ended if has_restarted(arrays.infos.get(env_id, {}))]
         # A restart's own are not kept: the next step may be a restart, too.
         without = {env_id: infos for env_id, infos in arrays.infos.items() if env_id not in restarted}
         before, any_infos = {}, [*without.values(), *self._latest_infos.values()]

@@ -502,3 +502,39 @@ def test_saved_states(name):
         first.step(actions[start])
     first.close()
     other.close()
+
+
+class Relay:
+    """`first` ends in step 3; step 4 raises in the first life."""
+
+    possible_agents = ("first", "second")
+    observation_space = spaces.Dict(dict.fromkeys(possible_agents, spaces.Box(-1, 1, (2,))))
+    action_space = spaces.Dict(dict.fromkeys(possible_agents, spaces.Discrete(2)))
+
+    def __init__(self, restarts: int) -> None:
+        self.raises = restarts == 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.time = 0
+        return dict.fromkeys(self.possible_agents, np.ones(2, np.float32)), {}
+
+    def step(self, actions: Any) -> Any:
+        self.time += 1
+        if self.time == 4 and self.raises:
+            raise RuntimeError("the baton is lost")
+        agents = self.possible_agents if self.time <= 3 else ("second",)
+        observations = dict.fromkeys(agents, np.ones(2, np.float32))
+        flags = {"first": True, "__all__": False} if self.time == 3 else {"__all__": False}
+        return observations, dict.fromkeys(agents, 1.0), flags, {"__all__": False}, {}
+
+
+def test_a_restart_right_after_an_end_is_no_return():
+    """The last observations known include that of the agent that has ended; its row has zeros at its second end."""
+    env = SB3VecEnv(ParallelEnv([Relay], backend="serial", on_error="restart"))
+    env.reset()
+    for _ in range(4):
+        _, _, dones, infos = env.step(np.zeros(2, int))
+    assert dones.all()
+    assert [info["TimeLimit.truncated"] for info in infos] == [False, True]
+    assert [info["terminal_observation"].tolist() for info in infos] == [[0, 0], [1, 1]]
+    env.close()
