@@ -5,7 +5,8 @@
 
 It needs `pip install -e ".[mpe]"`. After each update of the policy, one file is written that has everything: the
 weights, the generator of random numbers, the curve, and the states of all environments, which are in the middle of
-their episodes. Slurm's `--requeue` and spot machines need no more than that.
+their episodes. A job that starts again, by Slurm's `--requeue` or on another spot machine, runs the same command again.
+docs/clusters.md has a job script; docs/checkpoints.md says how to save at SIGTERM, too.
 
 Three agents of simple_spread share a linear policy, which is trained by REINFORCE in NumPy.
 """

@@ -138,8 +138,8 @@ MUTATIONS = [
     Mutation(
         "a replay has the steps of the episode before",
         "pool/replay.py",
-        "        history.steps.clear()\n",
-        "",
+        "        history.steps.clear()\n        history.count, history.begun",
+        "        history.count, history.begun",
     ),
     Mutation(
         "derived seeds are those of the next restart",
@@ -157,8 +157,8 @@ MUTATIONS = [
     Mutation(
         "quick steps skip what restarts must see",
         "pool/pool.py",
-        ("self.is_lean = len(done) == len(self.slots) and not self._owes_extensions() and self._are_quiet()"),
-        "self.is_lean = len(done) == len(self.slots)",
+        "not self.replaced and not self._owes_extensions() and self._are_quiet()\n",
+        "not self.replaced\n",
         blind=True,
     ),
     Mutation(
@@ -227,8 +227,8 @@ MUTATIONS = [
     Mutation(
         "a rebuilt worker stops writing states and rollouts",
         "pool/rebuilds.py",
-        "reset=reset, keywords=keywords, watch=self.watch)",
-        "reset=reset, keywords=keywords)",
+        "keywords=keywords, watch=self.watch, options=record.options)",
+        "keywords=keywords, options=record.options)",
         blind=True,
         survives="the simulation watches no states; test_a_restarted_environment_has_its_last_known_state fails",
     ),
@@ -285,15 +285,15 @@ MUTATIONS = [
     Mutation(
         "replay misses the automatic reset before a reset",
         "pool/replay.py",
-        ("                self._catch_up(env_id, history)\n                self._begin(history, {**"),
-        "                self._begin(history, {**",
+        "                self._catch_up(env_id, history)\n                self._begin(history, _keywords(",
+        "                self._begin(history, _keywords(",
         blind=True,
     ),
     Mutation(
         "the step that resets counts in replays",
         "pool/replay.py",
-        ("            self._begin(history, history.postponed or {})\n            return False\n"),
-        ("            self._begin(history, history.postponed or {})\n            return True\n"),
+        "            self._begin(history, {})\n            return False\n",
+        "            self._begin(history, {})\n            return True\n",
         blind=True,
     ),
     Mutation(

@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from helpers import ROOT
 
 from marl_parallel.core import codec
+from simulation.mutants import MUTATIONS
+from simulation.mutations import mutated
 from simulation.schedule import run
 from simulation.shrinking import report
 
@@ -57,3 +60,9 @@ def test_first_histories_have_faults_of_all_kinds():
     for call in ("step", "step_some", "reset", "recv", "call", "restart"):
         closed = kinds[f"close in {call}"] + kinds[f"close by a thread in {call}"]
         assert closed, f"no close in the middle of {call}"
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.name)
+def test_mutations_fit_the_code(mutation):
+    """Each replaces a text that occurs once, so that `mutations.py` can put all of these faults into the pool."""
+    assert mutated(mutation) != (ROOT / "marl_parallel" / "core" / mutation.file).read_text()
