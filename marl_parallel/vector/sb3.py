@@ -96,9 +96,9 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
 
     At the end of an agent's own episode, its death or that of its environment, its info has the return and length as
     `episode`, in the form of Stable-Baselines3's `Monitor`. The second end of the row of a dead agent has none, also
-    with a `VecMonitor` around: it keeps `episode` as it is here, and adds its `info_keywords`; they are None in rows for
-    which the simulator returned nothing, as in a step that a restart ended. The row of an agent that comes back after
-    its end is data again, and its next end has a return and a length of its own.
+    with a `VecMonitor` around: it keeps `episode` as it is here, and adds its `info_keywords`. They are None in rows
+    for which the simulator returned nothing, as in a step that a restart ended. The row of an agent that comes back
+    after its end is data again, and its next end has a return and a length of its own.
 
     **Rows of absent agents are trained on**, as episodes of return 0, unless `SB3RolloutBuffer` leaves them out; see
     `docs/facades.md`.
