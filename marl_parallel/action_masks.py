@@ -26,6 +26,8 @@ def mask_of(observation: Any, info: Any) -> Any:
 
 def own_mask(mask: Any) -> Any:
     """A mask in new arrays, with its dicts and tuples kept; arrays of zeros and ones become bool, others do not."""
+    if type(mask) is np.ndarray and mask.dtype.kind in _NUMBERS:
+        return mask.astype(np.bool_) if _is_binary(mask) else mask.copy()
     if isinstance(mask, Mapping):
         return {key: own_mask(part) for key, part in mask.items()}
     if mask is None:
@@ -36,8 +38,7 @@ def own_mask(mask: Any) -> Any:
         array = np.array(mask)
     except Exception:  # whatever an object's `__array__` raises; of lists, because of rows of different lengths
         return tuple(map(own_mask, mask)) if isinstance(mask, list) else mask
-    is_binary = array.dtype.kind in _NUMBERS and bool(((array == 0) | (array == 1)).all())
-    return array.astype(np.bool_) if is_binary else array
+    return array.astype(np.bool_) if array.dtype.kind in _NUMBERS and _is_binary(array) else array
 
 
 def for_sample(space: Space[Any], mask: Any) -> Any:
@@ -120,13 +121,23 @@ def _is_sequence(mask: Any, length: int) -> bool:
 
 def _numbers(mask: Any, shape: tuple[int, ...], values: tuple[int, ...]) -> NDArray[np.int8] | None:
     array = np.asarray(mask) if isinstance(mask, np.ndarray | list | tuple) else None
-    if array is None or array.dtype.kind not in _NUMBERS or array.shape != shape or not np.isin(array, values).all():
+    if array is None or array.dtype.kind not in _NUMBERS or array.shape != shape:
+        return None
+    # `np.isin` takes longer than the draw itself.
+    if array.dtype != np.bool_ and not np.logical_or.reduce([array == value for value in values]).all():
         return None
     return array.astype(np.int8)
 
 
+def _is_binary(array: NDArray[Any]) -> bool:
+    """Whether an array of numbers is zeros and ones."""
+    return array.dtype == np.bool_ or bool(((array == 0) | (array == 1)).all())
+
+
 def _of_space(space: spaces.Discrete | spaces.MultiDiscrete, mask: Any) -> Any:
-    return _of_choices(space.n if isinstance(space, spaces.Discrete) else space.nvec, mask)
+    if isinstance(space, spaces.Discrete):
+        return _numbers(mask, (int(space.n),), (0, 1))
+    return _of_choices(space.nvec, mask)
 
 
 def _of_choices(counts: Any, mask: Any) -> Any:

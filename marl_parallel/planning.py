@@ -135,7 +135,11 @@ def plan(
 
 
 class WaitingRemark:
-    """A line in the log after 100 batches, if more workers than CPUs may be faster."""
+    """A line in the log after 100 batches, if simulators mostly wait, so that more workers than CPUs may be faster.
+
+    Made only with the default number of workers, and if there are more environments: then each CPU has a worker, and
+    more of them pay off only for simulators that wait.
+    """
 
     def __init__(self, backend: Backend, num_workers: int) -> None:
         self._backend, self._workers, self._batches = backend, range(num_workers), 0
@@ -150,8 +154,8 @@ class WaitingRemark:
         cpu, inside = (now - before for now, before in zip(self._totals(), self._before))
         if cpu < _MOSTLY_WAITS * inside:
             logger.info(
-                "workers need a CPU for %.0f %% of the time that they are inside simulators: more workers may be "
-                'faster; pass num_workers=..., or backend="auto", which measures it',
+                "simulators mostly wait: workers need a CPU for %.0f %% of the time that they spend in simulators. "
+                'More workers than CPUs may be faster: pass num_workers=..., or backend="auto", which measures it',
                 100 * cpu / inside,
             )
         return False

@@ -200,7 +200,8 @@ def tune(
 
     Every setting is measured once, the better half of them twice more, the best quarter three times more. Of those
     within 2 % of the best, tune proposes the one with the fewest environments. It then compares that one with a plain
-    loop and with backend="serial", and advises against workers where they do not pay off.
+    loop and with backend="serial", and advises against workers where they do not pay off. It proposes nothing if the
+    load is above the number of CPUs, or rounds of the same setting differ by more than a third.
 
     [bold]Example[/bold]:  marl-parallel tune mpe2.simple_spread_v3 --memory 2GB
     """
@@ -222,8 +223,8 @@ def tune(
             measure = functools.partial(measuring.measure_alike, constructor, adapted, seconds, on_turn)
             best, trials = measuring.search(settings, measure, limit)
             in_turns = measuring.compare(constructor, adapted, seconds, best, measure)
-    result = reporting.tune_result(env, json.loads(env_kwargs), best, trials, in_turns)
-    result |= {"machine": described, "memory_limit": limit}
+    result = reporting.tune_result(env, json.loads(env_kwargs), best, trials, in_turns, described)
+    result |= {"memory_limit": limit}
     if not as_json:
         reporting.show_tune(result)
     deliver(result, as_json, output)

@@ -133,6 +133,7 @@ class Finding(NamedTuple):
 
 
 _IN_RESET = "draw from a generator that is made in `reset` from its seed (gymnasium.utils.seeding.np_random)"
+_ISOLATED = "pass isolate_rng=True to ParallelEnv, so that each environment has states of its own, from its seed"
 _PICKLED = "it then works, but travels pickled, which is slower"
 _ONE_PER_PROCESS = (
     "one simulation per process: pass envs_per_worker=1 to ParallelEnv, so that each environment has a worker process "
@@ -192,7 +193,7 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
         f"{_IN_RESET}, not from `random` or `np.random`, which belong to the whole process, and sort sets"),
     "process-wide generators": (Question.DETERMINISM, REMARK,
         "it draws from, or seeds, {names}, which all environments of a process share",
-        f"pass isolate_rng=True to ParallelEnv, so that each environment has states of its own; or {_IN_RESET}"),
+        f"{_ISOLATED}; or {_IN_RESET}"),
     "random without a seed": (Question.DETERMINISM, PROBLEM,
         "an episode that begins with a seed can be repeated, but one that begins without, as after an automatic "
         "reset, cannot: two runs with the same seed and actions differ from {where} on",
@@ -211,6 +212,9 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
         "`step` waits for the slowest environment; send and recv(min_envs=...) go on with the others"),
     "long resets": (Question.COST, REMARK, "long resets (as long as {ratio:.0f} steps)",
         "`step` waits for environments that are reset; send and recv(min_envs=...) go on with the others"),
+    "lists": (Question.COST, REMARK, "{parts} come as {kinds}, not as arrays",
+        "return NumPy arrays of the space's dtype; tuples and lists are converted one by one, which takes tens of "
+        "microseconds a step"),
     "short steps": (Question.COST, REMARK, "short steps ({us:.0f} µs, less than it takes to wake a worker)",
         'a plain loop or backend="serial" is usually faster; `marl-parallel tune` compares them'),
 }
@@ -712,6 +716,8 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     probe.result.facts |= traits.facts()
     if traits.unseen:
         probe.find("no last observation", "step", agents=_few(sorted(traits.unseen)))
+    if traits.lists:
+        probe.find("lists", "step", **traits.in_place_of_arrays())
     probe.result.checked.add(Question.SPACES)
     used = yield from _run_alone(probe, solo, SEED, min(job.steps, 20), job.seconds)
     if takes_seed and (where := first_difference(used, trace)) is not None:
@@ -981,6 +987,7 @@ class Traits:
     late: set[str] = field(default_factory=set)  # join an episode after its reset
     early: set[str] = field(default_factory=set)  # end while others go on
     unseen: set[str] = field(default_factory=set)  # have no observation in the step that truncates them
+    lists: dict[str, set[str]] = field(default_factory=dict)  # by part: types of values in place of arrays
     takes_turns: bool = False
     _agents: set[Any] = field(default_factory=set)  # the agents of the present episode
     _ended: set[Any] = field(default_factory=set)
@@ -1006,11 +1013,62 @@ class Traits:
             str(agent) for agent in observations if mask_of(observations[agent], infos.get(agent)) is not None
         }
         self.takes_turns |= env.turn() is not None
+        self._note_lists(env, observations, results[0] if results else {}, infos)
+
+    def _note_lists(
+        self, env: MultiAgentEnv, observations: Mapping[Any, Any], rewards: Mapping[Any, Any], infos: Mapping[Any, Any]
+    ) -> None:
+        found: list[tuple[str, Iterator[str]]] = []
+        for agent, seen in observations.items():
+            acts = env.action_spaces.get(agent)
+            if acts is not None and for_sample(acts, mask_of(seen, infos.get(agent))) is not None:
+                sources = [source for source in (seen, infos.get(agent)) if isinstance(source, Mapping)]
+                found += [("masks", _lists_in(source.get(KEY))) for source in sources]
+            if isinstance(seen, Mapping):
+                seen = {key: value for key, value in seen.items() if key != KEY}
+            found.append(("observations", _lists_of(seen, env.observation_spaces.get(agent))))
+        found += [("rewards", _lists_of(reward, env.reward_spaces.get(agent))) for agent, reward in rewards.items()]
+        for part, kinds in found:
+            for kind in kinds:
+                self.lists.setdefault(part, set()).add(kind)
+
+    def in_place_of_arrays(self) -> dict[str, str]:
+        """The fields of the finding "lists"."""
+        kinds = sorted(set[str]().union(*self.lists.values()), reverse=True)
+        parts = [part for part in ("observations", "masks", "rewards") if part in self.lists]
+        return {"parts": " and ".join(", ".join(parts).rsplit(", ", 1)), "kinds": " and ".join(f"{k}s" for k in kinds)}
 
     def facts(self) -> dict[str, Any]:
         """For `Examination.facts`."""
         agents = {"masked_agents": self.masked, "late_agents": self.late, "early_agents": self.early}
         return {**{name: sorted(found) for name, found in agents.items()}, "takes_turns": self.takes_turns}
+
+
+def _lists_of(value: Any, space: Space[Any] | None) -> Iterator[str]:
+    """The types of tuples and lists in a value whose space says an array there."""
+    if isinstance(space, spaces.Dict):
+        for key, child in space.spaces.items() if isinstance(value, Mapping) else ():
+            yield from _lists_of(value.get(key), child)
+    elif not isinstance(value, tuple | list):
+        return
+    elif isinstance(space, ARRAY_SPACES):
+        yield "tuple" if isinstance(value, tuple) else "list"
+    elif isinstance(space, spaces.Tuple):
+        for part, child in zip(value, space.spaces):
+            yield from _lists_of(part, child)
+
+
+def _lists_in(mask: Any) -> Iterator[str]:
+    """The types of tuples and lists of numbers in a mask; a tuple of arrays is a form of masks."""
+    if isinstance(mask, Mapping):
+        for part in mask.values():
+            yield from _lists_in(part)
+    elif isinstance(mask, tuple | list):
+        if any(isinstance(part, Mapping | tuple | list | np.ndarray) for part in mask):
+            for part in mask:
+                yield from _lists_in(part)
+        elif any(part is not None for part in mask):
+            yield "tuple" if isinstance(mask, tuple) else "list"
 
 
 def _few(agents: Sequence[str]) -> str:
@@ -1258,9 +1316,12 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
             ((_, third),) = run_probes([again], 1, on_start)
             of_process = third.traces and _difference(first, third.traces) is None
             name = "random of the process" if of_process else "random without a seed" if unseeded else "random"
-            if of_process and facts["generators"]:
+            of_generators = of_process and facts["generators"]
+            if of_generators:
                 where += f"; it uses {' and '.join(facts['generators'])}"
             finding = _finding(name, where=where)
+            if of_generators:
+                finding = finding._replace(advice=f"{_ISOLATED}; or {finding.advice}")
             if not facts["takes_seed"]:
                 finding = finding._replace(advice=f"let `reset` take a `seed`; {finding.advice}")
             finding = finding._replace(where=_method("reset", defined))
@@ -1295,9 +1356,20 @@ def _difference(first: dict[int, Trace], again: dict[int, Trace]) -> tuple[int, 
 # -- the report in the terminal ----------------------------------------------------------------------------------------
 
 
+def entries(result: Examination) -> list[tuple[Finding, list[str]]]:
+    """The findings as `show` prints them, with backends: the same finding about several backends is one entry."""
+    groups: dict[Any, tuple[Finding, list[str]]] = {}
+    for one in result.findings:
+        name = one.question.name.lower()
+        about_backend = name in BACKENDS
+        _, backends = groups.setdefault((one.severity, one.what) if about_backend else one, (one, []))
+        backends.extend([name] * about_backend)
+    return [*groups.values()]
+
+
 def next_step(result: Examination) -> str:
     """What to do next."""
-    problems = sum(finding.severity is PROBLEM for finding in result.findings)
+    problems = sum(finding.severity is PROBLEM for finding, _ in entries(result))
     name = shlex.quote(result.environment)
     if problems:
         what = "the problem" if problems == 1 else f"the {problems} problems"
@@ -1330,20 +1402,14 @@ def show(result: Examination) -> None:
         console.print(f"Seen: {escape(in_words(facts))}", soft_wrap=True)
     if facts.get("tests"):
         console.print(f"Tests run: {', '.join(facts['tests'])}")
-    groups: dict[Any, tuple[Finding, list[str]]] = {}  # the same finding about several backends is shown once
-    for one in result.findings:
-        name = one.question.name.lower()
-        about_backend = name in BACKENDS
-        _, backends = groups.setdefault(one.what if about_backend else one, (one, []))
-        backends.extend([name] * about_backend)
-    for one, backends in groups.values():
+    for one, backends in entries(result):
         where = f" (backend: {', '.join(backends)})" if backends else ""
         colour = "red" if one.severity is PROBLEM else "yellow"
         console.print(f"\n[{colour}]{one.severity.value}[/]: {escape(one.what)}{where}")
         if one.where:
             console.print(f"  where: {escape(one.where)}")
         console.print(f"  what to do: {escape(one.advice)}")
-    if groups:
+    if result.findings:
         console.print()
 
 

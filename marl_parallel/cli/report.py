@@ -12,7 +12,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import distributions as installed
@@ -40,6 +40,8 @@ GREY = "#555555"
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 FORMATS = (".png", ".svg", ".pdf")
 LINE_EVERY_S = 30.0
+IN_TURNS = "in turns"
+_RELIABLE = 1 / 3  # the greatest difference between rounds of one setting, as a share of the fastest round
 PLOT_LABEL = "environment steps per second (small: µs per step)"
 _DISTRIBUTIONS = ("marl-parallel", "numpy", "gymnasium", "pettingzoo")
 _PATTERNS = {STEP: "", ASYNC: "////", measure.PETTINGZOO: "....", measure.GYMNASIUM: "xxxx"}
@@ -147,24 +149,33 @@ def _wide_console() -> Console:
 
 
 def show_tune(result: dict[str, Any]) -> None:
-    """Print a `tune_result` with its machine: the settings, the fastest first, the advice and the line to paste."""
+    """Print a `tune_result`: the settings, the fastest first, the comparison, the advice and the line to paste."""
     console, best, pays_off = _wide_console(), result["best"], result["pays_off"]
+    proposes = pays_off and result["reliable"]
     table = _table(result["environment"], box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("workers", "per worker", "environments", "by", "steps/s", "± %", "rounds", "memory", ""):
         table.add_column(heading, justify="left" if heading in ("by", "") else "right", no_wrap=True)
     for trial in result["trials"]:
         remark, style = ("", None) if trial["fits"] else ("too large", "dim")
         if trial == best:
-            remark, style = "proposed" if pays_off else "fastest", "bold green"
-        counts = [str(trial[name]) for name in ("num_workers", "envs_per_worker", "num_envs")]
-        way = "send, recv" if trial["way"] == ASYNC else "step"
-        table.add_row(*counts, way, *_speed(trial["rounds"]), in_size(trial["memory"]), remark, style=style)
+            remark, style = "proposed" if proposes else "fastest in the search", "bold green"
+        speed = _speed(trial["rounds"])
+        table.add_row(*_counts_and_way(trial), *speed, in_size(trial["memory"]), remark, style=style)
+    table.add_section()
+    table.add_row(*_counts_and_way(best), *_speed(result["in_turns"][measure.WORKERS]), "", IN_TURNS)
     for name in (measure.SERIAL, measure.PLAIN_LOOP):
-        table.add_row("", "", str(best["envs_per_worker"]), name, *_speed(result["in_turns"][name]), "", "")
+        table.add_row("", "", str(best["envs_per_worker"]), name, *_speed(result["in_turns"][name]), "", IN_TURNS)
     console.print(table)
     console.print(f"[dim]{escape(in_one_line(result['machine']))}", highlight=False)
-    console.print(f"\n{result['advice']}", style=None if pays_off else "bold yellow", markup=False, highlight=False)
-    console.print(result["code"], markup=False, highlight=False, soft_wrap=True)
+    style = None if proposes else "bold yellow"
+    console.print(f"\n{result['advice']}", style=style, markup=False, highlight=False, soft_wrap=True)
+    if result["reliable"]:
+        console.print(result["code"], markup=False, highlight=False, soft_wrap=True)
+
+
+def _counts_and_way(trial: dict[str, Any]) -> list[str]:
+    counts = [str(trial[name]) for name in ("num_workers", "envs_per_worker", "num_envs")]
+    return [*counts, "send, recv" if trial["way"] == ASYNC else "step"]
 
 
 def next_after_bench(report: Report, environment: str) -> str:
@@ -187,6 +198,8 @@ def next_after_bench(report: Report, environment: str) -> str:
 
 def next_after_tune(result: dict[str, Any]) -> str:
     """What to do next with a `tune_result`."""
+    if not result["reliable"]:
+        return f"run marl-parallel tune {shlex.quote(result['environment'])} again on an idle machine, with --seconds 5"
     lines = "lines" if "\n" in result["code"] else "line"
     return f"copy the {lines} above into your program"
 
@@ -197,30 +210,46 @@ def _speed(rounds: Sequence[float]) -> tuple[str, str, str]:
 
 
 def tune_result(
-    environment: str, env_kwargs: dict[str, Any], best: Trial, trials: Sequence[Trial], in_turns: dict[str, list[float]]
+    environment: str,
+    env_kwargs: dict[str, Any],
+    best: Trial,
+    trials: Sequence[Trial],
+    in_turns: dict[str, list[float]],
+    machine: dict[str, Any],
 ) -> dict[str, Any]:
-    """The measurements of `tune`, the fastest trials first, and its proposal, in values that JSON has."""
+    """The measurements of `tune`, the fastest trials first, and its proposal, in values that JSON has.
+
+    `machine` is what `machine()` returned before the measurements. If they are not `reliable`, `advice` says why.
+    """
     loop, serial, workers = (
         statistics.median(in_turns[name]) for name in (measure.PLAIN_LOOP, measure.SERIAL, measure.WORKERS)
     )
+    doubts = _doubts(best, in_turns, machine)
     pays_off, setting = workers > loop, best.setting
     arguments = [
         json.dumps(environment),  # quoted, also with the backslashes of Windows
         f"num_envs={setting.num_envs}",
         *([f"env_kwargs={env_kwargs!r}"] if env_kwargs else []),
     ]
-    if pays_off:
-        advice = f"{workers / loop:.2f} times the speed of a plain loop, in rounds that took turns."
-        if workers / loop - 1 < max(measure.spread(in_turns[name]) for name in (measure.PLAIN_LOOP, measure.WORKERS)):
-            advice += " The rounds differ by more than that: measure again with more --seconds, on an idle machine."
-        arguments.append(f"num_workers={setting.num_workers}")
-    else:
-        faster = "a plain loop or backend='serial' is" if serial > workers else "a plain loop is"
+    figures = (
+        f"In rounds that took turns, a plain loop reaches {loop:,.0f} steps/s, backend='serial' {serial:,.0f} and the "
+        f"fastest setting {workers:,.0f} (in the search before: {best.steps_per_second:,.0f})."
+    )
+    if doubts:
         advice = (
-            f"Do not parallelise this simulator: {faster} faster. A plain loop takes {loop:,.0f} steps/s, "
-            f"backend='serial' {serial:,.0f}, the fastest number of workers {workers:,.0f}."
+            f"The measurement is not reliable, so nothing is proposed: {'; '.join(doubts)}. {figures} "
+            "Measure again on an idle machine, with longer rounds, such as --seconds 5."
         )
-        arguments.append('backend="serial"')
+    else:
+        if pays_off:
+            advice = f"{workers / loop:.2f} times the speed of a plain loop. {figures}"
+        else:
+            faster = "a plain loop or backend='serial' is" if serial > workers else "a plain loop is"
+            advice = f"Do not parallelise this simulator: {faster} faster. {figures}"
+        noise = max(measure.spread(in_turns[name]) for name in (measure.PLAIN_LOOP, measure.WORKERS))
+        if abs(workers / loop - 1) < noise:
+            advice += " The rounds differ by more than that: measure again with more --seconds, on an idle machine."
+    arguments.append(f"num_workers={setting.num_workers}" if pays_off else 'backend="serial"')
     code = f"env = marl_parallel.make({', '.join(arguments)})"
     if pays_off and setting.way == ASYNC:
         half = max(1, setting.num_envs // 2)
@@ -232,11 +261,32 @@ def tune_result(
         "plain_loop": loop,
         "serial": serial,
         "pays_off": pays_off,
+        "reliable": not doubts,
         "advice": advice,
         "code": code,
         "trials": [one.as_json() for one in sorted(trials, key=lambda one: (not one.fits, -one.steps_per_second))],
         "in_turns": in_turns,
+        "machine": machine,
     }
+
+
+def _doubts(best: Trial, in_turns: Mapping[str, Sequence[float]], machine: Mapping[str, Any]) -> list[str]:
+    """Why the measurements of `tune` are not reliable, as clauses; none if they are."""
+    doubts = []
+    if machine["load"] > machine["cpus"]:
+        doubts.append(f"the load was {machine['load']:.1f} at the start, on {machine['cpus']} CPUs")
+    rounds = {"the fastest setting in the search": best.rounds, **in_turns}
+    rounds["the fastest setting in turns"] = rounds.pop(measure.WORKERS)
+    differing = [name for name, rates in rounds.items() if 1 - min(rates) / max(rates) > _RELIABLE]
+    if differing:
+        doubts.append(f"rounds of the same setting differ by more than a third ({', '.join(differing)})")
+    searched, again = best.steps_per_second, statistics.median(in_turns[measure.WORKERS])
+    if 1 - min(searched, again) / max(searched, again) > _RELIABLE:
+        doubts.append(
+            f"the fastest setting reached {searched:,.0f} steps/s in the search, but {again:,.0f} when it took "
+            "turns with a plain loop"
+        )
+    return doubts
 
 
 # -- in files ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map, unfit_leaf, zeros
-from marl_parallel.core.transition import FINAL_OBS
+from marl_parallel.core.transition import COMMON, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import installed
 from marl_parallel.vector.rows import AgentRows, agent_infos, divided, env_infos
@@ -47,9 +47,14 @@ class _LastInfo(dict[str, Any]):
     """The info of a row that is done, whose `episode` is final: `VecMonitor` takes every end for that of an episode.
 
     What else a `VecMonitor` adds to `episode`, its `info_keywords`, is kept.
+
+    Attributes:
+        complete: Whether `SB3VecEnv` has written everything; what is set from then on comes from a wrapper.
+        without_own: Whether the simulator returned nothing for this row in this step: its agent took no part, or a
+            fault interrupted the step.
     """
 
-    complete = False
+    complete = without_own = False
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key != "episode" or not self.complete:
@@ -58,14 +63,20 @@ class _LastInfo(dict[str, Any]):
             super().__setitem__("episode", {**value, **self["episode"]})
 
     def __missing__(self, key: str) -> None:
-        """None in the row of an agent that took no part: a `VecMonitor` reads its `info_keywords` there, too."""
-        if "episode" in self or not self.complete:
+        """None if the simulator returned nothing for the row: a `VecMonitor` reads its `info_keywords` there, too."""
+        if not (self.complete and self.without_own):
             raise KeyError(key)
 
     def copy(self) -> _LastInfo:
         same = _LastInfo(self)
-        same.complete = self.complete
+        same.complete, same.without_own = self.complete, self.without_own
         return same
+
+
+def _has_restarted(info: Mapping[str, Any]) -> bool:
+    """Whether the info of a row has the mark of a restart."""
+    common = info.get(COMMON)
+    return isinstance(common, dict) and common.get("restarted") is True
 
 
 class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
@@ -85,8 +96,9 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
 
     At the end of an agent's own episode, its death or that of its environment, its info has the return and length as
     `episode`, in the form of Stable-Baselines3's `Monitor`. The second end of the row of a dead agent has none, also
-    with a `VecMonitor` around: it keeps `episode` as it is here, and adds its `info_keywords`. The row of an agent that
-    comes back after its end is data again, and its next end has a return and a length of its own.
+    with a `VecMonitor` around: it keeps `episode` as it is here, and adds its `info_keywords`. They are None in rows
+    for which the simulator returned nothing, as in a step that a restart ended. The row of an agent that comes back
+    after its end is data again, and its next end has a return and a length of its own.
 
     **Rows of absent agents are trained on**, as episodes of return 0, unless `SB3RolloutBuffer` leaves them out; see
     `docs/facades.md`.
@@ -184,7 +196,8 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         over = arrays.terminated | arrays.truncated
         terminations, truncations = self._rows.flags(arrays)
         were_dead = self._rows.were_dead
-        self._lengths += arrays.rewarded | arrays.terminations | arrays.truncations
+        took_part = arrays.rewarded | arrays.terminations | arrays.truncations
+        self._lengths += took_part
         self._returns[were_dead] = self._lengths[were_dead] = 0.0  # another life may begin
         self.observed = (arrays.observed & ~self._rows.dead).ravel()
         self.rewarded = (arrays.rewarded & ~were_dead).ravel()
@@ -206,6 +219,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
             if self._lengths[place] and not were_dead[place] and (self._has_stats or "episode" not in own):
                 seconds = round(time.time() - self._start, 6)
                 own["episode"] = {"r": float(self._returns[place]), "l": int(self._lengths[place]), "t": seconds}
+            own.without_own = bool(were_dead[place]) or not took_part[place] or _has_restarted(infos[row])
             own.complete, infos[row] = True, own
         self._returns[dones] = self._lengths[dones] = 0.0
         arrays.rewards[were_dead] = 0.0

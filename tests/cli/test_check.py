@@ -78,6 +78,8 @@ ALONE = {
     "unpicklable_constructor": (Question.PICKLING, PROBLEM, "constructor cannot be pickled", "create what does not"),
     "SeedIgnored": (Question.DETERMINISM, PROBLEM, "the seed is ignored", "make a new generator in `reset`"),
     "NoSeed": (Question.DETERMINISM, PROBLEM, "takes no seed", "let `reset` take a `seed`"),
+    "TuplesAndLists": (Question.COST, REMARK, "observations, masks and rewards come as tuples and lists, not as arrays",
+        "return NumPy arrays of the space's dtype; tuples and lists are converted one by one, which takes tens of"),
     "LeavesAProcess": (Question.PROCESSES, PROBLEM, "leaves 1 process behind: ", "end them in `close`"),
     "CrashesInReset": (Question.RUNS, PROBLEM, "reset ends the process, at line", 'on_error="restart"'),
     "ExitsInStep": (Question.RUNS, PROBLEM, "step ends the process, at line", "os._exit"),
@@ -129,6 +131,7 @@ PLACES = {
     "unpicklable_constructor": ("the constructor", buggy.Healthy.__init__),
     "SeedIgnored": ("reset", buggy.SeedIgnored.reset),
     "NoSeed": ("reset", buggy.NoSeed.reset),
+    "TuplesAndLists": ("step", buggy.TuplesAndLists.step),
     "LeavesAProcess": ("started by the constructor", buggy.LeavesAProcess.__init__),
     "CrashesInReset": ("reset ends the process, at", buggy.CrashesInReset.reset),
     "ExitsInStep": ("step ends the process, at", buggy.ExitsInStep.step),
@@ -300,7 +303,12 @@ def _command(pid: int) -> bytes:
     ("name", "question", "what", "advice"),
     [
         ("NotDeterministic", Question.DETERMINISM, "two runs with the same seed and actions differ", "without a seed"),
-        ("GlobalGenerator", Question.DETERMINISM, "two runs with the same seed and actions differ", "`np.random`"),
+        (
+            "GlobalGenerator",
+            Question.DETERMINISM,
+            "two runs with the same seed and actions differ",
+            "pass isolate_rng=True to ParallelEnv, so that each environment has states of its own, from its seed; or",
+        ),
         (
             "SharedState",
             Question.SERIAL,
@@ -366,6 +374,7 @@ def test_unseeded_reset_that_draws_from_the_global_generator():
     (own,) = (one for one in found.findings if one.question is Question.DETERMINISM)
     assert own.severity is PROBLEM
     assert "two runs with the same seed and actions differ" in own.what
+    assert own.advice.startswith("pass isolate_rng=True to ParallelEnv, ")
     assert "not from `random` or `np.random`" in own.advice
 
 
@@ -467,6 +476,9 @@ def test_exit_status_of_a_buggy_simulator(check):
     assert f"where: reset, line {line} of {BUGGY}" in result.stdout
     assert "what to do: return arrays of shape (4,)" in result.stdout
     assert "(backend: serial, process)" in result.stdout
+    shown = sum(line.startswith("problem: ") for line in result.stdout.splitlines())
+    assert shown == 2  # one for both backends
+    assert f"fix the {shown} problems above, then run" in result.stdout
     (line,) = (line for line in result.stdout.splitlines() if Question.THREAD.value in line)
     assert "not checked" in line
 
@@ -641,6 +653,31 @@ def test_masks_of_another_form_are_a_remark():
     assert Question.RUNS in found.checked
     assert Question.SERIAL in found.checked
     assert found.healthy
+
+
+@pytest.mark.parametrize(
+    ("acts", "seen", "mask", "found"),
+    [
+        (spaces.Discrete(3), np.zeros(2), np.ones(3), {}),
+        (spaces.Discrete(3), [0.0, 1.0], np.ones(3), {"observations": {"list"}}),
+        (spaces.Discrete(3), np.zeros(2), (1, 0, 1), {"masks": {"tuple"}}),
+        (spaces.MultiDiscrete([2, 3]), np.zeros(2), (np.ones(2), np.ones(3)), {}),
+        (spaces.MultiDiscrete([2, 3]), np.zeros(2), ([1, 1], [1, 0, 1]), {"masks": {"list"}}),
+        (spaces.Box(0, 1), np.zeros(2), [1, 1], {}),  # no mask of this space
+    ],
+)
+@pytest.mark.parametrize("where", ["observation", "info"])
+def test_lists_in_place_of_arrays(acts, seen, mask, found, where):
+    """In observations, which are dicts with a tuple here, and in masks; tuples that a space or a mask has are none."""
+    inner = spaces.Box(-1, 1, (2,))
+    parts: dict = {"at": inner, "pair": spaces.Tuple((inner, spaces.Discrete(2)))}
+    value = {"at": np.zeros(2), "pair": (seen, 1)}
+    env = adapt(VariableDictAgents())
+    env.observation_spaces, env.action_spaces = {"a": spaces.Dict(parts)}, {"a": acts}
+    own = {"action_mask": mask}
+    traits = Traits()
+    traits.note(env, [{"a": value | (own if where == "observation" else {})}, {"a": own if where == "info" else {}}])
+    assert traits.lists == found
 
 
 def test_declared_vector_rewards_are_no_finding():

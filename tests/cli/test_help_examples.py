@@ -130,8 +130,13 @@ def test_what_to_do_after_bench(others, text):
 
 
 def test_what_to_do_after_tune():
-    assert reporting.next_after_tune({"code": "env = ..."}) == "copy the line above into your program"
-    assert reporting.next_after_tune({"code": "env = ...\nenv.reset_async()"}).startswith("copy the lines above")
+    result = {"code": "env = ...", "reliable": True, "environment": "my sim.py:make"}
+    assert reporting.next_after_tune(result) == "copy the line above into your program"
+    assert reporting.next_after_tune({**result, "code": "env = ...\nenv.reset_async()"}).startswith(
+        "copy the lines above"
+    )
+    due = "run marl-parallel tune 'my sim.py:make' again on an idle machine, with --seconds 5"
+    assert reporting.next_after_tune({**result, "reliable": False}) == due
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, get_args
 
 import numpy as np
 import pytest
+from helpers import ROOT
 from mpe2 import simple_spread_v3
 
 from marl_parallel import make, vector
@@ -112,3 +114,15 @@ def test_keywords_of_the_facade(facade):
     (own,) = KEYWORDS[facade]
     with pytest.raises(TypeError, match=f"{CLASSES[facade]} takes no argument 'colour'; .*{own}"):
         make(simple_spread_v3.parallel_env, facade_kwargs={"colour": 1}, **build)
+
+
+@pytest.mark.parametrize("facade", ["gymnasium", "pettingzoo", "share", "stacked"])
+def test_the_page_names_the_facades_without_masks_of_rows(facade):
+    page = (ROOT / "docs" / "frameworks" / "index.md").read_text()
+    exceptions = re.search(r"All facades except (.+?) have two masks", page, re.DOTALL)
+    assert exceptions is not None
+    env: Any = make("mpe2.simple_spread_v3", num_envs=2, backend="serial", facade=facade)
+    env.reset()
+    has_masks = hasattr(env, "present")
+    env.close()
+    assert has_masks == (CLASSES[facade] not in exceptions[1])

@@ -372,6 +372,57 @@ def test_info_keyword_that_an_agents_own_end_does_not_have():
     env.close()
 
 
+class Interrupted(DyingAgents):
+    """The first instance of each environment raises in its sixth step, after the deaths of some agents."""
+
+    def __init__(self, restarts: int = 0) -> None:
+        super().__init__()
+        self.fails = restarts == 0
+
+    def step(self, actions: dict) -> Any:
+        if self.fails and self.time == 5:
+            raise RuntimeError("an accident")
+        return super().step(actions)
+
+
+class ReportsTheDead(DyingAgents):
+    """In the last step, dead agents have the `episode` of a wrapper of the simulator in their infos."""
+
+    def step(self, actions: dict) -> Any:
+        *results, infos = super().step(actions)
+        if self.time == 9:
+            infos |= {agent: {"episode": {"r": 1.0, "l": 1}} for agent in self.agents if agent not in infos}
+        return *results, infos
+
+
+class LastStepWithoutZ(DyingAgents):
+    """Agent z is alive, but the last step returns nothing for it."""
+
+    def reported(self) -> list[str]:
+        return [agent for agent in super().reported() if self.time < 9 or agent != "z"]
+
+
+@pytest.mark.parametrize("make", [Interrupted, ReportsTheDead, LastStepWithoutZ])
+@pytest.mark.parametrize("episode_stats", [False, True])
+def test_info_keywords_are_blank_where_the_simulator_returned_nothing(make, episode_stats, tmp_path):
+    """Training goes on: `info_keywords` are None in such rows, and empty in the file; in others they are values."""
+    path = tmp_path / "of.monitor.csv"
+    env = VecMonitor(opened(make, episode_stats=episode_stats, on_error="restart"), str(path), info_keywords=("time",))
+    env.reset()
+    has_value = []
+    for _ in range(16):
+        _, _, dones, infos = env.step(zeros(env))
+        for info in np.array(infos)[dones]:
+            has_value.append("time" in info)
+            if "episode" in info and has_value[-1]:
+                assert info["episode"]["time"] == info["time"]
+            elif "episode" in info:
+                assert info["episode"].get("time") is None
+    env.close()
+    assert {*has_value} == {False, True}
+    assert [row["time"] != "" for row in rows_of(path)] == has_value
+
+
 class AlwaysZero:
     """A model."""
 

@@ -5,6 +5,7 @@ Those of agents that do not act are tested in `test_reported_masks`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from typing import Any
@@ -23,7 +24,7 @@ from simulators.native_arena import Arena
 from simulators.variable_agents import VariableAgents
 
 from marl_parallel import ParallelEnv
-from marl_parallel.action_masks import for_sample, mask_of
+from marl_parallel.action_masks import ActionSampler, for_sample, mask_of
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.cli.check import Actor
 from marl_parallel.cli.measure import adapted_for_loop
@@ -200,6 +201,31 @@ def test_mask_keeps_its_form_and_limits_sampled_actions(acts, returned, due, par
         "Tuple": lambda action: action[1] == 1,
     }[type(acts).__name__]
     assert all(map(allowed, drawn))
+
+
+@pytest.mark.parametrize(("acts", "returned", "due"), FORMS, ids=lambda part: type(part).__name__)
+def test_draws_are_those_of_the_spaces_own_sample(acts, returned, due):
+    """The same seed draws what Gymnasium draws with the mask."""
+    plain = copy.deepcopy(acts)
+    plain.seed(int(np.random.SeedSequence((7, 0)).generate_state(1)[0]))
+    sampler = ActionSampler({"a": acts}, (7, 0))
+    for _ in range(40):
+        assert_same(sampler.sample(["a"], {"a": mask_of({"action_mask": returned}, None)})["a"], drawn_by(plain, due))
+
+
+def drawn_by(space: spaces.Space, mask: Any) -> Any:
+    """What the space itself draws, with the mask in the form that Gymnasium takes."""
+    if isinstance(space, spaces.MultiDiscrete) and isinstance(mask, np.ndarray):
+        mask = tuple(np.split(mask, np.cumsum(space.nvec)[:-1]))
+    return space.sample(as_int8(mask))
+
+
+def as_int8(mask: Any) -> Any:
+    if isinstance(mask, tuple):
+        return tuple(map(as_int8, mask))
+    if isinstance(mask, dict):
+        return {"aim": None} | {key: as_int8(part) for key, part in mask.items()}
+    return None if mask is None else mask.astype(np.int8)
 
 
 ODD = [

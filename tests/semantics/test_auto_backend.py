@@ -20,6 +20,7 @@ from simulators.waiting import Computing, Instant, Waiting
 from marl_parallel import EnvError, ParallelEnv, planning
 from marl_parallel.backends.hybrid import HybridBackend
 from marl_parallel.backends.spawn import PortableProcessBackend
+from marl_parallel.planning import WaitingRemark
 
 pytestmark = pytest.mark.release_independent
 
@@ -267,4 +268,23 @@ def test_remark_about_workers_that_wait(constructor, arguments, expected, caplog
         assert not caplog.records
         for _ in range(5):
             env.step(actions)
-    assert ["more workers may be faster" in record.getMessage() for record in caplog.records] == [True] * expected
+    assert ["More workers than CPUs may be faster" in record.getMessage() for record in caplog.records] == [
+        True
+    ] * expected
+
+
+@pytest.mark.parametrize(("busy", "expected"), [(0.12, True), (0.49, True), (0.5, False), (0.95, False)])
+def test_remark_says_that_simulators_wait_and_only_where_they_do(busy, expected, caplog):
+    """Two workers spend 1 s in simulators between the batches counted, and need their CPUs for a share of it."""
+    caplog.set_level(logging.INFO, "marl_parallel")
+    stats = SimpleNamespace(simulator_s=0.0)
+    backend: Any = SimpleNamespace(
+        cpu_seconds=lambda worker: busy * stats.simulator_s, statuses=[SimpleNamespace(stats=stats)] * 2
+    )
+    remark = WaitingRemark(backend, 2)
+    assert all(remark.after_batch() for _ in range(99))
+    stats.simulator_s = 1.0
+    assert not remark.after_batch()
+    texts = [record.getMessage() for record in caplog.records]
+    start = f"simulators mostly wait: workers need a CPU for {100 * busy:.0f} % of the time"
+    assert [text.startswith(start) for text in texts] == [True] * expected

@@ -159,6 +159,31 @@ class SeedsGlobalGenerator(Healthy):
         return np.full(4, np.random.random())
 
 
+class TuplesAndLists(Healthy):
+    """Observations are tuples, masks lists, vector rewards lists; all are what the spaces say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reward_spaces = dict.fromkeys(self.possible_agents, spaces.Box(-1.0, 1.0, (2,), np.float32))
+
+    def reward_space(self, agent):
+        return self.reward_spaces[agent]
+
+    def reset(self, seed=None, options=None):
+        observations, _ = super().reset(seed)
+        return observations, self.infos()
+
+    def observe(self):
+        return {agent: tuple(seen.tolist()) for agent, seen in super().observe().items()}
+
+    def infos(self):
+        return {agent: {"action_mask": [1, 1, 0]} for agent in self.agents}
+
+    def step(self, actions):
+        observations, rewards, *flags, _ = super().step(actions)
+        return observations, {agent: [0.5, 0.5] for agent in rewards}, *flags, self.infos()
+
+
 class SeedIgnored(Healthy):
     """All environments play the same episodes in the same order."""
 
