@@ -36,7 +36,7 @@ from marl_parallel.types import (
 if TYPE_CHECKING:
     from marl_parallel.backends.ray_backend import RayBackend
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AutoresetMode",
