@@ -112,7 +112,7 @@ class BatchRunner:
         self.seeds: tuple[int | None, ...] = tuple(seeds)  # the seed that each environment got, or declared last
         self.takes_options = "options" in schema.reset_keywords
         self.restarts = restarts  # whether failed environments are rebuilt
-        self.guard = CallGuard(source.check_open)  # one call at a time
+        self.guard = source.guard = CallGuard(source.check_open)  # one call at a time
         self.local_modules = [] if workers is None else workers.local_modules
         self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
         self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs

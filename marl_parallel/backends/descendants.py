@@ -14,6 +14,7 @@ import functools
 import mmap
 import operator
 import os
+import re
 import signal
 import sys
 import time
@@ -37,6 +38,8 @@ STACK_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
 _COMPLETE_AFTER_S = 0.02
 _ABORT_TIMEOUT_S = 0.5
 _MOST_FRAMES = 100  # of a stack, as in `faulthandler`
+# `faulthandler` ends the report of a fatal signal with the names of all loaded extension modules: thousands of letters.
+_EXTENSION_MODULES = re.compile(r"\n*^Extension modules: .*\n?", re.MULTILINE)
 
 
 # -- killing -----------------------------------------------------------------------------------------------------------
@@ -260,7 +263,7 @@ class CrashFile:
 
     def text(self) -> str:
         """What was written so far, without the stacks that `stack` has returned."""
-        return self._read(self._start)
+        return _EXTENSION_MODULES.sub("\n", self._read(self._start))
 
     def stack(self, pid: int, timeout: float = 1.0, *, harmless: bool = False) -> str:
         """Have the living process `pid` write the stacks of its threads; "" if it cannot, even by `SIGABRT`.
@@ -283,7 +286,7 @@ class CrashFile:
                 return ""
             os.kill(pid, signal.SIGABRT)
             self._wait_complete(start, _ABORT_TIMEOUT_S)
-        return self._read(start)
+        return _EXTENSION_MODULES.sub("\n", self._read(start))
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from marl_parallel.backends import descendants, interpreter, server
+from marl_parallel.backends import descendants, interpreter, server, signals
 from marl_parallel.backends.descendants import CrashFile
 from marl_parallel.backends.memory import Block, anonymous_file, socket_pair
 from marl_parallel.backends.server import REPLY, REQUEST, Reply, Setting
@@ -254,16 +254,17 @@ class _Server:
             in_any_case.callback(os.close, program)
             # With a single thread, because more than one does not go with forking.
             variables = {**interpreter.thread_variables(server.LOADED_THREADS), descendants.MARKER: token}
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, **variables},
-                pass_fds=(program, *fds),
-                cwd=interpreter.working_directory(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=interpreter.output(None, 2),
-                start_new_session=True,
-            )
+            with signals.sigterm_blocked():
+                process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **variables},
+                    pass_fds=(program, *fds),
+                    cwd=interpreter.working_directory(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=interpreter.output(None, 2),
+                    start_new_session=True,
+                )
             process.returncode = 0  # `ended` reaps the process, not this object
             self.pid = process.pid
             on_error.pop_all()

@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from marl_parallel.backends import signals
 from marl_parallel.backends.descendants import memory_of, started_at
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.logs import WorkerLog
@@ -689,6 +690,7 @@ class ProcessBackend(Backend):
                             stack = launcher.stack(handle.process)
                             text = reports.still_running(worker, handle.share, timeout, stack)
                             reports.logger.warning("%s", text)
+                        handle.queues.status.end()
                         launcher.kill(handle.process, signal.SIGTERM)
                     launcher.wait_gone(processes, _TERMINATED_WITHIN_S)
         return []
@@ -724,6 +726,7 @@ def main(index: int, fds: Sequence[int]) -> None:
     spin = Spin(wait, own_cpu)
     wake, countdown = Semaphore(control, _WAKE), Semaphore(control, _COUNTDOWN)
     queues = QueuePair(control, index, capacity)
+    signals.end_on_sigterm_if(lambda: queues.status.is_ending)
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     ready = queues.requests.ready
     if forwarding is not None:

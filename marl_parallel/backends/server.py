@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, NoReturn
 
-from marl_parallel.backends import descendants, interpreter
+from marl_parallel.backends import descendants, interpreter, signals
 from marl_parallel.backends.memory import Semaphore, mapped
 
 LOADED_THREADS = 1  # of the numerical libraries in the server
@@ -78,6 +78,7 @@ class Server:
     """The fork server; `guard` is the read end of a pipe of the parent, and `entry` is loaded before workers start."""
 
     def __init__(self, connection: int, guard: int, wake: int, parent: int, entry: str) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent decides; keepers have it blocked
         # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         interpreter.show_name("marl_parallel fork server", "marl forkserver")
@@ -240,7 +241,9 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
     try:
         os.setsid()
         descendants.report_to(crash)
-        _reset_signals()  # all were blocked until this process can handle them
+        # All signals were blocked until this process can handle them.
+        signal.set_wakeup_fd(-1)  # undoes what the server has installed
+        signals.take_signals()
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with open(file, "rb") as setting_file:
@@ -284,16 +287,6 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
                     stream.flush()
         finally:
             os._exit(exitcode)
-
-
-def _reset_signals() -> None:
-    """Undo what the server has installed, and unblock all signals."""
-    signal.set_wakeup_fd(-1)
-    # The program that started the parent may have had these ignored; a simulator and its children must not.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _arm(guard: int) -> int:

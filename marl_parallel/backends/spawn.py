@@ -27,7 +27,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from marl_parallel.backends import descendants, interpreter
+from marl_parallel.backends import descendants, interpreter, signals
 from marl_parallel.backends.descendants import CrashFile, memory_of
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard, mapped
@@ -238,6 +238,8 @@ class PortableProcessBackend(Backend):
                     if timeout >= reports.WARNS_AFTER_S and worker.exitcode() is None:
                         text = reports.still_running(index, worker.share, timeout, worker.stack())
                         reports.logger.warning("%s", text)
+                for index in self._workers:
+                    self.statuses[index].end()
                 _end(workers, signal.SIGTERM, _TERMINATED_WITHIN_S)
             return [index for index, worker in self._workers.items() if worker.exitcode() is None]
         finally:
@@ -300,17 +302,18 @@ class _WorkerProcess:
             name, log = interpreter.worker_name(worker, share), self.log.fd
             out, err = (log, log) if log is not None else relay.descriptors()
             forwarding = None if relay.rings is None else (relay.rings.start, relay.rings.most, log is not None)
-            self._process = subprocess.Popen(
-                [*command, name[0]],  # the name for lists of processes, where `show_name` does nothing
-                env={**os.environ, **interpreter.thread_variables(threads)},
-                stdin=subprocess.DEVNULL,
-                stdout=interpreter.output(sys.stdout, 1) if out is None else out,
-                stderr=interpreter.output(sys.stderr, 2) if err is None else err,
-                cwd=interpreter.working_directory(),
-                start_new_session=True,  # Ctrl-C must reach the parent only; and the group can be killed
-                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
-                **inheriting,
-            )
+            with signals.sigterm_blocked():
+                self._process = subprocess.Popen(
+                    [*command, name[0]],  # the name for lists of processes, where `show_name` does nothing
+                    env={**os.environ, **interpreter.thread_variables(threads)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=interpreter.output(sys.stdout, 1) if out is None else out,
+                    stderr=interpreter.output(sys.stderr, 2) if err is None else err,
+                    cwd=interpreter.working_directory(),
+                    start_new_session=True,  # Ctrl-C must reach the parent only; and the group can be killed
+                    creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+                    **inheriting,
+                )
             self.log.mark_start(self._process.pid)
             on_error.pop_all()
         identity, argv = interpreter.next_identity(), list(getattr(sys, "argv", []))
@@ -465,9 +468,7 @@ def serve(
 
         fds = [msvcrt.open_osfhandle(handle, os.O_RDWR) for handle in handles]
     else:
-        # A simulator must not inherit the signals that the program which started the parent has blocked or ignored.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signals.take_signals()
         os.set_inheritable(link.fileno(), False)
     for fd in fds:
         os.set_inheritable(fd, False)
@@ -492,6 +493,7 @@ def serve(
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     statuses = mapped(status_fd)
     status = WorkerStatus(memoryview(statuses)[worker * WorkerStatus.NBYTES :])
+    signals.end_on_sigterm_if(lambda: status.is_ending)
     executor = Worker(status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     if forwarding is not None:
         start, most, to_file = forwarding

@@ -232,6 +232,9 @@ def manner_of_death(lost: Lost) -> tuple[str, str]:
         return f"{manner}, as when memory runs out", to_do
     if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"):
         return manner, f"fix the native code that broke, or report it to its authors; to find it, {alone}"
+    if name == "SIGTERM":
+        own = "workers survive a SIGTERM from outside, unless a simulator sets another handler, or the default one"
+        return manner, f"find out what sent that signal, and which simulator calls signal.signal: {own}; {alone}"
     return manner, f"find out what sent that signal; {alone}"
 
 

@@ -17,6 +17,8 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID
+from marl_parallel.core import reports
+from marl_parallel.core.exclusive import CALL, CallGuard
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.slots import Results
 from marl_parallel.core.records import Columns
@@ -44,6 +46,8 @@ class Source(ABC):
         is_lean: Whether `step_all` may be called.
         closed: Whether `close` has begun.
         freed: Whether it has freed everything, or is doing so.
+        closed_by: What has closed everything, in words; "" for the caller's `close`.
+        guard: The calls of the `BatchRunner`, once there is one.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Source(ABC):
     is_lean: bool
     closed: bool
     freed: bool
+    closed_by: str = ""
+    guard: CallGuard | None = None
 
     @property
     @abstractmethod
@@ -109,10 +115,28 @@ class Source(ABC):
     def stats(self) -> Stats:
         """What has been done so far."""
 
-    def check_open(self, error: str = "the environments have been closed; make a new ParallelEnv") -> None:
-        """Raise `ClosedEnvironmentError` if everything has been closed."""
+    def check_open(self, error: str = "") -> None:
+        """Raise `ClosedEnvironmentError` if everything has been closed; by default, its text says why."""
         if self.closed:
-            raise ClosedEnvironmentError(error)
+            text = f"the environments have been closed{self.closed_by}; make a new ParallelEnv"
+            raise ClosedEnvironmentError(error or text)
+
+    def note_cause(self, error: BaseException) -> None:
+        """Have `check_open` say that this error has closed everything; call it before `close`."""
+        if self.closed:
+            return
+        call = None if self.guard is None else self.guard[CALL]
+        during, first_line = "" if call is None else f" in {call[0]}()", reports.first_line(error)
+        if isinstance(error, KeyboardInterrupt):
+            self.closed_by = f" by Ctrl-C{during}"
+        else:
+            name = type(error).__name__
+            self.closed_by = f" by an error{during} ({name}: {first_line})" if first_line else f" by {name}{during}"
+
+    def note_fork(self) -> None:
+        """Have `check_open` say that this process is a forked child; call it in `abandon`."""
+        if not self.closed:
+            self.closed_by = " in this process, which was forked from the one that made them"
 
     @abstractmethod
     def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> EnvError | None:

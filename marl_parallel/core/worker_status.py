@@ -54,9 +54,9 @@ class Running(NamedTuple):
     inside: bool  # whether the simulator has not returned yet; else its result is being written
 
 
-# Numbers of 8 bytes: what is running and since when; whether requests are discarded; seconds in simulators, in
-# transport and waiting; the number of parts of requests begun; steps and resets that have ended. The worker writes one
-# at a time, since `struct.pack_into` writes zeros first, which the parent would read.
+# Numbers of 8 bytes: what is running and since when; whether requests are discarded (1) or the parent ends the worker
+# (2); seconds in simulators, in transport and waiting; the number of parts of requests begun; steps and resets that
+# have ended. The worker writes one at a time, since `struct.pack_into` writes zeros first, which the parent would read.
 # `_ENV` is an environment's number plus one while its simulator runs, minus that from when it returns until the next
 # one's runs, that plus `_SETTLED` when the request has been carried out, and 0 before anything has started.
 _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _TRANSPORT, _WAITING, _PARTS, _STEPS, _RESETS = range(10)
@@ -166,6 +166,10 @@ class WorkerStatus:
         """Let the worker begin nothing but a CLOSE from now on: no caller receives other results."""
         self._ints[_DISCARDED] = 1
 
+    def end(self) -> None:
+        """As `discard`, and let a SIGTERM end the worker."""
+        self._ints[_DISCARDED] = 2
+
     def copy(self) -> bytes:
         """All numbers, for `copy_from` on another machine."""
         return bytes(self._view)
@@ -187,6 +191,11 @@ class WorkerStatus:
     @property
     def discarded(self) -> bool:
         return self._ints[_DISCARDED] != 0
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the parent ends the worker: a SIGTERM is its own."""
+        return self._ints[_DISCARDED] == 2
 
     @property
     def latest(self) -> Activity:

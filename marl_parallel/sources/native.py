@@ -336,15 +336,22 @@ class SimulatorSource(Source, Transitions):
             yield
         except BaseException as error:
             self.check_open("the environments were closed by another thread")
-            if message is not Message.RENDER:
-                self.close()
-            if not isinstance(error, Exception):
-                raise
-            method = message.name.lower()
-            text = f"{self.name} raised in {method}: {type(error).__name__}: {error}"
-            stack = "".join(traceback.format_exception(error))
-            attributes: dict[str, Any] = {"original": error, "method": method, "remote_traceback": stack}
-            raise EnvError(text, env_ids=env_ids, worker=0, **attributes) from error
+            failed = error
+            if isinstance(error, Exception):
+                method = message.name.lower()
+                text = f"{self.name} raised in {method}: {type(error).__name__}: {error}"
+                stack = "".join(traceback.format_exception(error))
+                attributes: dict[str, Any] = {"original": error, "method": method, "remote_traceback": stack}
+                failed = EnvError(text, env_ids=env_ids, worker=0, **attributes)
+            try:
+                if message is not Message.RENDER:
+                    self.note_cause(failed)
+                    self.close()
+                if failed is error:
+                    raise
+                raise failed from error
+            finally:
+                del failed  # else it and this frame would refer to each other
         self._simulator_s += time.perf_counter() - started
         if self.closed:
             self.check_open("the environments were closed by another thread")
@@ -554,6 +561,7 @@ class SimulatorSource(Source, Transitions):
             raise
 
     def abandon(self) -> None:
+        self.note_fork()
         self.closed = self.freed = True
         self._simulator.abandon()
 

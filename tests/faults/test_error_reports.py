@@ -78,7 +78,7 @@ def test_message_of_an_exception():
         (7, "exit code 7", "os._exit"),
         (-signal.SIGKILL, "SIGKILL (signal 9)", "out-of-memory kill"),
         (-signal.SIGSEGV, "SIGSEGV (signal 11)", "native code"),
-        (-signal.SIGTERM, "SIGTERM (signal 15)", "what sent"),
+        (-signal.SIGTERM, "SIGTERM (signal 15)", "which simulator calls signal.signal"),
         (None, "cause unknown", "alone"),
     ],
 )

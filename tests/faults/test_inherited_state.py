@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,8 @@ class Watched(Hunt):
         sys.stderr.write("written by a simulator\\n")
         return {{
             "child": subprocess.run(["sh", "-c", "exit 3"]).returncode,
+            "terminated": subprocess.run(["sh", "-c", "kill -TERM $$; exit 4"]).returncode,
+            "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
             "standard": standard(),
             "cwd": os.path.realpath("/proc/self/cwd"),
@@ -96,6 +99,8 @@ def run(start_method: str, folder: Path, *, state: str = "", before: str = "", b
     assert found["restarts"] == 1
     for surroundings in found["surroundings"]:
         assert surroundings["child"] == 3
+        assert surroundings["terminated"] == -signal.SIGTERM
+        assert surroundings["interrupt"]
         assert surroundings["blocked"] == 0
         assert surroundings["standard"][0] == os.devnull
     return found
@@ -105,6 +110,9 @@ STATES_OF_SIGNALS = {
     "all blocked by the launcher": {"state": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"},
     "SIGCHLD blocked by the thread": {"before": "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])"},
     "SIGCHLD ignored": {"state": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"},
+    "SIGTERM and SIGINT ignored": {
+        "state": "for number in (signal.SIGTERM, signal.SIGINT): signal.signal(number, signal.SIG_IGN)"
+    },
 }
 
 

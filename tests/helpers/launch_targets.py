@@ -59,6 +59,7 @@ def _tells(index: int, fds: list[int]) -> None:
         main=[name for name in vars(main_module) if not name.startswith("__")],
         main_file=getattr(main_module, "__file__", None),
         leads=os.getpid() == os.getsid(0) == os.getpgrp(),
+        terminated=subprocess.run(["sh", "-c", "kill -TERM $$; exit 4"]).returncode,
         interrupt=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         blocked=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         stdin=os.readlink("/proc/self/fd/0"),

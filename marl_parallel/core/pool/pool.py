@@ -809,6 +809,7 @@ class Pool(Source):
         if isinstance(error, EnvError):
             for on_raise in self._hooks.of(Extension.on_raise):
                 on_raise(error)
+        self.note_cause(error)
         in_line = self.backend.in_line  # nothing else frees what simulators have in this process
         if isinstance(error, WorkerTimeout):
             while_closing = self.close(ask=in_line, timeout=_CLOSE_IN_LINE_WITHIN_S if in_line else 0.0)
@@ -830,5 +831,6 @@ class Pool(Source):
 
     def abandon(self) -> None:
         """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
+        self.note_fork()
         self.closed = self.freed = True
         self.backend.abandon()
