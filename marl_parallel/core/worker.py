@@ -461,6 +461,7 @@ class Worker:
                 if self.watch.states:
                     self._write_state(env_id, final=True)
                 if self._restarts:
+                    writes = True
                     self._send_last_step(env_id, transition)
                     last = transition
                 transition = episode.begin_next(transition)
