@@ -87,20 +87,22 @@ def paragraph() -> str:
     with_policy = rollouts["Rollout"]["steps_per_second"] / rollouts["plain loops side by side"]["steps_per_second"]
     collector = 1 / rollouts["TorchRL Collector"]["ratio"]
     peers = [gain for environment in (SPREAD, DYING) for gain in gains_over_peers(environment).values()]
-    each = "; ".join(
-        f"{label}: {found[name].process:.2f} ({found[name].hybrid:.2f}, {found[name].limit:.2f})"
-        for name, label in SHOWN.items()
-    )
+    own = [found[name] for name in SHOWN]
+    labels = [label.replace("MPE2 ", "MPE2's ").replace(" a step", "") for label in SHOWN.values()]
+    process, hybrid = ([f"{getattr(one, name):.2f} times" for one in own] for name in ("process", "hybrid"))
+    limits = sorted(one.limit for one in own)
     sentences = (
-        "On two CPUs, with eight environments, throughput of two workers relative to a plain loop (in brackets: of",
-        '`backend="hybrid"`, and of two plain loops that meet at a barrier after each batch, the limit of `step`):',
-        f"{each}.",
+        "On two CPUs, two workers with eight environments are faster than a plain loop:",
+        f"{', '.join(f'{value} ({label})' for label, value in zip(labels, process, strict=True))}.",
+        f'With `backend="hybrid"`, these are {", ".join(hybrid)}.',
+        "The limit of `step`, two plain loops that meet at a barrier after each batch, is",
+        f"{limits[0]:.2f} to {limits[-1]:.2f} times.",
         f"Asynchronous stepping gains {uneven:.2f} times where steps are uneven.",
-        "With a policy that takes as long as the simulators, asynchronous stepping gains",
-        f"{waits:.2f} times where simulators wait, and {computes:.2f} times where they compute.",
+        f"With a policy that takes as long as the simulators, it gains {waits:.2f} times where simulators wait, and",
+        f"{computes:.2f} times where they compute.",
         f"`Rollout` with a policy of PyTorch reaches {with_policy:.2f} of two plain loops without a policy,",
         f"and is {collector:.1f} times as fast as TorchRL's collector.",
-        f"On the simulators on the right, it is {min(peers):.1f} to {max(peers):.0f} times as fast as other packages.",
+        f"Other packages take {min(peers):.1f} to {max(peers):.0f} times as long for the simulators on the right.",
     )
     return " ".join(sentences)
 

@@ -49,8 +49,8 @@ def checked_constructors(env_constructors: Any, seed: Any = None) -> list[Callab
 
 def check_base_class(constructor: Callable[..., Any], name: str) -> None:
     """Raise `TypeError` for a class of environments that derives from this package's `ParallelEnv`."""
-    modules = [base.__module__ for base in constructor.__mro__] if isinstance(constructor, type) else []
-    if "marl_parallel.parallel_env" in modules:
+    bases = [(base.__module__, base.__qualname__) for base in getattr(constructor, "__mro__", ())]
+    if ("marl_parallel.parallel_env", "ParallelEnv") in bases:
         raise TypeError(
             f"{name} is the class {constructor.__qualname__}, which derives from marl_parallel.ParallelEnv. "
             "What to do: derive it from pettingzoo.ParallelEnv, and import one of the two under another name"
@@ -85,7 +85,7 @@ def check_signature(
 def _instead(value: Any) -> str:
     """What to pass instead of a value that is not callable."""
     if hasattr(value, "reset") and hasattr(value, "step"):
-        return "; that is one: pass what makes it, such as its class, or a function that returns a new one"
+        return ", which is an environment: pass its class, or a function that returns a new environment"
     if isinstance(value, ModuleType):
         names = [name for name in ("parallel_env", "env") if callable(getattr(value, name, None))]
         return f"; pass {value.__name__}.{names[0]}" if names else ""
@@ -140,7 +140,7 @@ def checked_trace(path: Any) -> Path:
         raise TypeError(f"trace must be the path of a file to be written, or None; got {path!r}")
     file = Path(path)
     if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"trace={str(path)!r}: no file can be written there")
+        raise ValueError(f"trace={str(path)!r}: cannot write a file there; pass a path in a writable folder")
     return file.absolute()
 
 
@@ -151,10 +151,14 @@ def checked_replay(steps: Any, folder: Any) -> tuple[int, Path] | None:
     """
     if steps is None:
         if folder is not None:
-            raise ValueError(f"replay_dir={folder!r} without replay=: pass how many steps are kept, as replay=1000")
+            raise ValueError(
+                f"replay_dir={folder!r} needs replay=: pass the number of steps to keep, such as replay=1000"
+            )
         return None
     if isinstance(steps, bool | np.bool_):
-        raise TypeError(f"replay must be how many steps of each environment are kept, as 1000, or None; got {steps!r}")
+        raise TypeError(
+            f"replay must be the number of steps to keep for each environment, such as 1000, or None; got {steps!r}"
+        )
     number = checked_integer(steps, "replay", or_none=" or None")
     return number, _made_folder(FOLDER if folder is None else folder, "replay_dir")
 
@@ -167,9 +171,9 @@ def _made_folder(path: Any, name: str) -> Path:
         folder = Path(path).absolute()
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{name}={os.fspath(path)!r}: no folder can be made there: {error}") from error
+        raise ValueError(f"{name}={os.fspath(path)!r}: cannot create this folder: {error}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"{name}={os.fspath(path)!r}: no file can be written there")
+        raise ValueError(f"{name}={os.fspath(path)!r}: cannot write files there; pass a writable folder")
     return folder
 
 
@@ -178,7 +182,7 @@ def checked_log_dir(path: Any) -> Path:
     folder = _made_folder(path, "log_dir")
     for log in folder.glob("worker-*.log"):
         if not log.is_file() or not os.access(log, os.W_OK):
-            raise ValueError(f"log_dir={os.fspath(path)!r}: nothing can be appended to {log}")
+            raise ValueError(f"log_dir={os.fspath(path)!r}: cannot append to {log}; remove it, or pass another folder")
     return folder
 
 
@@ -277,8 +281,8 @@ def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | N
         return min(num_envs, available)
     if workers > available and backend.side_by_side:
         warnings.warn(
-            f"{workers} workers share {available} CPUs; more workers than CPUs slow each other down, "
-            "unless their simulators mostly wait",
+            f"{workers} workers share {available} CPUs and slow each other down: pass num_workers={available}, or "
+            "ignore this if the simulators mostly wait",
             ResourceWarning,
             stacklevel=3,
         )

@@ -69,7 +69,7 @@ from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
 from marl_parallel.core.source import Source
 from marl_parallel.core.worker_status import Tracer
-from marl_parallel.runner import BatchRunner, Workers
+from marl_parallel.runner import NO_STATE, BatchRunner, Workers
 from marl_parallel.sources.native import NativeSimulator, SimulatorArrays, SimulatorSource, check_simulator
 from marl_parallel.types import (
     AdapterName,
@@ -764,9 +764,7 @@ class ParallelEnv:
         runner = self.runner
         runner.check_idle("state")
         if runner.schema.state_space is None or runner.workers is None:
-            raise NotImplementedError(
-                "this environment has no global state: it has no state() with a state_space of arrays or numbers"
-            )
+            raise NotImplementedError(NO_STATE)
         ids = runner.checked_ids(env_ids)
         runner.check_has_reset(ids, "state")
         return runner.batch.states(ids, runner.source.execute_in(Message.STATE, ids))
@@ -923,7 +921,7 @@ class ParallelEnv:
                     results[env_id] = loads(result.pickled)
                 except Exception as error:
                     raise TypeError(
-                        f"environment {env_id}: the result pickles there, but cannot be made again here: "
+                        f"environment {env_id}: the result was pickled in the worker but cannot be unpickled here: "
                         f"{type(error).__name__}: {error}"
                     ) from error
         return tuple(results.get(env_id) for env_id in env_ids)
@@ -1243,7 +1241,7 @@ class ParallelEnv:
         except EnvError as failed:
             if error is None:
                 raise
-            logger.warning("while closing after another error: %s", failed)
+            logger.warning("closing the environments after an error failed too: %s", failed)
 
 
 def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:

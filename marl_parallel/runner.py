@@ -70,6 +70,9 @@ class Workers(NamedTuple):
     local_modules: list[ModuleType]  # that workers cannot import
 
 
+NO_STATE = "these environments have no global state: give them a method state() and a state_space of arrays or numbers"
+
+
 class BatchRunner:
     """Resets and steps a batch of environments, for `ParallelEnv` and for facades.
 
@@ -327,7 +330,7 @@ class BatchRunner:
         in_flight = self.source.in_flight
         if not in_flight:
             self.check_not_calling("recv")
-            raise NoAsyncCallError("nothing is in flight; send() or reset_async() before recv()", "recv")
+            raise NoAsyncCallError("nothing is in flight: call send() or reset_async() before recv()", "recv")
         if env_ids is not None:
             min_envs = len(env_ids)
         number = in_flight if min_envs is None else checked_integer(min_envs, "min_envs", 0, " or None")
@@ -350,7 +353,9 @@ class BatchRunner:
         """Wait for the results of `begin_call`, by environment; `TimeoutError` after so many seconds, and try again."""
         self.source.check_open()
         if not self.calling:
-            raise NoAsyncCallError("call_wait() without a call_async() before it", "call_wait")
+            raise NoAsyncCallError(
+                "call_wait() was called without a call_async() before it: call call_async() first", "call_wait"
+            )
         seconds = checked_timeout(timeout, "timeout", zero=True)
         self.calling = False
         try:
@@ -367,7 +372,7 @@ class BatchRunner:
         self.check_idle("watch_states")
         workers = self.workers
         if workers is None or self.schema.state_space is None:
-            raise NotImplementedError("these environments have no global state: no state() with a state_space")
+            raise NotImplementedError(NO_STATE)
         if workers.batch.layout.state is None:
             raise NotImplementedError(
                 f"states are written with each step only if they are arrays in shared memory; state_space is "
@@ -468,13 +473,15 @@ class BatchRunner:
         pending = dict.fromkeys(self.source.pending)
         busy = [*pending] if env_ids is None else [env_id for env_id in env_ids if env_id in pending]
         if busy:
-            call = f"while environments {busy} are" if env_ids is None else f"to environments {busy}, which are"
-            raise AlreadyPendingCallError(f"{name}() {call} in flight; recv() them first", name)
+            call = f"while environments {busy} are" if env_ids is None else f"for environments {busy} that are"
+            raise AlreadyPendingCallError(f"{name}() was called {call} in flight: call recv() first", name)
 
     def check_not_calling(self, name: str) -> None:
         """Raise `AlreadyPendingCallError` between `begin_call` and `finish_call`."""
         if self.calling:
-            raise AlreadyPendingCallError(f"{name}() while a call is in flight; call_wait() first", name)
+            raise AlreadyPendingCallError(
+                f"{name}() was called while a call_async() is in flight: call call_wait() first", name
+            )
 
     def check_has_reset(self, env_ids: Sequence[int], name: str) -> None:
         """Raise `ResetNeeded` if one of these environments has never been reset."""
@@ -492,14 +499,17 @@ class BatchRunner:
     def check_seed(self, seed: Any) -> None:
         """Raise `ValueError` for a seed if `reset` accepts none."""
         if seed is not None and not self.source.reseeds:
-            raise ValueError(f"seed={seed!r}, but these environments are seeded only once, when they are made")
+            raise ValueError(
+                f"seed={seed!r}, but these environments are seeded only once, when they are made: pass the seed there, "
+                "and reset without one"
+            )
 
     def check_mode(self, facade: str, modes: Collection[AutoresetMode]) -> None:
         """Raise `ValueError` unless a facade supports the auto-reset mode."""
         as_disabled = self.source.reset_replaces_automatic_one and AutoresetMode.DISABLED in modes
         if self.mode not in modes and not as_disabled:
             supported = " or ".join(f"auto_reset={_AUTO_RESET[mode]}" for mode in modes)
-            raise ValueError(f"{facade} wants a ParallelEnv with {supported}, got auto_reset={_AUTO_RESET[self.mode]}")
+            raise ValueError(f"{facade} needs a ParallelEnv with {supported}, got auto_reset={_AUTO_RESET[self.mode]}")
 
     def check_batch_size(self, facade: str, *, partial_resets: bool = False) -> None:
         """Raise `ValueError` unless a facade can receive all results at once, and reset some environments if needed."""
@@ -568,7 +578,7 @@ class BatchRunner:
 
     def _check_takes(self, options: Options) -> None:
         if options is not None and not self.takes_options:
-            raise ValueError(f"options={options!r}, but the reset of these environments takes no options")
+            raise ValueError(f"options={options!r}, but `reset` of these environments takes no options: leave them out")
 
     def _reset_keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> Any:
         """By environment, the pickled keywords of its reset; of native simulators, the new seeds. Seeds are noted."""
@@ -579,8 +589,8 @@ class BatchRunner:
         pool, rebuilds = self.workers.pool, self.workers.rebuilds
         if seed is not None and self.schema.seeded_when_made:
             warnings.warn(
-                f"seed={seed!r} is refused: these environments are seeded when they are made; pass it to ParallelEnv, "
-                "which passes it to their constructors",
+                f"seed={seed!r} is ignored: these environments are seeded when they are made. Pass the seed to "
+                "ParallelEnv",
                 UserWarning,
                 stacklevel=5,
             )

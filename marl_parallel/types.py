@@ -45,7 +45,7 @@ def how_to_install(extra: str) -> str:
 
 
 class ParallelEnvError(RuntimeError):
-    """Something went wrong in a worker.
+    """An environment or its worker failed.
 
     Attributes:
         env_ids: The environment that was running, or all of the worker's if that is unknown.
@@ -62,7 +62,7 @@ class ParallelEnvError(RuntimeError):
 
 
 class EnvError(ParallelEnvError):
-    """An environment raised.
+    """An environment raised an exception.
 
     Attributes:
         original: The exception of the simulator, which is also `__cause__`; None if it cannot be pickled.

@@ -141,7 +141,7 @@ def _recognise(env: Any) -> MultiAgentEnv:
     if isinstance(space, spaces.Space) and not isinstance(space, spaces.Dict):
         raise NotAnEnvironment(
             f"{type_name(env)} looks like a single-agent environment: its observation_space, {space}, "
-            "is no Dict keyed by agent. Make it a subclass of gymnasium.Env, or let it declare "
+            "is not a Dict keyed by agent. Make it a subclass of gymnasium.Env, or let it declare "
             "`possible_agents` if there are several."
         )
     return DictEnv(env)

@@ -50,7 +50,7 @@ def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: st
         from marl_parallel.backends.ray_backend import RayBackend
 
         return RayBackend(num_threads=worker_threads)
-    raise ValueError(f"there is no backend {backend!r}; there are {', '.join((*NAMES, *AUTOMATIC))}")
+    raise ValueError(f"backend must be one of {', '.join((*NAMES, *AUTOMATIC))}, got {backend!r}")
 
 
 def _open_processes(threads: int | None, wait: str) -> ProcessBackend | PortableProcessBackend:

@@ -120,7 +120,7 @@ class Launcher:
                 if self.collect(min(left, _CHECK_EVERY_S)) or self._server is None:
                     continue
                 if descendants.state_of(pid := server.pid) in ("T", "t"):
-                    text = "The fork server (process %d) was stopped by a signal, as SIGSTOP; it is continued."
+                    text = "The fork server (process %d) was stopped (SIGSTOP); sending SIGCONT."
                     logger.warning(text, pid)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)

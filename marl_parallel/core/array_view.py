@@ -164,7 +164,7 @@ class ArrayView(ABC):
         if actions.keys() != self._column.keys():
             for agent in actions:
                 if agent not in self._column:
-                    raise ValueError(f"actions for {agent!r}, which is none of the agents {self.agents}")
+                    raise ValueError(f"actions for {agent!r}, which is not one of the agents {self.agents}")
             acting = transitions.acting
             for env_id in env_ids:
                 of_acting(env_id, actions, acting[env_id])

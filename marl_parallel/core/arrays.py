@@ -363,7 +363,7 @@ class ArrayBatch(ArrayView):
     def _known(self, env_id: int, agent: AgentID) -> AgentID:
         if agent not in self._column:
             raise ValueError(
-                f"environment {env_id}: agent {agent!r} is none of the possible agents {self.agents}, "
+                f"environment {env_id}: agent {agent!r} is not one of the possible agents {self.agents}, "
                 "so that arrays have no row for it"
             )
         return agent

@@ -164,8 +164,8 @@ class SeedCheck:
                 return _same_seed(self._declared, " when they were made")
         if self._unreached and self._begin_alike(range(len(seeds)), seeds):
             return (
-                f"the first observations of all {len(seeds)} environments are equal, and their seeds reached "
-                f"neither their constructors nor `reset`, which takes no seed. {_WHAT_TO_DO} If the simulator is "
+                f"the first observations of all {len(seeds)} environments are equal. Their constructors did "
+                f"not get the seeds, and `reset` does not take a seed. {_WHAT_TO_DO} If the simulator is "
                 "deterministic, ignore this warning."
             )
         return None
@@ -206,8 +206,8 @@ class DefaultSeed:
             return None
         DefaultSeed._has_warned = True
         return (
-            "another ParallelEnv that is open has no seed= either, so that both have the default of 42 and play the "
-            "same episodes: pass another seed= to one of them, or seed=None"
+            "this ParallelEnv and another open one both use the default seed=42 and play the same episodes: pass a "
+            "different seed= to one of them, or seed=None"
         )
 
     def forget(self) -> None:
@@ -236,5 +236,6 @@ def _same_seed(declared: Mapping[int, int], when: str = "") -> str:
     seeds = sorted({declared[env_id] for env_id in alike})
     return (
         f"environments {alike} declare the same seed{when}, {', '.join(map(str, seeds))}, although "
-        f"ParallelEnv chose different ones; their constructors got none, so they may be identical. {_WHAT_TO_DO}"
+        "ParallelEnv chose different seeds. Their constructors did not get a seed, so the environments may play the "
+        f"same episodes. {_WHAT_TO_DO}"
     )

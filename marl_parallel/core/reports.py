@@ -65,8 +65,8 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
 def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
     """The error of an environment whose results cannot be unpickled here."""
     text = (
-        f"environment {env_id} (worker {worker}) sent something that pickles in the worker, but cannot be unpickled "
-        f"here: {type(error).__name__}: {error}. Its infos, observations or results must do both."
+        f"environment {env_id} (worker {worker}) returned observations, infos or results that cannot be unpickled "
+        f"here: {type(error).__name__}: {error}. Return plain numbers, texts and arrays, or classes that unpickle here."
     )
     return EnvError(text, env_ids=(env_id,), worker=worker, method="unpickle")
 
@@ -82,7 +82,7 @@ def crashed(
     manner, to_do = manner_of_death(lost)
     text = (
         f"worker {worker} ({environments(share)}) died{during}{_at(lost.stack)}: {manner}\n\n"
-        f"What to do: {to_do}{advice}.{_section('Its stack', lost.stack)}{end_of_log(log_tail)}"
+        f"What to do: {to_do}{advice}.{_section('Stack at the crash', lost.stack)}{end_of_log(log_tail)}"
     )
     return WorkerCrashed(text, env_ids=env_ids, worker=worker, exitcode=lost.exitcode, stack=lost.stack)
 
@@ -106,7 +106,7 @@ def timed_out(
     text = (
         f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
         f"What to do: if it needs longer, raise {doing.timeout}_timeout; else {hangs}"
-        f"{_restart(doing.method, advice)}.{_section('It was here', stack)}{end_of_log(log_tail)}"
+        f"{_restart(doing.method, advice)}.{_section('Stack at the timeout', stack)}{end_of_log(log_tail)}"
     )
     return WorkerTimeout(text, env_ids=env_ids, worker=worker, method=doing.method, stack=stack)
 
@@ -126,10 +126,10 @@ def too_large(
         during = f"environment {running.env_id} was in {running.activity.method}"
     if len(share) > 1:
         counts = (
-            "\n\nOnly the memory of the whole worker is known. This counts as one fault, of environment "
+            "\n\nMemory is known per worker, not per environment. This counts as one fault of environment "
             f"{env_id}, which {'was running' if running is not None else 'was the last one that ran'}."
         )
-        alone = " (with a worker for each environment, this error names the one that does)"
+        alone = " (with envs_per_worker=1, this error names the environment that leaks)"
     text = (
         f"worker {worker} ({environments(share)}) was killed because of its memory: {megabytes:,.0f} MB, over the "
         f"limit of kill_above_mb={limit} of the RecyclePolicy; {during}{counts}\n\nWhat to do: find out what "
@@ -143,12 +143,12 @@ def long_call(share: Sequence[int], long: LongCall, stack: str, to_do: str = "")
     """The warning about an environment, or the environments of a worker, in one call for long."""
     worker, running, activity, seconds = long
     time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    what = f"worker {worker} ({environments(share)}) has not begun its {activity.method} for {time}"
+    what = f"worker {worker} ({environments(share)}) has been waiting for {time} to start its {activity.method}"
     if running is not None:
         what = f"environment {running.env_id} (worker {worker}) has been in {activity.method} for {time}"
     where = place(stack)
     at = f"; it is at {where}" if where else ""
-    return f"{what}{at}{to_do}{_section('It is here', stack)}"
+    return f"{what}{at}{to_do}{_section('Stack now', stack)}"
 
 
 def still_running(worker: int, share: Sequence[int], seconds: float, stack: str) -> str:
@@ -229,7 +229,7 @@ def manner_of_death(lost: Lost) -> tuple[str, str]:
         to_do = (
             "check `dmesg` for an out-of-memory kill and run fewer environments; otherwise find out what sent SIGKILL"
         )
-        return f"{manner}, as when memory runs out", to_do
+        return f"{manner}, possibly because memory ran out", to_do
     if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"):
         return manner, f"fix the native code that broke, or report it to its authors; to find it, {alone}"
     if name == "SIGTERM":

@@ -690,7 +690,7 @@ def _unpickled(load: Callable[[], Any], what: str = "arguments", kind: type[Exce
         if kind is UnpicklingError and any("importlib._bootstrap" in file for file in frames):
             raise  # a module that it needs cannot be loaded: the traceback says where
         text = "".join(traceback.format_exception_only(error)).strip()
-        raise Refusal(kind, f"the {what} can be pickled, but cannot be made again from that: {text}") from None
+        raise Refusal(kind, f"the {what} can be pickled but not unpickled: {text}") from None
 
 
 def _failure(error: BaseException, doing: Activity | Message, partially_written: bool) -> Failure:

@@ -321,7 +321,9 @@ class ArrayStepper(OfParallelEnv):
         """
         self.runner.check_open()
         if not self.in_flight or self._resetting is not None:
-            raise NoAsyncCallError("step_wait() without a step_async() before it", "step_wait")
+            raise NoAsyncCallError(
+                "step_wait() was called without a step_async() before it: call step_async() first", "step_wait"
+            )
         return self._noted(self.view.read(self._received(timeout)))
 
     @exclusive("reset_wait")
@@ -329,7 +331,9 @@ class ArrayStepper(OfParallelEnv):
         """Wait for the result of `send_reset`, and return it. Arguments and errors are those of `receive`."""
         self.runner.check_open()
         if self._resetting is None:
-            raise NoAsyncCallError("reset_wait() without a reset_async() before it", "reset_wait")
+            raise NoAsyncCallError(
+                "reset_wait() was called without a reset_async() before it: call reset_async() first", "reset_wait"
+            )
         extras, (ids, last) = self._received(timeout), self._resetting
         self._resetting = None
         return self._noted(self.view.read(extras) if last is None else self.view.read_some(ids, extras, last))
@@ -395,7 +399,7 @@ class ArrayStepper(OfParallelEnv):
         self.runner.claim(self._facade)
         if self.in_flight:
             what, wait = ("step", "step_wait") if self._resetting is None else ("reset", "reset_wait")
-            raise AlreadyPendingCallError(f"{name}() while a {what} is in flight; {wait}() first", name)
+            raise AlreadyPendingCallError(f"{name}() was called while a {what} is in flight: call {wait}() first", name)
         if name == "step_async" or self.latest is None:
             self.runner.check_idle(name, self._some)
         if self.latest is None:  # else all have been reset
@@ -440,7 +444,7 @@ def simulators(facade: OfParallelEnv) -> list[Any]:
 def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -> BatchRunner:
     if not isinstance(env, ParallelEnv):
         raise TypeError(
-            f"{facade} is made of a ParallelEnv, got {type(env).__name__}: pass ParallelEnv([constructor] * num_envs), "
+            f"{facade} takes a ParallelEnv, got {type(env).__name__}: pass ParallelEnv([constructor] * num_envs), "
             "or make(...) without facade="
         )
     env.runner.check_open()

@@ -279,7 +279,7 @@ def test_integer_types_of_actions():
 def test_seeds_of_resets_are_refused(backend_setup, build):
     env = build([arena] * 2, backend_setup, seed=7)
     reference = BareReference(Arena, 2, AutoresetMode.SAME_STEP, MAX_STEPS, seed=7)
-    with pytest.warns(UserWarning, match="seed=3 is refused: these environments are seeded when they are made"):
+    with pytest.warns(UserWarning, match="seed=3 is ignored: these environments are seeded when they are made"):
         assert_same(env.reset(seed=3), reference.reset())
     assert env.seed() == (7, 8)
     with pytest.warns(UserWarning, match="refused"):
@@ -330,7 +330,7 @@ def test_unknown_options_are_refused(options, backend_setup, build):
 
 def test_options_need_a_channel(backend_setup, build):
     env = build([lambda seed: Arena(seed)], backend_setup)
-    with pytest.raises(ValueError, match="the reset of these environments takes no options"):
+    with pytest.raises(ValueError, match="`reset` of these environments takes no options"):
         env.reset(options={"wind": 1.0})
 
 

@@ -204,11 +204,11 @@ def test_folder_that_is_deleted_during_a_run(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("path", "error", "text"),
     [
-        ("file", ValueError, "no folder can be made"),
-        ("file/below", ValueError, "no folder can be made"),
-        ("nul\0", ValueError, "no folder can be made"),
-        ("taken", ValueError, r"nothing can be appended to .*worker-7\.log"),
-        ("/proc/none", ValueError, "no folder can be made"),
+        ("file", ValueError, "cannot create this folder"),
+        ("file/below", ValueError, "cannot create this folder"),
+        ("nul\0", ValueError, "cannot create this folder"),
+        ("taken", ValueError, r"cannot append to .*worker-7\.log"),
+        ("/proc/none", ValueError, "cannot create this folder"),
         (b"logs", TypeError, "must be the path of a folder"),
         (3, TypeError, "must be the path of a folder"),
     ],
@@ -230,7 +230,7 @@ def test_wrong_values_are_refused(path, error, text, backend, tmp_path, monkeypa
 def test_folder_without_permission(tmp_path, monkeypatch):
     """The permission is taken away by a patch, since it does not count for root."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(ValueError, match="no file can be written there"):
+    with pytest.raises(ValueError, match="cannot write"):
         ParallelEnv([Talking], log_dir=tmp_path)
 
 

@@ -263,10 +263,10 @@ def cpu_times(synthetic):
 
 def test_cpu_times(cpu_times, synthetic, monkeypatch, tmp_path):
     """The simulator's time is that of the workers, and not of the caller, whose time is for a batch."""
-    heavy = {"step_us": 1000, "rounds_per_us": synthetic.rounds_per_microsecond()}
+    heavy = {"step_us": 5000, "rounds_per_us": synthetic.rounds_per_microsecond()}  # a batch is not below a tick
     cases = [cpu_times.Case("heavy", 4, way, heavy) for way in cpu_times.WAYS]
     monkeypatch.setattr(cpu_times, "cases", lambda: cases)
-    cpu_times.main(seconds=0.1, repeats=1, output=tmp_path)
+    cpu_times.main(seconds=0.2, repeats=1, output=tmp_path)
     report = cpu_times.read_json(tmp_path / "cpu_times.json")
     assert [one.way for one in report.results] == ["step", "pettingzoo", "stacked"]
     for one in report.results:

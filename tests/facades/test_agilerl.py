@@ -331,7 +331,7 @@ def test_wrong_auto_reset_mode(mode, got):
     parallel = ParallelEnv([VariableAgents], mode, backend="serial")
     with (
         parallel,
-        pytest.raises(ValueError, match=f"AgileRLVecEnv wants a ParallelEnv with auto_reset=True, got {got}"),
+        pytest.raises(ValueError, match=f"AgileRLVecEnv needs a ParallelEnv with auto_reset=True, got {got}"),
     ):
         AgileRLVecEnv(parallel)
 
@@ -359,7 +359,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shape": ({"b": np.zeros((3, 3), np.float32)}, "agent 'b': expected"),
     "half": ({"a": np.full(3, 0.5)}, "agent 'a': expected 3 integers"),
     "nan": ({"a": np.full(3, np.nan)}, "no action for agent 'a'"),
-    "unknown": ({"z": np.zeros(3, int)}, "'z', which is none of the agents"),
+    "unknown": ({"z": np.zeros(3, int)}, "'z', which is not one of the agents"),
 }
 
 

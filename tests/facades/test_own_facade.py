@@ -82,9 +82,9 @@ def test_send_and_receive(spread):
 
 def test_checks_of_every_facade(spread):
     env = spread("NEXT_STEP")
-    with pytest.raises(ValueError, match='JointVecEnv wants a ParallelEnv with auto_reset=True, got auto_reset="NEXT'):
+    with pytest.raises(ValueError, match='JointVecEnv needs a ParallelEnv with auto_reset=True, got auto_reset="NEXT'):
         JointVecEnv(env, AutoresetMode.SAME_STEP)
-    with pytest.raises(TypeError, match="JointVecEnv is made of a ParallelEnv, got str"):
+    with pytest.raises(TypeError, match="JointVecEnv takes a ParallelEnv, got str"):
         JointVecEnv("simple_spread")  # type: ignore[arg-type]
     first, second = JointVecEnv(env), PettingZooVecEnv(env)
     with pytest.raises(ResetNeeded):

@@ -313,7 +313,7 @@ def env():
 
 
 def test_wrong_type_of_env():
-    with pytest.raises(TypeError, match="PettingZooVecEnv is made of a ParallelEnv, got VariableAgents"):
+    with pytest.raises(TypeError, match="PettingZooVecEnv takes a ParallelEnv, got VariableAgents"):
         PettingZooVecEnv(VariableAgents())
 
 
@@ -333,7 +333,7 @@ def test_missing_action(env):
 
 def test_action_of_an_unknown_agent(env):
     env.reset()
-    with pytest.raises(ValueError, match="'z', which is none of the agents"):
+    with pytest.raises(ValueError, match="'z', which is not one of the agents"):
         env.step({**drawn(env, AGENTS), "z": 1})
     assert env.get_attr("time") == (0, 0)
 

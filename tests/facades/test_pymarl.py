@@ -568,7 +568,7 @@ def test_arguments():
         PyMARLConnections(env)
     env.close()
     env = ParallelEnv([Skirmish], backend="serial", adapter="pymarl")
-    with pytest.raises(ValueError, match="PyMARLConnections wants a ParallelEnv with auto_reset=False"):
+    with pytest.raises(ValueError, match="PyMARLConnections needs a ParallelEnv with auto_reset=False"):
         PyMARLConnections(env)
     env.close()
 

@@ -209,7 +209,7 @@ def test_wrong_use(build):
     with pytest.raises(TypeError, match="made of a ParallelEnv, got DyingRLlibAgents"):
         RLlibVectorMultiAgentEnv(DyingRLlibAgents())
     for mode in (True, False):
-        with pytest.raises(ValueError, match='wants a ParallelEnv with auto_reset="NEXT_STEP", got'):
+        with pytest.raises(ValueError, match='needs a ParallelEnv with auto_reset="NEXT_STEP", got'):
             RLlibVectorMultiAgentEnv(build([DyingRLlibAgents], SETUPS[0], mode))
     with pytest.raises(ValueError, match="copy=True"):
         RLlibVectorMultiAgentEnv(build([DyingRLlibAgents], SETUPS[0], "NEXT_STEP", copy=False))

@@ -390,7 +390,7 @@ def test_missing_library():
 @pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
 def test_wrong_auto_reset_mode(mode, got):
     parallel = ParallelEnv([VariableAgents], mode, backend="serial")
-    with parallel, pytest.raises(ValueError, match=f"SB3VecEnv wants a ParallelEnv with auto_reset=True, got {got}"):
+    with parallel, pytest.raises(ValueError, match=f"SB3VecEnv needs a ParallelEnv with auto_reset=True, got {got}"):
         SB3VecEnv(parallel)
 
 

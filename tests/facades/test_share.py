@@ -737,7 +737,7 @@ def test_spaces_and_arguments_that_do_not_fit(arguments, keywords, error):
 
 def test_other_errors_say_what_to_do():
     maker = functools.partial(battle, DictBattle, 0, False)
-    with pytest.raises(ValueError, match="ShareVecEnv wants a ParallelEnv with auto_reset=True"):
+    with pytest.raises(ValueError, match="ShareVecEnv needs a ParallelEnv with auto_reset=True"):
         make(maker, 1, facade="share", auto_reset="NEXT_STEP", backend="serial")
     with pytest.raises(NotImplementedError, match='or pass share="joined"'):
         make(maker, 1, facade="share", backend="serial", shared_memory=False)

@@ -392,7 +392,7 @@ def test_wrong_use():
         with pytest.raises(ValueError, match=error):
             TianshouVecEnv(core, **keywords)
     core.close()
-    with pytest.raises(ValueError, match="wants a ParallelEnv with auto_reset=False"):
+    with pytest.raises(ValueError, match="needs a ParallelEnv with auto_reset=False"):
         make(Drift, 2, facade="tianshou", auto_reset=True, backend="serial")
 
 

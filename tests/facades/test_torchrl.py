@@ -393,12 +393,12 @@ def one_space(agent: str) -> Callable[[int], EverySpace]:
 
 @pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
 def test_wrong_auto_reset_mode(mode, parallel):
-    with pytest.raises(ValueError, match="TorchRLEnv wants a ParallelEnv with auto_reset=False, got auto_reset="):
+    with pytest.raises(ValueError, match="TorchRLEnv needs a ParallelEnv with auto_reset=False, got auto_reset="):
         TorchRLEnv(parallel(StackableAgents, auto_reset=mode))
 
 
 def test_wrong_type_of_env():
-    with pytest.raises(TypeError, match="TorchRLEnv is made of a ParallelEnv, got StackableAgents: pass ParallelEnv"):
+    with pytest.raises(TypeError, match="TorchRLEnv takes a ParallelEnv, got StackableAgents: pass ParallelEnv"):
         TorchRLEnv(StackableAgents())
 
 

@@ -92,7 +92,7 @@ def test_long_calls_are_reported(place, setup, build, caplog):
         assert first.startswith(f"environment 1 (worker {worker}) has been in {place} for ")
         assert "; it is at line " in first
         assert "test_long_calls.py" in first
-        ends = "It times out after 60 s" if place == "constructor" else "_timeout= to end what hangs"
+        ends = "It times out after 60 s" if place == "constructor" else "_timeout= to end calls that hang"
         assert ends in first
     plain = build([Counting] * 2, Setup("serial", True, 1))
     plain.reset()
@@ -148,7 +148,7 @@ def test_stopped_worker_is_not_continued(setup, build, caplog):
         env.recv(timeout=1.5)
     os.kill(pid, signal.SIGCONT)
     assert len(env.recv().env_ids) >= 1
-    assert any(text.startswith("worker 1 (environment 1) has not begun its step for ") for text in warnings_of(caplog))
+    assert any(text.startswith("worker 1 (environment 1) has been waiting for ") for text in warnings_of(caplog))
 
 
 @pytest.mark.parametrize("setup", PROCESSES, ids=str)
@@ -161,7 +161,7 @@ def test_simulator_that_ignores_no_signal(setup, build, caplog):
     env.step([ACTIONS] * 2)
     texts = [text for text in warnings_of(caplog) if text.startswith("environment 1 (worker 1) has been in step")]
     assert texts
-    assert not any("It is here" in text for text in texts)
+    assert not any("Stack now" in text for text in texts)
 
 
 @pytest.mark.parametrize("setup", [*CONCURRENT_OR_PORTABLE, PACKED], ids=str)

@@ -175,7 +175,7 @@ def test_constructor_that_cannot_be_unpickled(backend, build):
     if backend in LOCAL:
         build([lambda: wrapped] * 2, Setup(backend, True, 2)).reset()
         return
-    words = r"environment 0: the constructor can be pickled, but .*RecursionError"
+    words = r"environment 0: the constructor can be pickled but not unpickled: .*RecursionError"
     with pytest.raises(TypeError, match=words) as caught:
         ParallelEnv([lambda: wrapped] * 2, num_workers=2)
     assert "raised in" not in str(caught.value)

@@ -38,7 +38,7 @@ from marl_parallel.backends.local import SerialBackend, ThreadBackend
         ({"start_timeout": "soon"}, TypeError, "start_timeout must be a number of seconds"),
         ({"adapter": "nope"}, ValueError, "No adapter is named 'nope'"),
         ({"adapter": 3}, TypeError, "adapter"),
-        ({"backend": "nope"}, ValueError, "there is no backend 'nope'"),
+        ({"backend": "nope"}, ValueError, "backend must be one of .*, got 'nope'"),
         ({"backend": 3}, TypeError, "backend must be one of"),
         ({"context": "spawn"}, TypeError, "unexpected keyword argument 'context'"),
         ({"auto_reset": "sometimes"}, ValueError, "auto_reset must be"),
@@ -124,7 +124,7 @@ def test_constructors_must_be_a_sequence(constructors):
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        (lambda: Skirmish(), "that is one: pass what makes it, such as its class"),
+        (lambda: Skirmish(), "which is an environment: pass its class"),
         (
             lambda: simple_spread_v3,
             "pass .*parallel_env",
@@ -134,7 +134,7 @@ def test_constructors_must_be_a_sequence(constructors):
     ids=["environment", "module", "name"],
 )
 def test_constructors_must_be_callable(argument, says):
-    with pytest.raises(TypeError, match=rf"env_constructors\[1\] must be a callable .*; ({says})"):
+    with pytest.raises(TypeError, match=rf"env_constructors\[1\] must be a callable .*[;,] ({says})"):
         ParallelEnv([Skirmish, argument()])
 
 
@@ -236,7 +236,9 @@ def test_unreadable_infos():
 def test_unreadable_call_result_closes_nothing():
     with ParallelEnv([UnreadableInfos] * 2, backend="thread", num_workers=1) as env:
         for ask in (lambda: env.get_attr("secret"), lambda: env.call("secret", env_ids=[0])):
-            with pytest.raises(TypeError, match="environment 0: the result pickles there, but cannot be made again"):
+            with pytest.raises(
+                TypeError, match="environment 0: the result was pickled in the worker but cannot be unpickled here"
+            ):
                 ask()
         assert len(env.reset()[0]) == 2
 

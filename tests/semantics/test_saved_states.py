@@ -304,7 +304,9 @@ def test_process_wide_generators(build):
         assert [str(one.message)[:18] for one in caught if "generators" in str(one.message)] == [
             "environments [1], "
         ] * warns
-    with pytest.raises(ValueError, match="environment 0: its state has process-wide generators: pass isolate_rng=True"):
+    with pytest.raises(
+        ValueError, match="environment 0: its state was saved with isolate_rng=True: pass isolate_rng=True"
+    ):
         build([Voyage, Global], Setup("process", True, 2)).load_state(env.save_state())
 
 

@@ -142,7 +142,7 @@ class SeededByConstructor(PettingZooEnv):
 def test_reset_without_seed_argument_warns(reset, backend_setup, build):
     """The seeds of the constructors stay in use."""
     env = build([Hunt] * 2, backend_setup, seed=5, adapter=SeededByConstructor)
-    with pytest.warns(UserWarning, match="seed=9 is refused: these environments are seeded when they are made"):
+    with pytest.warns(UserWarning, match="seed=9 is ignored: these environments are seeded when they are made"):
         getattr(env, reset)(seed=9)
     if env.pending:
         env.recv()

@@ -206,7 +206,7 @@ class UnpicklableThere:
     [
         (Lock(), None, TypeError, "options must be a dict or None"),
         ({"lock": Lock()}, None, TypeError, "options cannot be pickled.*attribute 'lock'"),
-        ([HARDER, {"there": UnpicklableThere()}], [0, 1], TypeError, "environment 1: the options can be pickled, but"),
+        ([HARDER, {"there": UnpicklableThere()}], [0, 1], TypeError, "environment 1: the options can be pickled but not unpickled"),
         ([HARDER], [0, 1], ValueError, "options"),
         (HARDER, [7], ValueError, "7"),
         (HARDER, [0, 0], ValueError, "0"),
@@ -228,7 +228,7 @@ class WithoutOptions(Course):
 
 def test_environments_without_options(parallel):
     env = parallel(WithoutOptions, 2)
-    with pytest.raises(ValueError, match="the reset of these environments takes no options"):
+    with pytest.raises(ValueError, match="`reset` of these environments takes no options"):
         env.set_reset_options(HARD)
     env.set_reset_options(None)
     with ParallelEnv.from_native(Arena(2)) as native, pytest.raises(ValueError, match="takes no options"):

@@ -169,7 +169,7 @@ def test_trace_has_a_maximum_size(monkeypatch, tmp_path):
 
 def test_trace_path_is_not_writable(tmp_path, caplog):
     for path in (tmp_path, tmp_path / "nowhere" / "run.json"):
-        with pytest.raises(ValueError, match="no file can be written there"):
+        with pytest.raises(ValueError, match="cannot write"):
             ParallelEnv(fragile(tmp_path), trace=path)
     with pytest.raises(TypeError, match="trace must be the path"):
         ParallelEnv(fragile(tmp_path), trace=True)

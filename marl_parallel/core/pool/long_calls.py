@@ -39,9 +39,9 @@ class LongCalls(Extension):
     def look(self, now: float) -> None:
         for long in self._found(now) if self._warns and now >= self._next_look else ():
             limit = self._limits.get(long.activity)
-            to_do = f". Pass a {long.activity.timeout}_timeout= to end what hangs"
+            to_do = f". Pass {long.activity.timeout}_timeout= to end calls that hang"
             if self._pool.backend.ready_since(long.worker) > now:
-                to_do = ". It waits for room in the cluster, or for its process to start"
+                to_do = ". Its process has not started yet; the cluster may lack free resources"
             elif self._pool.closed:
                 to_do = ". To limit this, pass close(timeout=...)"
             elif limit is not None:

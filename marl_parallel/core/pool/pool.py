@@ -141,8 +141,8 @@ class Pool(Source):
         results: Results | None = self.alone("waiting", self._recv, at_least, timeout, slots, window or 0.0)
         if results is None:
             raise NotReadyInTime(
-                f"{sum(slot.state is State.DONE for slot in slots)} of at least {at_least} environments were ready "
-                f"within {timeout:g} s; nothing is lost, call recv again"
+                f"expected at least {at_least} environments to be ready within {timeout:g} s, got "
+                f"{sum(slot.state is State.DONE for slot in slots)}. Nothing is lost: call recv() again"
             )
         return results
 
@@ -177,7 +177,9 @@ class Pool(Source):
         """The results of `begin_in`, as of `execute`; `TimeoutError` after so many seconds, which loses nothing."""
         results = self.alone("waiting", self._finish_all, timeout)
         if results is None:
-            raise NotReadyInTime(f"the calls were not finished within {timeout:g} s; nothing is lost, wait again")
+            raise NotReadyInTime(
+                f"the calls did not finish within {timeout:g} s. Nothing is lost: call call_wait() again"
+            )
         if results[1]:
             raise results[1][0]
         return cast("dict[int, Any]", results[0])
@@ -757,7 +759,7 @@ class Pool(Source):
             after_close()
         for worker in left:
             logger.warning(
-                "worker %d could not be ended, it is left behind: a thread cannot be killed. It runs\n%s",
+                "worker %d could not be ended and keeps running, because a thread cannot be killed. Its stack:\n%s",
                 worker, self.backend.stack(worker),
             )  # fmt: skip
         if hasattr(self.backend, "statuses"):  # else it did not start
@@ -823,7 +825,7 @@ class Pool(Source):
             finally:  # also after a second Ctrl-C
                 while_closing = self.close(ask=in_line if self.backend.can_kill else True, timeout=1.0)
         if while_closing is not None:
-            logger.warning("while closing after another error: %s", while_closing)
+            logger.warning("closing the environments after an error failed too: %s", while_closing)
 
     def _on_ctrl_c(self) -> None:
         for on_ctrl_c in self._hooks.of(Extension.on_ctrl_c):

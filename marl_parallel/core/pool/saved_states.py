@@ -153,7 +153,7 @@ class SavedStates:
                 )
             if state.saved.isolated and not plan.isolate_rng:
                 raise ValueError(
-                    f"environment {env_id}: its state has process-wide generators: pass isolate_rng=True here, too"
+                    f"environment {env_id}: its state was saved with isolate_rng=True: pass isolate_rng=True here, too"
                 )
             if _unreported(state.extensions) is not None and not plan.restarts:
                 raise ValueError(
