@@ -279,7 +279,7 @@ def test_waits_time_out_and_can_be_repeated(kind, tmp_path):
     env.call("wait_for", str(tmp_path / "go"))
     begin(env)
     for _ in range(2):
-        with pytest.raises(multiprocessing.TimeoutError, match="nothing is lost") as caught:  # as Gymnasium's
+        with pytest.raises(multiprocessing.TimeoutError, match="Nothing is lost") as caught:  # as Gymnasium's
             getattr(env, wait)(timeout=0.05)
         assert isinstance(caught.value, TimeoutError)
     for other, _ in WAITS.values():

@@ -450,7 +450,7 @@ class NoAgents(VariableDictAgents):
     ("make", "word"),
     [
         (VectorRewards, "the reward of agent 'a' is"),
-        (UnknownAgent, "agent 'z' is none of"),
+        (UnknownAgent, "agent 'z' is not one of"),
         (NoAgents, "the observation of agent 'a': expected a dict with the keys .*, got None"),
     ],
 )

@@ -309,7 +309,7 @@ def test_kill_above(setup, build, caplog):
     assert stats.restart_kinds == {"death": 1, "neighbour": 1}
     (kinds,) = {tuple(sorted((event.kind, event.env_id in event.error.env_ids) for event in events))}
     assert kinds == (("fault", True), ("neighbour", False))
-    assert f"This counts as one fault, of environment {events[0].error.env_ids[0]}" in reports[0]
+    assert f"This counts as one fault of environment {events[0].error.env_ids[0]}" in reports[0]
 
 
 class Swelling(Counting):

@@ -382,10 +382,10 @@ def test_default_folder(build, tmp_path, monkeypatch):
     [
         ({"replay": 0}, ValueError, "replay"),
         ({"replay": -1}, ValueError, "replay"),
-        ({"replay": True}, TypeError, "replay must be how many steps"),
+        ({"replay": True}, TypeError, "replay must be the number of steps"),
         ({"replay": "x"}, TypeError, "replay"),
         ({"replay": 1.5}, TypeError, "replay"),
-        ({"replay_dir": "somewhere"}, ValueError, "without replay="),
+        ({"replay_dir": "somewhere"}, ValueError, "needs replay="),
         ({"replay": 5, "replay_dir": "file"}, ValueError, "cannot create this folder"),
         ({"replay": 5, "replay_dir": "file/below"}, ValueError, "cannot create this folder"),
         ({"replay": 5, "replay_dir": "nul\0"}, ValueError, "cannot create this folder"),

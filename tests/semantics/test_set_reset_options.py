@@ -206,7 +206,12 @@ class UnpicklableThere:
     [
         (Lock(), None, TypeError, "options must be a dict or None"),
         ({"lock": Lock()}, None, TypeError, "options cannot be pickled.*attribute 'lock'"),
-        ([HARDER, {"there": UnpicklableThere()}], [0, 1], TypeError, "environment 1: the options can be pickled but not unpickled"),
+        (
+            [HARDER, {"there": UnpicklableThere()}],
+            [0, 1],
+            TypeError,
+            "environment 1: the options can be pickled but not unpickled",
+        ),
         ([HARDER], [0, 1], ValueError, "options"),
         (HARDER, [7], ValueError, "7"),
         (HARDER, [0, 0], ValueError, "0"),
