@@ -276,13 +276,13 @@ def test_integer_types_of_actions():
     assert_same(returned, other.step(actions))
 
 
-def test_seeds_of_resets_are_refused(backend_setup, build):
+def test_seeds_of_resets_are_ignored(backend_setup, build):
     env = build([arena] * 2, backend_setup, seed=7)
     reference = BareReference(Arena, 2, AutoresetMode.SAME_STEP, MAX_STEPS, seed=7)
     with pytest.warns(UserWarning, match="seed=3 is ignored: these environments are seeded when they are made"):
         assert_same(env.reset(seed=3), reference.reset())
     assert env.seed() == (7, 8)
-    with pytest.warns(UserWarning, match="refused"):
+    with pytest.warns(UserWarning, match="ignored"):
         env.reset_async(seed=[1, 2])
     batch = env.recv()
     observations = tuple(batch.observations[batch.env_ids.index(env_id)] for env_id in (0, 1))

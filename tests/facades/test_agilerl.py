@@ -337,7 +337,7 @@ def test_wrong_auto_reset_mode(mode, got):
 
 
 def test_wrong_type_of_env():
-    with pytest.raises(TypeError, match="made of a ParallelEnv, got VariableAgents"):
+    with pytest.raises(TypeError, match="takes a ParallelEnv, got VariableAgents"):
         AgileRLVecEnv(VariableAgents())  # type: ignore[arg-type]
 
 

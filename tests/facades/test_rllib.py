@@ -206,7 +206,7 @@ def test_interface_that_rllib_uses(build):
 
 
 def test_wrong_use(build):
-    with pytest.raises(TypeError, match="made of a ParallelEnv, got DyingRLlibAgents"):
+    with pytest.raises(TypeError, match="takes a ParallelEnv, got DyingRLlibAgents"):
         RLlibVectorMultiAgentEnv(DyingRLlibAgents())
     for mode in (True, False):
         with pytest.raises(ValueError, match='needs a ParallelEnv with auto_reset="NEXT_STEP", got'):
