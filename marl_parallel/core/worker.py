@@ -181,7 +181,7 @@ class Worker:
         handler: Callable[[int, Any], Any] = getattr(self, f"_{message.name.lower()}")
         # All actions are in the block. A trace stores each step, which compiled code does not.
         codec = self._codec if message is Message.STEP and payload is None and not is_traced(self._status) else None
-        after = self._write_if_watched if self.watch.states else None
+        after = self._write_watched_state if self.watch.states else None
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         place = 0
@@ -392,10 +392,10 @@ class Worker:
         If that one ends the process, the result of this one is used: it is complete.
         """
         extras = self._write(env_id, transition)
-        self._write_if_watched(env_id)
+        self._write_watched_state(env_id)
         return extras
 
-    def _write_if_watched(self, env_id: int) -> None:
+    def _write_watched_state(self, env_id: int) -> None:
         if self.watch.states and not self._episodes[env_id].awaits_reset:
             self._write_state(env_id)
 
@@ -473,7 +473,7 @@ class Worker:
             elif writes:
                 self._partially_written = env_id
             raise
-        self._write_if_watched(env_id)
+        self._write_watched_state(env_id)
         return extras
 
     def _send_last_step(self, env_id: int, transition: Transition) -> None:
@@ -643,7 +643,7 @@ class Worker:
             self._generators.put(env_id, states)
         if not episode.awaits_reset:
             self._write_masks(env_id)
-        self._write_if_watched(env_id)
+        self._write_watched_state(env_id)
 
     def _watch(self, _: int, watch: Watch) -> None:
         if watch.rollout is not None:

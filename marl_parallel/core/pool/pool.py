@@ -41,7 +41,7 @@ _CLOSE_IN_LINE_WITHIN_S = 1.0
 _INTERRUPTED_WITHIN_S = 0.5  # how long `close` waits at least for a thread that it has interrupted in a call
 
 
-_KNOWN = {one.method: one for one in (Activity.RESET, Activity.STATE)}
+_TREATED_APART = {one.method: one for one in (Activity.RESET, Activity.STATE)}
 """The methods of a step or reset in which a failure is treated apart."""
 
 
@@ -464,7 +464,7 @@ class Pool(Source):
         for env_id in sorted(failures):
             self._check_not_closed()  # by `on_restart`
             failure, worker = failures[env_id], self.slots[env_id].worker
-            activity = _KNOWN.get(failure.method, Activity.STEP)
+            activity = _TREATED_APART.get(failure.method, Activity.STEP)
             running = Running(env_id, activity, 0.0, inside=not failure.partially_written)
             error = reports.env_error(env_id, worker, failure, self.advice)
             try:
