@@ -19,6 +19,7 @@ from gymnasium import spaces
 
 PREPARED = 16
 ACTIONS = 5
+CALIBRATION_S = 1.0
 
 
 def work(rounds: int) -> None:
@@ -34,13 +35,18 @@ def _wait(microseconds: int) -> None:
 
 @functools.cache
 def rounds_per_microsecond() -> float:
-    """Rounds of `work` per microsecond on this machine. Measure it once, on an idle machine."""
+    """Rounds of `work` per microsecond on this machine. Measure it once, on an idle machine.
+
+    An idle CPU takes a while to reach its full speed, at which the contenders run. So this takes a second, and uses
+    the second half of it.
+    """
     rounds = 20_000
     took = []
-    for _ in range(25):
-        started = time.perf_counter()
+    began = time.perf_counter()
+    while (started := time.perf_counter()) < began + CALIBRATION_S:
         work(rounds)
-        took.append(time.perf_counter() - started)
+        if started > began + CALIBRATION_S / 2:
+            took.append(time.perf_counter() - started)
     return rounds / (statistics.median(took) * 1e6)
 
 
