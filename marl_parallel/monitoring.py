@@ -100,7 +100,7 @@ class Monitor:
         self._of_envs: dict[tuple[str, str], deque[float]] = defaultdict(latest)
         self._logged, self._logged_at = parallel_env.stats(), time.monotonic()
         self._server: tuple[Any, threading.Thread] | None = None
-        self._listeners = parallel_env.runner.batch.statistics.listeners
+        self._listeners = parallel_env.runner.transitions.statistics.listeners
         self._listeners.append(self._add)
 
     def __enter__(self) -> Monitor:

@@ -3,7 +3,7 @@
 A step::
 
     ParallelEnv.step(actions)
-      |  Batch.write_actions      checks actions, writes them into shared memory                core/batch.py
+      |  Transitions.write_actions    checks actions, writes them into shared memory           core/block_transitions.py
       |  BatchRunner.step         one call at a time, env ids, seeds and options of resets      runner.py
       |    Pool.run               one slot per environment, one wait loop                       core/pool/pool.py
       |      Backend.post         wakes the workers                                             backends/
@@ -12,13 +12,14 @@ A step::
       |          Episode.interpret    what any other step means, and the next episode           core/episode.py
       |          TransitionRecords.write    its transition into shared memory                   core/records.py
       |      Backend.wait         until the last worker is done
-      |  Batch.read               dicts from shared memory
+      |  Transitions.read         dicts from shared memory
       v
     observations, rewards, terminateds, truncateds, infos
 
 `send` and `recv` are its two halves. After a crash, `Backend.wait` returns `Lost` in place of a reply; then `Pool`
 raises an error and closes everything, or rebuilds the environments in a new worker (`core/pool/restarts.py`). For
-simulators that step many environments by themselves (`from_native`), `sources/native.py` replaces `Pool` and `Batch`.
+simulators that step many environments by themselves (`from_native`), `sources/native.py` replaces `Pool` and
+`BlockTransitions`.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import AUTOMATIC, open_backend
 from marl_parallel.core import reports
-from marl_parallel.core.arrays import ArrayBatch
+from marl_parallel.core.arrays import BlockArrays
 from marl_parallel.core.backend import Backend, share_out
-from marl_parallel.core.batch import Batch, Dicts
+from marl_parallel.core.block_transitions import BlockTransitions, DictPerEnv
 from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
@@ -322,8 +323,8 @@ class ParallelEnv:
         in_line = opened.in_line
         arguments.warn_of_in_line(opened, shares, unenforced, folder, recycle, restarts=restarts)
         pool = Pool(opened, shares)
-        watch = Timeouts(pool, limits)
-        pool.extend(watch, LongCalls(pool, warn_after, watch.limits))
+        timeouts = Timeouts(pool, limits)
+        pool.extend(timeouts, LongCalls(pool, warn_after, timeouts.limits))
         if restarts:
             pool.advice = reports.FIRST_CONSTRUCTION
         self._close_at_exit(pool)
@@ -334,7 +335,7 @@ class ParallelEnv:
             began = opened.clock()
             local_modules: list[ModuleType] = []
             caller_settings = CallerSettings(forward_logs, local_modules)
-            described, plan, built = construct(
+            described, construction, built = construct(
                 pool, constructors, seeds, mode, adapter, restarts, kept is not None, isolate_rng, local_modules,
                 caller_settings,
             )  # fmt: skip
@@ -345,31 +346,37 @@ class ParallelEnv:
             described_block = Block(len(seeds), shared_memory, compiled, compiled and opened.shares_memory)
             attach = Request(Message.ATTACH, None, described_block)
             pool.execute(dict.fromkeys(range(len(shares)), attach))
-            batch = Batch(
+            transitions = BlockTransitions(
                 pool.slots, layout, block, schema.rules, mode,
                 copy=copy, check_actions=check_actions, needs_all_actions=schema.needs_all_actions,
                 local_modules=local_modules, episode_stats=episode_stats,
             )  # fmt: skip
             settings = SettingsAtResets(caller_settings)
             rebuilds = Rebuilds(
-                pool, batch, plan, attach.payload, seeds[0], options_last=schema.options_last, settings=settings
+                pool,
+                transitions,
+                construction,
+                attach.payload,
+                seeds[0],
+                options_last=schema.options_last,
+                settings=settings,
             )
             pool.extend(settings, rebuilds)
             if kept is not None:
-                pool.extend(Histories(pool, *kept, batch, plan, local_modules))
+                pool.extend(Histories(pool, *kept, transitions, construction, local_modules))
             if recycle is not None or opened.moves:
                 policy = recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
-                self._recycling = Recycling(pool, rebuilds, batch, policy, opened.clock() - began)
+                self._recycling = Recycling(pool, rebuilds, transitions, policy, opened.clock() - began)
                 pool.extend(self._recycling)
                 last = workers - 1
                 if recycle is not None and opened.memory(last) is None and not (opened.can_kill and last in in_line):
                     self._warn_of_recycling(recycle, backend)
             if restarts:
-                pool.extend(Restarts(pool, rebuilds, batch, restart_policy, on_restart))
+                pool.extend(Restarts(pool, rebuilds, transitions, restart_policy, on_restart))
             seed_check = None if seeds[0] is None else SeedCheck(built, "seed" in schema.reset_keywords)
             self.runner = BatchRunner(
-                pool, batch, functools.partial(ArrayBatch, batch), schema, seeds,
-                Workers(pool, batch, rebuilds, local_modules), seed_check, restarts=restarts,
+                pool, transitions, functools.partial(BlockArrays, transitions), schema, seeds,
+                Workers(pool, transitions, rebuilds, local_modules), seed_check, restarts=restarts,
             )  # fmt: skip
             self._guard = self.runner.guard
             if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):
@@ -483,12 +490,12 @@ class ParallelEnv:
     @property
     def acting(self) -> tuple[list[AgentID], ...]:
         """The agents that act next in each environment; none before its first reset and when its episode is over."""
-        return tuple(map(list, self.runner.batch.acting))
+        return tuple(map(list, self.runner.transitions.acting))
 
     @property
     def finished_episodes(self) -> tuple[FinishedEpisode, ...]:
         """The episodes that ended in the last `step` or `recv`, also of a facade: returns and lengths of each agent."""
-        return tuple(self.runner.batch.statistics.finished)
+        return tuple(self.runner.transitions.statistics.finished)
 
     @property
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
@@ -497,7 +504,7 @@ class ParallelEnv:
         Those of agents that do not act are there, too: `acting` lists the agents that need an action. Arrays are
         copies; those of zeros and ones become bool, True for an allowed action. See `docs/values.md`.
         """
-        return tuple(map(self.runner.batch.masks, self.runner.env_ids))
+        return tuple(map(self.runner.transitions.masks, self.runner.env_ids))
 
     @exclusive("sample_actions")
     def sample_actions(self, env_ids: Sequence[int] | None = None) -> list[dict[AgentID, Any]]:
@@ -571,7 +578,7 @@ class ParallelEnv:
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
         drain: bool = False,
-    ) -> tuple[Dicts, Dicts]:
+    ) -> tuple[DictPerEnv, DictPerEnv]:
         """Begin new episodes.
 
         Args:
@@ -591,16 +598,16 @@ class ParallelEnv:
         if drain:
             runner.check_reset(seed, options, env_ids)
             if runner.source.in_flight:
-                dropped, _, extras = runner.recv()
-                runner.batch.read(dropped, extras)
-        ids, extras = runner.reset(seed, options, env_ids)
-        observations, _, _, _, infos = runner.batch.read(ids, extras)
+                dropped, _, leftovers = runner.recv()
+                runner.transitions.read(dropped, leftovers)
+        ids, leftovers = runner.reset(seed, options, env_ids)
+        observations, _, _, _, infos = runner.transitions.read(ids, leftovers)
         return observations, infos
 
     @exclusive("step")
     def step(
         self, actions: Sequence[Mapping[AgentID, Any]], env_ids: Sequence[int] | None = None
-    ) -> tuple[Dicts, Dicts, Dicts, Dicts, Dicts]:
+    ) -> tuple[DictPerEnv, DictPerEnv, DictPerEnv, DictPerEnv, DictPerEnv]:
         """Step environments in parallel, and begin new episodes as `auto_reset` says.
 
         Args:
@@ -622,10 +629,10 @@ class ParallelEnv:
         runner = self.runner
         # In most steps, all environments are ready, as the pool knows.
         ids = runner.env_ids if env_ids is None and runner.source.is_lean else runner.ids_to_step(env_ids)
-        batch = runner.batch
+        transitions = runner.transitions
         if type(actions) is not list or len(actions) != len(ids):  # a quick check first
             arguments.check_one_for_each(actions, ids)
-        return batch.read(ids, runner.step(ids, batch.write_actions(ids, actions)))
+        return transitions.read(ids, runner.step(ids, transitions.write_actions(ids, actions)))
 
     @exclusive("restart")
     def restart(self, env_ids: Sequence[int] | None = None) -> None:
@@ -710,7 +717,7 @@ class ParallelEnv:
         ids, rows = arguments.addressed(actions, env_ids, runner.num_envs)
         runner.check_idle("send", ids)
         runner.check_has_reset(ids, "send")
-        runner.send(ids, runner.batch.write_actions(ids, rows))
+        runner.send(ids, runner.transitions.write_actions(ids, rows))
 
     @exclusive("reset_async")
     def reset_async(
@@ -750,8 +757,8 @@ class ParallelEnv:
             ...     env.recv().env_ids
             (2,)
         """
-        ids, _, extras = self.runner.recv(min_envs, timeout, window=window)
-        return StepBatch(ids, *self.runner.batch.read(ids, extras))
+        ids, _, leftovers = self.runner.recv(min_envs, timeout, window=window)
+        return StepBatch(ids, *self.runner.transitions.read(ids, leftovers))
 
     # -- calls, attributes, frames, state ---------------------------------------------------------------------------
 
@@ -767,7 +774,7 @@ class ParallelEnv:
             raise NotImplementedError(NO_STATE)
         ids = runner.checked_ids(env_ids)
         runner.check_has_reset(ids, "state")
-        return runner.batch.states(ids, runner.source.execute_in(Message.STATE, ids))
+        return runner.transitions.states(ids, runner.source.execute_in(Message.STATE, ids))
 
     def seed(self) -> tuple[int | None, ...]:
         """The seed of each environment: its own `unwrapped.seed` if that is an int, else the one it got from here.
@@ -964,7 +971,9 @@ class ParallelEnv:
         return [to_bytes(state) for state in self.runner.save_state(env_ids).values()]
 
     @exclusive("load_state")
-    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[Dicts, Dicts]:
+    def load_state(
+        self, states: Sequence[bytes], env_ids: Sequence[int] | None = None
+    ) -> tuple[DictPerEnv, DictPerEnv]:
         """Go on from what `save_state` has returned: the next step is the same as it would have been then.
 
         The constructors and arguments must be those of that time; the number of workers and the backend may be others.
@@ -985,8 +994,8 @@ class ParallelEnv:
                 `auto_reset`; or there are not as many as environments. After these errors, nothing has changed.
             NotImplementedError: Native simulators cannot do that.
         """
-        loaded, extras = self.runner.load_state(states, env_ids)
-        observations, _, _, _, infos = self.runner.batch.read(tuple(loaded), extras)
+        loaded, leftovers = self.runner.load_state(states, env_ids)
+        observations, _, _, _, infos = self.runner.transitions.read(tuple(loaded), leftovers)
         return observations, infos
 
     @exclusive("set_reset_options")
@@ -1127,7 +1136,7 @@ class ParallelEnv:
         if tracing is not None:
             pool.extend(tracing)
         self._tracing = tracing
-        pool.around = workers.batch.around = None if tracing is None else tracing.tracer.during
+        pool.around = workers.transitions.around = None if tracing is None else tracing.tracer.during
 
     @exclusive("stop_trace")
     def stop_trace(self) -> Path:

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import checked_integer
-from marl_parallel.core.batch import Dicts
+from marl_parallel.core.block_transitions import DictPerEnv
 from marl_parallel.core.spaces import padded_array
 from marl_parallel.parallel_env import ParallelEnv, tiled
 from marl_parallel.types import how_to_install
 
-Policy: TypeAlias = Callable[[Dicts], Sequence[Mapping[AgentID, Any]]]
+Policy: TypeAlias = Callable[[DictPerEnv], Sequence[Mapping[AgentID, Any]]]
 """Takes the observations of all environments, a tuple of dicts by agent, and returns what `step` takes."""
 
 _PALETTE_FRAMES = 16
@@ -113,7 +113,7 @@ def record_video(
         except ValueError as error:
             raise ValueError(f"{error}: pass a policy") from None
 
-        def policy(_: Dicts) -> list[dict[AgentID, Any]]:
+        def policy(_: DictPerEnv) -> list[dict[AgentID, Any]]:
             return env.sample_actions()
 
     size: tuple[int, ...] | None = None  # height and width of each environment's part of the first frame

@@ -22,7 +22,7 @@ from marl_parallel.core.spaces import copied, tree_map
 from marl_parallel.core.transition import COMMON
 from marl_parallel.runner import Options, Seeds
 from marl_parallel.types import FinishedEpisode
-from marl_parallel.vector.stacked import Grouped, Results, StackedVecEnv
+from marl_parallel.vector.stacked import Grouped, StackedVecEnv, StepReturn
 
 _ALIGNMENT = 64  # bytes
 
@@ -490,7 +490,7 @@ class Rollout:
             self._unfit = self._unfit or [str(error)]
         return True
 
-    def _store(self, part: _Part, results: Results) -> None:
+    def _store(self, part: _Part, results: StepReturn) -> None:
         """Store a step of some environments."""
         arrays, env, place = self.arrays, part.env, (part.time, part.rows)
         observations, rewards, terminations, truncations, infos = results

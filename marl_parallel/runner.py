@@ -6,8 +6,8 @@ It checks env ids and the order of calls, and decides about the seeds and option
                    \           /
                    BatchRunner           reset, step, send, recv
                     |        |
-                source     batch                a `Source`, and its `Transitions`
-    carries out requests    actions in, transitions out
+                source   transitions            a `Source`, and its `Transitions`
+    carries out requests   actions in, results out
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from marl_parallel.arguments import (
     seeds_of,
 )
 from marl_parallel.core.array_view import ArrayView
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.construction import DefaultSeed, SeedCheck
 from marl_parallel.core.exclusive import CallGuard
-from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Watch
+from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Outputs
 from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
@@ -65,7 +65,7 @@ class Workers(NamedTuple):
     """What only environments in workers have."""
 
     pool: Pool
-    batch: Batch
+    transitions: BlockTransitions
     rebuilds: Rebuilds
     local_modules: list[ModuleType]  # that workers cannot import
 
@@ -76,8 +76,8 @@ NO_STATE = "these environments have no global state: give them a method state() 
 class BatchRunner:
     """Resets and steps a batch of environments, for `ParallelEnv` and for facades.
 
-    A step is three calls: the batch writes actions (dicts, or arrays with a `view`), `step` carries them out,
-    and the batch reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does this for
+    A step is three calls: `transitions` writes actions (dicts, or arrays with a `view`), `step` carries them out, and
+    `transitions` reads the results. All three belong under one entry of `guard`; `vector.ArrayStepper` does this for
     facades, which need only the attributes below. All methods raise `ClosedEnvironmentError` after `close`, and
     `ParallelEnvError` for a fault.
 
@@ -93,14 +93,14 @@ class BatchRunner:
         view: Makes an `ArrayView` of all environments; of neighbouring ones with `env_ids`, which is a range. With
             `copy`, observations are the caller's.
         workers: What only environments in workers have; None for a simulator that steps many by itself.
-        batch: `batch.acting` and `batch.alive` have a list of agents for each environment: those that act next, and
-            those that are alive. `batch.over` says for each environment whether its episode is over.
+        transitions: `acting` and `alive` have a list of agents for each environment: those that act next, and those
+            that are alive. `over` says for each environment whether its episode is over.
     """
 
     def __init__(
         self,
         source: Source,
-        batch: Transitions,
+        transitions: Transitions,
         view: Callable[..., ArrayView],
         schema: Schema,
         seeds: Sequence[int | None],
@@ -109,9 +109,9 @@ class BatchRunner:
         *,
         restarts: bool = False,
     ) -> None:
-        self.source, self.batch, self.view, self.schema, self.workers = source, batch, view, schema, workers
-        self.mode, self.env_ids, self.num_envs = batch.mode, batch.env_ids, len(batch.env_ids)
-        self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": batch.mode}, schema.render_mode
+        self.source, self.transitions, self.view, self.schema, self.workers = source, transitions, view, schema, workers
+        self.mode, self.env_ids, self.num_envs = transitions.mode, transitions.env_ids, len(transitions.env_ids)
+        self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": transitions.mode}, schema.render_mode
         self.seeds: tuple[int | None, ...] = tuple(seeds)  # the seed that each environment got, or declared last
         self.takes_options = "options" in schema.reset_keywords
         self.restarts = restarts  # whether failed environments are rebuilt
@@ -121,7 +121,7 @@ class BatchRunner:
         self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs
         self._sampler_seeds: list[int | None] = [*self.seeds]
         self._samplers: dict[int, ActionSampler] = {}  # by environment, those that have been used since its last seed
-        self._watch = Watch()  # what workers write besides the transitions
+        self._outputs = Outputs()  # what workers write besides the transitions
         self._memory: list[tuple[weakref.ref[Any], int, int]] = []  # of rollout buffers, from where to where
         self._all_have_reset = False  # whether every environment is known to have been reset
         self.calling = False  # whether a call is in flight, from `begin_call` until `finish_call`
@@ -142,15 +142,15 @@ class BatchRunner:
         """Begin new episodes, and wait.
 
         Arguments and errors are those of `ParallelEnv.reset`; `options` may also be a list with one for each
-        environment. Returns the env ids, and the extras of the results, which the batch needs to read them.
+        environment. Returns the env ids, and the leftovers of the results, which `transitions` needs to read them.
         """
         self.check_idle("reset")
         ids = self.checked_ids(env_ids)
         self.source.check_resets(ids)
-        extras = self.source.run(Message.RESET, ids, self._reset_keywords(ids, seed, options))
-        self.batch.statistics.finished = []
-        self._note_resets(ids, extras)
-        return ids, extras
+        leftovers = self.source.run(Message.RESET, ids, self._reset_keywords(ids, seed, options))
+        self.transitions.statistics.finished = []
+        self._note_resets(ids, leftovers)
+        return ids, leftovers
 
     def check_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
         """Raise the errors of `reset` that are about its arguments."""
@@ -237,7 +237,7 @@ class BatchRunner:
         return saved
 
     def load_state(self, states: Sequence[Any], env_ids: Sequence[int] | None) -> tuple[dict[int, EnvState], Any]:
-        """Load states; returns them by env id, and the extras of their results, which the batch needs to read them.
+        """Load states; returns them by env id, and the leftovers that `transitions` needs to read their results.
 
         Arguments and errors are those of `ParallelEnv.load_state`.
         """
@@ -249,9 +249,9 @@ class BatchRunner:
         one_for_each(states, ids, "states")
         loaded = {env_id: from_bytes(state, f"environment {env_id}") for env_id, state in zip(ids, states)}
         saved_states.check(loaded)
-        extras, fault = saved_states.load(loaded)
+        leftovers, fault = saved_states.load(loaded)
         seeds, bases = [*self.seeds], {state.base_seed for state in loaded.values()}
-        for env_id in extras:
+        for env_id in leftovers:
             state = loaded[env_id]
             seeds[env_id] = state.seed
             self._sampler_seeds[env_id], sampler = state.sampler
@@ -259,14 +259,14 @@ class BatchRunner:
             if sampler is not None:
                 self._samplers[env_id] = sampler
         self.seeds = tuple(seeds)
-        if len(bases) == 1 and len(extras) == self.num_envs:
+        if len(bases) == 1 and len(leftovers) == self.num_envs:
             self._base_seed = bases.pop()
             saved_states.rebuilds.base_seed = self._base_seed
-        self.batch.statistics.finished = []
-        saved_states.note_outdated([*extras])
+        self.transitions.statistics.finished = []
+        saved_states.note_outdated([*leftovers])
         if fault is not None:
             raise fault  # its environments have been rebuilt, the others have been loaded
-        return loaded, extras
+        return loaded, leftovers
 
     def _saved_states(self, name: str) -> SavedStates:
         if self.workers is None:
@@ -274,8 +274,8 @@ class BatchRunner:
                 f"{name}() of {self.source.name}: a simulator that steps many environments by itself has no state of "
                 "each of them"
             )
-        pool, batch, rebuilds, _ = self.workers
-        return SavedStates(pool, batch, rebuilds)
+        pool, transitions, rebuilds, _ = self.workers
+        return SavedStates(pool, transitions, rebuilds)
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
         """Begin new episodes and return; `recv` has the results. Arguments and errors are those of `reset`."""
@@ -293,20 +293,20 @@ class BatchRunner:
         return ids
 
     def step(self, env_ids: tuple[int, ...], written: Any) -> Any:
-        """Carry out the actions that the batch has `written` for the env ids of `ids_to_step`, and wait.
+        """Carry out the actions that `transitions` has `written` for the env ids of `ids_to_step`, and wait.
 
-        Returns the extras of the results, which the batch needs to read them.
+        Returns the leftovers of the results, which `transitions` needs to read them.
         """
         source = self.source
         if source.is_lean and not written and len(env_ids) == self.num_envs:
-            extras = source.step_all()
+            leftovers = source.step_all()
         else:
-            extras = source.run(Message.STEP, env_ids, written or None)
-        if self.batch.statistics.any_finished:
-            self.batch.statistics.finished = []
+            leftovers = source.run(Message.STEP, env_ids, written or None)
+        if self.transitions.statistics.any_finished:
+            self.transitions.statistics.finished = []
         if self.remark is not None and not self.remark.after_batch():
             self.remark = None
-        return extras
+        return leftovers
 
     def send(self, env_ids: Sequence[int], written: Any, *, together: bool = False) -> None:
         """Begin to carry out actions of environments that are not in flight, and return; arguments are those of `step`.
@@ -340,8 +340,8 @@ class BatchRunner:
             window = checked_timeout(window, "window", zero=True)
         seconds = checked_timeout(timeout, "timeout", zero=True)
         results = self.source.recv(number, seconds, env_ids, window=window)
-        self.batch.statistics.finished = []
-        self._note_resets(results.resets, results.extras)
+        self.transitions.statistics.finished = []
+        self._note_resets(results.resets, results.leftovers)
         return results
 
     def begin_call(self, message: Message, env_ids: tuple[int, ...], payload: Any) -> None:
@@ -364,21 +364,21 @@ class BatchRunner:
             self.calling = not isinstance(error, ParallelEnvError)
             raise
 
-    def watch_states(self) -> None:
+    def write_states(self) -> None:
         """Have each reset and step write the global states, for `states_seen`, from now on.
 
         Raises `NotImplementedError` if the environments have no state that can be written.
         """
-        self.check_idle("watch_states")
+        self.check_idle("write_states")
         workers = self.workers
         if workers is None or self.schema.state_space is None:
             raise NotImplementedError(NO_STATE)
-        if workers.batch.layout.state is None:
+        if workers.transitions.layout.state is None:
             raise NotImplementedError(
                 f"states are written with each step only if they are arrays in shared memory; state_space is "
                 f"{self.schema.state_space}: call state() after each step, or pass shared_memory=True"
             )
-        self._have_written(workers, self._watch._replace(states=True))
+        self._have_written(workers, self._outputs._replace(states=True))
 
     def rollout_buffer(self, num_times: int, more: int) -> RolloutBuffer | None:
         """Have workers write the observations of so many times into a new buffer; no longer into earlier ones.
@@ -390,7 +390,7 @@ class BatchRunner:
         workers = self.workers
         if workers is None or not workers.pool.backend.shares_memory:
             return None
-        layout, codec = workers.batch.layout, workers.batch.codec
+        layout, codec = workers.transitions.layout, workers.transitions.codec
         if codec is None or not layout.agents or layout.observations.agents != self.schema.possible_agents:
             return None
         self._memory = [used for used in self._memory if used[0]() is not None]
@@ -402,21 +402,21 @@ class BatchRunner:
         memory = (ctypes.c_char * nbytes).from_buffer(workers.pool.backend.extend(nbytes))  # to which only arrays refer
         buffer.bind(memory)
         self._memory.append((weakref.ref(memory), buffer.start, buffer.nbytes))
-        self._have_written(workers, self._watch._replace(rollout=(buffer.start, num_times)))
+        self._have_written(workers, self._outputs._replace(rollout=(buffer.start, num_times)))
         return buffer
 
-    def _have_written(self, workers: Workers, watch: Watch) -> None:
-        self._watch = workers.rebuilds.watch = watch
-        workers.pool.execute_in_each_worker(Message.WATCH, watch)
+    def _have_written(self, workers: Workers, outputs: Outputs) -> None:
+        self._outputs = workers.rebuilds.outputs = outputs
+        workers.pool.execute_in_each_worker(Message.OUTPUTS, outputs)
         workers.pool.alone("", workers.pool.note_outdated, self.env_ids)
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """After `watch_states`: the states that the last reset or step of each environment has written, and the last
+        """After `write_states`: the states that the last reset or step of each environment has written, and the last
         state of each episode before an automatic reset, or a restart: `(num_envs, *state_space.shape)`, valid until
         the next step or reset.
         """
         assert self.workers is not None
-        return self.workers.batch.states_seen()
+        return self.workers.transitions.states_seen()
 
     def restarts_of(self, env_id: int) -> int:
         """How often an environment has been restarted."""
@@ -430,7 +430,7 @@ class BatchRunner:
         """As `ParallelEnv.sample_actions`."""
         ids = self.checked_ids(env_ids)
         self.check_idle("sample_actions", ids)
-        declared, acting = self.schema.action_spaces, self.batch.acting
+        declared, acting = self.schema.action_spaces, self.transitions.acting
         if not declared:
             raise NoSpaceDeclared("these environments declare no action spaces to draw random actions from", "action")
         for agent in self.schema.possible_agents:
@@ -445,7 +445,7 @@ class BatchRunner:
                         f"environment {env_id}: agent {agent!r} declares no action space to draw random actions from",
                         "action",
                     )
-            result.append(self._samplers[env_id].sample(acting[env_id], self.batch.masks(env_id)))
+            result.append(self._samplers[env_id].sample(acting[env_id], self.transitions.masks(env_id)))
         return result
 
     def _note_sampler(self, env_id: int) -> None:
@@ -486,7 +486,7 @@ class BatchRunner:
     def check_has_reset(self, env_ids: Sequence[int], name: str) -> None:
         """Raise `ResetNeeded` if one of these environments has never been reset."""
         if not self._all_have_reset:
-            has_reset = self.batch.has_reset
+            has_reset = self.transitions.has_reset
             self._all_have_reset = all(has_reset)
             never = [env_id for env_id in env_ids if not has_reset[env_id]]
             if never:
@@ -546,20 +546,20 @@ class BatchRunner:
 
     # -- seeds and options of resets -------------------------------------------------------------------------------
 
-    def _note_resets(self, env_ids: Sequence[int], extras: Any) -> None:
+    def _note_resets(self, env_ids: Sequence[int], leftovers: Any) -> None:
         """Note resets; once all environments have been reset, warn if their first observations are equal."""
-        self.batch.begin(env_ids)
+        self.transitions.begin(env_ids)
         if self.default_seed is not None and not self._default_seed_noted and 0 in env_ids:
             self._default_seed_noted = True
-            text = self.default_seed.warning(self._first_observations(0, extras))
+            text = self.default_seed.warning(self._first_observations(0, leftovers))
             if text is not None:
                 warnings.warn(text, UserWarning, stacklevel=5)
         check = self._seed_check
         if check is None:
             return
         for env_id in env_ids:
-            check.note(env_id, self._first_observations(env_id, extras))
-        if not all(self.batch.has_reset) or self.source.in_flight:
+            check.note(env_id, self._first_observations(env_id, leftovers))
+        if not all(self.transitions.has_reset) or self.source.in_flight:
             return
         self._seed_check = None
         declared = self.source.execute_in(Message.SEED, self.env_ids) if check.asks_again else None
@@ -567,13 +567,13 @@ class BatchRunner:
         if text is not None:
             warnings.warn(text, UserWarning, stacklevel=5)
 
-    def _first_observations(self, env_id: int, extras: Any) -> dict[AgentID, Any]:
-        """The observations that a reset has returned, from the extras of its result."""
+    def _first_observations(self, env_id: int, leftovers: Any) -> dict[AgentID, Any]:
+        """The observations that a reset has returned, from the leftovers of its result."""
         assert self.workers is not None
-        more, batch = extras.get(env_id), self.workers.batch
-        observations: dict[AgentID, Any] = (more if isinstance(more, Snapshot) else batch.snapshot(env_id, more)).dicts[
-            0
-        ]
+        more, transitions = leftovers.get(env_id), self.workers.transitions
+        observations: dict[AgentID, Any] = (
+            more if isinstance(more, Snapshot) else transitions.snapshot(env_id, more)
+        ).dicts[0]
         return observations
 
     def _check_takes(self, options: Options) -> None:

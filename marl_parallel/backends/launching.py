@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from marl_parallel.backends import descendants, interpreter, server, signals
-from marl_parallel.backends.descendants import CrashFile
 from marl_parallel.backends.memory import Block, anonymous_file, socket_pair
 from marl_parallel.backends.server import REPLY, REQUEST, Reply, Setting
+from marl_parallel.backends.stacks import CrashFile
 from marl_parallel.core.reports import logger
 
 _ANSWERS_WITHIN_S = 60.0

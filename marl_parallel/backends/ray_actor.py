@@ -50,7 +50,7 @@ class Order(NamedTuple):
     at_least: int  # how many replies an exchange waits for
 
 
-class Results(NamedTuple):
+class ActorResults(NamedTuple):
     """The replies, statuses and records of an actor's workers since the last exchange."""
 
     number: int  # of the exchange, from 1; `end` returns 0
@@ -67,18 +67,18 @@ class Results(NamedTuple):
 Packed: TypeAlias = bytes | tuple[bytes, NDArray[Any]]
 
 
-def pack(results: Results) -> Packed:
+def pack(results: ActorResults) -> Packed:
     """Pickle results in the form that Ray is fastest with: one `bytes`, and large records apart, without a copy."""
     if results.records is None or results.records.nbytes < _LARGE_NBYTES:
         return pickle.dumps(tuple(results), pickle.HIGHEST_PROTOCOL)
     return pickle.dumps(tuple(results._replace(records=None)), pickle.HIGHEST_PROTOCOL), results.records
 
 
-def unpack(packed: Packed) -> Results:
+def unpack(packed: Packed) -> ActorResults:
     """Undo `pack`."""
     if isinstance(packed, bytes):
-        return Results(*pickle.loads(packed))
-    return Results(*pickle.loads(packed[0]))._replace(records=packed[1])
+        return ActorResults(*pickle.loads(packed))
+    return ActorResults(*pickle.loads(packed[0]))._replace(records=packed[1])
 
 
 class _Turns:
@@ -223,10 +223,10 @@ class RayActor:
                 with_actions += env_ids
             elif message in WITH_RESULTS:
                 self._owners.update(dict.fromkeys(env_ids, worker))
-            if message is Message.WATCH:
+            if message is Message.OUTPUTS:
                 self._writes_states = request.payload.states
             elif message is Message.REBUILD or message is Message.PREPARE:
-                self._writes_states = any(rebuild.watch.states for rebuild in request.payload.values())
+                self._writes_states = any(rebuild.outputs.states for rebuild in request.payload.values())
             elif message is Message.CLOSE:
                 self._backend.statuses[self._places[worker]].discard()
         if order.actions is not None and self._slices is not None:
@@ -242,7 +242,7 @@ class RayActor:
                 self._owed[worker] -= reply.last
             self._replies.append((worker, self._starts[worker], reply))
 
-    def _results(self, replies: Sequence[tuple[int, int, Reply | Lost]], number: int = 0) -> Results:
+    def _results(self, replies: Sequence[tuple[int, int, Reply | Lost]], number: int = 0) -> ActorResults:
         statuses = {worker: self._status(worker) for worker, owed in self._owed.items() if owed}
         env_ids: list[Sequence[int]] = []
         lost: list[int] = []
@@ -265,7 +265,7 @@ class RayActor:
                 records = self._slices.results(rows, Message.STEP, states=states)
             if lost:
                 whole = lost, self._slices.records(lost)
-        return Results(number, time.monotonic(), replied, statuses, env_ids, records, whole)
+        return ActorResults(number, time.monotonic(), replied, statuses, env_ids, records, whole)
 
     # -- states and ends of workers --------------------------------------------------------------------------------
 

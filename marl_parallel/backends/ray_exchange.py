@@ -26,7 +26,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError, RayTaskError
 
-from marl_parallel.backends.ray_actor import Order, Packed, Results, unpack
+from marl_parallel.backends.ray_actor import ActorResults, Order, Packed, unpack
 from marl_parallel.backends.ray_placement import Place
 from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.records import RecordSlices
@@ -134,7 +134,7 @@ class Actor:
         return answer is not False
 
     def ended(self, worker: int, timeout: float) -> Packed | None:
-        """End a worker; returns the packed `Results` with what has not arrived, None if the actor is gone."""
+        """End a worker; returns the packed `ActorResults` with what has not arrived, None if the actor is gone."""
         ended = self.control("end", worker, self.orders, self._seen, self.started[worker])
         packed: Packed | None = answer_of(ended, timeout)
         if packed is not None:
@@ -208,7 +208,7 @@ class Actor:
         return replies
 
     def copy_from(
-        self, results: Results, slices: RecordSlices | None, statuses: Sequence[WorkerStatus]
+        self, results: ActorResults, slices: RecordSlices | None, statuses: Sequence[WorkerStatus]
     ) -> list[tuple[int, int, Reply | Lost]]:
         """Copy statuses and records; returns the replies, with this machine's time, and the starts of their workers."""
         self.copy_statuses(results.now, results.statuses, statuses)
@@ -236,7 +236,7 @@ class Actor:
             if worker in self.pending and start == self.started[worker]:
                 statuses[worker].copy_from(status, self.clock_offset)
 
-    def _copy_records(self, results: Results, records: NDArray[Any], slices: RecordSlices) -> None:
+    def _copy_records(self, results: ActorResults, records: NDArray[Any], slices: RecordSlices) -> None:
         """Copy record slices, without those of processes that have been replaced since; `end` has returned these."""
         env_ids = [*chain.from_iterable(results.env_ids)]
         current = [start == self.started[worker] for worker, start, _ in results.replies]

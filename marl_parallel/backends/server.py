@@ -35,6 +35,7 @@ from typing import NamedTuple, NoReturn
 
 from marl_parallel.backends import descendants, interpreter, signals
 from marl_parallel.backends.memory import Semaphore, mapped
+from marl_parallel.backends.stacks import report_to
 
 LOADED_THREADS = 1  # of the numerical libraries in the server
 CLEARED_WITHIN_S = 5.0  # how long a keeper, or the server at its end, tries to kill what is left
@@ -240,7 +241,7 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
     exitcode = 1
     try:
         os.setsid()
-        descendants.report_to(crash)
+        report_to(crash)
         # All signals were blocked until this process can handle them.
         signal.set_wakeup_fd(-1)  # undoes what the server has installed
         signals.take_signals()

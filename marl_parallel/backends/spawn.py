@@ -28,10 +28,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from marl_parallel.backends import descendants, interpreter, signals
-from marl_parallel.backends.descendants import CrashFile, memory_of
+from marl_parallel.backends.descendants import memory_of
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.backends.relay import Relay
+from marl_parallel.backends.stacks import CrashFile, report_to
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
@@ -473,7 +474,7 @@ def serve(
     for fd in fds:
         os.set_inheritable(fd, False)
     status_fd, records_fd, arrays_fd, crash_fd = fds
-    descendants.report_to(crash_fd)
+    report_to(crash_fd)
     requests: SimpleQueue[Request] = SimpleQueue()
 
     def receive() -> None:

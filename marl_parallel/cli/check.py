@@ -60,7 +60,7 @@ from marl_parallel.core import generators
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.constructors import construct_one
 from marl_parallel.core.episode import Episode
-from marl_parallel.core.exclusive import end_forked_copy
+from marl_parallel.core.forks import end_forked_copy
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dumps, where_unpicklable
 from marl_parallel.core.reports import first_line, is_of_a_library, manner_of_death, place

@@ -32,7 +32,7 @@ from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.episode import Episode, derived_seed
 from marl_parallel.core.generators import seed_generators, seeding_new_torch
 from marl_parallel.core.messages import Lost
-from marl_parallel.core.pickling import dump_extras, install_registrations, loads
+from marl_parallel.core.pickling import dump_leftovers, install_registrations, loads
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.replay_file import BadReplay, Crash, read_crash
 from marl_parallel.core.reports import manner_of_death
@@ -317,9 +317,9 @@ class _Run:
                     env.state()
                 if episode.ended_for_now:
                     transition = episode.begin_next(transition)
-                extras = transitions.write(0, transition)
-                if extras is not None:
-                    loads(dump_extras(extras))
+                leftovers = transitions.write(0, transition)
+                if leftovers is not None:
+                    loads(dump_leftovers(leftovers))
         with self._limited(self._late_step):
             if crash.method == "render":
                 env.render()

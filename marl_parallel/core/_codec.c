@@ -1,7 +1,7 @@
 /* Actions and transitions between Python objects and the block of shared memory. And how processes wait for each other:
    `try_for`, and `exchange` for a step of all environments.
 
-   A `Codec` does for many environments in one call what `records.py`, `batch.py` and `episode.py` do for one:
+   A `Codec` does for many environments in one call what `records.py`, `block_transitions.py` and `episode.py` do for one:
 
        caller   write, write_arrays   actions into records        read, read_arrays   records into dicts, or into arrays
        worker   run     actions out of records, the simulator's step, its transition into the record
@@ -1247,8 +1247,8 @@ static PyObject *codec_write(PyObject *self, PyObject *args) {
 }
 
 /* The infos of a record, borrowed; NULL without an error if Python has to read it. */
-static PyObject *pickled_infos(PyObject *extras, PyObject *env_id) {
-    PyObject *own = PyDict_GetItemWithError(extras, env_id);
+static PyObject *pickled_infos(PyObject *leftovers, PyObject *env_id) {
+    PyObject *own = PyDict_GetItemWithError(leftovers, env_id);
     if (own == NULL || !PyDict_CheckExact(own) || PyDict_Size(own) != 1) return NULL;
     return PyDict_GetItemWithError(own, name_infos);
 }
@@ -1420,19 +1420,19 @@ static PyObject *infos_in_block(const Codec *codec, const Header *header, char *
 
 /* Note what a record says, as `note_state`. `infos` is a new reference, NULL if all are empty, or without `with_infos`.
    LEFT if Python has to read it. */
-static Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header, PyObject *extras,
+static Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header, PyObject *leftovers,
                            int copy, int with_infos, PyObject *ended, int *has_mask, PyObject **infos) {
     char *record = codec->base + number * codec->stride;
     PyObject *reset = NULL, *pickled;
     *has_mask = 0;
     *infos = NULL;
     if (is_left(codec, header)) return LEFT;
-    pickled = pickled_infos(extras, env_id);
+    pickled = pickled_infos(leftovers, env_id);
     if (pickled == NULL && PyErr_Occurred()) return FAILED;
     if ((pickled != NULL) != ((header->code & INFOS) != 0)) return LEFT;
-    if (pickled == NULL && PyDict_Size(extras) > 0) {
-        int has_extras = PyDict_Contains(extras, env_id);
-        if (has_extras) return has_extras < 0 ? FAILED : LEFT;
+    if (pickled == NULL && PyDict_Size(leftovers) > 0) {
+        int has_leftovers = PyDict_Contains(leftovers, env_id);
+        if (has_leftovers) return has_leftovers < 0 ? FAILED : LEFT;
     }
     Py_XINCREF(pickled);
     *infos = pickled;
@@ -1454,7 +1454,7 @@ static Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t numb
 }
 
 /* Put the five dicts of one record into the lists; LEFT if Python has to do it. */
-static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extras, int copy, PyObject **lists,
+static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *leftovers, int copy, PyObject **lists,
                            Py_ssize_t at, PyObject *ended, int *has_mask) {
     Py_ssize_t number;
     char *record = record_of(codec, env_id, &number);
@@ -1463,7 +1463,7 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
     const uint64_t code = header.code;
     int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT & 0xFF), plain = code & PLAIN;
     PyObject *infos;
-    Outcome outcome = note_record(codec, env_id, number, &header, extras, copy, 1, ended, has_mask, &infos);
+    Outcome outcome = note_record(codec, env_id, number, &header, leftovers, copy, 1, ended, has_mask, &infos);
     if (outcome != DONE) return outcome;
     PyObject *no_flags = code & ONLY_ALL ? codec->only_all : flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {NULL, NULL, NULL, NULL, infos};
@@ -1486,19 +1486,19 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *extra
 }
 
 PyDoc_STRVAR(read_doc,
-    "read(env_ids, extras, copy)\n"
+    "read(env_ids, leftovers, copy)\n"
     "    -> (observations, rewards, terminateds, truncateds, infos), (left, masked, ended) | None\n"
     "--\n\n"
     "Read records: five tuples of dicts, and None. If there is more to do, five lists of dicts, None for the environments\n"
-    "that are `left`. `extras` is a dict by environment; arrays are copies, or views of the block. `masked` are the\n"
+    "that are `left`. `leftovers` is a dict by environment; arrays are copies, or views of the block. `masked` are the\n"
     "environments that have an action mask among the infos in the block, `ended` those whose episode has ended, with the\n"
     "flags of `__all__`. Notes who acts and is alive, and adds rewards to the totals that the Codec was made with.");
 
 static PyObject *codec_read(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_ids, *extras, *lists[8] = {NULL}, *before = NULL; /* the last three: left, masked, ended */
+    PyObject *env_ids, *leftovers, *lists[8] = {NULL}, *before = NULL; /* the last three: left, masked, ended */
     int copy, has_mask;
-    if (!PyArg_ParseTuple(args, "O!O!p:read", &PyTuple_Type, &env_ids, &PyDict_Type, &extras, &copy)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!O!p:read", &PyTuple_Type, &env_ids, &PyDict_Type, &leftovers, &copy)) return NULL;
     Py_ssize_t size = PyTuple_Size(env_ids);
     int is_large = copy && codec->has_large;
     if (is_large && (before = use_kept(1)) == NULL) return NULL;
@@ -1508,7 +1508,7 @@ static PyObject *codec_read(PyObject *self, PyObject *args) {
         PyObject *env_id = PyTuple_GetItem(env_ids, place);
         Outcome outcome = LEFT;
         if (codec->observations != NULL)
-            outcome = read_record(codec, env_id, extras, copy, lists, place, lists[7], &has_mask);
+            outcome = read_record(codec, env_id, leftovers, copy, lists, place, lists[7], &has_mask);
         if (outcome == FAILED) goto failed;
         if (outcome == DONE && !has_mask) continue;
         int failed = PyList_Append(lists[outcome == DONE ? 6 : 5], env_id);
@@ -1521,7 +1521,7 @@ static PyObject *codec_read(PyObject *self, PyObject *args) {
     use_other(before);
     before = NULL;
     if (PyList_Size(lists[5]) == 0 && PyList_Size(lists[6]) == 0 && PyList_Size(lists[7]) == 0 &&
-        PyDict_Size(extras) == 0) {
+        PyDict_Size(leftovers) == 0) {
         for (int i = 0; i < 5; i++) {
             PyObject *column = PyList_AsTuple(lists[i]);
             Py_DECREF(lists[i]);
@@ -1772,7 +1772,7 @@ static void fill_row(const Codec *codec, const Header *header, char **fields, Py
 }
 
 PyDoc_STRVAR(read_arrays_doc,
-    "read_arrays(start, stop, leaves, targets, written, extras, copy, as_table, notes) -> list, (left, masked, ended) | None\n--\n\n"
+    "read_arrays(start, stop, leaves, targets, written, leftovers, copy, as_table, notes) -> list, (left, masked, ended) | None\n--\n\n"
     "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards. `leaves` are pairs\n"
     "of a view of the block, `(records, agents, ...)`, and the agents' places; each is an array among the observations:\n"
     "new ones, or the `targets`, a list, which may have been `written` already. If there is more to do, the rest is as of\n"
@@ -1782,15 +1782,15 @@ PyDoc_STRVAR(read_arrays_doc,
 
 static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *leaves, *targets, *extras;
+    PyObject *leaves, *targets, *leftovers;
     Py_ssize_t start, stop;
     int written, copy, as_table, notes;
     if (!PyArg_ParseTuple(args, "nnO!OpO!ppp:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
-                          &PyDict_Type, &extras, &copy, &as_table, &notes))
+                          &PyDict_Type, &leftovers, &copy, &as_table, &notes))
         return NULL;
     if (!are_records(codec, start, stop)) return NULL;
     npy_intp dims[2] = {stop - start, codec->n};
-    int simple = PyDict_Size(extras) == 0, failed = 0, any_over = 0;
+    int simple = PyDict_Size(leftovers) == 0, failed = 0, any_over = 0;
     for (Py_ssize_t i = start; simple && i < stop; i++)
         simple = is_simple(header_of(codec, codec->base + i * codec->stride).code);
     PyObject *arrays[FIELDS] = {NULL}, *found[4] = {NULL}, *result = NULL; /* infos, left, masked, ended */
@@ -1804,7 +1804,7 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         if (arrays[field] == NULL) goto finally;
         fields[field] = PyArray_DATA((PyArrayObject *)arrays[field]);
     }
-    if (as_table && notes && !simple && PyDict_Size(extras) == 0) {
+    if (as_table && notes && !simple && PyDict_Size(leftovers) == 0) {
         found[0] = info_table(codec, start, stop);
         if (found[0] == NULL && PyErr_Occurred()) goto finally;
     }
@@ -1823,7 +1823,7 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         int has_mask = 0;
         Outcome outcome = FAILED;
         if (number != NULL)
-            outcome = note_record(codec, number, i, &header, extras, copy, !as_table, found[3], &has_mask, &infos);
+            outcome = note_record(codec, number, i, &header, leftovers, copy, !as_table, found[3], &has_mask, &infos);
         failed = outcome == FAILED;
         if (outcome == LEFT || has_mask) failed |= PyList_Append(found[outcome == LEFT ? 1 : 2], number) < 0;
         if (infos != NULL && !as_table && !are_empty_infos(infos)) failed |= PyDict_SetItem(found[0], number, infos) < 0;
@@ -1832,7 +1832,7 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
     }
     if (failed) goto finally;
     PyObject *flag = simple ? Py_True : Py_False, *others = NULL;
-    if (PyList_Size(found[1]) || PyList_Size(found[2]) || PyList_Size(found[3]) || PyDict_Size(extras))
+    if (PyList_Size(found[1]) || PyList_Size(found[2]) || PyList_Size(found[3]) || PyDict_Size(leftovers))
         others = Py_BuildValue("(OOO)", found[1], found[2], found[3]);
     else Py_INCREF(others = Py_None);
     if (others != NULL)

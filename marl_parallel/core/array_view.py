@@ -127,8 +127,8 @@ class ArrayView(ABC):
         """
 
     @abstractmethod
-    def read(self, extras: Any, /) -> Arrays:
-        """The transitions of all environments, with the extras of the step or reset.
+    def read(self, leftovers: Any, /) -> Arrays:
+        """The transitions of all environments, with the leftovers of the step or reset.
 
         Raises `ValueError` if something has no place in an array, such as an undeclared vector of rewards or an unknown
         agent. All environments have been stepped, and their state is known.
@@ -139,7 +139,7 @@ class ArrayView(ABC):
         """What `read` and `read_some` have returned last, for `read_some`."""
 
     @abstractmethod
-    def read_some(self, env_ids: Sequence[int], extras: Any, last: Arrays, /) -> Arrays:
+    def read_some(self, env_ids: Sequence[int], leftovers: Any, last: Arrays, /) -> Arrays:
         """The transitions of some environments, and the observations in `last` of all others."""
 
     @abstractmethod

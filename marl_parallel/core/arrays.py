@@ -1,6 +1,6 @@
 """The batch as arrays over all environments; facades use this view of it, `ParallelEnv` the one as dicts.
 
-`ArrayBatch` is the `ArrayView` of a block, which arrays enter and leave whole, without a loop over environments. Only
+`BlockArrays` is the `ArrayView` of a block, which arrays enter and leave whole, without a loop over environments. Only
 environments of which more than infos travelled pickled are read from their dicts.
 """
 
@@ -20,7 +20,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, ArrayView
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.codec import keep_large
 from marl_parallel.core.info_columns import InfoArrays, InfoColumns
 from marl_parallel.core.records import BITS, VECTOR_TAG, ActionRecords, TransitionRecords
@@ -29,7 +29,7 @@ from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
 from marl_parallel.core.transition import ALL, are_empty
 
 
-def action_masks(batch: Transitions, schema: Schema, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
+def action_masks(transitions: Transitions, schema: Schema, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
     """Action masks as an array; see `ArrayStepper.action_masks`."""
     if not agents:
         raise ValueError("agents is empty: pass at least one agent")
@@ -46,15 +46,15 @@ def action_masks(batch: Transitions, schema: Schema, agents: Sequence[AgentID]) 
             )
     assert counts is not None
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
-    shape = len(batch.env_ids), len(agents), sum(counts)
-    together = batch.mask_array(agents)
+    shape = len(transitions.env_ids), len(agents), sum(counts)
+    together = transitions.mask_array(agents)
     if together is not None and together[0].shape == shape and (together[0].view(np.uint8) <= 1).all():
         masks, apart = together[0].astype(np.bool_), together[1]
         masks[apart] = True
     else:
-        masks, apart = _masks_by_agent(batch, agents, shape)
+        masks, apart = _masks_by_agent(transitions, agents, shape)
     for env_id in apart:
-        of_env = batch.masks(env_id)
+        of_env = transitions.masks(env_id)
         for place, agent in enumerate(agents):
             mask = flat_mask(space, of_env.get(agent))
             if mask is not None:
@@ -63,17 +63,17 @@ def action_masks(batch: Transitions, schema: Schema, agents: Sequence[AgentID]) 
 
 
 def _masks_by_agent(
-    batch: Transitions, agents: Sequence[AgentID], shape: tuple[int, int, int]
+    transitions: Transitions, agents: Sequence[AgentID], shape: tuple[int, int, int]
 ) -> tuple[NDArray[np.bool_], list[int]]:
     """Action masks as an array of this shape, without those of the environments that are returned, too."""
     masks = np.ones(shape, np.bool_)
-    stacked, apart = batch.stacked_masks()
+    stacked, apart = transitions.stacked_masks()
     for place, agent in enumerate(agents):
         if agent not in stacked:
             continue
         values, reported = stacked[agent]
         if values is None or values.shape[1:] != masks.shape[2:]:
-            apart = [*batch.env_ids]
+            apart = [*transitions.env_ids]
             continue
         used = binary_rows(values) & reported
         used[apart] = False
@@ -87,29 +87,29 @@ _INTEGERS_OF_64_BITS = np.dtype(int).itemsize == 8  # those of arrays of Python'
 _AGENTS, _VALUES = operator.itemgetter(0), operator.itemgetter(1)  # of `Stacked`
 
 
-class ArrayBatch(ArrayView):
+class BlockArrays(ArrayView):
     """The arrays of neighbouring environments of a block; row 0 is the first of them, and everything else has ids.
 
     Without `copy`, the next `read` writes to the same observations again.
     """
 
-    def __init__(self, batch: Batch, *, copy: bool, env_ids: range | None = None) -> None:
-        env_ids = range(len(batch.env_ids)) if env_ids is None else env_ids
-        layout, schema = batch.layout, batch.layout.schema
+    def __init__(self, transitions: BlockTransitions, *, copy: bool, env_ids: range | None = None) -> None:
+        env_ids = range(len(transitions.env_ids)) if env_ids is None else env_ids
+        layout, schema = transitions.layout, transitions.layout.schema
         super().__init__(schema)
-        self._batch, self._copy = batch, copy
+        self._transitions, self._copy = transitions, copy
         self._first, self._span, self._env_ids = env_ids.start, env_ids, tuple(env_ids)
-        self._actions, self._transitions = batch.actions, batch.transitions
+        self._action_records, self._records = transitions.action_records, transitions.records
         if len(env_ids) < layout.num_records:
-            layout = layout.part(env_ids, batch.buffer)
-            self._actions, self._transitions = (
-                ActionRecords(layout, batch.buffer), TransitionRecords(layout, batch.buffer)
+            layout = layout.part(env_ids, transitions.buffer)
+            self._action_records, self._records = (
+                ActionRecords(layout, transitions.buffer), TransitionRecords(layout, transitions.buffer)
             )  # fmt: skip
         self._layout = layout
         # Compiled code reads and writes the whole; without it, dicts are read and written one by one.
         in_block = bool(layout.agents) and layout.observations.agents == self.agents
-        self._codec: Any = batch.codec if in_block else None
-        self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not batch.checks
+        self._codec: Any = transitions.codec if in_block else None
+        self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not transitions.checks
         self._num_envs = layout.num_records
         self._shape = self._num_envs, len(self.agents)
         self._observations: list[Any] | None = None
@@ -130,12 +130,12 @@ class ArrayBatch(ArrayView):
             keep_large(self, view)
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
-        batch = self._batch
-        if batch.around is not None and (context := batch.around("write actions")):
+        transitions = self._transitions
+        if transitions.around is not None and (context := transitions.around("write actions")):
             with context:
                 return self.write(actions, env_ids)
         acting = None if self._codec is None else self._codec.acting(self._span.start, self._span.stop)
-        if batch.apart:
+        if transitions.apart:
             acting = self.acting()
             acting = None if acting.all() else acting
         if self.writes_all:
@@ -152,17 +152,17 @@ class ArrayBatch(ArrayView):
                 return {}
         ids = self._env_ids if env_ids is None else env_ids
         try:
-            by_agent = self._checked(actions, batch, ids)
+            by_agent = self._checked(actions, transitions, ids)
             if self._actions_in_block:
                 try:
                     self._layout.actions.write_stacked(by_agent)
-                    self._actions.mark_present(acting)
+                    self._action_records.mark_present(acting)
                     return {}
                 except Mismatch:
                     if acting is None:
                         raise
                     # The wrong ones may be of agents that do not act.
-            return batch.write_actions(ids, self._by_env(by_agent, ids), stacked=True)
+            return transitions.write_actions(ids, self._by_env(by_agent, ids), stacked=True)
         except Mismatch as error:
             raise ValueError(str(error)) from None
 
@@ -185,26 +185,28 @@ class ArrayBatch(ArrayView):
         mask = np.zeros(self._shape, np.bool_) if codec is None else codec.acting(span.start, span.stop)
         if mask is None:
             mask = np.ones(self._shape, np.bool_)
-        for env_id in self._batch.apart:
+        for env_id in self._transitions.apart:
             if env_id in span:
-                columns = [self._column[agent] for agent in self._batch.acting_in(env_id)]
+                columns = [self._column[agent] for agent in self._transitions.acting_in(env_id)]
                 mask[env_id - self._first] = False
                 mask[env_id - self._first, columns] = True
         return mask
 
-    def read(self, extras: Mapping[int, Any]) -> Arrays:
-        batch = self._batch
-        if batch.around is not None and (context := batch.around("read results")):
+    def read(self, leftovers: Mapping[int, Any]) -> Arrays:
+        transitions = self._transitions
+        if transitions.around is not None and (context := transitions.around("read results")):
             with context:
-                return self.read(extras)
+                return self.read(leftovers)
         if self._codec is None:
-            return self.read_some(self._env_ids, extras, self._empty())
-        fields, others = self._read_block(extras, notes=True)
+            return self.read_some(self._env_ids, leftovers, self._empty())
+        fields, others = self._read_block(leftovers, notes=True)
         apart: list[int] = []
-        if others is not None or batch.notes_reads:
-            of_infos = {env_id: more for env_id, more in extras.items() if type(more) is dict and more.keys() <= _INFOS}
-            apart = sorted(extras.keys() - of_infos.keys())
-            batch.read_infos(fields[8], others, self._env_ids, of_infos, apart)
+        if others is not None or transitions.notes_reads:
+            of_infos = {
+                env_id: more for env_id, more in leftovers.items() if type(more) is dict and more.keys() <= _INFOS
+            }
+            apart = sorted(leftovers.keys() - of_infos.keys())
+            transitions.read_infos(fields[8], others, self._env_ids, of_infos, apart)
         if type(fields[8]) is tuple:
             table, plain, there = fields[8]
             present = None if there.all() else there
@@ -213,9 +215,9 @@ class ArrayBatch(ArrayView):
         if self._from_dicts:
             self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & apart}
         arrays: Arrays = self._complete(fields) if self._is_composed else tuple.__new__(Arrays, fields)
-        return self.read_some(apart, extras, arrays._replace(none_over=False)) if apart else arrays
+        return self.read_some(apart, leftovers, arrays._replace(none_over=False)) if apart else arrays
 
-    def _read_block(self, extras: Mapping[int, Any], *, notes: bool) -> Any:
+    def _read_block(self, leftovers: Mapping[int, Any], *, notes: bool) -> Any:
         """What `Codec.read_arrays` returns; observations are in the arrays of `write_to`, or those of before."""
         span, targets = self._span, self._observations if self._target is None else self._target
         if targets is not None and not self._are_leaves:
@@ -226,7 +228,7 @@ class ArrayBatch(ArrayView):
         as_table = self.wants_info_arrays and _INTEGERS_OF_64_BITS
         written = self._rollout is not None and self._target is not None and self._rollout.is_written(span)
         return self._codec.read_arrays(
-            span.start, span.stop, self._leaves, targets, written, extras, self._batch.copies, as_table, notes
+            span.start, span.stop, self._leaves, targets, written, leftovers, self._transitions.copies, as_table, notes
         )
 
     def _complete(self, fields: list[Any]) -> Arrays:
@@ -258,8 +260,8 @@ class ArrayBatch(ArrayView):
 
     def _with_vectors(self, arrays: Arrays) -> Arrays:
         """With the vector rewards that are in the block."""
-        transitions, columns = self._transitions, self._layout.rewards
-        there = (transitions.tags == VECTOR_TAG) & ((transitions.presence & _REWARDED) != 0)
+        records, columns = self._records, self._layout.rewards
+        there = (records.tags == VECTOR_TAG) & ((records.presence & _REWARDED) != 0)
         values = {}
         for column, positions in columns.groups:
             stacked = copied(column.array)
@@ -284,16 +286,16 @@ class ArrayBatch(ArrayView):
             self._put_acting(arrays, env_id)
         return arrays
 
-    def read_some(self, env_ids: Sequence[int], extras: Mapping[int, Any], last: Arrays) -> Arrays:
+    def read_some(self, env_ids: Sequence[int], leftovers: Mapping[int, Any], last: Arrays) -> Arrays:
         """As `read`, of some environments, written into `last`; the others have no rewards, flags and infos."""
-        around = self._batch.around
+        around = self._transitions.around
         if around is not None and (context := around("read results")):
             with context:
-                return self.read_some(env_ids, extras, last)
+                return self.read_some(env_ids, leftovers, last)
         errors: list[ValueError] = []
         for env_id in env_ids:  # all of them, before something that has no place in an array is an error
             try:
-                self._put(last, env_id, [rows[0] for rows in self._batch.read((env_id,), extras)])
+                self._put(last, env_id, [rows[0] for rows in self._transitions.read((env_id,), leftovers)])
             except ValueError as error:
                 errors.append(error)
         if errors:
@@ -350,7 +352,7 @@ class ArrayBatch(ArrayView):
                 stacking.clear(part, env_id - self._first)
 
     def _put_acting(self, arrays: Arrays, env_id: int) -> None:
-        columns = [self._column[agent] for agent in self._batch.acting[env_id]]
+        columns = [self._column[agent] for agent in self._transitions.acting[env_id]]
         arrays.acting[env_id - self._first, columns] = True
 
     def _put_observations(self, arrays: Arrays, env_id: int, observations: Mapping[Any, Any]) -> None:

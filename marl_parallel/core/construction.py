@@ -17,7 +17,7 @@ from marl_parallel.core import pickling
 from marl_parallel.core.array_file import LARGE, ArrayFileError, ArrayWriter
 from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.constructors import Constructor
-from marl_parallel.core.messages import Built, Message, Pickled, Plan, Request
+from marl_parallel.core.messages import Built, Construction, Message, Pickled, Request
 from marl_parallel.core.pool.pool import Pool
 
 
@@ -32,8 +32,8 @@ def construct(
     isolate_rng: bool,
     local_modules: list[ModuleType],
     caller_settings: CallerSettings,
-) -> tuple[list[Schema], Plan, dict[int, Built]]:
-    """Build all environments in their workers; returns their descriptions, the plan of all, and the results by env id.
+) -> tuple[list[Schema], Construction, dict[int, Built]]:
+    """Build all environments in their workers; returns their descriptions, a `Construction`, and the results by env id.
 
     Modules that workers cannot import are added to `local_modules`, and the environments that need them built again.
     Workers in this process get what cannot be pickled as it is; but not with `derived_seeds`, when replays are kept.
@@ -51,7 +51,7 @@ def construct(
         pickled.update(_pickle(constructors, {*to_pickle} - as_it_is, local_modules, writer, can_share=can_share))
         pickled.update({env_id: constructors[env_id] for env_id in as_it_is})
         how_adapted = _adapter(adapter, local_modules, writer, can_share=can_share, as_it_is=bool(as_it_is))
-        plan = Plan(
+        construction = Construction(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
             derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
             settings=caller_settings.pickled(),
@@ -61,7 +61,7 @@ def construct(
             ids = tuple([env_id for env_id in share if env_id not in built])
             if ids:
                 part = {env_id: pickled[env_id] for env_id in ids}
-                own = plan._replace(constructors=part, seeds={env_id: seeds[env_id] for env_id in ids})
+                own = construction._replace(constructors=part, seeds={env_id: seeds[env_id] for env_id in ids})
                 requests[worker] = Request(Message.ACCESS, ids, own)
         results = dict(sorted(pool.execute(requests).items()))
         for env_id, result in results.items():
@@ -77,7 +77,7 @@ def construct(
                 raise result.kind(f"environment {env_id}: {result.text}")
         to_pickle = [*pickling.add_missing_modules(local_modules, results, what), *(as_it_is - built.keys())]
     described = [schemas[built[env_id].description] for env_id in range(len(constructors))]
-    return described, plan._replace(described=built[0].description), dict(sorted(built.items()))
+    return described, construction._replace(described=built[0].description), dict(sorted(built.items()))
 
 
 _WAY_OUT = (

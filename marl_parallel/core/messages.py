@@ -28,7 +28,7 @@ class Message(Enum):
     CLOSE = 10  # close the environments; the last request a worker gets
     REBUILD = 11  # close the environment, if it is still there, and construct it again
     TRACE = 12  # store slices of time from now on, or return them
-    WATCH = 13  # from now on, write more than the records with each reset and step
+    OUTPUTS = 13  # from now on, write more than the records with each reset and step
     PREPARE = 14  # construct an environment that is to take the place of another, and begin its first episode
     ADOPT = 15  # write the first transition of that episode into the record of the other one
     OPTIONS = 16  # from now on, begin episodes with these options of `reset`
@@ -126,7 +126,7 @@ class Pickled(NamedTuple):
     spans: Sequence[tuple[int, int]] = ()  # places and sizes of its arrays in the file that `Backend.array_file` gives
 
 
-class Plan(NamedTuple):
+class Construction(NamedTuple):
     """The payload of `ACCESS`: what a worker builds."""
 
     # By environment; those that cannot be pickled are themselves here, for workers in the caller's process.
@@ -153,8 +153,8 @@ class Block(NamedTuple):
     infos: bool  # whether infos of simple values are there
 
 
-class Watch(NamedTuple):
-    """The payload of `WATCH`, to one environment of each worker: what workers write besides the transitions."""
+class Outputs(NamedTuple):
+    """The payload of `OUTPUTS`, to one environment of each worker: what workers write besides the transitions."""
 
     states: bool = False  # the global states
     rollout: tuple[int, int] | None = None  # a rollout buffer: its offset in the shared memory, the number of times
@@ -166,11 +166,11 @@ class Rebuild(NamedTuple):
     Else the result of `REBUILD` is like that of a reset, and `PREPARE` has none.
     """
 
-    plan: Plan  # for this environment
+    construction: Construction  # for this environment
     block: Block  # for a worker that is new itself
     reset: bool  # whether its first episode begins at once; else with whatever resets it next
     keywords: bytes | None = None  # pickled, of the caller's reset that failed, if one did; its seed is not used again
-    watch: Watch = Watch()  # the last payload of `WATCH`
+    outputs: Outputs = Outputs()  # the last payload of `OUTPUTS`
     options: bytes | None = None  # the last payload of `OPTIONS` for this environment
 
 
@@ -183,7 +183,7 @@ class Saved(NamedTuple):
     isolated: bool  # whether it has the states of process-wide generators
     draws: bool  # whether these have been drawn from in its worker, and are not in it
     built: tuple[int | None, int]  # the seed of the constructor, and how often the environment had been rebuilt
-    plan: Plan | None = None  # for this environment
+    construction: Construction | None = None  # for this environment
     options: bytes | None = None  # as of `OPTIONS`
 
 

@@ -42,7 +42,7 @@ from marl_parallel.core.reducers import (
 )
 from marl_parallel.core.unpicklable import path_to_unpicklable
 
-Extras: TypeAlias = dict[str, Any]
+Leftovers: TypeAlias = dict[str, Any]
 """Values that do not fit into a record, by the name of their dict."""
 
 
@@ -315,16 +315,16 @@ def add_missing_modules(local_modules: list[ModuleType], results: Mapping[int, A
     return again
 
 
-def dump_extras(extras: Extras) -> bytes:
-    """Pickle extras; the error names the entry that does not pickle."""
+def dump_leftovers(leftovers: Leftovers) -> bytes:
+    """Pickle leftovers; the error names the entry that does not pickle."""
     try:
-        return dumps(extras)
+        return dumps(leftovers)
     except Exception as error:
-        raise TypeError(f"{_not_picklable(extras)} cannot be pickled: {error}") from error
+        raise TypeError(f"{_not_picklable(leftovers)} cannot be pickled: {error}") from error
 
 
-def _not_picklable(extras: Extras) -> str:
-    for part, values in extras.items():
+def _not_picklable(leftovers: Leftovers) -> str:
+    for part, values in leftovers.items():
         for key, value in values.items() if isinstance(values, Mapping) else [(part, values)]:
             try:
                 dumps(value)

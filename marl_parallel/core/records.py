@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.core.columns import AgentColumns, Layout, over_records, span_of
 from marl_parallel.core.messages import Message
-from marl_parallel.core.pickling import Extras, in_order
+from marl_parallel.core.pickling import Leftovers, in_order
 from marl_parallel.core.spaces import DoesNotFit, Mismatch, as_scalars, check_reward, conform, has_scalars, is_vector
 from marl_parallel.core.transition import Transition, are_empty
 
@@ -57,16 +57,16 @@ class ActionRecords:
         declared = layout.schema.action_spaces
         self._with_scalars = {agent: space for agent, space in declared.items() if has_scalars(space)}
 
-    def write(self, record: int, actions: Mapping[Any, Any]) -> Extras | None:
+    def write(self, record: int, actions: Mapping[Any, Any]) -> Leftovers | None:
         """Write what fits, and return the rest, to be pickled; `Mismatch` if an action is not of its space."""
-        written, extras = self._columns.write(record, actions, "action")
-        if written == self._agents and not extras and written:
+        written, leftovers = self._columns.write(record, actions, "action")
+        if written == self._agents and not leftovers and written:
             self._forms[record] = ALL_IN_ORDER
             return None
         there = {*written}
         self._present[record] = [agent in there for agent in self._agents]
         self._forms[record] = SOME
-        return extras or None
+        return leftovers or None
 
     def mark_present(self, present: NDArray[np.bool_] | None) -> None:
         """Set which actions count in records that were written by columns: `(records, agents)`; None for all."""
@@ -79,14 +79,14 @@ class ActionRecords:
         if self._with_scalars:
             self._forms[[*records]] |= STACKED
 
-    def read(self, record: int, extras: Extras | None) -> dict[Any, Any]:
-        """The actions of one record, arrays in memory of their own; `extras` is what `write` returned."""
+    def read(self, record: int, leftovers: Leftovers | None) -> dict[Any, Any]:
+        """The actions of one record, arrays in memory of their own; `leftovers` is what `write` returned."""
         agents, form = self._agents, int(self._forms[record])
         if not form & ALL_IN_ORDER:
             agents = [agent for agent, there in zip(agents, self._present[record].tolist()) if there]
         actions = self._columns.read(record, agents, True)
-        if extras:
-            actions = in_order(actions | extras, self._possible_agents)
+        if leftovers:
+            actions = in_order(actions | leftovers, self._possible_agents)
         if form & STACKED:
             for agent, space in self._with_scalars.items():
                 if agent in actions:
@@ -134,7 +134,7 @@ class TransitionRecords:
         self.tags = view(at + 8 * n, np.uint8, (n,))
         self.presence = view(at + 11 * n + 2, np.uint8, (n,))
 
-    def write(self, record: int, transition: Transition) -> Extras | None:
+    def write(self, record: int, transition: Transition) -> Leftovers | None:
         """Write what fits, and return the rest, to be pickled; `Mismatch` if a value is not of its space."""
         written = 0 if self._codec is None else self._codec.put(record, transition)
         if written == 0 and self._codec is not None:
@@ -142,11 +142,11 @@ class TransitionRecords:
         if written == 1:
             return None
         observations, rewards, terminateds, truncateds, infos, alive, acting, final, reset_infos = transition
-        extras: Extras = {"infos": infos}
+        leftovers: Leftovers = {"infos": infos}
         if reset_infos and not are_empty(reset_infos.values()):
-            extras["reset_infos"] = reset_infos
+            leftovers["reset_infos"] = reset_infos
         if written:
-            return extras
+            return leftovers
         presence = bytearray(self._n)
         for name, columns, values, what in (
             ("observations", self._layout.observations, observations, "observation"),
@@ -156,7 +156,7 @@ class TransitionRecords:
             for agent in agents:
                 presence[self._places[agent]] |= BITS[name]
             if left:
-                extras[name] = left
+                leftovers[name] = left
         declared = self._layout.schema.reward_spaces
         for agent, reward in rewards.items():
             check_reward(agent, reward)
@@ -165,16 +165,16 @@ class TransitionRecords:
                     rewards = {**rewards, agent: conform(declared[agent], reward)}
                 except Mismatch as error:
                     raise Mismatch(f"the reward of agent {agent!r}: {error}") from error
-        extras |= {"rewards": {**rewards}, "terminateds": {**terminateds}, "truncateds": {**truncateds}}
-        for name, those in (("alive", alive), ("acting", acting)):  # in the block: extras may not be unpickled
+        leftovers |= {"rewards": {**rewards}, "terminateds": {**terminateds}, "truncateds": {**truncateds}}
+        for name, those in (("alive", alive), ("acting", acting)):  # in the block: leftovers may not be unpickled
             for agent in those:
                 if agent in self._places:
                     presence[self._places[agent]] |= BITS[name]
                 else:
-                    extras.setdefault(name, []).append(agent)
+                    leftovers.setdefault(name, []).append(agent)
         self.presence[record] = np.frombuffer(presence, np.uint8)
         self._codes[record] = PICKLED | (FINAL if final is not None else 0)
-        return extras
+        return leftovers
 
     def _conformed(self, transition: Transition) -> Transition:
         """A transition with observations cast to their spaces, as far as that goes."""
@@ -192,36 +192,36 @@ class TransitionRecords:
         """Whether nothing but infos is pickled."""
         return not int(self._codes[record]) & PICKLED
 
-    def has_extras(self, record: int) -> bool:
+    def has_leftovers(self, record: int) -> bool:
         """Whether anything is pickled."""
         return bool(int(self._codes[record]) & (PICKLED | INFOS))
 
-    def read(self, record: int, extras: Extras | None) -> Transition:
-        """What `write` or compiled code has written; `extras` is what did not fit. The lists are not to be changed."""
-        extras, code = extras or {}, int(self._codes[record])
+    def read(self, record: int, leftovers: Leftovers | None) -> Transition:
+        """What `write` or compiled code has written; `leftovers` did not fit. The lists are not to be changed."""
+        leftovers, code = leftovers or {}, int(self._codes[record])
         if not code & PICKLED and self._codec is not None:
             parts = Transition(*self._codec.parts(record, self._copy))
-            infos = extras.get("infos", {}) if parts.infos is None else parts.infos
-            reset = extras.get("reset_infos", {}) if parts.reset_infos is None else parts.reset_infos
+            infos = leftovers.get("infos", {}) if parts.infos is None else parts.infos
+            reset = leftovers.get("reset_infos", {}) if parts.reset_infos is None else parts.reset_infos
             return parts._replace(infos=infos, reset_infos=reset)
         return Transition(
-            self._merged(record, "observations", self._layout.observations, extras),
-            rewards=extras.get("rewards", {}),
-            terminateds=extras.get("terminateds", {}),
-            truncateds=extras.get("truncateds", {}),
-            infos=extras.get("infos", {}),
-            alive=self._agents_with(record, "alive") + extras.get("alive", []),
-            acting=self._agents_with(record, "acting") + extras.get("acting", []),
+            self._merged(record, "observations", self._layout.observations, leftovers),
+            rewards=leftovers.get("rewards", {}),
+            terminateds=leftovers.get("terminateds", {}),
+            truncateds=leftovers.get("truncateds", {}),
+            infos=leftovers.get("infos", {}),
+            alive=self._agents_with(record, "alive") + leftovers.get("alive", []),
+            acting=self._agents_with(record, "acting") + leftovers.get("acting", []),
             final_observations=(
-                self._merged(record, "final_observations", self._layout.final_observations, extras)
+                self._merged(record, "final_observations", self._layout.final_observations, leftovers)
                 if code & FINAL else None
             ),
-            reset_infos=extras.get("reset_infos", {}),
+            reset_infos=leftovers.get("reset_infos", {}),
         )  # fmt: skip
 
-    def _merged(self, record: int, name: str, columns: AgentColumns, extras: Extras) -> dict[Any, Any]:
+    def _merged(self, record: int, name: str, columns: AgentColumns, leftovers: Leftovers) -> dict[Any, Any]:
         values = columns.read(record, self._agents_with(record, name), self._copy)
-        return in_order(values | extras[name], self._layout.schema.possible_agents) if name in extras else values
+        return in_order(values | leftovers[name], self._layout.schema.possible_agents) if name in leftovers else values
 
     def is_final(self, record: int) -> bool:
         """Whether a record has the end of an episode and the beginning of the next one."""

@@ -1,8 +1,8 @@
 """`Source`: what a `BatchRunner` sends requests to; `Transitions`: the caller's side of what comes back.
 
-A pool of workers (`pool/pool.py`) is a source, and its block (`batch.py`) has the transitions. A simulator that steps
-many environments by itself (`sources/native.py`) is both. Nothing above needs to know which of them it has, except for
-what only workers can do: `BatchRunner.workers` is None where there are none.
+A pool of workers (`pool/pool.py`) is a source, and its block (`block_transitions.py`) has the transitions. A simulator
+that steps many environments by itself (`sources/native.py`) is both. Nothing above needs to know which of them it has,
+except for what only workers can do: `BatchRunner.workers` is None where there are none.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Source(ABC):
 
     @abstractmethod
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Any:
-        """`send` and `recv` in one call, while nothing is in flight; returns the extras of the results."""
+        """`send` and `recv` in one call, while nothing is in flight; returns the leftovers of the results."""
 
     @abstractmethod
     def step_all(self) -> Any:
@@ -169,8 +169,8 @@ class Transitions(ABC):
         """Take one dict of actions for each environment; returns the payload of their step."""
 
     @abstractmethod
-    def read(self, env_ids: Sequence[int], extras: Any, /) -> Columns:
-        """The transitions of environments that were received with these extras, as five tuples of dicts."""
+    def read(self, env_ids: Sequence[int], leftovers: Any, /) -> Columns:
+        """The transitions of environments that were received with these leftovers, as five tuples of dicts."""
 
     @abstractmethod
     def masks(self, env_id: int) -> dict[AgentID, Any]:

@@ -2,7 +2,7 @@
 
 How a step goes::
 
-    Request(STEP) -> execute -> _carry_out -> send(STEPPED), or a Reply with pickled extras and failures
+    Request(STEP) -> execute -> _carry_out -> send(STEPPED), or a Reply with pickled leftovers and failures
                                   |
                                   | Codec.run: reads actions, steps, writes numeric transitions
                                   v  for each environment where it stops, and for all if there is no compiled code:
@@ -47,7 +47,7 @@ from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, RolloutBuffer
 from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.episode import Episode
-from marl_parallel.core.exclusive import end_forked_copy
+from marl_parallel.core.forks import end_forked_copy
 from marl_parallel.core.generators import (
     GeneratorStates,
     current_states,
@@ -63,21 +63,21 @@ from marl_parallel.core.messages import (
     Answer,
     Block,
     Built,
+    Construction,
     Failure,
     Message,
+    Outputs,
     Pickled,
-    Plan,
     Rebuild,
     Refusal,
     Reply,
     Request,
     Saved,
     Seeding,
-    Watch,
     answer,
     name_of,
 )
-from marl_parallel.core.pickling import Extras, dump_extras, dumps, install_registrations, loads
+from marl_parallel.core.pickling import Leftovers, dump_leftovers, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.saved_simulator import (
     CannotBeLoaded,
@@ -141,9 +141,11 @@ class Worker:
         self._checksums: dict[tuple[int, int], int] = {}  # of `ConstructorArrays`
         self._loaded: dict[int, _Beside] = {}  # environments that `LOAD` has made
         self._closed: set[int] = set()  # environments in whose place these are about to be put
-        self._saved: dict[int, bytes] = {}  # extras of an episode's last step, whose automatic reset has not ended yet
+        self._saved: dict[
+            int, bytes
+        ] = {}  # leftovers of an episode's last step, whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be
-        self.watch = Watch()  # what each reset and step writes besides the transitions
+        self.outputs = Outputs()  # what each reset and step writes besides the transitions
         self.settings = WorkerSettings()  # those of the caller, in a process of its own
         self._rollout: RolloutBuffer | None = None
         self._send: Callable[[Reply], None]
@@ -175,13 +177,13 @@ class Worker:
             self.settings.apply(settings)
         elif message is not Message.STEP:
             self.settings.look_again()
-        # Send extras and failures ahead of the one reply for all, so that the death of this process does not lose them.
+        # Send leftovers and failures ahead of the one reply for all: the death of this process does not lose them.
         prompt = self._restarts and not each and (message is Message.STEP or message is Message.RESET)
         ids = self._all if env_ids is None else tuple(env_ids)
         handler: Callable[[int, Any], Any] = getattr(self, f"_{message.name.lower()}")
         # All actions are in the block. A trace stores each step, which compiled code does not.
         codec = self._codec if message is Message.STEP and payload is None and not is_traced(self._status) else None
-        after = self._write_watched_state if self.watch.states else None
+        after = self._output_state if self.outputs.states else None
         results: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
         place = 0
@@ -242,50 +244,50 @@ class Worker:
 
     # -- a handler for each `Message`, by its name: environment id and payload in, result out ------------------------
 
-    def _access(self, env_id: int, plan: Plan) -> Built:
-        seed = self._seeds[env_id] = plan.seeds[env_id]
-        if plan.isolate_rng and self._generators is None:
+    def _access(self, env_id: int, construction: Construction) -> Built:
+        seed = self._seeds[env_id] = construction.seeds[env_id]
+        if construction.isolate_rng and self._generators is None:
             self._generators = GeneratorStates()
             self._generators.switch(env_id)
-        env, seeding, self._arrays_of[env_id] = self._construct(env_id, plan)
+        env, seeding, self._arrays_of[env_id] = self._construct(env_id, construction)
         if self._own_process:
             self.settings.look_again()
-        if plan.traced != is_traced(self._status):  # a standby, in which a trace has begun or ended
-            trace(self._status, plan.traced)
-        self._built[env_id] = seed, plan.rebuilds
-        self._episodes[env_id] = self._new_episode(env_id, env, plan)
+        if construction.traced != is_traced(self._status):  # a standby, in which a trace has begun or ended
+            trace(self._status, construction.traced)
+        self._built[env_id] = seed, construction.rebuilds
+        self._episodes[env_id] = self._new_episode(env_id, env, construction)
         self._all = tuple(sorted(self._seeds))  # however they came: the pool knows who is before whom
-        self._restarts = plan.restarts
+        self._restarts = construction.restarts
         return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source))
 
-    def _new_episode(self, env_id: int, env: MultiAgentEnv, plan: Plan) -> Episode:
-        seed = plan.seeds[env_id]
-        derives_from = (seed, 0) if plan.derived_seeds and seed is not None else None
+    def _new_episode(self, env_id: int, env: MultiAgentEnv, construction: Construction) -> Episode:
+        seed = construction.seeds[env_id]
+        derives_from = (seed, 0) if construction.derived_seeds and seed is not None else None
         return Episode(
-            env, env_id, plan.mode, self._status, derives_from,
-            seeds_generators=plan.isolate_rng and plan.derived_seeds,
+            env, env_id, construction.mode, self._status, derives_from,
+            seeds_generators=construction.isolate_rng and construction.derived_seeds,
             after_step=functools.partial(self._write_masks, env_id) if env.mask_spaces else None,
         )  # fmt: skip
 
-    def _construct(self, env_id: int, plan: Plan) -> tuple[MultiAgentEnv, Seeding, ConstructorArrays]:
+    def _construct(self, env_id: int, construction: Construction) -> tuple[MultiAgentEnv, Seeding, ConstructorArrays]:
         """A new environment, how its seed reached it, and the large arrays of its constructor."""
-        seed = plan.seeds[env_id]
-        arrays = self._new_arrays(plan.constructors[env_id])
-        generators_seed = self._generators_seed(seed, plan.isolate_rng)
+        seed = construction.seeds[env_id]
+        arrays = self._new_arrays(construction.constructors[env_id])
+        generators_seed = self._generators_seed(seed, construction.isolate_rng)
         self._note_draws()
         with self._status.during(env_id, Activity.CONSTRUCTOR), seeding_new_torch(generators_seed):
             if generators_seed is not None:
                 seed_generators(generators_seed)  # modules that are imported now may draw, too
-            if self._own_process and plan.settings:
-                self.settings.apply(plan.settings)
-            if self._own_process and plan.registrations != self._registrations:
-                self._registrations = plan.registrations
-                install_registrations(plan.registrations)
-            constructor = _received(plan.constructors[env_id], self._arrays(), "constructor", arrays)
-            how_adapted = _received(plan.adapter, self._arrays(), "adapter")
+            if self._own_process and construction.settings:
+                self.settings.apply(construction.settings)
+            if self._own_process and construction.registrations != self._registrations:
+                self._registrations = construction.registrations
+                install_registrations(construction.registrations)
+            constructor = _received(construction.constructors[env_id], self._arrays(), "constructor", arrays)
+            how_adapted = _received(construction.adapter, self._arrays(), "adapter")
             if generators_seed is not None and seed is not None:
                 seed_generators(seed)
-            keywords = {"seed": seed, "env_id": env_id, "restarts": plan.rebuilds}
+            keywords = {"seed": seed, "env_id": env_id, "restarts": construction.rebuilds}
             simulator, seeding = call_constructor(constructor, keywords)
             try:
                 env = adapt(simulator, how_adapted)
@@ -338,25 +340,25 @@ class Worker:
         self._layout = layout
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
-        plan, block, reset, pickled, watch, options = payload[env_id]
+        construction, block, reset, pickled, outputs, options = payload[env_id]
         try:
             self._close(env_id, None)
         except BaseException as error:  # others of a broken simulator's close() would hide what broke it
             if self._in_line and isinstance(error, KeyboardInterrupt):
                 raise
         self._episodes.pop(env_id, None)
-        built = self._access(env_id, plan)
+        built = self._access(env_id, construction)
         # Before the block is laid out for this one: the others' records are there, too.
-        if built.description != plan.described:
-            text = difference(loads(plan.described), loads(built.description))
+        if built.description != construction.described:
+            text = difference(loads(construction.described), loads(built.description))
             if text is not None:
                 raise Refusal(ValueError, f"the environment differs after its restart in {text}")
         self._attach(env_id, block)
-        self._watch(env_id, watch)
+        self._outputs(env_id, outputs)
         keywords = {} if pickled is None else loads(pickled)
         keywords = {name: value for name, value in keywords.items() if name != "seed"}
-        if plan.seeds[env_id] is not None:
-            keywords["seed"] = plan.seeds[env_id]
+        if construction.seeds[env_id] is not None:
+            keywords["seed"] = construction.seeds[env_id]
         keywords, episode = self._accepted(env_id, keywords), self._episodes[env_id]
         episode.set_options(options)
         if not reset:
@@ -387,30 +389,30 @@ class Worker:
         return self._write_all(env_id, transition)
 
     def _write_all(self, env_id: int, transition: Transition) -> bytes | None:
-        """`_write`, and the global state if it is watched, before the next environment begins.
+        """`_write`, and the global state if workers write it, before the next environment begins.
 
         If that one ends the process, the result of this one is used: it is complete.
         """
-        extras = self._write(env_id, transition)
-        self._write_watched_state(env_id)
-        return extras
+        leftovers = self._write(env_id, transition)
+        self._output_state(env_id)
+        return leftovers
 
-    def _write_watched_state(self, env_id: int) -> None:
-        if self.watch.states and not self._episodes[env_id].awaits_reset:
+    def _output_state(self, env_id: int) -> None:
+        if self.outputs.states and not self._episodes[env_id].awaits_reset:
             self._write_state(env_id)
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
         """Write a transition into the block; returns what does not fit, pickled."""
         self._write_masks(env_id)
-        extras = self._transitions.write(env_id, transition)
-        return None if extras is None else dump_extras(self._with_masks(env_id, extras))
+        leftovers = self._transitions.write(env_id, transition)
+        return None if leftovers is None else dump_leftovers(self._with_masks(env_id, leftovers))
 
-    def _with_masks(self, env_id: int, extras: Extras) -> Extras:
-        """Extras with the action masks of an environment if they have no place in the block."""
+    def _with_masks(self, env_id: int, leftovers: Leftovers) -> Leftovers:
+        """Leftovers with the action masks of an environment if they have no place in the block."""
         env = self._episodes[env_id].env
         if env.mask_spaces and self._layout is not None and not self._layout.agents:
-            extras["masks"] = {**env.masks()}
-        return extras
+            leftovers["masks"] = {**env.masks()}
+        return leftovers
 
     def _write_masks(self, env_id: int) -> None:
         """Write the action masks of an environment into the block, where they have columns: before the transition."""
@@ -427,9 +429,9 @@ class Worker:
         return {name: value for name, value in keywords.items() if name in accepted}
 
     def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
-        extras = loads(payload[env_id]) if payload and env_id in payload else None
+        leftovers = loads(payload[env_id]) if payload and env_id in payload else None
         self._take_lives(env_id)
-        return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, extras)))
+        return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, leftovers)))
 
     def _go_on(self, env_id: int, where: str, value: Any) -> bytes | None:
         """Complete a step where compiled code has stopped, as `run` in `_codec.c` says."""
@@ -439,7 +441,7 @@ class Worker:
             self._take_lives(env_id)
             return self._advance(env_id, self._episodes[env_id].interpret(value))
         try:
-            return dump_extras({"infos": value})
+            return dump_leftovers({"infos": value})
         except BaseException:
             self._partially_written = env_id
             raise
@@ -458,7 +460,7 @@ class Worker:
         episode, last, writes = self._episodes[env_id], None, False
         try:
             if episode.ended_for_now:
-                if self.watch.states:
+                if self.outputs.states:
                     self._write_state(env_id, final=True)
                 if self._restarts:
                     writes = True
@@ -466,23 +468,23 @@ class Worker:
                     last = transition
                 transition = episode.begin_next(transition)
             writes = True
-            extras = self._write(env_id, transition)
+            leftovers = self._write(env_id, transition)
         except BaseException:
             if last is not None:
                 self._transitions.write(env_id, last)
             elif writes:
                 self._partially_written = env_id
             raise
-        self._write_watched_state(env_id)
-        return extras
+        self._output_state(env_id)
+        return leftovers
 
     def _send_last_step(self, env_id: int, transition: Transition) -> None:
         """Send the last step of an episode, in case the automatic reset that follows fails."""
         self._saved.pop(env_id, None)
-        if (extras := self._write(env_id, transition)) is not None:
-            self._saved[env_id] = extras
+        if (leftovers := self._write(env_id, transition)) is not None:
+            self._saved[env_id] = leftovers
             if self._own_process:  # which may die in the reset; the reply names no environment, since none is done yet
-                self._send(answer(Message.STEP, (), {env_id: extras}, {}, self._status.clock(), last=False))
+                self._send(answer(Message.STEP, (), {env_id: leftovers}, {}, self._status.clock(), last=False))
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
         self._episodes[env_id].reset_early()
@@ -558,15 +560,17 @@ class Worker:
 
     def _load(self, env_id: int, payload: Mapping[int, Saved]) -> None:
         saved = payload[env_id]
-        plan = saved.plan
-        assert plan is not None
+        construction = saved.construction
+        assert construction is not None
         # The present environments go on with these, if the load fails. Other threads may be drawing from the same ones.
         has_own = self._generators is not None or self._own_process or self._in_line
         before, fingerprints_before = current_states() if has_own else None, self._fingerprints
         try:
             self._loaded[env_id] = beside = self._made_beside(env_id, saved)
             described = dumps_compactly(Schema.of(beside.loaded.env))
-            if described != plan.described and (text := difference(loads(plan.described), loads(described))):
+            if described != construction.described and (
+                text := difference(loads(construction.described), loads(described))
+            ):
                 text = f"the state differs from the environments here in {text}"
                 raise Refusal(ValueError, f"its state cannot be loaded: {text}.{_AS_SAVED}")
         except Refusal:
@@ -582,19 +586,26 @@ class Worker:
                 self._fingerprints = fingerprints_before
 
     def _made_beside(self, env_id: int, saved: Saved) -> _Beside:
-        plan = saved.plan
-        assert plan is not None
-        arrays = self._new_arrays(plan.constructors[env_id]) if plan.constructors else self._arrays_of[env_id]
+        construction = saved.construction
+        assert construction is not None
+        arrays = (
+            self._new_arrays(construction.constructors[env_id])
+            if construction.constructors
+            else self._arrays_of[env_id]
+        )
 
         def construct() -> MultiAgentEnv:
             nonlocal arrays
             try:
-                env, _, arrays = self._construct(env_id, plan)
+                env, _, arrays = self._construct(env_id, construction)
             except Refusal:
                 raise
             except Exception as error:
                 raise CannotBeLoaded(f"its constructor raised {type(error).__name__}: {error}") from error
-            keywords = {"seed": plan.seeds[env_id], "options": None if saved.options is None else loads(saved.options)}
+            keywords = {
+                "seed": construction.seeds[env_id],
+                "options": None if saved.options is None else loads(saved.options),
+            }
             passed = {key: one for key, one in keywords.items() if one is not None and key in env.reset_keywords}
             try:
                 env.reset(**passed)
@@ -633,9 +644,9 @@ class Worker:
                 close_quietly(loaded.env)
             _, loaded, arrays = self._made_beside(env_id, saved)
         standing, seed, states = loaded.more
-        plan = saved.plan
-        assert plan is not None
-        episode = self._episodes[env_id] = self._new_episode(env_id, loaded.env, plan)
+        construction = saved.construction
+        assert construction is not None
+        episode = self._episodes[env_id] = self._new_episode(env_id, loaded.env, construction)
         episode.stand(standing)
         episode.options = saved.options
         self._seeds[env_id], self._built[env_id], self._arrays_of[env_id] = seed, saved.built, arrays
@@ -643,15 +654,15 @@ class Worker:
             self._generators.put(env_id, states)
         if not episode.awaits_reset:
             self._write_masks(env_id)
-        self._write_watched_state(env_id)
+        self._output_state(env_id)
 
-    def _watch(self, _: int, watch: Watch) -> None:
-        if watch.rollout is not None:
+    def _outputs(self, _: int, outputs: Outputs) -> None:
+        if outputs.rollout is not None:
             assert self._layout is not None
-            start, num_times = watch.rollout
+            start, num_times = outputs.rollout
             self._rollout = RolloutBuffer(self._layout, num_times, start)
             self._rollout.bind(self._open_block(self._layout))
-        self.watch = watch
+        self.outputs = outputs
 
     def _trace(self, _: int, on: bool) -> Any:
         return trace(self._status, on)

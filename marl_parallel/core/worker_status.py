@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from marl_parallel.core.exclusive import end_returning_copy
+from marl_parallel.core.forks import end_returning_copy
 from marl_parallel.types import StepTimes, WorkerStats
 
 

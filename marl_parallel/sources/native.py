@@ -185,8 +185,8 @@ def check_simulator(simulator: NativeSimulator) -> None:
 class SimulatorSource(Source, Transitions):
     """A native simulator as both the `Source` and the `Transitions` of a `BatchRunner`; it counts as one worker.
 
-    The payload of a step is what `NativeSimulator.send` takes, and the extras of results are a `Received`. A simulator
-    that raises closes everything.
+    The payload of a step is what `NativeSimulator.send` takes, and the leftovers of results are a `Received`. A
+    simulator that raises closes everything.
     """
 
     seeds_stale = False

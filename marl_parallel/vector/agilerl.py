@@ -25,7 +25,7 @@ from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
 __doctest_requires__ = ["agilerl"]
 
 ByAgent = dict[Any, Any]
-Results = tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]
+StepReturn = tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]
 _FORCED = "env_defined_actions"
 
 
@@ -114,7 +114,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         return self._observations(arrays), self._infos(arrays)
 
     @exclusive("step")
-    def step(self, actions: Mapping[str, Any], *_: Any, **__: Any) -> Results:
+    def step(self, actions: Mapping[str, Any], *_: Any, **__: Any) -> StepReturn:
         """Step all environments; returns observations, rewards, terminations, truncations and infos, by agent.
 
         Args:
@@ -130,7 +130,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
                     f"expected actions of agent {agent!r} for {self.num_envs} environments, got shape {array.shape}"
                 )
         nan = {agent: rows for agent, array in arrays.items() if (rows := _nan_rows(array)) is not None}
-        acting = self._stepper.runner.batch.acting if nan else []
+        acting = self._stepper.runner.transitions.acting if nan else []
         if any(agent in acting[env_id] for agent, rows in nan.items() for env_id in np.flatnonzero(rows).tolist()):
             of_envs = [{agent: array[env_id] for agent, array in arrays.items()} for env_id in range(self.num_envs)]
             self._stepper.send_dicts([self._of_env(of_env) for of_env in of_envs])
@@ -152,7 +152,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         self._stepper.send_dicts([self._of_env(of_env) for of_env in actions])
 
     @exclusive("step_wait")
-    def step_wait(self, timeout: float | None = None) -> Results:
+    def step_wait(self, timeout: float | None = None) -> StepReturn:
         """The results of `step_async`; arguments and errors are those of `ArrayStepper.receive`."""
         return self._results(self._stepper.receive(timeout))
 
@@ -184,7 +184,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         declared = self._stepper.runner.schema.action_spaces
         return {a: _formed(declared.get(a), row)[0] for a, row in rows.items() if _nan_rows(row) is None}
 
-    def _results(self, arrays: Arrays) -> Results:
+    def _results(self, arrays: Arrays) -> StepReturn:
         flagged, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
         if not arrays.plain:
             flagged = flagged | took_part(arrays, self.agents, same_step=True)

@@ -28,10 +28,10 @@ from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, simulators
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all environments, and returns its actions."""
 
-Results = tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
+StepReturn = tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
 
 
-class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, Any]):
+class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, Any]):
     """A Gymnasium vector environment with a row for each agent of each environment.
 
     With k agents, row `i * k + j` is agent j of environment i. Observations and actions are in the form of the agents'
@@ -96,7 +96,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
         self.present = np.zeros(self.num_envs, np.bool_)
         self._resetting: list[int] | None = None  # the environments of a reset in flight
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
-        self._has_stats = self._stepper.runner.batch.statistics.in_infos
+        self._has_stats = self._stepper.runner.transitions.statistics.in_infos
 
     @exclusive("reset")
     def reset(
@@ -154,7 +154,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
 
     @property
     def over(self) -> NDArray[np.bool_]:
-        return np.repeat(np.array(self._stepper.runner.batch.over, np.bool_), len(self.agents))
+        return np.repeat(np.array(self._stepper.runner.transitions.over, np.bool_), len(self.agents))
 
     def _reset_arguments(
         self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
@@ -205,7 +205,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, Results], ForwardedCalls, gymnasium.ve
                 raise ValueError(f"others, for agent {agent!r}: {error}") from error
         return by_agents
 
-    def _results(self, arrays: Arrays) -> Results:
+    def _results(self, arrays: Arrays) -> StepReturn:
         rows = self._rows
         had_dead = rows.any_dead
         terminations, truncations = (flags.ravel() for flags in rows.flags(arrays))

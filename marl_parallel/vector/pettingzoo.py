@@ -71,8 +71,8 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     @property
     def agents(self) -> list[AgentID]:
         """The agents alive in any environment whose episode goes on."""
-        batch = self._runner.batch
-        alive = {agent for agents, over in zip(batch.alive, batch.over) if not over for agent in agents}
+        transitions = self._runner.transitions
+        alive = {agent for agents, over in zip(transitions.alive, transitions.over) if not over for agent in agents}
         return [agent for agent in self.possible_agents if agent in alive]
 
     @property
@@ -92,7 +92,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     @property
     def over(self) -> NDArray[np.bool_]:
         """The environments whose episode has ended and that have not been reset: `(num_envs,)`, bool."""
-        return np.array(self._runner.batch.over, np.bool_)
+        return np.array(self._runner.transitions.over, np.bool_)
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
         """Of one agent in all environments."""
@@ -198,8 +198,8 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
     @property
     def agents(self) -> list[AgentID]:
         """The agents alive; none once the episode is over."""
-        batch = self._runner.batch
-        return [] if batch.over[self._env_id] else [*batch.alive[self._env_id]]
+        transitions = self._runner.transitions
+        return [] if transitions.over[self._env_id] else [*transitions.alive[self._env_id]]
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
         return self.observation_spaces[agent]
@@ -224,7 +224,7 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         results = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in results)
         self._note(self._env_id, observations, rewards)
-        left = self._runner.batch.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
+        left = self._runner.transitions.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
         terminations, truncations = (
             {**{a: f for a, f in flags.items() if a != ALL}, **dict.fromkeys(left, flags[ALL])}
             for flags in (terminateds, truncateds)

@@ -195,7 +195,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     def _has_states_written(self) -> bool:
         """Have workers write states with each step, where they can."""
         try:
-            self._runner.watch_states()
+            self._runner.write_states()
         except NotImplementedError:
             return False
         return True

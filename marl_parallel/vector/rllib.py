@@ -82,7 +82,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         self._runner = runner = open_runner(env, name, [AutoresetMode.NEXT_STEP])
         self._guard, self._claim = CallGuard(runner.check_open), weakref.ref(self)
         self._rules = reward_rules(name, scalarize, runner.schema.reward_spaces)
-        if not runner.batch.copies:
+        if not runner.transitions.copies:
             raise ValueError("RLlib stores observations, so it needs a ParallelEnv with copy=True, got copy=False")
         self.env, self.num_envs = env, env.num_envs
         self.metadata, self.render_mode = env.metadata, env.render_mode
@@ -93,7 +93,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         self._acts = acts if any(map(_is_converted, acts.values())) else None
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
         self._came_back: list[tuple[int, AgentID]] = []  # environments and agents of the latest results, from filters
-        self._filters = [EpisodeFilter(runner.batch, env_id, self._came_back) for env_id in range(env.num_envs)]
+        self._filters = [EpisodeFilter(runner.transitions, env_id, self._came_back) for env_id in range(env.num_envs)]
 
     @exclusive("reset")
     def reset(
@@ -120,7 +120,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         end while others went on, for which RLlib's episodes have no place. All environments have been stepped then.
         """
         self._runner.claim(self._claim)
-        were_over = [*self._runner.batch.over]
+        were_over = [*self._runner.transitions.over]
         observed, *rest = self.env.step(self._actions(actions))
         results = zip(self._filters, were_over, zip(self._observations(observed), *rest))
         rows = [own.step(was_over, dicts) for own, was_over, dicts in results]
@@ -200,8 +200,8 @@ class EpisodeFilter:
     Agents that are alive again in an episode in which they have ended are added to `came_back`, with `env_id`.
     """
 
-    def __init__(self, batch: Transitions, env_id: int, came_back: list[tuple[int, AgentID]]) -> None:
-        self._batch, self._env_id, self._came_back = batch, env_id, came_back
+    def __init__(self, transitions: Transitions, env_id: int, came_back: list[tuple[int, AgentID]]) -> None:
+        self._transitions, self._env_id, self._came_back = transitions, env_id, came_back
         self._forget()
 
     def begin(self, observations: dict[AgentID, Any], infos: dict[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -213,7 +213,7 @@ class EpisodeFilter:
 
     def step(self, was_over: bool, dicts: FiveDicts) -> FiveDicts:
         """Filter the five dicts of a step; `was_over`: whether the next episode began in this step."""
-        over = self._batch.over[self._env_id]
+        over = self._transitions.over[self._env_id]
         if was_over:
             # Over again: restarted before it could begin. Its observations are the last of the old episode.
             observations, infos = self.begin({} if over else dicts[0], dicts[4])
@@ -222,7 +222,7 @@ class EpisodeFilter:
             return {}, *dicts[1:]
         self._has_begun = True
         if self._dead and not over:
-            alive = self._batch.alive[self._env_id]
+            alive = self._transitions.alive[self._env_id]
             self._came_back += [(self._env_id, agent) for agent in alive if agent in self._dead]
         observations, rewards, terminateds, truncateds, infos = (
             {agent: value for agent, value in of_agents.items() if agent not in self._dead} if self._dead else of_agents
@@ -251,10 +251,10 @@ class EpisodeFilter:
 
     def _to_act(self, observations: dict[AgentID, Any]) -> dict[AgentID, Any]:
         """The observations without those of agents that are alive and do not act."""
-        acting = self._batch.acting[self._env_id]
+        acting = self._transitions.acting[self._env_id]
         if len(acting) >= len(observations):
             return observations
-        waiting = {*self._batch.alive[self._env_id]}.difference(acting)
+        waiting = {*self._transitions.alive[self._env_id]}.difference(acting)
         return {agent: value for agent, value in observations.items() if agent not in waiting}
 
 

@@ -235,7 +235,7 @@ def came_back(
     places = np.argwhere(dead & (observed | over[:, None])).tolist()
     if not places:
         return back
-    all_alive = stepper.runner.batch.alive
+    all_alive = stepper.runner.transitions.alive
     alive = {env_id: {*all_alive[env_id]} for env_id in {env_id for env_id, _ in places}}
     # Observations and `alive` are those of the next episode; under PettingZoo's rules, nobody was left in the old one.
     begins = over if stepper.mode is AutoresetMode.SAME_STEP else np.zeros_like(over)

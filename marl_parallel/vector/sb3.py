@@ -40,7 +40,7 @@ Indices = int | Iterable[int] | None
 _BUFFER = "SB3RolloutBuffer"
 _ADVICE = "make them equal with a wrapper, or use PettingZooVecEnv"
 
-Results = tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]
+StepReturn = tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, Any]]]
 
 
 class _LastInfo(dict[str, Any]):
@@ -79,7 +79,7 @@ def _has_restarted(info: Mapping[str, Any]) -> bool:
     return isinstance(common, dict) and common.get("restarted") is True
 
 
-class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
+class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
     """A `VecEnv` with a row for each agent of each environment, for parameter sharing.
 
     With k agents, row `i * k + j` is agent j of environment i. Actions and observations are in the form of the agents'
@@ -145,7 +145,9 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         VecEnv.__init__(self, env.num_envs * self._per_env, *declared)
         self.present = self.acting = self.observed = self.rewarded = np.zeros(self.num_envs, np.bool_)
         self._returns, self._lengths = np.zeros((2, env.num_envs, self._per_env))  # of rows, since their episode began
-        self._has_stats = self._stepper.runner.batch.statistics.in_infos  # without what `scalarize` makes of rewards
+        self._has_stats = (
+            self._stepper.runner.transitions.statistics.in_infos
+        )  # without what `scalarize` makes of rewards
         self._start = time.time()
 
     # -- stepping --------------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], Results], VecEnv):
         stacking.clear(observations, np.flatnonzero(~arrays.observed.ravel()))
         return tree_map(lambda leaf, array: array.astype(leaf.dtype, copy=False), self._rows.space, observations)
 
-    def _results(self, arrays: Arrays) -> Results:
+    def _results(self, arrays: Arrays) -> StepReturn:
         infos = self._infos(arrays)
         for info in infos:
             info["TimeLimit.truncated"] = False

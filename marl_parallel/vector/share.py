@@ -358,7 +358,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         self._has_state = self._has_share and share != "joined" and (share == "state" or schema.state_space is not None)
         self._is_per_agent = False
         if self._has_state:
-            self._watch_states(name)
+            self._write_states(name)
         self._set_spaces(pad=pad)
         self._keeps_masks = runner.restarts and self._has_share  # for the next step, which may be a restart
         self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)  # who has died, or has not come yet
@@ -367,7 +367,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         self._at_begin = set(self._stepper.env_ids)  # the environments whose episode has had no step yet
         self._last_masks: NDArray[Any] | None = None
 
-    def _watch_states(self, name: str) -> None:
+    def _write_states(self, name: str) -> None:
         runner = self._stepper.runner
         space = runner.schema.state_space
         if space is not None and not isinstance(space, spaces.Box):
@@ -376,7 +376,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
                 "observations in place of states"
             )
         try:
-            runner.watch_states()
+            runner.write_states()
         except NotImplementedError as error:
             raise NotImplementedError(f'{error}; or pass share="joined" to join observations') from None
         self._is_per_agent = runner.schema.state_per_agent
@@ -458,7 +458,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         """Note which agents are not there yet at the beginning of the episodes of some environments."""
         self._absent[env_ids] = ~arrays.observed[env_ids]
         if self._absent[env_ids].any():
-            alive = self._stepper.runner.batch.alive
+            alive = self._stepper.runner.transitions.alive
             for env_id in env_ids:
                 if self._absent[env_id].any():  # in turn-based games, one agent observes, and all are alive
                     self._absent[env_id] &= [agent not in alive[env_id] for agent in self.agents]

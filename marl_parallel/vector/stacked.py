@@ -33,7 +33,7 @@ Grouped: TypeAlias = Any
 Infos: TypeAlias = Any
 """A mapping by environment, without environments that have none; with `infos="list"`, a list of one dict for each."""
 
-Results = tuple[Grouped, Grouped, Grouped, Grouped, Infos]
+StepReturn = tuple[Grouped, Grouped, Grouped, Grouped, Infos]
 
 
 class _Part(NamedTuple):
@@ -124,7 +124,7 @@ class _Group(NamedTuple):
         return whole
 
 
-class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
+class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
     """Many environments as one, with arrays `(num_envs, num_agents, ...)` in place of dicts by agent.
 
     Agents with equal spaces are one group. If there is one group, every value below is an array, or a tree of arrays if
@@ -231,7 +231,7 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
         self._same_step = self.stepper.mode is AutoresetMode.SAME_STEP
         self.state_space: Any = None
         if with_state:
-            runner.watch_states()
+            runner.write_states()
             self.state_space = runner.schema.state_space
         self._forget()
 
@@ -315,7 +315,7 @@ class StackedVecEnv(ArrayFacade[Grouped, Results], ForwardedCalls):
                 raise ValueError(f"the actions of group {name!r}{error.path}: {error}") from None
         return stacked
 
-    def _results(self, arrays: Arrays) -> Results:
+    def _results(self, arrays: Arrays) -> StepReturn:
         self.plain = arrays.plain
         self.terminated, self.truncated = arrays.terminated, arrays.truncated
         if arrays.none_over and self._is_whole and self.state_space is None and not self._lists_infos:

@@ -73,7 +73,7 @@ class ArrayStepper(OfParallelEnv):
     Attributes:
         env: The `ParallelEnv`.
         env_ids: The environments that it steps: all, or those of `narrow`.
-        runner: Its `BatchRunner`, with `schema`, and by environment `batch.acting`, `batch.alive` and `batch.over`.
+        runner: Its `BatchRunner`, with `schema`, and by environment `transitions.acting`, `.alive` and `.over`.
         view: Its `ArrayView`: `agents` are the columns, `groups` the agents with equal observation spaces.
         mode: The auto-reset mode.
         latest: The arrays of the latest reset or step; None before the first reset.
@@ -113,7 +113,7 @@ class ArrayStepper(OfParallelEnv):
         self.env, self.runner = env, open_runner(env, name, modes or tuple(AutoresetMode))
         self.mode = self.runner.mode
         self._facade, self._guard, self._name = weakref.ref(facade), self.runner.guard, name
-        schema, batch = self.runner.schema, self.runner.batch
+        schema, transitions = self.runner.schema, self.runner.transitions
         if not schema.possible_agents:
             raise ValueError(f"{name} needs to know all agents beforehand, but possible_agents is empty")
         for kind, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
@@ -125,7 +125,7 @@ class ArrayStepper(OfParallelEnv):
         self._reward_spaces = schema.reward_spaces
         self._rules = {} if vectors and scalarize is None else reward_rules(name, scalarize, self._reward_spaces)
         self.runner.check_batch_size(name, partial_resets=partial_resets)
-        self._copies = batch.copies if copy is None else copy
+        self._copies = transitions.copies if copy is None else copy
         self.env_ids = self.runner.env_ids
         self._some: tuple[int, ...] | None = None  # those of `narrow`
         self.view = self.runner.view(copy=self._copies)
@@ -161,9 +161,9 @@ class ArrayStepper(OfParallelEnv):
             ResetNeeded: Only some are to be reset, and the others have never been.
         """
         last = self._last_before_reset("reset", env_ids)
-        ids, extras = self.runner.reset(seed, options, env_ids)
+        ids, leftovers = self.runner.reset(seed, options, env_ids)
         self.runner.claim(self._facade)
-        return self._noted(self.view.read(extras) if last is None else self.view.read_some(ids, extras, last))
+        return self._noted(self.view.read(leftovers) if last is None else self.view.read_some(ids, leftovers, last))
 
     @exclusive("reset_async")
     def send_reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> None:
@@ -207,9 +207,9 @@ class ArrayStepper(OfParallelEnv):
             ResetNeeded: Only some are to be loaded, and the others have never been reset.
         """
         last = self._last_before_reset("load_state", env_ids)
-        loaded, extras = self.runner.load_state(states, env_ids)
+        loaded, leftovers = self.runner.load_state(states, env_ids)
         self.runner.claim(self._facade)
-        arrays = self.view.read(extras) if last is None else self.view.read_some(tuple(loaded), extras, last)
+        arrays = self.view.read(leftovers) if last is None else self.view.read_some(tuple(loaded), leftovers, last)
         return self._noted(arrays), {env_id: state.facade.get(self._name) for env_id, state in loaded.items()}
 
     def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
@@ -246,8 +246,8 @@ class ArrayStepper(OfParallelEnv):
             ids = runner.ids_to_step(env_ids)
         written = view.write(actions, ids)
         last = None if len(ids) == runner.num_envs or self.latest is None else view.last()
-        extras = runner.step(ids, written)
-        arrays = view.read(extras) if last is None else view.read_some(ids, extras, last)
+        leftovers = runner.step(ids, written)
+        arrays = view.read(leftovers) if last is None else view.read_some(ids, leftovers, last)
         self.latest = arrays
         return self._noted(arrays) if self._reward_spaces else arrays
 
@@ -274,7 +274,7 @@ class ArrayStepper(OfParallelEnv):
         self.runner.check_idle("step_async", ids)
         self.runner.check_has_reset(ids, "step_async")
         check_one_for_each(actions, ids)
-        self.runner.send(ids, self.runner.batch.write_actions(ids, actions, stacked=True))
+        self.runner.send(ids, self.runner.transitions.write_actions(ids, actions, stacked=True))
 
     @exclusive("reset_async")
     def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None, options: Options = None) -> None:
@@ -298,7 +298,7 @@ class ArrayStepper(OfParallelEnv):
         last = self.view.last()
         results = self.runner.recv(min_envs, timeout)
         ids = sorted(results.env_ids)
-        arrays = self._noted(self.view.read_some(ids, results.extras, last))
+        arrays = self._noted(self.view.read_some(ids, results.leftovers, last))
         return tuple(i for i in ids if i not in results.resets), tuple(sorted(results.resets)), arrays
 
     @exclusive("step_async")
@@ -307,7 +307,7 @@ class ArrayStepper(OfParallelEnv):
         self._check_may_step("step_async")
         ids = self.runner.env_ids
         check_one_for_each(actions, ids)
-        self.runner.send(ids, self.runner.batch.write_actions(ids, actions, stacked=True), together=True)
+        self.runner.send(ids, self.runner.transitions.write_actions(ids, actions, stacked=True), together=True)
         self.in_flight = True
 
     @exclusive("step_wait")
@@ -334,15 +334,15 @@ class ArrayStepper(OfParallelEnv):
             raise NoAsyncCallError(
                 "reset_wait() was called without a reset_async() before it: call reset_async() first", "reset_wait"
             )
-        extras, (ids, last) = self._received(timeout), self._resetting
+        leftovers, (ids, last) = self._received(timeout), self._resetting
         self._resetting = None
-        return self._noted(self.view.read(extras) if last is None else self.view.read_some(ids, extras, last))
+        return self._noted(self.view.read(leftovers) if last is None else self.view.read_some(ids, leftovers, last))
 
     def _received(self, timeout: float | None) -> Any:
-        """The extras of what is in flight."""
+        """The leftovers of what is in flight."""
         self.in_flight = False
         try:
-            return self.runner.recv(timeout=timeout, env_ids=self._some).extras
+            return self.runner.recv(timeout=timeout, env_ids=self._some).leftovers
         except (TimeoutError, TypeError, ValueError) as error:  # too early, or no timeout: it can be called again
             self.in_flight = not isinstance(error, ParallelEnvError)
             raise
@@ -378,7 +378,7 @@ class ArrayStepper(OfParallelEnv):
             >>> stepper.close()
         """
         self.runner.check_open()
-        masks = action_masks(self.runner.batch, self.runner.schema, agents)
+        masks = action_masks(self.runner.transitions, self.runner.schema, agents)
         return masks if self._some is None else masks[self._some[0] : self._some[-1] + 1]
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
@@ -387,7 +387,7 @@ class ArrayStepper(OfParallelEnv):
 
     def own(self, observation: Any) -> Any:
         """A last observation (`final_obs`) in arrays of the caller's own, also if those of `env` are views."""
-        return observation if self.runner.batch.copies else stacking.copied(observation)
+        return observation if self.runner.transitions.copies else stacking.copied(observation)
 
     def close(self, **keywords: Any) -> None:
         """Close the environment, with the keywords of `ParallelEnv.close`."""

@@ -15,7 +15,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.reports import logger
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.runner import Options, Seeds
-from marl_parallel.vector.stacked import Grouped, Infos, Results, StackedVecEnv
+from marl_parallel.vector.stacked import Grouped, Infos, StackedVecEnv, StepReturn
 
 __doctest_requires__ = ["torch"]
 
@@ -74,7 +74,7 @@ class StackedTensors:
             observations, infos = self.env.load_state(states, env_ids)
         return self._sent(observations), infos
 
-    def step(self, actions: Grouped) -> Results:
+    def step(self, actions: Grouped) -> StepReturn:
         """As `StackedVecEnv.step`; actions are tensors of any device, or arrays."""
         self.step_async(actions)
         return self.step_wait()
@@ -83,7 +83,7 @@ class StackedTensors:
         """As `StackedVecEnv.step_async`."""
         self.env.step_async(tree_map(lambda part: part.cpu().numpy() if torch.is_tensor(part) else part, actions))
 
-    def step_wait(self, timeout: float | None = None) -> Results:
+    def step_wait(self, timeout: float | None = None) -> StepReturn:
         """As `StackedVecEnv.step_wait`."""
         with self._into_pinned():
             observations, rewards, terminations, truncations, infos = self.env.step_wait(timeout)

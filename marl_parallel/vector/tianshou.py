@@ -31,7 +31,7 @@ __doctest_requires__ = ["tianshou"]
 Ids: TypeAlias = int | Iterable[int] | None
 """Of environments; None for all."""
 
-Results: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+StepReturn: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 """Observations, rewards, terminations, truncations and infos, one entry for each environment."""
 
 _NUMBERS = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete)
@@ -178,7 +178,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         return _together([first[env_id][0] for env_id in ids]), _objects([first[env_id][1] for env_id in ids])
 
     @exclusive("step")
-    def step(self, action: Any, id: Ids = None) -> Results:
+    def step(self, action: Any, id: Ids = None) -> StepReturn:
         """Step environments.
 
         Args:
@@ -215,7 +215,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             arrays = self._stepper.step({agent: self._spread(values, ids) for agent, values in actions.items()}, ids)
         return self._results(arrays, ids)
 
-    def _receive(self, ids: Sequence[int]) -> Results:
+    def _receive(self, ids: Sequence[int]) -> StepReturn:
         """Results of environments that are being stepped: at least those of `ids`, or of `wait_num` environments."""
         if not self.waiting_id or not {*ids} <= {*self.waiting_id}:
             which = f"environments {[*ids]} are not all" if ids else "no environment is"
@@ -316,7 +316,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         spread[ids] = values
         return spread
 
-    def _results(self, arrays: Arrays, ids: Sequence[int]) -> Results:
+    def _results(self, arrays: Arrays, ids: Sequence[int]) -> StepReturn:
         rows = [*ids]
         rewards = arrays.rewards[:, 0] if self._is_single else arrays.rewards.sum(axis=1)
         terminated, truncated = arrays.terminated[rows], arrays.truncated[rows]
@@ -354,7 +354,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             common = of_env.get(COMMON, {})
             own = {key: info for key, info in of_env.items() if info and key != COMMON}
             if self._has_masks:
-                masks = self._stepper.runner.batch.masks(env_id)
+                masks = self._stepper.runner.transitions.masks(env_id)
                 own |= {agent: {ACTION_MASK: mask, **own.get(agent, {})} for agent, mask in masks.items()}
             infos.append({**common, **(own.get(self._agents[0], {}) if self._is_single else own)})
         return _objects(infos)

@@ -214,7 +214,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if seed is None and self._seed is not None and (due := self._unseeded[chosen]).any():
             env_ids = np.arange(self.env.num_envs)[chosen].tolist()
             seed = self._seed if due.all() else [self._seed + i if is_due else None for i, is_due in zip(env_ids, due)]
-        statistics = self._runner.batch.statistics
+        statistics = self._runner.transitions.statistics
         finished = statistics.finished
         arrays = self._stepper.reset(seed, options, ids)
         if mask is not None:  # TorchRL's loops reset what has ended, right after the step
@@ -236,7 +236,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             for name, group in self._groups.items()
         ]
         if self._runner.mode is AutoresetMode.NEXT_STEP:
-            self._ended[np.array(self._runner.batch.over)] = False  # a new episode begins without `_reset`
+            self._ended[np.array(self._runner.transitions.over)] = False  # a new episode begins without `_reset`
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
         result = self._tensors(arrays, self._own_ends(arrays))
@@ -351,7 +351,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if rows.batch_size != (len(ids),):
             raise ValueError(f"expected a row for each of the environments {[*ids]}, got batch size {rows.batch_size}")
         of_env: list[dict[AgentID, Any]] = [{} for _ in ids]
-        acting = self._runner.batch.acting
+        acting = self._runner.transitions.acting
         for name, group in self._groups.items():
             arrays = self._action_arrays(name, group.action_space, rows)
             for place, agent in enumerate(group.agents):

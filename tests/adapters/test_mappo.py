@@ -177,7 +177,7 @@ def test_a_step_within_an_episode_pickles_nothing(kind, monkeypatch):
     with ParallelEnv([kind] * 2, seed=7, backend="serial") as env:
         env.reset()
         pickled: list[Any] = []
-        monkeypatch.setattr("marl_parallel.core.worker.dump_extras", lambda extras: pickled.append(extras))
+        monkeypatch.setattr("marl_parallel.core.worker.dump_leftovers", lambda leftovers: pickled.append(leftovers))
         for _ in range(30):
             _, _, terminateds, truncateds, _ = env.step([{}] * 2)
             over = any(flags["__all__"] for flags in (*terminateds, *truncateds))

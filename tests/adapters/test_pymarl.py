@@ -153,7 +153,7 @@ def test_a_step_pickles_nothing_but_its_large_infos(kind, monkeypatch):
     with ParallelEnv([kind] * 2, seed=7, backend="serial") as env:
         env.reset()
         pickled = []
-        monkeypatch.setattr("marl_parallel.core.worker.dump_extras", lambda extras: pickled.append(extras))
+        monkeypatch.setattr("marl_parallel.core.worker.dump_leftovers", lambda leftovers: pickled.append(leftovers))
         for _ in range(30):
             env.step([{}] * 2)
             assert all(len(masks) == N_AGENTS for masks in env.action_masks)

@@ -20,7 +20,7 @@ from marl_parallel import backends
 from marl_parallel.backends import spawn
 from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.messages import Lost, Message, Pickled, Plan, Reply, Request
+from marl_parallel.core.messages import Construction, Lost, Message, Pickled, Reply, Request
 
 pytestmark = pytest.mark.release_independent
 
@@ -52,9 +52,9 @@ def test_large_messages_in_both_directions(portable):
         raise ValueError(text)
 
     pickled, adapter = Pickled(cloudpickle.dumps(constructor)), Pickled(cloudpickle.dumps(None))
-    plan = Plan({7: pickled}, {7: 0}, AutoresetMode.SAME_STEP, adapter)
+    construction = Construction({7: pickled}, {7: 0}, AutoresetMode.SAME_STEP, adapter)
     for _ in range(3):
-        portable.post(dict.fromkeys((0, 1), Request(Message.ACCESS, (7,), plan)))
+        portable.post(dict.fromkeys((0, 1), Request(Message.ACCESS, (7,), construction)))
     replies = received(portable, 6)
     assert sorted(worker for worker, _ in replies) == [0, 0, 0, 1, 1, 1]
     assert all(isinstance(reply, Reply) and len(reply.failures[7].summary) > 1_000_000 for _, reply in replies)

@@ -20,7 +20,7 @@ from simulators.pymarl_envs import AGENTS as TEAM
 from simulators.pymarl_envs import Skirmish
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.columns import MaskColumns
 from marl_parallel.sources.native import Received
 from marl_parallel.vector.stepper import ArrayStepper
@@ -174,8 +174,8 @@ class MaskedTanks(Arena):
 def test_masks_that_are_one_array_are_copied_whole(mode, monkeypatch):
     """Those of PyMARL's simulators, in the worker and in the facade, also after the ends of episodes."""
     monkeypatch.delattr(MaskColumns, "write_all")
-    monkeypatch.delattr(Batch, "stacked_masks")
-    monkeypatch.delattr(Batch, "masks")
+    monkeypatch.delattr(BlockTransitions, "stacked_masks")
+    monkeypatch.delattr(BlockTransitions, "masks")
     facade = Facade(ParallelEnv([Skirmish] * 3, mode, 5, backend="serial"))
     stepper, env = facade.stepper, facade.stepper.env
     stepper.reset()

@@ -79,7 +79,7 @@ def play(env: ParallelEnv, steps: int, seed: int = 0) -> list[str]:
         *_, terminated, truncated, infos = env.step(draw(rng, env.acting))
         reports += [info["__common__"]["error"] for info in infos if "error" in info.get("__common__", {})]
         over = [i for i in range(env.num_envs) if terminated[i]["__all__"] or truncated[i]["__all__"]]
-        if env.runner.batch.mode is AutoresetMode.DISABLED and over:
+        if env.runner.transitions.mode is AutoresetMode.DISABLED and over:
             infos = env.reset(env_ids=over)[1]
             reports += [info["__common__"]["error"] for info in infos if "error" in info.get("__common__", {})]
     return reports

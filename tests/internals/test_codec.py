@@ -27,7 +27,7 @@ from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import codec
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker import Worker
@@ -396,7 +396,7 @@ def looped() -> dict[str, Any]:
 @pytest.mark.parametrize("info", [*INFOS[:7], {"x": [["deep"] * 2] * 3}], ids=str)
 def test_infos_in_the_block(info, monkeypatch):
     """Infos of simple values are not pickled, whatever agents have them."""
-    monkeypatch.setattr("marl_parallel.core.worker.dump_extras", None)
+    monkeypatch.setattr("marl_parallel.core.worker.dump_leftovers", None)
     flags, infos = {**dict.fromkeys(AGENTS, False), "__all__": False}, {"a": info, 3: {}, "more": {"y": info}}
     plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), flags, flags, infos
     discrete = [spaces.Discrete(3)] * 3
@@ -468,8 +468,8 @@ def test_references_are_returned():
     assert status.running is None
 
 
-@pytest.mark.parametrize("extras", ["a snapshot", {"infos": {}, "rewards": {}}, {"rewards": {}}])
-def test_records_with_other_extras_are_left_to_python(extras):
+@pytest.mark.parametrize("leftovers", ["a snapshot", {"infos": {}, "rewards": {}}, {"rewards": {}}])
+def test_records_with_other_leftovers_are_left_to_python(leftovers):
     declared: Any = dict.fromkeys(AGENTS, BOX)
     layout = Layout(Schema(AGENTS, declared, {}, None), 5)
     block = bytearray(layout.nbytes)
@@ -479,7 +479,7 @@ def test_records_with_other_extras_are_left_to_python(extras):
     compiled = codec.open_codec(layout, block, infos_in_block=False)
     for record in range(5):
         assert compiled.put(record, Transition(*plain, AGENTS, AGENTS)) == 1
-    _, (left, *_) = compiled.read((4, 2, 0), {2: extras}, True)
+    _, (left, *_) = compiled.read((4, 2, 0), {2: leftovers}, True)
     assert left == [2]
 
 
@@ -758,9 +758,11 @@ class Dying:
 def test_agents_that_die_stay_in_compiled_code(facade, monkeypatch):
     """Python completes the last step of an episode, and no other one; it reads no record."""
     completed, read = [], []
-    go_on, read_one = Worker._go_on, Batch._read_one
+    go_on, read_one = Worker._go_on, BlockTransitions._read_one
     monkeypatch.setattr(Worker, "_go_on", lambda *left: completed.append(left) or go_on(*left))
-    monkeypatch.setattr(Batch, "_read_one", lambda *left, **more: read.append(left) or read_one(*left, **more))
+    monkeypatch.setattr(
+        BlockTransitions, "_read_one", lambda *left, **more: read.append(left) or read_one(*left, **more)
+    )
     with ParallelEnv([Dying] * 2, backend="serial") as env:
         front: Any = env if facade is None else getattr(vector, facade)(env)
         front.reset()

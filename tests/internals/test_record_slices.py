@@ -64,7 +64,7 @@ def test_actions_arrive(env_ids):
 def test_results_arrive(env_ids, last, compiled):
     """With last observations if there are any, and without their space if there are none."""
     here, there = End(compiled=compiled), End(compiled=compiled)
-    extras = [here.transitions.write(env_id, results_of(env_id, last=last and env_id == 2)) for env_id in range(4)]
+    leftovers = [here.transitions.write(env_id, results_of(env_id, last=last and env_id == 2)) for env_id in range(4)]
     slices = here.slices.results(env_ids, Message.STEP)
     head, step_end = here.layout.transition_header, here.layout.step_end
     whole = last and 2 in env_ids
@@ -72,8 +72,8 @@ def test_results_arrive(env_ids, last, compiled):
     assert slices.flags.c_contiguous
     there.slices.put_results(env_ids, slices)
     for env_id in env_ids:
-        theirs = there.transitions.read(env_id, extras[env_id])
-        np.testing.assert_equal(tuple(theirs), tuple(here.transitions.read(env_id, extras[env_id])))
+        theirs = there.transitions.read(env_id, leftovers[env_id])
+        np.testing.assert_equal(tuple(theirs), tuple(here.transitions.read(env_id, leftovers[env_id])))
         assert (theirs.final_observations is not None) == (last and env_id == 2)
 
 
@@ -88,13 +88,13 @@ def test_states_arrive():
 
 def test_whole_records_arrive_without_actions():
     here, there = End(), End()
-    extras = [here.transitions.write(env_id, results_of(env_id, last=env_id == 1)) for env_id in range(4)]
+    leftovers = [here.transitions.write(env_id, results_of(env_id, last=env_id == 1)) for env_id in range(4)]
     for env_id in range(4):
         here.actions.write(env_id, dict.fromkeys(AGENTS, 7))
         there.actions.write(env_id, dict.fromkeys(AGENTS, 5))
     there.slices.put_records((1, 2), here.slices.records((1, 2)))
     for env_id in (1, 2):
-        ours, theirs = (end.transitions.read(env_id, extras[env_id]) for end in (here, there))
+        ours, theirs = (end.transitions.read(env_id, leftovers[env_id]) for end in (here, there))
         np.testing.assert_equal(tuple(theirs), tuple(ours))
         assert there.actions.read(env_id, {}) == dict.fromkeys(AGENTS, 5)
     assert there.transitions.read(3, {}).observations == {}  # nothing has ever been written there

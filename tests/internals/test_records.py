@@ -54,9 +54,9 @@ def test_several_writers():
         ]
     ):
         expected = transition(number, **value)
-        extras = writer.write(0, expected)
-        assert (extras is None) == (writer is theirs and compiled is not None)
-        read = theirs.read(0, extras)
+        leftovers = writer.write(0, expected)
+        assert (leftovers is None) == (writer is theirs and compiled is not None)
+        read = theirs.read(0, leftovers)
         assert_same(read[:5], expected[:5])
         assert read.acting == read.alive == expected.alive
 
@@ -69,12 +69,12 @@ def test_one_record_of_another_form(place, value):
     compiled = codec.open_codec(layout, block, infos_in_block=False)
     records = TransitionRecords(layout, block, codec=compiled)
     written = [transition(number, **(value if number == place else {})) for number in range(RECORDS)]
-    extras = {record: more for record, one in enumerate(written) if (more := records.write(record, one))}
+    leftovers = {record: more for record, one in enumerate(written) if (more := records.write(record, one))}
     if compiled is not None:
-        assert extras.keys() == ({place} if "infos" in value else set())
-        columns, others = compiled.read(tuple(range(RECORDS)), extras, True)
+        assert leftovers.keys() == ({place} if "infos" in value else set())
+        columns, others = compiled.read(tuple(range(RECORDS)), leftovers, True)
         assert others is None or others[0] == []
         for record, dicts in enumerate(zip(*columns)):
             assert_same(dicts, written[record][:5])
     for record in range(RECORDS):
-        assert_same(records.read(record, extras.get(record))[:5], written[record][:5])
+        assert_same(records.read(record, leftovers.get(record))[:5], written[record][:5])

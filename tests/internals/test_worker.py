@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode
 from mpe2 import simple_spread_v3
 from pettingzoo.utils.wrappers import BaseParallelWrapper
 
-from marl_parallel.core.messages import STEP_ALL, Block, Message, Plan, Reply, Request
+from marl_parallel.core.messages import STEP_ALL, Block, Construction, Message, Reply, Request
 from marl_parallel.core.pickling import dumps
 from marl_parallel.core.records import ActionRecords
 from marl_parallel.core.worker import Worker
@@ -40,8 +40,8 @@ def test_a_step_of_all_is_in_the_order_of_the_environments():
     replies: list[Reply] = []
     worker = Worker(WorkerStatus(bytearray(WorkerStatus.NBYTES)), block)
     for env_id in (1, 0):
-        plan = Plan({env_id: construct}, {env_id: env_id}, AutoresetMode.SAME_STEP, None)
-        worker.execute(Request(Message.ACCESS, (env_id,), plan), replies.append)
+        construction = Construction({env_id: construct}, {env_id: env_id}, AutoresetMode.SAME_STEP, None)
+        worker.execute(Request(Message.ACCESS, (env_id,), construction), replies.append)
     worker.execute(Request(Message.ATTACH, None, Block(2, arrays=True, compiled=True, infos=True)), replies.append)
     worker.execute(Request(Message.RESET, (1, 0), dict.fromkeys((0, 1), dumps({}))), replies.append)
     for env_id in (0, 1):

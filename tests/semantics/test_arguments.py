@@ -252,7 +252,7 @@ def test_memory_is_freed_with_the_object(backend):
         env = ParallelEnv([Skirmish] * 2, backend=backend)
         env.reset()
         env.close()
-        batch = weakref.ref(env.runner.batch.layout)
+        batch = weakref.ref(env.runner.transitions.layout)
         del env
         assert batch() is None
     finally:

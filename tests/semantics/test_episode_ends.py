@@ -155,8 +155,8 @@ def written_and_read(records: int, transition: Transition, record: int, compiled
     block = bytearray([0xFF]) * layout.nbytes
     layout.bind(block)
     codec = open_codec(layout, block, infos_in_block=True) if compiled else None
-    extras = TransitionRecords(layout, block, codec=codec).write(record, transition)
-    return TransitionRecords(layout, block, codec=codec).read(record, copy.deepcopy(extras))
+    leftovers = TransitionRecords(layout, block, codec=codec).write(record, transition)
+    return TransitionRecords(layout, block, codec=codec).read(record, copy.deepcopy(leftovers))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

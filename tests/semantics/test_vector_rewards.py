@@ -68,7 +68,7 @@ def test_nothing_is_pickled_in_a_step(monkeypatch, parallel):
     env = parallel(Couriers, 2, True)
     env.reset()
     pickled: list[Any] = []
-    monkeypatch.setattr("marl_parallel.core.worker.dump_extras", lambda extras: pickled.append(extras) or b"")
+    monkeypatch.setattr("marl_parallel.core.worker.dump_leftovers", lambda leftovers: pickled.append(leftovers) or b"")
     for _ in range(LENGTH - 1):
         env.step([dict.fromkeys(acting, 1) for acting in env.acting])
     assert pickled == []

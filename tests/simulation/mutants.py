@@ -20,7 +20,7 @@ MUTATIONS = [
     Mutation(
         "a saved result is lost",
         "pool/restarts.py",
-        "self._records[slot.env_id].saved = extras",
+        "self._records[slot.env_id].saved = leftovers",
         "pass",
     ),
     Mutation(
@@ -123,7 +123,7 @@ MUTATIONS = [
         "        queue.posted = 0\n",
     ),
     Mutation(
-        "extras of an earlier result come once more",
+        "leftovers of an earlier result come once more",
         "pool/pool.py",
         "slot.request, slot.state, slot.result = None, State.IDLE, None",
         "slot.request, slot.state = None, State.IDLE",
@@ -162,7 +162,7 @@ MUTATIONS = [
         blind=True,
     ),
     Mutation(
-        "last step's extras lost before a deadly reset",
+        "last step's leftovers lost before a deadly reset",
         "pool/pool.py",
         "if env_id in reply.failures or reply.env_ids == ():",
         "if env_id in reply.failures:",
@@ -227,10 +227,10 @@ MUTATIONS = [
     Mutation(
         "a rebuilt worker stops writing states and rollouts",
         "pool/rebuilds.py",
-        "keywords=keywords, watch=self.watch, options=record.options)",
+        "keywords=keywords, outputs=self.outputs, options=record.options)",
         "keywords=keywords, options=record.options)",
         blind=True,
-        survives="the simulation watches no states; test_a_restarted_environment_has_its_last_known_state fails",
+        survives="the simulation has no states; test_a_restarted_environment_has_its_last_known_state fails",
     ),
     Mutation(
         "reset_timeout alone never ends hanging automatic resets",

@@ -102,7 +102,7 @@ class Extension:
         """Whether the result of a busy slot comes from this extension. Then results of its worker do not count."""
         return False
 
-    def on_result(self, slot: Slot, extras: bytes | None, result: Any, completed: float) -> Any:
+    def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
         """A worker has carried out a step or reset; returns the caller's `result`, or `HELD` to hand it over later.
 
         Not called in the fast path, nor for results that extensions pass to `Pool.finish`. It may be called twice for
@@ -111,7 +111,7 @@ class Extension:
 
         Args:
             slot: The environment. `slot.request` is STEP or RESET.
-            extras: The values that are not in the record, pickled; None if all are in the record.
+            leftovers: The values that are not in the record, pickled; None if all are in the record.
             result: The same values unpickled, or what an earlier extension has returned.
             completed: When the worker had carried out the request, in seconds of `Backend.clock`. All environments in
                 one reply have the same time; with `Request.each`, each has its own. It is 0.0 if the reply is
@@ -119,8 +119,8 @@ class Extension:
         """
         return result
 
-    def on_last_step(self, slot: Slot, extras: bytes | None) -> None:
-        """A worker has sent the extras of the last step of an episode, whose automatic reset has failed or goes on."""
+    def on_last_step(self, slot: Slot, leftovers: bytes | None) -> None:
+        """A worker has sent the leftovers of an episode's last step, whose automatic reset has failed or goes on."""
 
     def on_fault(self, fault: Fault) -> bool:
         """Something has gone wrong; returns whether it has been dealt with. Else the error is raised."""
@@ -174,8 +174,8 @@ class Extension:
         """What is known of an environment that is not in flight, for `load`; it must pickle."""
         return None
 
-    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
-        """Go on from what `save` has returned, None if there was no such extension; its record has these extras."""
+    def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
+        """Go on from what `save` has returned, None if there was no such extension; its record has these leftovers."""
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         """What is to be added to the statistics of some environments."""

@@ -60,7 +60,7 @@ class Pool(Source):
         is_lean: Whether `step_all` may be called: every slot is idle and has a result, and no extension needs to see
             the next ones.
         around: Called with the name of what a call does; a context of the call, or None if it is in one already.
-        latest: By environment, the pickled extras of its latest record that had any.
+        latest: By environment, the pickled leftovers of its latest record that had any.
         replaced: By environment, the `Snapshot` that its caller has received in place of its record, pickled.
     """
 
@@ -147,9 +147,9 @@ class Pool(Source):
         return results
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Mapping[int, Any]:
-        """`send` and `recv` in one call, while nothing is in flight; returns the extras of the results."""
-        extras: Mapping[int, Any] = self.alone(_WAITING_FOR[message], self._run, message, env_ids, payloads)
-        return extras
+        """`send` and `recv` in one call, while nothing is in flight; returns the leftovers of the results."""
+        leftovers: Mapping[int, Any] = self.alone(_WAITING_FOR[message], self._run, message, env_ids, payloads)
+        return leftovers
 
     def execute(self, requests: Mapping[int, Request], owner: OnReply | None = None) -> dict[int, Any]:
         """Carry out requests, by worker, other than steps and resets, while nothing is in flight.
@@ -211,13 +211,13 @@ class Pool(Source):
 
     def _run(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Mapping[int, Any]:
         self._send(message, env_ids, payloads, together=True)
-        return self._all_extras()
+        return self._all_leftovers()
 
-    def _all_extras(self) -> Mapping[int, Any]:
+    def _all_leftovers(self) -> Mapping[int, Any]:
         results = self._recv(self.in_flight, None, self.slots)
         assert results is not None  # there is no timeout
-        extras: Mapping[int, Any] = results.extras
-        return extras
+        leftovers: Mapping[int, Any] = results.leftovers
+        return leftovers
 
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
         self.is_lean = False
@@ -278,7 +278,7 @@ class Pool(Source):
                 raise
 
     def _finish_step_all(self, requests: Mapping[int, Request]) -> Mapping[int, Any]:
-        """Wait for the replies to posted requests to step all environments, and return the extras of the results."""
+        """Wait for the replies to posted requests to step all environments, and return the leftovers of the results."""
         queues, now = self.queues, self.called
         for worker, request in requests.items():
             queue = queues[worker]
@@ -286,26 +286,26 @@ class Pool(Source):
             queue.since = now
         limits = [one for ask in self._hooks.of(Extension.patience) if (one := ask(now)) is not None]
         replies = self.backend.wait(max(min(limits), 0.0) if limits else None, len(requests))
-        extras: dict[int, Any] = {}
+        leftovers: dict[int, Any] = {}
         complete, reads = 0, not self._hooks.of(Extension.on_result)
         for _, reply in replies:
             if reply is STEPPED:
                 complete += 1
             elif reads and not isinstance(reply, Lost) and not reply.failures:
                 complete += 1
-                extras.update(reply.results)
+                leftovers.update(reply.results)
         if complete == len(replies) == len(requests) and not self.closed:
-            if extras:
-                self.latest.update(extras)
-                extras = {env_id: self.read(env_id, result) for env_id, result in extras.items()}
+            if leftovers:
+                self.latest.update(leftovers)
+                leftovers = {env_id: self.read(env_id, result) for env_id, result in leftovers.items()}
             for worker in requests:
                 queues[worker].requests.clear()
             self.is_lean = True
-            return extras
+            return leftovers
         self._note_sent(Message.STEP, range(self.batch_size))
         self.apply(replies)
         self._look()
-        return self._all_extras()
+        return self._all_leftovers()
 
     def requests(
         self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False
@@ -363,7 +363,7 @@ class Pool(Source):
         done = [slot for slot in slots if slot.state is State.DONE]
         done.sort(key=lambda slot: slot.completed)  # ties by number
         resets = [slot.env_id for slot in done if slot.request is Message.RESET]
-        extras = {slot.env_id: slot.result for slot in done if slot.result is not None}
+        leftovers = {slot.env_id: slot.result for slot in done if slot.result is not None}
         for slot in done:
             slot.request, slot.state, slot.result = None, State.IDLE, None
         self.in_flight -= len(done)
@@ -371,7 +371,7 @@ class Pool(Source):
         self.is_lean = (
             len(done) == len(self.slots) and not self.replaced and not self._owes_extensions() and self._are_quiet()
         )
-        return Results(tuple([slot.env_id for slot in done]), resets, extras)
+        return Results(tuple([slot.env_id for slot in done]), resets, leftovers)
 
     def _are_quiet(self) -> bool:
         return all(is_quiet() for is_quiet in self._hooks.of(Extension.is_quiet))
@@ -489,9 +489,9 @@ class Pool(Source):
     def _apply_results(self, worker: int, request: Request, reply: Reply, failures: Mapping[int, Failure]) -> None:
         results = reply.results
         for on_last_step in self._hooks.of(Extension.on_last_step):
-            for env_id, extras in results.items():
+            for env_id, leftovers in results.items():
                 if env_id in reply.failures or reply.env_ids == ():  # the automatic reset failed, or has not ended yet
-                    on_last_step(self.slots[env_id], extras)
+                    on_last_step(self.slots[env_id], leftovers)
         env_ids = request.env_ids if reply.env_ids is None else reply.env_ids
         for env_id in self.queues[worker].share if env_ids is None else env_ids:
             slot = self.slots[env_id]
@@ -502,24 +502,24 @@ class Pool(Source):
         """Whether the result of a slot is to come from its worker."""
         return slot.state is State.BUSY and not any(holds(slot) for holds in self._hooks.of(Extension.holds))
 
-    def take_result(self, slot: Slot, extras: bytes | None, completed: float) -> None:
-        """Take the result of a step or reset, with its pickled extras, unless an extension holds it back."""
-        result = extras
-        if extras is not None:
-            self.latest[slot.env_id] = extras
+    def take_result(self, slot: Slot, leftovers: bytes | None, completed: float) -> None:
+        """Take the result of a step or reset, with its pickled leftovers, unless an extension holds it back."""
+        result = leftovers
+        if leftovers is not None:
+            self.latest[slot.env_id] = leftovers
             try:
-                result = self.read(slot.env_id, extras)
+                result = self.read(slot.env_id, leftovers)
             except EnvError as error:
                 self.unreadable(slot, error)
                 return
         for on_result in self._hooks.of(Extension.on_result):
-            result = on_result(slot, extras, result, completed)
+            result = on_result(slot, leftovers, result, completed)
             if result is HELD:
                 return
         self.finish(slot, completed, result)
 
     def finish(self, slot: Slot, completed: float, result: Any) -> None:
-        """Note that the result of a slot is here: its unpickled extras, or a `Snapshot`."""
+        """Note that the result of a slot is here: its unpickled leftovers, or a `Snapshot`."""
         self._done += slot.state is not State.DONE
         if type(result) is Snapshot:
             self.replaced[slot.env_id] = dumps(result)

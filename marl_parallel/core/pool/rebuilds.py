@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import merged_options
-from marl_parallel.core.messages import Block, Failure, Message, Plan, Rebuild, Refusal, Reply, Watch
+from marl_parallel.core.messages import Block, Construction, Failure, Message, Outputs, Rebuild, Refusal, Reply
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.pool import Pool
@@ -35,8 +35,8 @@ class Rebuilds(Extension):
 
     Args:
         pool: The pool.
-        batch: The environments' records.
-        plan: How all environments were constructed, and what else workers need.
+        transitions: The environments' records.
+        construction: How all environments were constructed, and what else workers need.
         block: The payload of ATTACH.
         base_seed: Seeds are derived from it; None: there are none.
         options_last: Whether environments remember the options of a reset.
@@ -44,23 +44,23 @@ class Rebuilds(Extension):
 
     Attributes:
         traced: Whether workers trace.
-        watch: What workers write besides the transitions.
+        outputs: What workers write besides the transitions.
     """
 
     def __init__(
         self,
         pool: Pool,
-        batch: Batch,
-        plan: Plan,
+        transitions: BlockTransitions,
+        construction: Construction,
         block: Block,
         base_seed: int | None,
         *,
         options_last: bool,
         settings: SettingsAtResets,
     ) -> None:
-        self._pool, self._batch, self._block, self._settings = pool, batch, block, settings
-        self.plan, self.base_seed, self._options_last = plan, base_seed, options_last
-        self.traced, self.watch = False, Watch()
+        self._pool, self._transitions, self._block, self._settings = pool, transitions, block, settings
+        self.construction, self.base_seed, self._options_last = construction, base_seed, options_last
+        self.traced, self.outputs = False, Outputs()
         self._records = [_Record() for _ in pool.slots]
 
     def options(self, env_id: int) -> bytes | None:
@@ -118,12 +118,12 @@ class Rebuilds(Extension):
         if self.base_seed is not None:
             source = np.random.SeedSequence((self.base_seed, env_id, count))
             seed = int(source.generate_state(1)[0] >> 1)
-        plan = self.plan._replace(
+        construction = self.construction._replace(
             traced=self.traced,
-            constructors={env_id: self.plan.constructors[env_id]},
+            constructors={env_id: self.construction.constructors[env_id]},
             seeds={env_id: seed},
             rebuilds=count,
-            settings=self._settings.present or self.plan.settings,
+            settings=self._settings.present or self.construction.settings,
         )
         record = self._records[env_id]
         passed = {} if keywords is None else loads(keywords)
@@ -131,7 +131,9 @@ class Rebuilds(Extension):
             # At once, these count as passed; later, what `set_options` has set then is merged over them.
             options = merged_options(record.remembered, _unpickled(record.options)) if reset else record.remembered
             keywords = dumps({**passed, "options": options})
-        return Rebuild(plan, self._block, reset=reset, keywords=keywords, watch=self.watch, options=record.options)
+        return Rebuild(
+            construction, self._block, reset=reset, keywords=keywords, outputs=self.outputs, options=record.options
+        )
 
     def rebuild(self, env_ids: Sequence[int]) -> None:
         """Construct environments again, which are not in flight, and count them as never reset."""
@@ -140,7 +142,7 @@ class Rebuilds(Extension):
             self.add(env_id, "request")
             payload[env_id] = self.request(env_id, self.count(env_id))
         self._pool.note_rebuild([self._pool.slots[env_id] for env_id in env_ids], [0] * len(payload))
-        self._batch.note_constructed(env_ids)
+        self._transitions.note_constructed(env_ids)
         try:
             self._pool.execute(self._pool.requests(Message.REBUILD, env_ids, payload, each=True), self._on_rebuilt)
         finally:
@@ -154,7 +156,7 @@ class Rebuilds(Extension):
         record = self._records[slot.env_id]
         return record.count, dict(record.restarts), record.remembered, record.options
 
-    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
+    def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
         count, restarts, remembered, options = saved
         self._records[slot.env_id] = _Record(count, Counter(restarts), remembered, options)
 

@@ -27,7 +27,7 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core import reports
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import recycled, renewed
 from marl_parallel.core.messages import Failure, Message, Reply, Request
 from marl_parallel.core.pickling import loads
@@ -77,7 +77,7 @@ class _Record:
     result: tuple[bytes | None, float] = (
         None,
         0.0,
-    )  # with SAME_STEP, from WAITING on: the old one's extras, and when they came
+    )  # with SAME_STEP, from WAITING on: the old one's leftovers, and when they came
     request: Request | None = None  # otherwise: what the old one would have got, for it alone
 
 
@@ -101,16 +101,18 @@ class Recycling(Extension):
     Args:
         pool: The pool.
         rebuilds: Makes the requests to construct environments.
-        batch: The environments' records.
+        transitions: The environments' records.
         policy: The limits.
         build_s: How long it took to start all workers and construct their environments.
     """
 
     lean_patience = None
 
-    def __init__(self, pool: Pool, rebuilds: Rebuilds, batch: Batch, policy: RecyclePolicy, build_s: float) -> None:
-        self._pool, self._rebuilds, self._batch, self._policy = pool, rebuilds, batch, policy
-        self._backend, self._ended, self._build_s = pool.backend, batch.statistics.ended, build_s
+    def __init__(
+        self, pool: Pool, rebuilds: Rebuilds, transitions: BlockTransitions, policy: RecyclePolicy, build_s: float
+    ) -> None:
+        self._pool, self._rebuilds, self._transitions, self._policy = pool, rebuilds, transitions, policy
+        self._backend, self._ended, self._build_s = pool.backend, transitions.statistics.ended, build_s
         now = pool.clock()
         self._records = [_Record(now) for _ in pool.slots]
         self._standbys: dict[int, _Standby] = {}  # by the position of the workers whose environments move
@@ -367,11 +369,11 @@ class Recycling(Extension):
     def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
         going_on = []
         for env_id in env_ids:
-            slot, resets, over = self._pool.slots[env_id], message is Message.RESET, self._batch.is_over(env_id)
+            slot, resets, over = self._pool.slots[env_id], message is Message.RESET, self._transitions.is_over(env_id)
             if resets and slot.has_reset and not over:  # an episode ends that does not end by itself
                 self._records[env_id].first_episode -= 1
                 self._episodes_seen = -1
-            begins = resets or (over and self._batch.mode is AutoresetMode.NEXT_STEP)
+            begins = resets or (over and self._transitions.mode is AutoresetMode.NEXT_STEP)
             if not begins or slot.skips or not slot.has_reset or not self._moves(slot, ends=0):
                 going_on.append(env_id)
                 continue
@@ -383,21 +385,21 @@ class Recycling(Extension):
     def holds(self, slot: Slot) -> bool:
         return self._records[slot.env_id].phase in (Phase.WAITING, Phase.MOVING)
 
-    def on_result(self, slot: Slot, extras: bytes | None, result: Any, completed: float) -> Any:
+    def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
         record = self._records[slot.env_id]
         if record.phase is Phase.STAYS:
-            if slot.request is not Message.STEP or not self._batch.has_next_episode(slot.env_id):
+            if slot.request is not Message.STEP or not self._transitions.has_next_episode(slot.env_id):
                 return result
             if not self._moves(slot, ends=1):
                 return result
-            record.ending, record.result = self._batch.ended(slot.env_id, result), (extras, completed)
+            record.ending, record.result = self._transitions.ended(slot.env_id, result), (leftovers, completed)
             self._begin_move(slot)
             return HELD
         phase, record.phase = record.phase, Phase.STAYS
         ending, record.ending, record.request = record.ending, None, None
         if phase is Phase.GOES_ON:
             return result
-        first = self._batch.snapshot(slot.env_id, result)
+        first = self._transitions.snapshot(slot.env_id, result)
         dicts, over = first.dicts, first.over
         if ending is not None:
             dicts, over = renewed(ending.dicts, first.dicts), False
@@ -619,7 +621,7 @@ class Recycling(Extension):
     def save(self, slot: Slot) -> Any:
         return self._episodes(slot), self._records[slot.env_id].recycled
 
-    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
+    def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
         episodes, recycled_before = saved or (0, 0)
         ended, now = self._ended[slot.env_id], self._pool.clock()
         self._records[slot.env_id] = _Record(now, ended - episodes, recycled_before)

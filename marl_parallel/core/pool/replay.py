@@ -2,7 +2,7 @@
 
 Each request is noted before it is posted, when the action records in the block are complete::
 
-    STEP               the bytes of the action record, and the pickled extras
+    STEP               the bytes of the action record, and the pickled leftovers
     RESET, REBUILD     a new episode: its seed and options; the steps before it are dropped
     OPTIONS            the options of episodes that begin from then on
     ADOPT              a new episode, in an environment that takes the place of another (`on_taken_over`)
@@ -34,10 +34,10 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.array_file import self_contained
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import merged_options, needs_actions
-from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Plan, Rebuild, Request
+from marl_parallel.core.messages import SEEDS_GENERATORS, Construction, Message, Rebuild, Request
 from marl_parallel.core.pickling import dumps_for_workers, loads
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
@@ -58,7 +58,7 @@ class History:
     """One environment since its last reset."""
 
     constructor_seed: int
-    steps: deque[tuple[bytes, bytes | None]]  # action records and extras, at most so many
+    steps: deque[tuple[bytes, bytes | None]]  # action records and leftovers, at most so many
     restarts: int = 0
     seed: int = 0  # as of `Crash`
     number: int = 0  # likewise
@@ -80,8 +80,8 @@ class Histories(Extension):
         pool: The pool.
         most_steps: How many steps are kept for each environment.
         folder: Where files are written; created when it is needed.
-        batch: The environments' records.
-        plan: How the environments are constructed.
+        transitions: The environments' records.
+        construction: How the environments are constructed.
         local_modules: Modules that other processes cannot import.
     """
 
@@ -90,18 +90,23 @@ class Histories(Extension):
         pool: Pool,
         most_steps: int,
         folder: Path,
-        batch: Batch,
-        plan: Plan,
+        transitions: BlockTransitions,
+        construction: Construction,
         local_modules: Sequence[ModuleType],
     ) -> None:
         self._pool, self._slots, self._folder = pool, pool.slots, folder
-        self._batch, self._layout, self._plan, self._local_modules = batch, batch.layout, plan, local_modules
-        seeds = [self._seed(plan, slot.env_id) for slot in pool.slots]
+        self._transitions, self._layout, self._construction, self._local_modules = (
+            transitions,
+            transitions.layout,
+            construction,
+            local_modules,
+        )
+        seeds = [self._seed(construction, slot.env_id) for slot in pool.slots]
         self._histories = [History(seed, deque(maxlen=most_steps), seed=seed) for seed in seeds]
-        self._view, self._code = memoryview(batch.buffer).cast("B"), struct.Struct("=Q")
-        nbytes = batch.layout.transition_header  # of an action record, which comes first
-        self._places = [(start, start + nbytes) for start in batch.layout.starts]
-        self._next_step = plan.mode is AutoresetMode.NEXT_STEP
+        self._view, self._code = memoryview(transitions.buffer).cast("B"), struct.Struct("=Q")
+        nbytes = transitions.layout.transition_header  # of an action record, which comes first
+        self._places = [(start, start + nbytes) for start in transitions.layout.starts]
+        self._next_step = construction.mode is AutoresetMode.NEXT_STEP
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
@@ -137,8 +142,8 @@ class Histories(Extension):
 
     def on_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
         history = self._histories[slot.env_id]
-        history.constructor_seed = seed = self._seed(rebuild.plan, slot.env_id)
-        history.restarts = rebuild.plan.rebuilds
+        history.constructor_seed = seed = self._seed(rebuild.construction, slot.env_id)
+        history.restarts = rebuild.construction.rebuilds
         history.saved = history.begun = False
         history.postponed = keywords = {**_keywords(rebuild.keywords), "seed": seed, SEEDS_GENERATORS: False}
         if rebuild.reset:
@@ -152,7 +157,9 @@ class Histories(Extension):
             history = self._histories[env_id]
             if code(view, stop)[0] & FINAL:
                 self._catch_up(env_id, history)
-            if (self._batch.is_over(env_id) or history.postponed is not None) and not self._is_stepped(env_id, history):
+            if (self._transitions.is_over(env_id) or history.postponed is not None) and not self._is_stepped(
+                env_id, history
+            ):
                 continue
             history.steps.append((view[start:stop].tobytes(), None if pickled is None else pickled.get(env_id)))
             history.count += 1
@@ -163,7 +170,9 @@ class Histories(Extension):
             self._begin(history, {})
             return False
         rules = self._layout.schema.rules
-        return history.postponed is None and needs_actions(rules, self._plan.mode, self._batch.is_over(env_id))
+        return history.postponed is None and needs_actions(
+            rules, self._construction.mode, self._transitions.is_over(env_id)
+        )
 
     def _catch_up(self, env_id: int, history: History) -> None:
         """Begin the episode that the latest step has begun: its record has final observations.
@@ -180,8 +189,8 @@ class Histories(Extension):
         )
 
     @staticmethod
-    def _seed(plan: Plan, env_id: int) -> int:
-        seed = plan.seeds[env_id]
+    def _seed(construction: Construction, env_id: int) -> int:
+        seed = construction.seeds[env_id]
         assert seed is not None  # `replay=` is refused with seed="own"
         return seed
 
@@ -198,7 +207,7 @@ class Histories(Extension):
             history.number += 1
         else:
             history.seed, history.number = seed, 0
-            history.seeds_generators = self._plan.isolate_rng and bool(keywords.get(SEEDS_GENERATORS))
+            history.seeds_generators = self._construction.isolate_rng and bool(keywords.get(SEEDS_GENERATORS))
         history.options, history.begun_with = options, None
         history.steps.clear()
         history.count, history.begun, history.postponed, history.saved = 0, True, None, False
@@ -206,7 +215,7 @@ class Histories(Extension):
     def save(self, slot: Slot) -> Any:
         return replace(self._histories[slot.env_id], steps=deque())
 
-    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
+    def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
         history = self._histories[slot.env_id]
         if saved is not None:
             saved.steps = history.steps
@@ -272,13 +281,13 @@ class Histories(Extension):
             method=method,
             step=history.count,
             first_step=history.count - len(actions) + 1,
-            mode=self._plan.mode.name,
+            mode=self._construction.mode.name,
             constructor_seed=history.constructor_seed,
             restarts=history.restarts,
             seed=history.seed,
             number=history.number,
             takes_seed="seed" in schema.reset_keywords,
-            isolate_rng=self._plan.isolate_rng,
+            isolate_rng=self._construction.isolate_rng,
             seeds_generators=history.seeds_generators,
             arrays=bool(self._layout.agents),
             report=str(error),
@@ -286,9 +295,9 @@ class Histories(Extension):
             versions=versions,
             sys_path=[folder for folder in sys.path if isinstance(folder, str)],
             folder=folder,
-            constructor=self_contained(self._plan.constructors[env_id], self._pool.backend.array_file()),
-            adapter=self_contained(self._plan.adapter, self._pool.backend.array_file()),
-            registrations=self._plan.registrations,
+            constructor=self_contained(self._construction.constructors[env_id], self._pool.backend.array_file()),
+            adapter=self_contained(self._construction.adapter, self._pool.backend.array_file()),
+            registrations=self._construction.registrations,
             options=dumps_for_workers(options, "options", self._local_modules),
             actions=dumps_for_workers(actions, "actions", self._local_modules),
         )
@@ -300,9 +309,9 @@ class Histories(Extension):
         layout.bind(buffer)
         records, start = ActionRecords(layout, buffer), layout.starts[0]
         actions = []
-        for record, extras in history.steps:
+        for record, leftovers in history.steps:
             buffer[start : start + len(record)] = record
-            actions.append(records.read(0, None if extras is None else loads(extras)))
+            actions.append(records.read(0, None if leftovers is None else loads(leftovers)))
         return actions
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core import reports
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import interrupted, renewed, with_report
 from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request, name_of
 from marl_parallel.core.pickling import loads
@@ -66,9 +66,9 @@ class _Record:
     recent: deque[float] = field(default_factory=deque)  # when the latest of these were
     needs_reset: bool = False  # whether it has been rebuilt and has returned nothing since, so that no agent is alive
     reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be torn
-    latest: bytes | None = None  # the pickled extras of the latest result: the unpickled ones belong to the caller
+    latest: bytes | None = None  # the pickled leftovers of the latest result: the unpickled ones belong to the caller
     saved: bytes | None = (
-        None  # the pickled extras of the last step of an episode whose automatic reset has not ended yet
+        None  # the pickled leftovers of the last step of an episode whose automatic reset has not ended yet
     )
     keywords: bytes | None = None  # the pickled keywords of a reset in flight
     waiting_reset: bytes | None = (
@@ -98,18 +98,23 @@ class Restarts(Extension):
     Args:
         pool: The pool.
         rebuilds: Makes the requests to construct environments again.
-        batch: The environments' records.
+        transitions: The environments' records.
         policy: How often an environment may fail.
         on_restart: Called for each environment that is rebuilt.
     """
 
     def __init__(
-        self, pool: Pool, rebuilds: Rebuilds, batch: Batch, policy: RestartPolicy, on_restart: OnRestart | None
+        self,
+        pool: Pool,
+        rebuilds: Rebuilds,
+        transitions: BlockTransitions,
+        policy: RestartPolicy,
+        on_restart: OnRestart | None,
     ) -> None:
-        self._pool, self._rebuilds, self._batch, self._policy, self._on_restart = (
-            pool, rebuilds, batch, policy, on_restart
+        self._pool, self._rebuilds, self._transitions, self._policy, self._on_restart = (
+            pool, rebuilds, transitions, policy, on_restart
         )  # fmt: skip
-        self._same_step = batch.mode is AutoresetMode.SAME_STEP
+        self._same_step = transitions.mode is AutoresetMode.SAME_STEP
         self._records = [_Record() for _ in pool.slots]
         pool.advice, pool.survives_faults = "", pool.backend.can_kill
 
@@ -144,22 +149,22 @@ class Restarts(Extension):
         record = self._records[slot.env_id]
         return record.noted is not None or record.is_rebuilding
 
-    def on_result(self, slot: Slot, extras: bytes | None, result: Any, completed: float) -> Any:
+    def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
         record = self._records[slot.env_id]
-        self._note_result(record, extras)
+        self._note_result(record, leftovers)
         if slot.request is not Message.RESET or record.fault is None:
             return result
         report = record.fault.report  # of an environment that was idle
         self._set_fault(slot, None)
-        snapshot = self._batch.snapshot(slot.env_id, result)
+        snapshot = self._transitions.snapshot(slot.env_id, result)
         return snapshot._replace(dicts=with_report(snapshot.dicts, report))
 
-    def on_last_step(self, slot: Slot, extras: bytes | None) -> None:
-        self._records[slot.env_id].saved = extras
+    def on_last_step(self, slot: Slot, leftovers: bytes | None) -> None:
+        self._records[slot.env_id].saved = leftovers
 
-    def _note_result(self, record: _Record, extras: bytes | None) -> None:
-        """Store the pickled extras of an environment's result: a fault may need the result again."""
-        record.latest, record.saved = extras, None
+    def _note_result(self, record: _Record, leftovers: bytes | None) -> None:
+        """Store the pickled leftovers of an environment's result: a fault may need the result again."""
+        record.latest, record.saved = leftovers, None
         record.keywords, record.needs_reset, record.reported = None, False, None
 
     def _set_fault(self, slot: Slot, fault: _Unreported | None) -> None:
@@ -171,10 +176,10 @@ class Restarts(Extension):
         ages = [now - moment for moment in record.recent]
         return _SavedRecord(record.fault, record.counted, ages, record.needs_reset, record.reported)
 
-    def load(self, slot: Slot, saved: Any, extras: bytes | None) -> None:
+    def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
         saved, now = saved or _SavedRecord(), self._pool.clock()
         recent = deque([now - age for age in saved.ages])
-        self._records[slot.env_id] = _Record(None, saved.counted, recent, saved.needs_reset, saved.reported, extras)
+        self._records[slot.env_id] = _Record(None, saved.counted, recent, saved.needs_reset, saved.reported, leftovers)
         self._set_fault(slot, saved.fault)
 
     # -- faults --------------------------------------------------------------------------------------------------------
@@ -277,31 +282,31 @@ class Restarts(Extension):
         activity, partially_written = None, False
         if running is not None and running.env_id == slot.env_id:
             activity, partially_written = running.activity, not (running.inside or idle)
-        states = self._batch.states_in_block(slot.env_id)
+        states = self._transitions.states_in_block(slot.env_id)
         if (
             not idle and activity is Activity.STATE and slot.request is Message.STEP
-            and self._batch.has_next_episode(slot.env_id) and self._batch.is_whole(slot.env_id)
+            and self._transitions.has_next_episode(slot.env_id) and self._transitions.is_whole(slot.env_id)
         ):  # the step and the automatic reset had ended  # fmt: skip
-            extras = loads(record.saved) if record.saved is not None and _can_be_read(record.saved) else None
-            ended = self._batch.ended(slot.env_id, extras)
+            leftovers = loads(record.saved) if record.saved is not None and _can_be_read(record.saved) else None
+            ended = self._transitions.ended(slot.env_id, leftovers)
             return _Unreported(Message.STEP, ended.dicts, state=None if states is None else states[1])
         auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
         if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
             return _Unreported(Message.RESET, _NO_DICTS)
         if auto_reset and _can_be_read(record.saved):
             record.latest = record.saved
-        elif auto_reset and self._batch.is_whole(slot.env_id):
+        elif auto_reset and self._transitions.is_whole(slot.env_id):
             record.latest = None  # all but what cannot be unpickled is in the record
         else:
             auto_reset = False
-        extras = None if record.latest is None else loads(record.latest)
-        observations, alive = self._batch.last_known(slot, extras, partially_written=partially_written)
+        leftovers = None if record.latest is None else loads(record.latest)
+        observations, alive = self._transitions.last_known(slot, leftovers, partially_written=partially_written)
         if auto_reset:  # the step had ended
-            dicts = self._batch.snapshot(slot.env_id, extras).dicts
+            dicts = self._transitions.snapshot(slot.env_id, leftovers).dicts
             return _Unreported(Message.STEP, (observations, *dicts[1:]) if partially_written else dicts)
         if record.reported is not None and not partially_written:
             observations = copy.deepcopy(record.reported)
-        spaces = self._batch.layout.schema.reward_spaces
+        spaces = self._transitions.layout.schema.reward_spaces
         dicts = interrupted(observations, [] if record.needs_reset else alive, spaces)
         state = None if states is None else states[0]
         return _Unreported(None if idle else Message.STEP, dicts, state=state)
@@ -310,7 +315,7 @@ class Restarts(Extension):
         """How many ends of episodes the caller receives: in a result that is here (a `Snapshot`), and in the report."""
         if self._records[slot.env_id].waiting_reset is not None or fault.interrupted is Message.RESET:
             return 0
-        ends, over = 0, self._batch.is_over(slot.env_id)
+        ends, over = 0, self._transitions.is_over(slot.env_id)
         if slot.state is State.DONE:
             _, _, terminateds, truncateds, _ = slot.result.dicts
             ends = int(not over and (terminateds[ALL] or truncateds[ALL]))
@@ -340,8 +345,8 @@ class Restarts(Extension):
         if slot.request is Message.RESET:
             slot.has_reset = True
         if type(slot.result) is not Snapshot:
-            states = self._batch.states_in_block(slot.env_id)
-            slot.result = self._batch.snapshot(slot.env_id, slot.result)._replace(states=states)
+            states = self._transitions.states_in_block(slot.env_id)
+            slot.result = self._transitions.snapshot(slot.env_id, slot.result)._replace(states=states)
 
     def _announce(self, rebuilds: Mapping[int, Rebuild], error: ParallelEnvError) -> None:
         """Call `on_restart` for environments that are being rebuilt. What it raises is logged: the run goes on."""
@@ -349,7 +354,7 @@ class Restarts(Extension):
             return
         for env_id, rebuild in rebuilds.items():
             kind: Literal["fault", "neighbour"] = "fault" if env_id in error.env_ids else "neighbour"
-            worker, seed = self._pool.slots[env_id].worker, rebuild.plan.seeds[env_id]
+            worker, seed = self._pool.slots[env_id].worker, rebuild.construction.seeds[env_id]
             event = RestartEvent(env_id, worker, kind, error, seed, self._rebuilds.restarts(env_id))
             try:
                 self._on_restart(event)
@@ -362,15 +367,15 @@ class Restarts(Extension):
         failed = refusals(reply)
         failures.update(failed)
         for env_id in reply.env_ids or ():
-            slot, record, extras = self._pool.slots[env_id], self._records[env_id], reply.results.get(env_id)
+            slot, record, leftovers = self._pool.slots[env_id], self._records[env_id], reply.results.get(env_id)
             if env_id in failed or record.fault is None:  # `env.restart` has constructed it once more
                 continue
             try:
-                unpickled = self._pool.read(env_id, extras)
+                unpickled = self._pool.read(env_id, leftovers)
             except EnvError as error:
                 self._pool.unreadable(slot, error)
                 continue
-            result = self._finish(slot, extras, unpickled)
+            result = self._finish(slot, leftovers, unpickled)
             if record.waiting_reset is not None:
                 record.keywords, record.waiting_reset = record.waiting_reset, None
                 request = Request(Message.RESET, (env_id,), {env_id: record.keywords}, each=True)
@@ -382,10 +387,10 @@ class Restarts(Extension):
             if result is not None and slot.request is not None:
                 self._pool.finish(slot, reply.completed, result)
 
-    def _finish(self, slot: Slot, pickled: bytes | None, extras: Any) -> Snapshot | None:
+    def _finish(self, slot: Slot, pickled: bytes | None, leftovers: Any) -> Snapshot | None:
         """The result of the request that was interrupted; None for an idle environment, whose next result reports it.
 
-        The extras came with the reset of the environment that has been rebuilt.
+        The leftovers came with the reset of the environment that has been rebuilt.
         """
         record = self._records[slot.env_id]
         fault = record.fault
@@ -394,11 +399,11 @@ class Restarts(Extension):
             self._note_result(record, pickled)
             if pickled is not None:
                 self._pool.latest[slot.env_id] = pickled
-            fresh = self._batch.snapshot(slot.env_id, extras)
+            fresh = self._transitions.snapshot(slot.env_id, leftovers)
             if fault.interrupted is Message.RESET:
                 result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))
             else:
-                states = self._batch.states_in_block(slot.env_id)
+                states = self._transitions.states_in_block(slot.env_id)
                 if states is not None and fault.state is not None:
                     states = states[0], fault.state
                 result = fresh._replace(dicts=renewed(fault.dicts, fresh.dicts), over=False, states=states)
@@ -425,7 +430,7 @@ class Restarts(Extension):
 
 
 def _can_be_read(pickled: bytes | None) -> bool:
-    """Whether extras that nobody has read yet can be unpickled here."""
+    """Whether leftovers that nobody has read yet can be unpickled here."""
     if pickled is None:
         return True
     try:

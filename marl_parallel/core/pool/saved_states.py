@@ -5,7 +5,7 @@ A state has what the worker knows (`SAVE`), and what the caller's side knows of 
     simulator, who is alive and acts, seeds, generators        worker.py, saved_simulator.py
     the latest transition, as its record has it                 it is written into the block again
     the latest result, where it was another one                after a restart or a move
-    action masks, statistics                                    batch.py, statistics.py
+    action masks, statistics                        block_transitions.py, statistics.py
     rebuilds, options, restarts, recycling, replays             `Extension.save`
 
 States are loaded in two steps, so that nothing changes if one of them cannot be loaded: `LOAD` makes all environments
@@ -18,10 +18,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from marl_parallel.core.batch import Batch
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import dicts_of
 from marl_parallel.core.messages import Message, Refusal, Saved
-from marl_parallel.core.pickling import dump_extras, dumps, loads
+from marl_parallel.core.pickling import dump_leftovers, dumps, loads
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
 from marl_parallel.core.pool.slots import Slot, Snapshot
@@ -91,12 +91,12 @@ class SavedStates:
 
     Args:
         pool: The pool.
-        batch: The environments' records.
+        transitions: The environments' records.
         rebuilds: Makes the requests to construct environments.
     """
 
-    def __init__(self, pool: Pool, batch: Batch, rebuilds: Rebuilds) -> None:
-        self._pool, self._batch, self.rebuilds = pool, batch, rebuilds
+    def __init__(self, pool: Pool, transitions: BlockTransitions, rebuilds: Rebuilds) -> None:
+        self._pool, self._transitions, self.rebuilds = pool, transitions, rebuilds
         self.drawing: list[int] = []  # the environments whose workers draw from generators that are not saved
 
     def save(self, env_ids: Sequence[int]) -> dict[int, EnvState]:
@@ -113,10 +113,14 @@ class SavedStates:
         return {env_id: self._state(self._pool.slots[env_id], results[env_id]) for env_id in env_ids}
 
     def _state(self, slot: Slot, saved: Saved) -> EnvState:
-        env_id, batch = slot.env_id, self._batch
+        env_id, transitions = slot.env_id, self._transitions
         extensions = self._pool.saved_by_extensions(slot)
-        acting, alive, over = [*batch.acting_in(env_id)], [*batch.alive_in(env_id)], batch.is_over(env_id)
-        masks, unreported = batch.masks(env_id), _unreported(extensions)
+        acting, alive, over = (
+            [*transitions.acting_in(env_id)],
+            [*transitions.alive_in(env_id)],
+            transitions.is_over(env_id),
+        )
+        masks, unreported = transitions.masks(env_id), _unreported(extensions)
         pickled = self._pool.replaced.get(env_id)
         if unreported is not None:  # a restart that the caller has not heard of: the record may be a new one's
             observations, flags = unreported.dicts[0], {ALL: False}
@@ -126,21 +130,22 @@ class SavedStates:
             result = loads(pickled)._replace(acting=acting, alive=alive, over=over, masks=masks)
             transition = _as_transition(result)
         else:
-            extras = self._pool.latest.get(env_id) if batch.transitions.has_extras(env_id) else None
-            transition = batch.transition(env_id, None if extras is None else loads(extras))
+            leftovers = self._pool.latest.get(env_id) if transitions.records.has_leftovers(env_id) else None
+            transition = transitions.transition(env_id, None if leftovers is None else loads(leftovers))
             result = Snapshot(dicts_of(transition), acting, alive, over, masks)
         is_replaced = unreported is not None or pickled is not None
-        sums = batch.statistics.save(env_id)
+        sums = transitions.statistics.save(env_id)
         return EnvState(
-            batch.mode.name, [*batch.layout.schema.possible_agents], saved._replace(plan=None, options=None),
-            transition, result, is_replaced, sums, extensions, self.rebuilds.base_seed, None, (None, None), {},
+            transitions.mode.name, [*transitions.layout.schema.possible_agents],
+            saved._replace(construction=None, options=None), transition, result, is_replaced, sums, extensions,
+            self.rebuilds.base_seed, None, (None, None), {},
         )  # fmt: skip
 
     def check(self, states: Mapping[int, EnvState]) -> None:
         """Raise `ValueError` for states of environments that work in another way."""
-        plan, schema = self.rebuilds.plan, self._batch.layout.schema
+        construction, schema = self.rebuilds.construction, self._transitions.layout.schema
         for env_id, state in states.items():
-            mode = self._batch.mode.name
+            mode = self._transitions.mode.name
             if state.mode != mode:
                 raise ValueError(
                     f"environment {env_id}: its state was saved with auto_reset={state.mode!r}, and cannot be loaded "
@@ -151,17 +156,17 @@ class SavedStates:
                     f"environment {env_id}: its state has the agents {state.agents}, and the environments here have "
                     f"{schema.possible_agents}"
                 )
-            if state.saved.isolated and not plan.isolate_rng:
+            if state.saved.isolated and not construction.isolate_rng:
                 raise ValueError(
                     f"environment {env_id}: its state was saved with isolate_rng=True: pass isolate_rng=True here, too"
                 )
-            if _unreported(state.extensions) is not None and not plan.restarts:
+            if _unreported(state.extensions) is not None and not construction.restarts:
                 raise ValueError(
                     f"environment {env_id}: its state includes a restart that has not been reported yet, which needs "
                     'on_error="restart": pass it here, too'
                 )
             has_derived_seeds = "Histories" in state.extensions
-            if has_derived_seeds != plan.derived_seeds:
+            if has_derived_seeds != construction.derived_seeds:
                 how = "with" if has_derived_seeds else "without"
                 raise ValueError(
                     f"environment {env_id}: its state was saved {how} replay=, which decides about the seeds of later "
@@ -215,25 +220,25 @@ class SavedStates:
 
     def _payload(self, env_id: int, state: EnvState) -> Saved:
         seed, rebuilds = state.saved.built
-        plan = self.rebuilds.request(env_id, rebuilds).plan
-        plan = plan._replace(seeds={env_id: seed})
+        construction = self.rebuilds.request(env_id, rebuilds).construction
+        construction = construction._replace(seeds={env_id: seed})
         if not (state.saved.needs_constructor or state.saved.needs_arrays):
-            plan = plan._replace(constructors={}, adapter=None)
-        return state.saved._replace(plan=plan, options=state.extensions["Rebuilds"][3])
+            construction = construction._replace(constructors={}, adapter=None)
+        return state.saved._replace(construction=construction, options=state.extensions["Rebuilds"][3])
 
     def _take_over(self, slot: Slot, state: EnvState) -> None:
         env_id, pool = slot.env_id, self._pool
-        self._batch.note_constructed((env_id,))  # where the present one stood does not count
-        extras = self._batch.put(env_id, state.transition)
+        self._transitions.note_constructed((env_id,))  # where the present one stood does not count
+        leftovers = self._transitions.put(env_id, state.transition)
         pool.latest.pop(env_id, None)
         pool.replaced.pop(env_id, None)
-        if extras is not None:
-            pool.latest[env_id] = dump_extras(extras)
+        if leftovers is not None:
+            pool.latest[env_id] = dump_leftovers(leftovers)
         if state.is_replaced:
             pool.replaced[env_id] = dumps(state.result)
         slot.skips = False
-        self._batch.begin((env_id,))
-        self._batch.statistics.load(env_id, state.statistics)
+        self._transitions.begin((env_id,))
+        self._transitions.statistics.load(env_id, state.statistics)
         pool.load_extensions(slot, state.extensions)
 
 

@@ -34,7 +34,7 @@ class Results(NamedTuple):
 
     env_ids: tuple[int, ...]  # in order of completion
     resets: list[int]  # the environments that were reset
-    extras: Any  # by environment, the values that are not in its record: the unpickled extras, or a `Snapshot`
+    leftovers: Any  # by environment, the values that are not in its record: the unpickled leftovers, or a `Snapshot`
 
 
 class State(Enum):
@@ -47,13 +47,13 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One environment. "Extras" are what a worker sends pickled, beyond the record."""
+    """One environment. "Leftovers" are what a worker sends pickled, beyond the record."""
 
     env_id: int
     worker: int
     state: State = State.IDLE
     request: Message | None = None  # STEP or RESET, from `send` until the caller has received the result
-    result: Any = None  # the unpickled extras, or a `Snapshot`; None if everything is in the record
+    result: Any = None  # the unpickled leftovers, or a `Snapshot`; None if everything is in the record
     completed: float = 0.0  # when the worker had the result, in seconds of `Backend.clock`
     has_reset: bool = False  # whether the environment has been reset at least once
     skips: bool = False  # whether the next result reports something else than its step, whose action does not count

@@ -30,7 +30,7 @@ from marl_parallel.core.spaces import Mismatch, conform, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.core.transition import ALL, COMMON, EPISODE, FINAL_OBS, Transition, are_empty
 
-Dicts: TypeAlias = tuple[dict[Any, Any], ...]
+DictPerEnv: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
 
 
@@ -45,7 +45,7 @@ class Standing(NamedTuple):
 _UNKNOWN = Standing((), (), over=False)
 
 
-class Batch(Transitions):
+class BlockTransitions(Transitions):
     """All environments' records, seen by the parent.
 
     Args:
@@ -81,7 +81,7 @@ class Batch(Transitions):
     ) -> None:
         layout.bind(buffer)
         self.layout, self.buffer = layout, buffer
-        self.actions = ActionRecords(layout, buffer)
+        self.action_records = ActionRecords(layout, buffer)
         self.statistics = EpisodeStatistics(
             layout.num_records, layout.agents, mode, vectors=layout.schema.reward_spaces, in_infos=episode_stats
         )
@@ -89,7 +89,7 @@ class Batch(Transitions):
             layout, buffer, infos_in_block=True, totals=self.statistics.totals, in_infos=episode_stats,
             same_step=mode is AutoresetMode.SAME_STEP,
         )  # fmt: skip
-        self.transitions = TransitionRecords(layout, buffer, copy=copy, codec=self.codec)
+        self.records = TransitionRecords(layout, buffer, copy=copy, codec=self.codec)
         self._own = TransitionRecords(layout, buffer, codec=self.codec)
         self.rules, self.mode, self.copies, self.checks = rules, mode, copy, check_actions
         self._slots = slots
@@ -135,15 +135,15 @@ class Batch(Transitions):
             if self.checks:
                 self._check_contained(env_id, of_env)
             try:
-                extras = self.actions.write(env_id, of_env)
+                leftovers = self.action_records.write(env_id, of_env)
             except Mismatch as error:
                 raise ValueError(f"environment {env_id}: {error}") from None
-            if extras is not None:
+            if leftovers is not None:
                 what = f"environment {env_id}: its actions"
-                pickled[env_id] = dumps_for_workers(extras, what, self._local_modules)
+                pickled[env_id] = dumps_for_workers(leftovers, what, self._local_modules)
             place += 1
         if stacked:
-            self.actions.mark_stacked(env_ids)
+            self.action_records.mark_stacked(env_ids)
         return pickled
 
     def _actions_that_count(self, env_id: int, actions: Any, acting: Sequence[AgentID], over: bool) -> dict[Any, Any]:
@@ -169,16 +169,16 @@ class Batch(Transitions):
 
     # -- transitions ---------------------------------------------------------------------------------------------------
 
-    def read(self, env_ids: Sequence[int], extras: Mapping[int, Any]) -> Columns:
-        """The transitions of some environments, with their pickled extras or a `Snapshot`, by environment."""
+    def read(self, env_ids: Sequence[int], leftovers: Mapping[int, Any]) -> Columns:
+        """The transitions of some environments, with their pickled leftovers or a `Snapshot`, by environment."""
         if self.around is not None and (context := self.around("read results")):
             with context:
-                return self.read(env_ids, extras)
+                return self.read(env_ids, leftovers)
         if self.codec is None:
-            rows = [self._read_one(env_id, extras.get(env_id)) for env_id in env_ids]
+            rows = [self._read_one(env_id, leftovers.get(env_id)) for env_id in env_ids]
             return (*zip(*rows),) or ((),) * 5  # five tuples
         columns: Any
-        columns, others = self.codec.read(env_ids, extras, self.copies)
+        columns, others = self.codec.read(env_ids, leftovers, self.copies)
         if self.apart or self._masks or self.statistics.dead:
             self._note_read(env_ids, others)
         if others is not None:
@@ -188,7 +188,7 @@ class Batch(Transitions):
                 for column, values in zip(columns, dicts):
                     column[place_of[env_id]] = values
 
-            here = {env_id: more for env_id, more in extras.items() if env_id in place_of}
+            here = {env_id: more for env_id, more in leftovers.items() if env_id in place_of}
             self._complete(others, env_ids, here, put, lambda env_id: columns[4][place_of[env_id]])
             columns = tuple(map(tuple, columns))
         return columns  # type: ignore[no-any-return]
@@ -203,12 +203,12 @@ class Batch(Transitions):
         infos: dict[int, Any],
         others: Any,
         env_ids: Sequence[int],
-        extras: Mapping[int, Any],
+        leftovers: Mapping[int, Any],
         apart: Sequence[int],
     ) -> None:
         """Note what `Codec.read_arrays` has found, and add the infos that it has left, but of environments `apart`.
 
-        The extras have nothing but infos.
+        The leftovers have nothing but infos.
         """
         if self.notes_reads:
             self._note_read([env_id for env_id in env_ids if env_id not in apart], others)
@@ -219,13 +219,13 @@ class Batch(Transitions):
                 if not are_empty(dicts[4].values()):
                     infos[env_id] = dicts[4]
 
-            self._complete(others, env_ids, extras, put, lambda env_id: infos.get(env_id, {}))
+            self._complete(others, env_ids, leftovers, put, lambda env_id: infos.get(env_id, {}))
 
     def _complete(
         self,
         others: Any,
         env_ids: Sequence[int],
-        extras: Mapping[int, Any],
+        leftovers: Mapping[int, Any],
         put: Callable[[int, Sequence[dict[Any, Any]]], None],
         infos_of: Callable[[int], dict[Any, Any]],
     ) -> None:
@@ -236,8 +236,8 @@ class Batch(Transitions):
             if env_id in ends:
                 self.statistics.finish(env_id, *ends[env_id])
             else:
-                put(env_id, self._read_one(env_id, extras.get(env_id)))
-        for env_id in {*masked, *extras} - {*left}:
+                put(env_id, self._read_one(env_id, leftovers.get(env_id)))
+        for env_id in {*masked, *leftovers} - {*left}:
             infos = infos_of(env_id)
             self._note_masks(env_id, self.acting_in(env_id), {"infos": infos}, infos, ended=False)
 
@@ -254,11 +254,11 @@ class Batch(Transitions):
         if self.codec is not None:
             self.codec.forget(env_id, standing.over)
 
-    def _read_one(self, env_id: int, extras: Any) -> tuple[dict[Any, Any], ...]:
+    def _read_one(self, env_id: int, leftovers: Any) -> tuple[dict[Any, Any], ...]:
         """The five dicts of one environment; notes where it stands."""
         stays_over = self.is_over(env_id)
-        if type(extras) is Snapshot:
-            dicts, acting, alive, over, masks, states = extras
+        if type(leftovers) is Snapshot:
+            dicts, acting, alive, over, masks, states = leftovers
             self._stand(env_id, Standing(acting, alive, over))
             self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
             if states is not None:
@@ -267,11 +267,11 @@ class Batch(Transitions):
                 self._states_apart.pop(env_id, None)
         else:
             self._states_apart.pop(env_id, None)
-            transition = self.transitions.read(env_id, extras)
+            transition = self.records.read(env_id, leftovers)
             dicts, ended = dicts_of(transition), is_over(transition)
             over = ended and self.mode is not AutoresetMode.SAME_STEP
             self._stand(env_id, Standing(transition.acting, transition.alive, over))
-            pickled = {**(extras or {}), "reset_infos": transition.reset_infos}
+            pickled = {**(leftovers or {}), "reset_infos": transition.reset_infos}
             self._note_masks(env_id, transition.acting, pickled, dicts[4], ended)
         parts = self._add_step(env_id, dicts[1:4], dicts[4], stays_over)
         add_to_infos(dicts[4], EPISODE, parts)
@@ -298,40 +298,40 @@ class Batch(Transitions):
             self._masks.pop(env_id, None)
             self._stand(env_id, _UNKNOWN)
 
-    def snapshot(self, env_id: int, extras: Any) -> Snapshot:
+    def snapshot(self, env_id: int, leftovers: Any) -> Snapshot:
         """The transition of one environment in memory of its own; where the environment stands is not noted."""
-        transition = self._own.read(env_id, extras)
+        transition = self._own.read(env_id, leftovers)
         dicts, ended = dicts_of(transition), is_over(transition)
-        pickled = {**(extras or {}), "reset_infos": transition.reset_infos}
+        pickled = {**(leftovers or {}), "reset_infos": transition.reset_infos}
         masks = {agent: mask.copy() for agent, mask in self.layout.masks.reported(env_id).items()}
         masks |= self._pickled_masks(transition.acting, dicts[0], pickled, dicts[4], ended)
         over = ended and self.mode is not AutoresetMode.SAME_STEP
         return Snapshot(dicts, transition.acting, transition.alive, over, masks)
 
-    def transition(self, env_id: int, extras: Any) -> Transition:
-        """What the record of an environment says, with its extras, in memory of its own."""
-        return self._own.read(env_id, extras)
+    def transition(self, env_id: int, leftovers: Any) -> Transition:
+        """What the record of an environment says, with its leftovers, in memory of its own."""
+        return self._own.read(env_id, leftovers)
 
     def put(self, env_id: int, transition: Transition) -> Any:
-        """Write a record, as a worker does; returns the extras."""
+        """Write a record, as a worker does; returns the leftovers."""
         return self._own.write(env_id, transition)
 
     def is_whole(self, env_id: int) -> bool:
-        """Whether the latest transition of an environment can be read without its extras, but for infos."""
-        return bool(self.layout.agents) and self.transitions.is_whole(env_id)
+        """Whether the latest transition of an environment can be read without its leftovers, but for infos."""
+        return bool(self.layout.agents) and self.records.is_whole(env_id)
 
     def has_next_episode(self, env_id: int) -> bool:
         """Whether the latest step of an environment has ended an episode and begun the next one."""
-        return self.transitions.is_final(env_id)
+        return self.records.is_final(env_id)
 
-    def ended(self, env_id: int, extras: Any) -> Snapshot:
+    def ended(self, env_id: int, leftovers: Any) -> Snapshot:
         """As `snapshot`, where an environment `has_next_episode`: the last step of the old one."""
-        last = self._own.read(env_id, extras)
+        last = self._own.read(env_id, leftovers)
         dicts = last.final_observations or {}, last.rewards, last.terminateds, last.truncateds, {**last.infos}
         return Snapshot(dicts, [], [], over=True)
 
     def last_known(
-        self, slot: Slot, extras: Any, *, partially_written: bool
+        self, slot: Slot, leftovers: Any, *, partially_written: bool
     ) -> tuple[dict[AgentID, Any], Sequence[AgentID]]:
         """The last observations in one environment, in memory of their own, and the agents alive.
 
@@ -342,7 +342,7 @@ class Batch(Transitions):
         if partially_written:
             declared, alive = self.layout.schema.observation_spaces, self.alive_in(slot.env_id)
             return {agent: zeros(declared[agent]) for agent in alive if agent in declared}, [*alive]
-        transition = self._own.read(slot.env_id, extras)
+        transition = self._own.read(slot.env_id, leftovers)
         return transition.observations, transition.alive
 
     # -- action masks --------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Batch(Transitions):
         slot = self._slots[env_id]
         if slot.request is not None or slot.skips or not slot.has_reset:  # in flight, or rebuilt
             return {}
-        observed = self.transitions.observed(env_id)
+        observed = self.records.observed(env_id)
         masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
         masks |= self.layout.masks.reported(env_id)
         masks |= self._masks.get(env_id, {})
@@ -359,7 +359,7 @@ class Batch(Transitions):
         return in_order(reported, self.layout.schema.possible_agents)
 
     def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
-        columns, observed = self.layout.observations, (self.transitions.presence & BITS["observations"]) != 0
+        columns, observed = self.layout.observations, (self.records.presence & BITS["observations"]) != 0
         found: StackedMasks = {}
         for column, positions in columns.groups:
             if type(column.array) is dict and ACTION_MASK in column.array:
@@ -382,19 +382,19 @@ class Batch(Transitions):
         ]
 
     def _note_masks(
-        self, env_id: int, acting: Sequence[AgentID], extras: Any, infos: Mapping[Any, Any], ended: bool
+        self, env_id: int, acting: Sequence[AgentID], leftovers: Any, infos: Mapping[Any, Any], ended: bool
     ) -> None:
         """Copy action masks out of infos, and out of observations that travelled pickled."""
-        observations = extras.get("observations", {})
+        observations = leftovers.get("observations", {})
         masks: dict[AgentID, Any] = {}
         # Most infos have no masks: they cost one look at each.
         if (
             ended
             or observations
-            or "masks" in extras
+            or "masks" in leftovers
             or any(type(one) is not dict or ACTION_MASK in one for one in infos.values())
         ):
-            masks = self._pickled_masks(acting, observations, extras, infos, ended)
+            masks = self._pickled_masks(acting, observations, leftovers, infos, ended)
         if masks and self.layout.masks.agents:  # they may be those in the block, once more
             reported = self.layout.masks.reported(env_id)
             if masks.keys() <= reported.keys() and all(
@@ -407,12 +407,12 @@ class Batch(Transitions):
             self._masks.pop(env_id, None)
 
     def _pickled_masks(
-        self, acting: Sequence[AgentID], observations: Mapping[Any, Any], extras: Any, infos: Any, ended: bool
+        self, acting: Sequence[AgentID], observations: Mapping[Any, Any], leftovers: Any, infos: Any, ended: bool
     ) -> dict[AgentID, Any]:
         """The masks in observations and infos; None for an agent whose observation is in `observations` without one."""
         if ended and self.mode is AutoresetMode.SAME_STEP:  # those infos are the finished episode's
-            infos = extras.get("reset_infos", {})
-        masks = {**extras.get("masks", {})}
+            infos = leftovers.get("reset_infos", {})
+        masks = {**leftovers.get("masks", {})}
         apart = {*masks, *self.layout.masks.agents}
         for agent in {**dict.fromkeys(acting), **observations, **infos}:
             mask = mask_of(observations.get(agent), infos.get(agent))
