@@ -239,7 +239,7 @@ def run(chosen: Sequence[Case], workers: Sequence[int], seconds: float, repeats:
     interpreter.limit_loaded_libraries(1)  # so that the policy uses one CPU
     counts = {case.name: [n for n in workers if case.benchmark == UNEVEN or n <= usable_cpus()] for case in chosen}
     described, results = machine(), []
-    with progress(sum(len(own) * (1 + 2 * repeats) for own in counts.values())) as on_turn:
+    with progress(sum(len(numbers) * (1 + 2 * repeats) for numbers in counts.values())) as on_turn:
         for case in chosen:
             results += measure(case, counts[case.name], seconds, repeats, on_turn)
     return Report(described, {"seconds": seconds, "repeats": repeats}, results)

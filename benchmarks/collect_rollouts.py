@@ -84,13 +84,15 @@ def run(case: Rollouts, contenders: Sequence[Contender], seconds: float, repeats
     accounted = [replace(one, start=functools.partial(accounting, one, used[one.name])) for one in contenders]
     with progress(turns(contenders, repeats)) as on_turn:
         rounds, missing = measure(case, accounted, seconds, repeats, on_turn)
-    rates = {name: [case.num_steps * rate for rate in own] for name, own in rounds.items()}
+    rates = {name: [case.num_steps * rate for rate in of_rounds] for name, of_rounds in rounds.items()}
     base = rates.get(collectors.ROLLOUT.name)
     results = []
-    for name, own in rates.items():
+    for name, of_rounds in rates.items():
         policy_us, parent_us = map(statistics.median, zip(*used[name], strict=True))
-        ratio = statistics.median(a / b for a, b in zip(own, base, strict=True)) if base else None
-        results.append(Result(name, statistics.median(own), spread(own), policy_us, parent_us, ratio, own))
+        ratio = statistics.median(a / b for a, b in zip(of_rounds, base, strict=True)) if base else None
+        results.append(
+            Result(name, statistics.median(of_rounds), spread(of_rounds), policy_us, parent_us, ratio, of_rounds)
+        )
     return Report(described, case.num_steps, case.workers, seconds, repeats, results, missing)
 
 

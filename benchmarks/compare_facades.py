@@ -78,11 +78,11 @@ TEXTS = ("facade", "peer", "run")
 
 def overhead_rows(report: Report) -> tuple[list[str], list[list[str]]]:
     """Headings and cells: facades under the `ParallelEnv` of the same run."""
-    own = [one for one in report.results if one.benchmark == OVERHEAD]
-    environments = list(dict.fromkeys(one.environment for one in own))
+    results = [one for one in report.results if one.benchmark == OVERHEAD]
+    environments = list(dict.fromkeys(one.environment for one in results))
     rows = []
     for letter in report.runs:
-        of_run = {(one.ours, one.environment): one for one in own if one.run == letter}
+        of_run = {(one.ours, one.environment): one for one in results if one.run == letter}
         baseline = {one.environment: f"{1e6 / one.against_steps_per_second:.1f}" for one in of_run.values()}
         if baseline:
             rows.append(["ParallelEnv, dicts", *(baseline.get(name, "") for name in environments), letter])
@@ -97,7 +97,7 @@ def _overhead(one: Result | None) -> str:
 
 def peer_rows(report: Report) -> tuple[list[str], list[list[str]]]:
     """Headings and cells."""
-    own = [one for one in report.results if one.benchmark == PEERS]
+    results = [one for one in report.results if one.benchmark == PEERS]
     rows = [
         [
             one.ours,
@@ -107,7 +107,7 @@ def peer_rows(report: Report) -> tuple[list[str], list[list[str]]]:
             f"{one.gain:.2f}x",
             one.run,
         ]
-        for one in own
+        for one in results
     ]
     return ["facade", "peer", "facade, steps/s", "peer, steps/s", "gain", "run"], rows
 
@@ -115,7 +115,7 @@ def peer_rows(report: Report) -> tuple[list[str], list[list[str]]]:
 def notes(report: Report) -> list[str]:
     """What the tables show, the settings of the peers, the runs, and what is missing."""
     shown = {one.against for one in report.results if one.benchmark == PEERS}
-    contenders = dict.fromkeys(peer for own in FACADES.values() for peer in [*own, peers.LOOPS, peers.LOOP])
+    contenders = dict.fromkeys(peer for its_peers in FACADES.values() for peer in [*its_peers, peers.LOOPS, peers.LOOP])
     settings = [f"{p.name}: {p.setting.format(workers=WORKERS)}." for p in contenders if p.name in shown]
     texts = []
     if any(one.benchmark == OVERHEAD for one in report.results):

@@ -113,9 +113,9 @@ def table(report: Report) -> tuple[list[str], list[list[str]]]:
         else f"({one.gain:.2f}x, {one.run})"
         for one in report.results
     }
-    own = {one.environment: f"{one.microseconds_per_step:,.1f}" for one in report.results if one.run == most}
+    ours_us = {one.environment: f"{one.microseconds_per_step:,.1f}" for one in report.results if one.run == most}
     rows = [[peer.name, *(cells.get((peer.name, name), "") for name in environments)] for peer in AGAINST]
-    ours = [OWN, *(own.get(name, "") for name in environments)]
+    ours = [OWN, *(ours_us.get(name, "") for name in environments)]
     return ["", *environments], [ours, *(row for row in rows if any(row[1:]))]
 
 
@@ -142,8 +142,8 @@ def notes(report: Report) -> list[str]:
         for peer in AGAINST:
             if peer.name in shown and peer.with_deaths:
                 by_setting.setdefault(peer.with_deaths, []).append(peer.name)
-        own = [f"{', '.join(names)}: {setting}." for setting, names in by_setting.items()]
-        texts.append(" ".join([f"{DYING}: one agent of three dies in the first step of each episode.", *own]))
+        settings = [f"{', '.join(names)}: {setting}." for setting, names in by_setting.items()]
+        texts.append(" ".join([f"{DYING}: one agent of three dies in the first step of each episode.", *settings]))
     most = _largest_run(report)
     texts += [f"{'' if letter == most else f'{letter}: '}{run}." for letter, run in report.runs.items()]
     if report.missing:
@@ -187,10 +187,10 @@ def save_plot(report: Report, path: Path) -> None:
     for panel, environment in zip(panels, environments, strict=False):
         shares = {one.against: 1 / one.gain for one in report.results if one.environment == environment}
         shares[OWN] = 1.0
-        there = [place for place, name in enumerate(names) if name in shares]
-        colours = [COLOURS["process"] if names[place] == OWN else OTHERS for place in there]
-        bars = panel.barh(there, [shares[names[place]] for place in there], 0.75, color=colours)
-        panel.bar_label(bars, [f"{shares[names[place]]:.2f}" for place in there], fontsize=7, padding=2)
+        shown = [place for place, name in enumerate(names) if name in shares]
+        colours = [COLOURS["process"] if names[place] == OWN else OTHERS for place in shown]
+        bars = panel.barh(shown, [shares[names[place]] for place in shown], 0.75, color=colours)
+        panel.bar_label(bars, [f"{shares[names[place]]:.2f}" for place in shown], fontsize=7, padding=2)
         panel.set_yticks(range(len(names)), names, fontsize=8)
         if limits.get(environment, LONGEST) < LONGEST:
             panel.axvline(limits[environment], color="black", linestyle="dotted", linewidth=1)

@@ -388,9 +388,11 @@ def everyone(case: Case, backends: list[str], workers: list[int]) -> dict[Conten
         Contender(LOOPS, most): functools.partial(loops, case, most, barrier=False),
         Contender(LIMIT, most): functools.partial(loops, case, most, barrier=True),
     }
-    own = [one for one in contenders(backends, workers, case.num_envs) if one[:2] != ("hybrid", 1)]
-    arrays = [one._replace(way=way) for one in own if one.backend in PARALLEL and one.workers == most for way in ARRAYS]
-    for one in own + (arrays if case.arrays else []):
+    those = [one for one in contenders(backends, workers, case.num_envs) if one[:2] != ("hybrid", 1)]
+    arrays = [
+        one._replace(way=way) for one in those if one.backend in PARALLEL and one.workers == most for way in ARRAYS
+    ]
+    for one in those + (arrays if case.arrays else []):
         opened[one] = functools.partial(parallel_env, case, one)
     return opened
 

@@ -50,9 +50,9 @@ def main(
     described = machine(("mpe2",))
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(repeats):
-        for isolate_rng, of in times.items():
-            of.append(step_us(isolate_rng, steps))
-    rows = [[f"`isolate_rng={value}`", f"{statistics.median(of):.0f}"] for value, of in times.items()]
+        for isolate_rng, took in times.items():
+            took.append(step_us(isolate_rng, steps))
+    rows = [[f"`isolate_rng={value}`", f"{statistics.median(took):.0f}"] for value, took in times.items()]
     note = (
         f"Microseconds of wall time per environment step, {NUM_ENVS} environments of simple_spread in {WORKERS} "
         f"workers; medians of {repeats} rounds."

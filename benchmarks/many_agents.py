@@ -70,22 +70,22 @@ class Crowd:
 
     def step(self, actions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         self.time += 1
-        there, dead, over = self.agents, set(), False
+        agents, dead, over = self.agents, set(), False
         if self.profile == "dying":
-            dead = {*there[: max(len(self.possible_agents) // 100, 1)]}
-            self.agents = there[len(dead) :]
+            dead = {*agents[: max(len(self.possible_agents) // 100, 1)]}
+            self.agents = agents[len(dead) :]
             over = not self.agents
         elif self.profile == "ending":
             over = self.time % 2 == 0
-        observed = there[self.time % 2 :: 2] if self.profile == "half observed" else there
-        terminateds: dict[str, Any] = {agent: agent in dead for agent in there}
-        truncateds: dict[str, Any] = dict.fromkeys(there, over)
+        observed = agents[self.time % 2 :: 2] if self.profile == "half observed" else agents
+        terminateds: dict[str, Any] = {agent: agent in dead for agent in agents}
+        truncateds: dict[str, Any] = dict.fromkeys(agents, over)
         if over:
             self.agents = []
         if self.all_key:
             terminateds["__all__"], truncateds["__all__"] = False, over
-        infos = {agent: {"health": 1.0} if self.profile == "infos" else {} for agent in there}
-        return dict.fromkeys(observed, self.seen), dict.fromkeys(there, 1.0), terminateds, truncateds, infos
+        infos = {agent: {"health": 1.0} if self.profile == "infos" else {} for agent in agents}
+        return dict.fromkeys(observed, self.seen), dict.fromkeys(agents, 1.0), terminateds, truncateds, infos
 
 
 class DictCrowd(Crowd):

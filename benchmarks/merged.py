@@ -142,24 +142,26 @@ def run(chosen: Sequence[Pair], seconds: float, repeats: int) -> Report:
     for pair in chosen:
         by_case.setdefault(pair.case.name, []).append(pair)
     contenders = {
-        name: list(dict.fromkeys(who for pair in own for who in (pair.against, pair.ours)))
-        for name, own in by_case.items()
+        name: list(dict.fromkeys(who for pair in pairs for who in (pair.against, pair.ours)))
+        for name, pairs in by_case.items()
     }
     described, results = machine(contest.DISTRIBUTIONS), []
     missing: dict[str, dict[str, str]] = {}  # reasons by contender and simulator
     with progress(sum(contest.turns(who, repeats) for who in contenders.values())) as on_turn:
-        for name, own in by_case.items():
-            rounds, left_out = contest.measure(own[0].case, contenders[name], seconds, repeats, on_turn)
+        for name, pairs in by_case.items():
+            rounds, left_out = contest.measure(pairs[0].case, contenders[name], seconds, repeats, on_turn)
             for who, why in left_out.items():
                 missing.setdefault(who, {})[name] = why
             results += [
                 result(pair, rounds[pair.ours.name], rounds[pair.against.name])
-                for pair in own
+                for pair in pairs
                 if pair.ours.name in rounds and pair.against.name in rounds
             ]
     reasons: dict[str, str] = {}
     for who, by_name in missing.items():
-        everywhere = len(by_name) == len([name for name, own in contenders.items() if who in {one.name for one in own}])
+        everywhere = len(by_name) == len(
+            [name for name, those in contenders.items() if who in {one.name for one in those}]
+        )
         if everywhere and len({*by_name.values()}) == 1:
             reasons[who] = next(iter(by_name.values()))
         else:
@@ -180,8 +182,8 @@ def result(pair: Pair, ours: list[float], against: list[float]) -> Result:
         spread=spread(ours),
         against_spread=spread(against),
         microseconds_per_step=1e6 / statistics.median(ours),
-        extra_us=statistics.median(1e6 / own - 1e6 / other for own, other in both),
-        gain=statistics.median(own / other for own, other in both),
+        extra_us=statistics.median(1e6 / rate - 1e6 / other for rate, other in both),
+        gain=statistics.median(rate / other for rate, other in both),
         run="a",
         rounds=[ours, against],
     )

@@ -161,8 +161,8 @@ def torchrl_stepping(env: Any, group_map: dict[str, list[str]], case: Case) -> S
     places = {group: [case.agents.index(agent) for agent in agents] for group, agents in group_map.items()}
     batches = [
         {
-            (group, "action"): torch.from_numpy(batch[:, own]).reshape(*env.batch_size, *batch[0, own].shape)
-            for group, own in places.items()
+            (group, "action"): torch.from_numpy(batch[:, columns]).reshape(*env.batch_size, *batch[0, columns].shape)
+            for group, columns in places.items()
         }
         for batch in case.joint
     ]

@@ -88,9 +88,9 @@ def jaxmarl_alone(name: str, num_envs: int, arguments: dict[str, Any]) -> Step:
 
     @jax.jit
     def advance(key: Any, states: Any, actions: Any) -> Any:
-        key, own = jax.random.split(key)
+        key, subkey = jax.random.split(key)
         by_agent = {agent: actions[:, place] for place, agent in enumerate(env.agents)}
-        return key, jax.vmap(env.step)(jax.random.split(own, num_envs), states, by_agent)
+        return key, jax.vmap(env.step)(jax.random.split(subkey, num_envs), states, by_agent)
 
     def step(actions: np.ndarray) -> None:
         key, results = advance(*state, actions.astype(np.int32))
@@ -144,7 +144,7 @@ def measure(library: str, num_envs: int, rounds: int, steps: int) -> dict[str, A
         both = {side: [one[at] for one in of_side] for side, of_side in times.items()}
         for side, values in both.items():
             result[f"{side}_{kind}_us"] = round(1e6 * statistics.median(values), 1)
-        ratios = [own / other for own, other in zip(both["ours"], both["alone"])]
+        ratios = [one / other for one, other in zip(both["ours"], both["alone"])]
         result[f"overhead_{kind}_percent"] = round(100 * (statistics.median(ratios) - 1), 1)
     return result
 

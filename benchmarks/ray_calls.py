@@ -69,12 +69,12 @@ def measured(exchange: Callable[[], object], seconds: float) -> list[str]:
     """Cells: wall time, CPU time, and that of the calling thread, in microseconds; and the busiest threads of Ray."""
     for _ in range(WARM_UP):
         exchange()
-    threads, process, own = cpu_by_thread(), time.process_time(), time.thread_time()
+    threads, process, thread_s = cpu_by_thread(), time.process_time(), time.thread_time()
     count, started = 0, time.perf_counter()
     while time.perf_counter() < started + seconds:
         exchange()
         count += 1
-    took = time.perf_counter() - started, time.process_time() - process, time.thread_time() - own
+    took = time.perf_counter() - started, time.process_time() - process, time.thread_time() - thread_s
     used = cpu_by_thread()
     used.subtract(threads)
     rays = [(name, used) for name, used in used.most_common(5) if name not in ("python", "python3")]
@@ -118,8 +118,8 @@ def main(seconds: Seconds = SECONDS, output: Output = None, as_markdown: AsMarkd
     try:
         ray.init(address=cluster.address, log_to_driver=False)
         here = ray.get_runtime_context().get_node_id()
-        there = next(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)
-        calls, distant, streaming = echo(here), echo(there), echo(here)
+        other_node = next(node["NodeID"] for node in ray.nodes() if node["NodeID"] != here)
+        calls, distant, streaming = echo(here), echo(other_node), echo(here)
         silent = calls.execute.options(enable_task_events=False)
 
         def with_wait() -> object:
@@ -140,7 +140,7 @@ def main(seconds: Seconds = SECONDS, output: Output = None, as_markdown: AsMarkd
         for name, node, method in (
             ("a compiled graph", here, "execute"),
             ("a compiled graph that waits 10 ms in the actor", here, "wait"),
-            ("a compiled graph, other node", there, "execute"),
+            ("a compiled graph, other node", other_node, "execute"),
         ):
             # One at a time, each with an actor of its own: an idle graph takes CPU time.
             actor = echo(node)

@@ -385,11 +385,11 @@ def against_plain(seconds: float, repeats: int) -> list[Measured]:
         step, env = stack.enter_context(ours(2, PEER_ENVS // 2))
         both = {OURS: step, PLAIN: stack.enter_context(plain(PEER_ENVS))}
         rounds: dict[str, list[Round]] = {name: [] for name in both}
-        for own in both.values():
-            timed(own, seconds / 4)
+        for run in both.values():
+            timed(run, seconds / 4)
         for _ in range(repeats):
-            for name, own in both.items():
-                rounds[name].append(timed(own, seconds, env if name == OURS else None))
+            for name, run in both.items():
+                rounds[name].append(timed(run, seconds, env if name == OURS else None))
     return [
         summary(OURS, 2, PEER_ENVS // 2, 0, rounds[OURS]),
         summary(PLAIN, PEER_ENVS, 1, 0, rounds[PLAIN]),
@@ -458,10 +458,10 @@ def notes(report: Report) -> list[str]:
     ]
     both = report.of(OURS, actors=2, envs_each=PEER_ENVS // 2, step_ms=0)[-1:], report.of(PLAIN)
     if all(both):
-        own, other = (1e6 / one.steps_per_second for (one,) in both)
+        ours, other = (1e6 / one.steps_per_second for (one,) in both)
         texts.append(
-            f"Steps of 0 ms, {PEER_ENVS} environments: {own:.0f} µs per environment step with 2 actors, "
-            f"{other:.0f} µs with one plain Ray actor per environment and dicts: {other / own:.1f} times as much."
+            f"Steps of 0 ms, {PEER_ENVS} environments: {ours:.0f} µs per environment step with 2 actors, "
+            f"{other:.0f} µs with one plain Ray actor per environment and dicts: {other / ours:.1f} times as much."
         )
     waiting = report.of(OURS, actors=WAITING_ACTORS, envs_each=WAITING_ENVS // WAITING_ACTORS, step_ms=WAITING_MS)
     if waiting:
@@ -513,15 +513,15 @@ def _cells(one: Measured) -> list[str]:
 
 def remarks_on_nodes(report: NodesReport) -> list[str]:
     other = next(one for one in report.measured if one.contender == PLAIN)
-    own = report.measured[report.measured.index(other) - 1]
+    ours = report.measured[report.measured.index(other) - 1]
     return [
         f"{K} environments in each worker, which wait in each step; the driver's own CPU time is per worker and batch "
         f"(medians of {report.settings['repeats']} rounds of {report.settings['seconds']:g} s). A batch takes `k·s + "
         f"{report.once_us / 1000:.2f} ms + {report.node_us / 1000:.2f} ms·N + {report.worker_us / 1000:.2f} ms·W + "
         f"{report.mb_us / 1000:.2f} ms·M` for `N` nodes, `W` workers and `M` megabytes of results.",
-        f"Steps of 0 ms, {other.actors} environments: {1e6 / own.steps_per_second:.0f} µs per environment step, "
+        f"Steps of 0 ms, {other.actors} environments: {1e6 / ours.steps_per_second:.0f} µs per environment step, "
         f"{1e6 / other.steps_per_second:.0f} µs with one plain Ray actor per environment and dicts: "
-        f"{own.steps_per_second / other.steps_per_second:.1f} times as much.",
+        f"{ours.steps_per_second / other.steps_per_second:.1f} times as much.",
     ]
 
 

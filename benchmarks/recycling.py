@@ -64,11 +64,15 @@ def rows(seconds: float, policies: dict[str, RecyclePolicy]) -> list[list[str]]:
     """A row for each policy and kind of step."""
     found = []
     for limit, recycle in policies.items():
-        for kind, of in measure(seconds / len(policies), recycle).items():
-            of.sort()
-            numbers = statistics.median(of), of[min(int(0.99 * len(of)), len(of) - 1)], of[-1]
-            waited = sum(one > 1000 * CONSTRUCTOR_S / 2 for one in of)
-            found.append([limit, kind, *(f"{number:.1f}" for number in numbers), f"{len(of):,}", f"{waited:,}"])
+        for kind, took in measure(seconds / len(policies), recycle).items():
+            took.sort()
+            numbers = (
+                statistics.median(took),
+                took[min(int(0.99 * len(took)), len(took) - 1)],
+                took[-1],
+            )
+            waited = sum(one > 1000 * CONSTRUCTOR_S / 2 for one in took)
+            found.append([limit, kind, *(f"{number:.1f}" for number in numbers), f"{len(took):,}", f"{waited:,}"])
     return found
 
 

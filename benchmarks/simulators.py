@@ -185,20 +185,20 @@ def examine(name: str, cache: Path, seconds: float, repeats: int, timeout: float
         groups = [[run] for run in simulator.plain_runs] + [others]
         with ThreadPoolExecutor(2) as pool:
             found = pool.map(lambda group: runs.results(folder, group, variables, str(python), timeout), groups)
-            of = {run: one for group in found for run, one in group.items()}
-        alone = {run: one_line(error) for run, (_, error) in of.items() if error and run in simulator.plain_runs}
+            by_run = {run: one for group in found for run, one in group.items()}
+        alone = {run: one_line(error) for run, (_, error) in by_run.items() if error and run in simulator.plain_runs}
         if alone:
             return Result(status=FAILS_ALONE, errors=alone, **known)
         speed: Mapping[str, float] = {}
-        errors = {run: error for run, (_, error) in of.items() if error}
+        errors = {run: error for run, (_, error) in by_run.items() if error}
         if simulator.measured:
             ((run, (measured, error)),) = runs.results(
                 folder, [f"speed {seconds} {repeats}"], variables, str(python), timeout
             ).items()
             speed, errors = (measured or {}), errors | ({run: error} if error else {})
-    errors |= failed_checks(simulator, {run: result for run, (result, error) in of.items() if not error})
-    about = of["about"][0] or {}
-    ends = sum(of[simulator.parallel_runs[0]][0][2]) if not of[simulator.parallel_runs[0]][1] else 0
+    errors |= failed_checks(simulator, {run: result for run, (result, error) in by_run.items() if not error})
+    about = by_run["about"][0] or {}
+    ends = sum(by_run[simulator.parallel_runs[0]][0][2]) if not by_run[simulator.parallel_runs[0]][1] else 0
     for run, error in errors.items():
         typer.echo(f"{name}: {run}: {error}", err=True)
     return Result(
@@ -212,9 +212,11 @@ def examine(name: str, cache: Path, seconds: float, repeats: int, timeout: float
     )
 
 
-def failed_checks(simulator: real.Simulator, of: Mapping[str, Any]) -> dict[str, str]:
+def failed_checks(simulator: real.Simulator, by_run: Mapping[str, Any]) -> dict[str, str]:
     """The errors of all comparisons, by what was compared."""
-    rollouts = {run: runs.Rollout(*of[run]) for run in (*simulator.plain_runs, *simulator.parallel_runs) if run in of}
+    rollouts = {
+        run: runs.Rollout(*by_run[run]) for run in (*simulator.plain_runs, *simulator.parallel_runs) if run in by_run
+    }
     errors = {}
 
     def check(what: str, function: Any, *arguments: Any) -> None:
@@ -225,13 +227,13 @@ def failed_checks(simulator: real.Simulator, of: Mapping[str, Any]) -> dict[str,
 
     if len(rollouts) == len(simulator.plain_runs) + len(simulator.parallel_runs):
         check("equality", runs.check_equality, simulator, rollouts)
-    if "about" in of:
-        check("recognised", runs.check_about, simulator, of["about"])
-    if "restart" in of:
-        check("restart", runs.check_restart, of["restart"])
+    if "about" in by_run:
+        check("recognised", runs.check_about, simulator, by_run["about"])
+    if "restart" in by_run:
+        check("restart", runs.check_restart, by_run["restart"])
     for facade in simulator.facades if simulator.follows is not real.Follows.IN_FORM else ():
-        if facade in of and "process" in rollouts:
-            check(facade, runs.check_facade, of[facade], rollouts["process"])
+        if facade in by_run and "process" in rollouts:
+            check(facade, runs.check_facade, by_run[facade], rollouts["process"])
     return errors
 
 

@@ -372,9 +372,9 @@ def processes_left_by(state: str, number: int) -> int:
         program.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):  # it is counted
             program.wait(GONE_WITHIN_S)
-        left = len(psutil.wait_procs(below, GONE_WITHIN_S)[1]) + (program.poll() is None)
+        remaining = len(psutil.wait_procs(below, GONE_WITHIN_S)[1]) + (program.poll() is None)
         program.kill()
-    return left
+    return remaining
 
 
 def table(result: dict[str, Any]) -> Results:
@@ -442,10 +442,10 @@ def main(
         elapsed = time.perf_counter() - began
         stopped.set()
         sampler.join()
-    left = len(psutil.Process().children(recursive=True))
+    leaked = len(psutil.Process().children(recursive=True))
     for state in ("steps", "hangs"):
         for number in (signal.SIGINT, signal.SIGKILL):
-            left += sum(processes_left_by(state, number) for _ in range(programs))
+            leaked += sum(processes_left_by(state, number) for _ in range(programs))
     quarters = [[mb for at, mb in memory if low <= 4 * at / elapsed < low + 1] for low in range(4)]
     means = [statistics.mean(quarter) if quarter else 0.0 for quarter in quarters]
     rate = faultless.steps / faultless.in_service
@@ -458,7 +458,7 @@ def main(
         "faults": stats.faults,
         "restarts": stats.restarts,
         "recycled": stats.recycled,
-        "processes left": left,
+        "processes left": leaked,
         "memory in MB, by quarter": [round(mean, 1) for mean in means],
         "memory, last quarter / second": round(means[3] / means[1], 4) if means[1] else None,
         "faultless, steps per second": round(rate, 1),
@@ -470,7 +470,7 @@ def main(
     (folder / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
     for name, value in result.items():
         print(f"{name}: {in_one_line(value) if name == 'machine' else value}")
-    if soak.mismatches or soak.hangs or left:
+    if soak.mismatches or soak.hangs or leaked:
         raise typer.Exit(1)
 
 

@@ -59,8 +59,8 @@ def speed_ups() -> dict[str, SpeedUp]:
     for one in rows:
         by_name.setdefault(one["environment"], {})[one["backend"], one["workers"]] = one["speedup"]
     return {
-        name: SpeedUp(own["process", 2], own["hybrid", 2], own["plain loops with a barrier", 2])
-        for name, own in by_name.items()
+        name: SpeedUp(rates["process", 2], rates["hybrid", 2], rates["plain loops with a barrier", 2])
+        for name, rates in by_name.items()
         if name in SHOWN
     }
 
@@ -87,10 +87,10 @@ def paragraph() -> str:
     with_policy = rollouts["Rollout"]["steps_per_second"] / rollouts["plain loops side by side"]["steps_per_second"]
     collector = 1 / rollouts["TorchRL Collector"]["ratio"]
     peers = [gain for environment in (SPREAD, DYING) for gain in gains_over_peers(environment).values()]
-    own = [found[name] for name in SHOWN]
+    shown = [found[name] for name in SHOWN]
     labels = [label.replace("MPE2 ", "MPE2's ").replace(" a step", "") for label in SHOWN.values()]
-    process, hybrid = ([f"{getattr(one, name):.2f} times" for one in own] for name in ("process", "hybrid"))
-    limits = sorted(one.limit for one in own)
+    process, hybrid = ([f"{getattr(one, name):.2f} times" for one in shown] for name in ("process", "hybrid"))
+    limits = sorted(one.limit for one in shown)
     sentences = (
         "On two CPUs, two workers with eight environments are faster than a plain loop:",
         f"{', '.join(f'{value} ({label})' for label, value in zip(labels, process, strict=True))}.",
@@ -110,38 +110,38 @@ def paragraph() -> str:
 def save_picture(path: Path) -> None:
     """Left: speed-ups with the limit of each; right: how many times as fast this package is as others."""
     figure = framed(9, 4.6)
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.15])
+    speed_panel, peer_panel = figure.subplots(1, 2, width_ratios=[1, 1.15])
     found = speed_ups()
     names = [name for name in SHOWN if name in found]
     for place, name in enumerate(names):
-        own = found[name]
-        for offset, value, backend in ((-0.2, own.process, "process"), (0.2, own.hybrid, "hybrid")):
+        speed_up = found[name]
+        for offset, value, backend in ((-0.2, speed_up.process, "process"), (0.2, speed_up.hybrid, "hybrid")):
             label = {"process": "two workers", "hybrid": "hybrid"}[backend] if place == 0 else None
-            bar = left.barh(place + offset, value, 0.36, color=COLOURS[backend], label=label)
-            left.bar_label(bar, [f"{value:.2f}"], fontsize=7, padding=-22, color="white")
+            bar = speed_panel.barh(place + offset, value, 0.36, color=COLOURS[backend], label=label)
+            speed_panel.bar_label(bar, [f"{value:.2f}"], fontsize=7, padding=-22, color="white")
         label = "limit: two loops with a barrier" if place == 0 else None
-        left.plot([own.limit] * 2, [place - 0.42, place + 0.42], "k:", linewidth=1.2, label=label)
-    left.axvline(1, color="black", linewidth=0.8)
-    left.set_yticks(range(len(names)), [SHOWN[name] for name in names], fontsize=8)
-    left.invert_yaxis()
-    left.set_xlabel("times the throughput of a plain loop", fontsize=8)
+        speed_panel.plot([speed_up.limit] * 2, [place - 0.42, place + 0.42], "k:", linewidth=1.2, label=label)
+    speed_panel.axvline(1, color="black", linewidth=0.8)
+    speed_panel.set_yticks(range(len(names)), [SHOWN[name] for name in names], fontsize=8)
+    speed_panel.invert_yaxis()
+    speed_panel.set_xlabel("times the throughput of a plain loop", fontsize=8)
     gains = {environment: gains_over_peers(environment) for environment in (SPREAD, DYING)}
-    packages = list(dict.fromkeys(name for own in gains.values() for name in own))
+    packages = list(dict.fromkeys(name for speed_up in gains.values() for name in speed_up))
     for offset, environment, colour in ((-0.2, SPREAD, OTHERS), (0.2, DYING, "#5c5470")):
-        there = [place for place, name in enumerate(packages) if name in gains[environment]]
-        values = [gains[environment][packages[place]] for place in there]
-        places = [place + offset for place in there]
-        bars = right.barh(places, values, 0.36, color=colour, label=SHOWN[environment])
-        right.bar_label(bars, [f"{value:.1f}" for value in values], fontsize=7, padding=2)
-    right.set_xscale("log")
-    right.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
-    right.set_xticks([], minor=True)
-    right.axvline(1, color="black", linewidth=0.8)
-    right.set_yticks(range(len(packages)), packages, fontsize=8)
-    right.invert_yaxis()
-    right.set_xlabel("times as fast as the other package", fontsize=8)
-    right.margins(x=0.15)
-    for panel in (left, right):
+        shown = [place for place, name in enumerate(packages) if name in gains[environment]]
+        values = [gains[environment][packages[place]] for place in shown]
+        places = [place + offset for place in shown]
+        bars = peer_panel.barh(places, values, 0.36, color=colour, label=SHOWN[environment])
+        peer_panel.bar_label(bars, [f"{value:.1f}" for value in values], fontsize=7, padding=2)
+    peer_panel.set_xscale("log")
+    peer_panel.set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    peer_panel.set_xticks([], minor=True)
+    peer_panel.axvline(1, color="black", linewidth=0.8)
+    peer_panel.set_yticks(range(len(packages)), packages, fontsize=8)
+    peer_panel.invert_yaxis()
+    peer_panel.set_xlabel("times as fast as the other package", fontsize=8)
+    peer_panel.margins(x=0.15)
+    for panel in (speed_panel, peer_panel):
         panel.tick_params(axis="x", labelsize=7)
         panel.spines[["top", "right"]].set_visible(False)
     finish(figure, read("compare_workers")["machine"], path)

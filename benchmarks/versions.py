@@ -189,9 +189,9 @@ def _rounds(processes: Sequence[Connection], case: Case, contender: Contender, s
 
 def _foreign_seconds() -> float:
     """Seconds of CPU that all other programs have used so far, and the host that runs this machine."""
-    own = psutil.Process()
+    this = psutil.Process()
     used = 0.0
-    for process in [own, *own.children(recursive=True)]:
+    for process in [this, *this.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             used += sum(process.cpu_times()[:2])
     everyone = psutil.cpu_times()

@@ -229,9 +229,9 @@ def train(args: Args) -> None:
             if rank == 0:
                 line = f"{steps:9,} steps: return {row['return']:6.2f}, {steps / seconds:7,.0f} steps/s"
                 print(line, f"{row['restarts']} restarts", sep=", ", flush=True)
-        own = updates * args.num_steps * shard
+        steps = updates * args.num_steps * shard
         parameters = parameters_to_vector(agent.parameters()).detach().numpy().tobytes()
-        results = from_all((own / collecting, own / seconds, hashlib.sha256(parameters).hexdigest()[:16]))
+        results = from_all((steps / collecting, steps / seconds, hashlib.sha256(parameters).hexdigest()[:16]))
     if rank == 0:
         for learner, (alone, together, digest) in enumerate(results):
             print(f"learner {learner}: {together:,.0f} steps/s, {alone:,.0f} while it collects, parameters {digest}")

@@ -232,21 +232,21 @@ class Monitor:
         stats = self._env.stats()
         for name, text in _COUNTS.items():
             add = family(CounterMetricFamily, name, text, ["worker"])
-            for worker, own in enumerate(stats.workers):
-                add([worker], getattr(own, name))
+            for worker, worker_stats in enumerate(stats.workers):
+                add([worker], getattr(worker_stats, name))
         add = family(
             CounterMetricFamily, "restarts", "Environments rebuilt after a fault, or on request.", ["worker", "kind"]
         )
-        for worker, own in enumerate(stats.workers):
+        for worker, worker_stats in enumerate(stats.workers):
             for kind in _KINDS:
-                add([worker, kind], own.restart_kinds[kind])
+                add([worker, kind], worker_stats.restart_kinds[kind])
         add = family(CounterMetricFamily, "seconds", "Seconds of workers, by kind of work.", ["worker", "work"])
-        for worker, own in enumerate(stats.workers):
+        for worker, worker_stats in enumerate(stats.workers):
             for work in ("simulator", "transport", "waiting"):
-                add([worker, work], getattr(own, f"{work}_s"))
+                add([worker, work], getattr(worker_stats, f"{work}_s"))
         add = family(HistogramMetricFamily, "step_seconds", "Durations of simulators' steps.", ["worker"])
-        for worker, own in enumerate(stats.workers):
-            add([worker], _buckets(own.step_times), None)  # the sum is not known
+        for worker, worker_stats in enumerate(stats.workers):
+            add([worker], _buckets(worker_stats.step_times), None)  # the sum is not known
         add = family(
             GaugeMetricFamily, "memory_bytes", "Memory of a worker and what its simulators started.", ["worker"]
         )
@@ -258,11 +258,11 @@ class Monitor:
         for env_id, count in episodes.items():
             add([env_id], count)
         for label, means in (("env", of_envs), ("agent", of_agents)):
-            for of in ("return", "length"):
-                name = f"{'episode' if label == 'env' else label}_{of}"
-                add = family(GaugeMetricFamily, name, f"Mean {of} of the last episodes.", [label])
+            for measure in ("return", "length"):
+                name = f"{'episode' if label == 'env' else label}_{measure}"
+                add = family(GaugeMetricFamily, name, f"Mean {measure} of the last episodes.", [label])
                 for (kind, labelled), value in means.items():
-                    if kind == of:
+                    if kind == measure:
                         add([labelled], value)
         return families
 

@@ -292,8 +292,8 @@ class ParallelEnv:
 
             def open_env(name: BackendName, workers: int) -> ParallelEnv:
                 # Simulators must not draw from the generators of this process while they are measured.
-                own = {"isolate_rng": True} if name == "hybrid" else {}
-                return ParallelEnv(constructors, mode, backend=name, num_workers=workers, **{**options, **own})
+                isolation = {"isolate_rng": True} if name == "hybrid" else {}
+                return ParallelEnv(constructors, mode, backend=name, num_workers=workers, **{**options, **isolation})
 
             self.plan = planning.plan(
                 open_env, len(constructors), can_be_serial=not needs_processes, takes_hybrid=takes_hybrid

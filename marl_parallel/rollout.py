@@ -277,7 +277,7 @@ class Rollout:
             return np.broadcast_to(np.zeros((), dtype), shape)
 
         def of_agents(steps: int, dtype: Any = np.bool_, shape: tuple[int, ...] = ()) -> Grouped:
-            return env.grouped({g: new((steps, n, len(of), *shape), dtype) for g, of in env.group_map.items()})
+            return env.grouped({g: new((steps, n, len(agents), *shape), dtype) for g, agents in env.group_map.items()})
 
         def in_form(spaces: Grouped, steps: int) -> Grouped:
             """Stacked values of a space for each group."""
@@ -407,11 +407,11 @@ class Rollout:
             raise TypeError(f"expected the extras {[*arrays.extras]}, got {[*extras]}")
         if not self._has_reset:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
-        own = self._checked_extras(extras, len(self._parts[self._next].env_ids))
+        checked = self._checked_extras(extras, len(self._parts[self._next].env_ids))
         self._begin_next()
         part = self._parts[self._next]
         place = part.time, part.rows
-        for name, value in own.items():
+        for name, value in checked.items():
             _put(arrays.extras[name], place, value)
         self._write_to(part, part.time + 1)
         if len(self._parts) == 1:
@@ -466,8 +466,8 @@ class Rollout:
             for env_id, of_env in infos.items():
                 if not extra.per_agent:
                     whose = f"environment {env_id}"
-                    for own in (of_env.get(COMMON), of_env):
-                        if self._put_info(name, extra, stored, informed, (part.time, env_id), own, whose):
+                    for infos_by_agent in (of_env.get(COMMON), of_env):
+                        if self._put_info(name, extra, stored, informed, (part.time, env_id), infos_by_agent, whose):
                             break
                     continue
                 values, masks = self.env.by_group(stored), self.env.by_group(informed)

@@ -316,12 +316,12 @@ class StepTimes:
 
     def quantile(self, fraction: float) -> float:
         """The seconds that so many steps did not exceed: 0.5 gives the median, to within 25 %; NaN without a step."""
-        left, bounds = fraction * self.total, [*self.bounds(), 256.0]
+        rank, bounds = fraction * self.total, [*self.bounds(), 256.0]
         if not self.total:
             return math.nan
-        place = next(i for i, upto in enumerate(itertools.accumulate(self.counts)) if upto >= left and upto)
+        place = next(i for i, upto in enumerate(itertools.accumulate(self.counts)) if upto >= rank and upto)
         before = sum(self.counts[:place])
-        return bounds[place] + (left - before) / self.counts[place] * (bounds[place + 1] - bounds[place])
+        return bounds[place] + (rank - before) / self.counts[place] * (bounds[place + 1] - bounds[place])
 
     def __add__(self, other: StepTimes) -> StepTimes:
         return StepTimes(tuple(map(operator.add, self.counts, other.counts)))
@@ -393,8 +393,8 @@ class Stats(WorkerStats):
         """
         names = [one.name for one in fields(WorkerStats) if isinstance(getattr(self, one.name), int | float)]
         lines = [["", *(name.replace("_", " ") for name in names)]]
-        for label, own in [*((f"worker {i}", own) for i, own in enumerate(self.workers)), ("all", self)]:
-            values = [getattr(own, name) for name in names]
+        for label, row in [*((f"worker {i}", row) for i, row in enumerate(self.workers)), ("all", self)]:
+            values = [getattr(row, name) for name in names]
             lines.append([label, *(f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" for value in values)])
         widths = [max(map(len, column)) for column in zip(*lines)]
         return "\n".join(

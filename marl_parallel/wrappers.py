@@ -94,8 +94,8 @@ class _Padded(MultiAgentEnv):
         return observations, rewards, terminateds, truncateds, infos
 
     def _own_action(self, agent: AgentID, action: Any) -> Any:
-        own: Any = self._own.get(agent)
-        return action if own is None or action is None or action < own.start + own.n else own.start
+        space: Any = self._own.get(agent)
+        return action if space is None or action is None or action < space.start + space.n else space.start
 
     def _padded(self, observations: Any, infos: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         if self._masks_in_infos:

@@ -81,7 +81,9 @@ class MAPPOEnv(Adapter):
         self._equal_shares = len({*self._share_shapes}) == 1
         self.state_space, self.state_per_agent = _stacked_space(share), True
         counts = {agent: choices_of(space) for agent, space in self.action_spaces.items()}
-        self.mask_spaces = {agent: spaces.MultiBinary(sum(of)) for agent, of in counts.items() if of is not None}
+        self.mask_spaces = {
+            agent: spaces.MultiBinary(sum(choices)) for agent, choices in counts.items() if choices is not None
+        }
         # For results of all agents at once: the number of actions if all have the same Discrete space, else 0.
         first = self.action_spaces[self.possible_agents[0]]
         are_equal = all(space is first or space == first for space in self.action_spaces.values())
@@ -213,8 +215,8 @@ class MAPPOEnv(Adapter):
         number = len(self.possible_agents)
         if not self._shares:
             joined = np.concatenate([np.ravel(seen) for seen in self._seen.values()])
-            own = [*self._seen.values()]
-            return [joined if joined.shape == shape else one for one, shape in zip(own, self._share_shapes)]
+            rows = [*self._seen.values()]
+            return [joined if joined.shape == shape else one for one, shape in zip(rows, self._share_shapes)]
         share = self._share
         if isinstance(share, np.ndarray) and share.shape == self._share_shapes[0] != (number,):
             return [share] * number  # one for all

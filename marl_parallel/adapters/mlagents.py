@@ -350,8 +350,8 @@ def merged_timers(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = dict.fromkeys(name for tree in trees for name in tree.get("children", {}))
     inner = [[tree["children"][name] for tree in trees if name in tree.get("children", {})] for name in names]
     children = dict(zip(names, map(merged_timers, inner)))
-    own = max(0.0, total - sum(child["total"] for child in children.values()))
-    merged = {"total": total, "count": count, "is_parallel": True, "self": own}
+    self_seconds = max(0.0, total - sum(child["total"] for child in children.values()))
+    merged = {"total": total, "count": count, "is_parallel": True, "self": self_seconds}
     return {**merged, "children": children} if children else merged
 
 

@@ -89,8 +89,8 @@ def memory_of(pid: int) -> int | None:
     Where there is no /proc, psutil is asked if it is installed.
     """
     if os.path.exists("/proc/self/statm"):
-        own = _resident(pid)
-        return None if own is None else own + sum(_resident(child) or 0 for child in _descendants(pid))
+        resident = _resident(pid)
+        return None if resident is None else resident + sum(_resident(child) or 0 for child in _descendants(pid))
     if not installed("psutil"):
         return None
     import psutil

@@ -90,12 +90,12 @@ class HybridBackend(Backend):
         if others:
             self._processes.post(others, together=together)
         self._note_posted(others)
-        own = requests.get(_OWN)
-        if own is not None:
-            ids = own.env_ids
-            parts = [(env_id,) for env_id in ids] if own.each and ids is not None else [ids]
+        request = requests.get(_OWN)
+        if request is not None:
+            ids = request.env_ids
+            parts = [(env_id,) for env_id in ids] if request.each and ids is not None else [ids]
             for place, part in enumerate(parts, 1):
-                self._parts.append(_Part(own._replace(env_ids=part), self._posts, place == len(parts), together))
+                self._parts.append(_Part(request._replace(env_ids=part), self._posts, place == len(parts), together))
 
     def _others_of(self, requests: Mapping[int, Request]) -> dict[int, Request]:
         """The requests of the other workers; the same object for the same requests, for the steps of all."""
@@ -146,8 +146,8 @@ class HybridBackend(Backend):
                 break
         missing = at_least - len(replies)
         if missing > 0:
-            left = None if deadline is None else max(deadline - self.clock(), 0.0)
-            replies += self._replies_of_others(left, missing)
+            remaining = None if deadline is None else max(deadline - self.clock(), 0.0)
+            replies += self._replies_of_others(remaining, missing)
         return replies
 
     def _kept(self) -> list[tuple[int, Reply | Lost]]:

@@ -110,14 +110,14 @@ class Launcher:
                     raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
                 if self._server is None:
                     raise RuntimeError(self._end)
-                if (left := deadline - time.monotonic()) <= 0:
+                if (remaining := deadline - time.monotonic()) <= 0:
                     pid = server.pid
                     raise RuntimeError(
                         f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer "
                         f"a request for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or "
                         f"control group, or the machine may be overloaded: see /proc/{pid}/status, and start again."
                     )
-                if self.collect(min(left, _CHECK_EVERY_S)) or self._server is None:
+                if self.collect(min(remaining, _CHECK_EVERY_S)) or self._server is None:
                     continue
                 if descendants.state_of(pid := server.pid) in ("T", "t"):
                     text = "The fork server (process %d) was stopped (SIGSTOP); sending SIGCONT."

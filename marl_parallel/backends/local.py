@@ -137,8 +137,8 @@ class ThreadBackend(_LocalBackend):
         replies: list[tuple[int, Reply | Lost]] = []
         with contextlib.suppress(Empty):  # after the timeout, or when no more replies are there
             while True:
-                left = None if deadline is None else min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT_S)
-                reply = self._replies.get(block=len(replies) < at_least, timeout=left)
+                remaining = None if deadline is None else min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT_S)
+                reply = self._replies.get(block=len(replies) < at_least, timeout=remaining)
                 if reply is None:
                     break
                 replies.append(reply)

@@ -232,12 +232,12 @@ class RayBackend(Backend):
             expected = self._expected(missing)
             if not expected:
                 break
-            left = max(deadline - time.monotonic(), 0.0)
-            count, new = self._collect(expected, missing, min(left, _POLL_S))
+            remaining = max(deadline - time.monotonic(), 0.0)
+            count, new = self._collect(expected, missing, min(remaining, _POLL_S))
             replies += new
             for actor in [*self._workers.actors]:
                 replies += self._check_start(actor)
-            if missing <= 0 or (left == 0.0 and not count):
+            if missing <= 0 or (remaining == 0.0 and not count):
                 break
         self._interrupted = False
         if timeout is not None and len(replies) < at_least:

@@ -188,10 +188,10 @@ def moves_between(workers: Mapping[int, str], room: Mapping[str, int]) -> dict[i
         workers: By worker, the id of its node.
         room: By node, for how many more workers there is room.
     """
-    counts, left = Counter(workers.values()), {**room}
+    counts, free = Counter(workers.values()), {**room}
     moves: dict[int, str] = {}
     while True:
-        goals = [node for node, more in left.items() if more > 0]
+        goals = [node for node, more in free.items() if more > 0]
         if not counts or not goals:
             return moves
         fullest, goal = max(counts, key=lambda node: counts[node]), min(goals, key=lambda node: counts[node])
@@ -201,4 +201,4 @@ def moves_between(workers: Mapping[int, str], room: Mapping[str, int]) -> dict[i
         moves[worker] = goal
         counts[fullest] -= 1
         counts[goal] += 1
-        left[goal] -= 1
+        free[goal] -= 1

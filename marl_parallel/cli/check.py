@@ -852,11 +852,11 @@ def _check_nothing_left(
     """Add a finding if processes are left that are not in `before`; the constructor has started `constructed`."""
     deadline = time.monotonic() + _GONE_WITHIN_S
     new = _started().keys() - before
-    while (left := {one: line for one, line in _started().items() if one in new}) and time.monotonic() < deadline:
+    while (leaked := {one: line for one, line in _started().items() if one in new}) and time.monotonic() < deadline:
         time.sleep(0.02)
-    if left:
-        count = f"{len(left)} process{'es' * (len(left) > 1)}"
-        first, line = next(iter(left.items()))
+    if leaked:
+        count = f"{len(leaked)} process{'es' * (len(leaked) > 1)}"
+        first, line = next(iter(leaked.items()))
         finding, starts = _finding("processes left", after=after, count=count, first=line), ""
         if constructed:
             starts = _method("the constructor", probe.defined) if first in constructed else "reset or step"
@@ -1001,11 +1001,11 @@ class Traits:
         self.late |= {str(agent) for agent in observations.keys() - self._agents}
         self._agents |= observations.keys()
         if results:
-            own = [{agent for agent, flag in flags.items() if is_flag(flag) and flag} for flags in results[1:]]
-            cut_off = own[1] | (self._latest - own[0] if ALL in own[1] else set())
+            flagged = [{agent for agent, flag in flags.items() if is_flag(flag) and flag} for flags in results[1:]]
+            cut_off = flagged[1] | (self._latest - flagged[0] if ALL in flagged[1] else set())
             seen = {agent for agent, observation in observations.items() if observation is not None}
             self.unseen |= {str(agent) for agent in cut_off - self._ended - seen - {ALL}}
-            self._ended |= (own[0] | own[1]) - {ALL}
+            self._ended |= (flagged[0] | flagged[1]) - {ALL}
             if self._agents - self._ended:
                 self.early |= {str(agent) for agent in self._ended}
         self._latest = {*observations}

@@ -326,11 +326,11 @@ def _private_views(fd: int, spans: Sequence[tuple[int, int]]) -> list[memoryview
     Parts that lie beside each other share a mapping. A part that is there twice has two.
     """
     views: dict[int, memoryview] = {}
-    left = sorted(range(len(spans)), key=lambda number: spans[number])
-    while left:
-        start = stop = spans[left[0]][0]
+    pending = sorted(range(len(spans)), key=lambda number: spans[number])
+    while pending:
+        start = stop = spans[pending[0]][0]
         together, rest = [], []
-        for number in left:
+        for number in pending:
             place, nbytes = spans[number]
             if stop <= place < stop + _ALIGNMENT:
                 together.append(number)
@@ -342,7 +342,7 @@ def _private_views(fd: int, spans: Sequence[tuple[int, int]]) -> list[memoryview
         for number in together:
             place, nbytes = spans[number]
             views[number] = mapped[place - first :][:nbytes]
-        left = rest
+        pending = rest
     return [views[number] for number in range(len(spans))]
 
 

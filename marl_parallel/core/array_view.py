@@ -112,7 +112,7 @@ class ArrayView(ABC):
         self.agents = list(schema.possible_agents)
         self.groups = alike(schema.observation_spaces, self.agents)
         self._column = {agent: place for place, agent in enumerate(self.agents)}
-        rows = {at: (group, row) for group, (_, of) in enumerate(self.groups) for row, at in enumerate(of)}
+        rows = {at: (group, row) for group, (_, columns) in enumerate(self.groups) for row, at in enumerate(columns)}
         self.places = {agent: rows[place] for agent, place in self._column.items()}  # the group, and the row in it
         self.is_one_stack = len(self.groups) == 1 and not isinstance(self.groups[0][0], spaces.Dict | spaces.Tuple)
         self.writes_all = self.wants_info_arrays = False
@@ -160,7 +160,7 @@ class ArrayView(ABC):
     def _checked(self, actions: Actions, transitions: Transitions, env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
         """Actions by agent; `ValueError` if an agent is unknown, or one that acts has none."""
         if isinstance(actions, list):
-            actions = {a: stacking.column(of.values, row) for of in actions for row, a in enumerate(of.agents)}
+            actions = {a: stacking.column(stack.values, row) for stack in actions for row, a in enumerate(stack.agents)}
         if actions.keys() != self._column.keys():
             for agent in actions:
                 if agent not in self._column:

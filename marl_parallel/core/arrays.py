@@ -49,11 +49,11 @@ def action_masks(transitions: Transitions, schema: Schema, agents: Sequence[Agen
     shape = len(transitions.env_ids), len(agents), sum(counts)
     together = transitions.mask_array(agents)
     if together is not None and together[0].shape == shape and (together[0].view(np.uint8) <= 1).all():
-        masks, apart = together[0].astype(np.bool_), together[1]
-        masks[apart] = True
+        masks, others = together[0].astype(np.bool_), together[1]
+        masks[others] = True
     else:
-        masks, apart = _masks_by_agent(transitions, agents, shape)
-    for env_id in apart:
+        masks, others = _masks_by_agent(transitions, agents, shape)
+    for env_id in others:
         of_env = transitions.masks(env_id)
         for place, agent in enumerate(agents):
             mask = flat_mask(space, of_env.get(agent))
@@ -67,18 +67,18 @@ def _masks_by_agent(
 ) -> tuple[NDArray[np.bool_], list[int]]:
     """Action masks as an array of this shape, without those of the environments that are returned, too."""
     masks = np.ones(shape, np.bool_)
-    stacked, apart = transitions.stacked_masks()
+    stacked, others = transitions.stacked_masks()
     for place, agent in enumerate(agents):
         if agent not in stacked:
             continue
         values, reported = stacked[agent]
         if values is None or values.shape[1:] != masks.shape[2:]:
-            apart = [*transitions.env_ids]
+            others = [*transitions.env_ids]
             continue
         used = binary_rows(values) & reported
-        used[apart] = False
+        used[others] = False
         masks[used, place] = values[used]
-    return masks, apart
+    return masks, others
 
 
 _INFOS = {"infos", "reset_infos"}
@@ -135,7 +135,7 @@ class BlockArrays(ArrayView):
             with context:
                 return self.write(actions, env_ids)
         acting = None if self._codec is None else self._codec.acting(self._span.start, self._span.stop)
-        if transitions.apart:
+        if transitions.standings:
             acting = self.acting()
             acting = None if acting.all() else acting
         if self.writes_all:
@@ -185,7 +185,7 @@ class BlockArrays(ArrayView):
         mask = np.zeros(self._shape, np.bool_) if codec is None else codec.acting(span.start, span.stop)
         if mask is None:
             mask = np.ones(self._shape, np.bool_)
-        for env_id in self._transitions.apart:
+        for env_id in self._transitions.standings:
             if env_id in span:
                 columns = [self._column[agent] for agent in self._transitions.acting_in(env_id)]
                 mask[env_id - self._first] = False
@@ -200,22 +200,22 @@ class BlockArrays(ArrayView):
         if self._codec is None:
             return self.read_some(self._env_ids, leftovers, self._empty())
         fields, others = self._read_block(leftovers, notes=True)
-        apart: list[int] = []
+        incomplete: list[int] = []
         if others is not None or transitions.notes_reads:
             of_infos = {
                 env_id: more for env_id, more in leftovers.items() if type(more) is dict and more.keys() <= _INFOS
             }
-            apart = sorted(leftovers.keys() - of_infos.keys())
-            transitions.read_infos(fields[8], others, self._env_ids, of_infos, apart)
+            incomplete = sorted(leftovers.keys() - of_infos.keys())
+            transitions.read_infos(fields[8], others, self._env_ids, of_infos, incomplete)
         if type(fields[8]) is tuple:
-            table, plain, there = fields[8]
-            present = None if there.all() else there
+            table, plain, is_plain = fields[8]
+            present = None if is_plain.all() else is_plain
             infos = InfoArrays(np.array(self._env_ids, np.int32), table, {}, present, None, plain)
             fields[8] = InfoColumns(infos, self.agents)
         if self._from_dicts:
-            self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & apart}
+            self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & incomplete}
         arrays: Arrays = self._complete(fields) if self._is_composed else tuple.__new__(Arrays, fields)
-        return self.read_some(apart, leftovers, arrays._replace(none_over=False)) if apart else arrays
+        return self.read_some(incomplete, leftovers, arrays._replace(none_over=False)) if incomplete else arrays
 
     def _read_block(self, leftovers: Mapping[int, Any], *, notes: bool) -> Any:
         """What `Codec.read_arrays` returns; observations are in the arrays of `write_to`, or those of before."""
@@ -248,7 +248,7 @@ class BlockArrays(ArrayView):
             observations = self._target
             stacking.clear(observations, ...)
         elif observations is None:
-            observations = [stacking.zeros(space, (self._num_envs, len(of))) for space, of in self.groups]
+            observations = [stacking.zeros(space, (self._num_envs, len(columns))) for space, columns in self.groups]
         vectors = {a: np.zeros((self._num_envs, *(s.shape or ())), s.dtype) for a, s in self._reward_spaces.items()}
         terminations, truncations, present, acting, observed, rewarded, flagged = np.zeros((7, *self._shape), np.bool_)
         terminated, truncated = np.zeros((2, self._num_envs), np.bool_)
@@ -261,15 +261,15 @@ class BlockArrays(ArrayView):
     def _with_vectors(self, arrays: Arrays) -> Arrays:
         """With the vector rewards that are in the block."""
         records, columns = self._records, self._layout.rewards
-        there = (records.tags == VECTOR_TAG) & ((records.presence & _REWARDED) != 0)
+        vectored = (records.tags == VECTOR_TAG) & ((records.presence & _REWARDED) != 0)
         values = {}
         for column, positions in columns.groups:
             stacked = copied(column.array)
             for row, position in enumerate(positions):
                 agent = columns.agents[position]
                 values[agent] = stacked[:, row]
-                values[agent][~there[:, self._column[agent]]] = 0
-        return arrays._replace(vectors=values, vectored=there)
+                values[agent][~vectored[:, self._column[agent]]] = 0
+        return arrays._replace(vectors=values, vectored=vectored)
 
     def last(self) -> Arrays:
         """The last observations, and which agents are present and act; for `read_some`, before a step."""

@@ -62,7 +62,7 @@ class BlockTransitions(Transitions):
 
     Attributes:
         codec: Compiled code for the block; None if there is none.
-        apart: Where environments stand of which compiled code does not know it.
+        standings: Where environments stand of which compiled code does not know it.
     """
 
     def __init__(
@@ -100,9 +100,9 @@ class BlockTransitions(Transitions):
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
-        self.apart: dict[int, Standing] = {}
+        self.standings: dict[int, Standing] = {}
         self._masks: dict[int, dict[AgentID, Any]] = {}  # that are not in records; None in place of those there
-        self._states_apart: dict[int, States] = {}  # that are not in records
+        self._unrecorded_states: dict[int, States] = {}  # that are not in records
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class BlockTransitions(Transitions):
             return (*zip(*rows),) or ((),) * 5  # five tuples
         columns: Any
         columns, others = self.codec.read(env_ids, leftovers, self.copies)
-        if self.apart or self._masks or self.statistics.dead:
+        if self.standings or self._masks or self.statistics.dead:
             self._note_read(env_ids, others)
         if others is not None:
             place_of = dict(zip(env_ids, range(len(env_ids))))
@@ -196,7 +196,7 @@ class BlockTransitions(Transitions):
     @property
     def notes_reads(self) -> bool:
         """Whether something has to be noted of environments that compiled code has read."""
-        return bool(self.apart or self._masks or self.statistics.dead)
+        return bool(self.standings or self._masks or self.statistics.dead)
 
     def read_infos(
         self,
@@ -204,16 +204,16 @@ class BlockTransitions(Transitions):
         others: Any,
         env_ids: Sequence[int],
         leftovers: Mapping[int, Any],
-        apart: Sequence[int],
+        excluded: Sequence[int],
     ) -> None:
-        """Note what `Codec.read_arrays` has found, and add the infos that it has left, but of environments `apart`.
+        """Note what `Codec.read_arrays` has found, and add the infos that it has left, but for those `excluded`.
 
         The leftovers have nothing but infos.
         """
         if self.notes_reads:
-            self._note_read([env_id for env_id in env_ids if env_id not in apart], others)
+            self._note_read([env_id for env_id in env_ids if env_id not in excluded], others)
         if others is not None:
-            others = [env_id for env_id in others[0] if env_id not in apart], *others[1:]
+            others = [env_id for env_id in others[0] if env_id not in excluded], *others[1:]
 
             def put(env_id: int, dicts: Sequence[dict[Any, Any]]) -> None:
                 if not are_empty(dicts[4].values()):
@@ -230,27 +230,27 @@ class BlockTransitions(Transitions):
         infos_of: Callable[[int], dict[Any, Any]],
     ) -> None:
         """Read what compiled code has left, and note what it has found; see `Codec.read`."""
-        left, masked, ended = others
+        unread, masked, ended = others
         ends = {env_id: flags for env_id, *flags in ended}
-        for env_id in sorted({*ends, *left}, key=env_ids.index) if ends and left else (*ends, *left):
+        for env_id in sorted({*ends, *unread}, key=env_ids.index) if ends and unread else (*ends, *unread):
             if env_id in ends:
                 self.statistics.finish(env_id, *ends[env_id])
             else:
                 put(env_id, self._read_one(env_id, leftovers.get(env_id)))
-        for env_id in {*masked, *leftovers} - {*left}:
+        for env_id in {*masked, *leftovers} - {*unread}:
             infos = infos_of(env_id)
             self._note_masks(env_id, self.acting_in(env_id), {"infos": infos}, infos, ended=False)
 
     def _note_read(self, env_ids: Sequence[int], others: Any) -> None:
         """Note that compiled code has read environments, but for those that it has left, and knows where they stand."""
         for env_id in env_ids if others is None else {*env_ids} - {*others[0]}:
-            self.apart.pop(env_id, None)
+            self.standings.pop(env_id, None)
             self._masks.pop(env_id, None)
-            self._states_apart.pop(env_id, None)
+            self._unrecorded_states.pop(env_id, None)
             self.statistics.note_alive(env_id, self.alive_in(env_id))
 
     def _stand(self, env_id: int, standing: Standing) -> None:
-        self.apart[env_id] = standing
+        self.standings[env_id] = standing
         if self.codec is not None:
             self.codec.forget(env_id, standing.over)
 
@@ -262,11 +262,11 @@ class BlockTransitions(Transitions):
             self._stand(env_id, Standing(acting, alive, over))
             self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
             if states is not None:
-                self._states_apart[env_id] = states
+                self._unrecorded_states[env_id] = states
             else:
-                self._states_apart.pop(env_id, None)
+                self._unrecorded_states.pop(env_id, None)
         else:
-            self._states_apart.pop(env_id, None)
+            self._unrecorded_states.pop(env_id, None)
             transition = self.records.read(env_id, leftovers)
             dicts, ended = dicts_of(transition), is_over(transition)
             over = ended and self.mode is not AutoresetMode.SAME_STEP
@@ -368,13 +368,13 @@ class BlockTransitions(Transitions):
                     agent, masks = columns.agents[at], stacked[:, row] if type(stacked) is np.ndarray else None
                     found[agent] = masks, observed[:, self._places[agent]]
         found |= self.layout.masks.stacked()
-        return found, self._masks_apart()
+        return found, self._unrecorded_masks()
 
     def mask_array(self, agents: Sequence[AgentID]) -> tuple[NDArray[np.int8], list[int]] | None:
         array = self.layout.masks.array_of([*agents])
-        return None if array is None else (array, self._masks_apart())
+        return None if array is None else (array, self._unrecorded_masks())
 
-    def _masks_apart(self) -> list[int]:
+    def _unrecorded_masks(self) -> list[int]:
         return [
             slot.env_id
             for slot in self._slots
@@ -413,11 +413,11 @@ class BlockTransitions(Transitions):
         if ended and self.mode is AutoresetMode.SAME_STEP:  # those infos are the finished episode's
             infos = leftovers.get("reset_infos", {})
         masks = {**leftovers.get("masks", {})}
-        apart = {*masks, *self.layout.masks.agents}
+        known = {*masks, *self.layout.masks.agents}
         for agent in {**dict.fromkeys(acting), **observations, **infos}:
             mask = mask_of(observations.get(agent), infos.get(agent))
             if mask is None:
-                is_agent = agent in observations and agent not in apart
+                is_agent = agent in observations and agent not in known
             elif self._possible:
                 is_agent = agent in self._possible or agent in acting or agent in observations
             else:
@@ -446,8 +446,8 @@ class BlockTransitions(Transitions):
         """The agents that are alive or act, in neighbouring environments."""
         bounds, lists = (env_ids[0], env_ids[-1] + 1), list[Sequence[AgentID]]()
         lists = [()] * len(env_ids) if self.codec is None else self.codec.agents_of(*bounds, alive)
-        for env_id in env_ids if self.apart else ():
-            if (standing := self.apart.get(env_id)) is not None:
+        for env_id in env_ids if self.standings else ():
+            if (standing := self.standings.get(env_id)) is not None:
                 lists[env_id - env_ids[0]] = standing.alive if alive else standing.acting
         return lists
 
@@ -456,8 +456,8 @@ class BlockTransitions(Transitions):
         return [*map(self.is_over, self.env_ids)]
 
     def is_over(self, env_id: int) -> bool:
-        if self.codec is None or env_id in self.apart:
-            return self.apart.get(env_id, _UNKNOWN).over
+        if self.codec is None or env_id in self.standings:
+            return self.standings.get(env_id, _UNKNOWN).over
         over: bool = self.codec.is_over(env_id)
         return over
 
@@ -488,8 +488,8 @@ class BlockTransitions(Transitions):
         assert state is not None
         assert final_state is not None
         current, final = state.array[:, 0], final_state.array[:, 0]
-        if self._states_apart:
+        if self._unrecorded_states:
             current, final = current.copy(), final.copy()
-            for env_id, (own, own_final) in self._states_apart.items():
-                current[env_id], final[env_id] = own, own_final
+            for env_id, (latest, latest_final) in self._unrecorded_states.items():
+                current[env_id], final[env_id] = latest, latest_final
         return current, final

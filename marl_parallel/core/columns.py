@@ -248,8 +248,12 @@ class AgentColumns:
     ) -> None:
         self._declared, self._cast = declared, cast
         self.agents = [agent for agent in agents if agent in declared and fits_block(declared[agent])]
-        self.groups = [(column_of(space, len(of), place), of) for space, of in alike(declared, self.agents)]
-        self._places = {self.agents[at]: (column, row) for column, of in self.groups for row, at in enumerate(of)}
+        self.groups = [
+            (column_of(space, len(members), place), members) for space, members in alike(declared, self.agents)
+        ]
+        self._places = {
+            self.agents[at]: (column, row) for column, members in self.groups for row, at in enumerate(members)
+        }
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         for column, _ in self.groups:
@@ -267,7 +271,7 @@ class AgentColumns:
             Mismatch: A value is not what its space declares; the text names the agent, and `what` it is.
         """
         written: list[AgentID] = []
-        left: dict[Any, Any] = {}
+        unwritten: dict[Any, Any] = {}
         for agent, value in values.items():
             try:
                 try:
@@ -277,10 +281,10 @@ class AgentColumns:
                     column.write(record, row, value)
                     written.append(agent)
                 except DoesNotFit:
-                    left[agent] = self._cast(self._declared[agent], value) if agent in self._declared else value
+                    unwritten[agent] = self._cast(self._declared[agent], value) if agent in self._declared else value
             except Mismatch as error:
                 raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
-        return written, left
+        return written, unwritten
 
     def read(self, record: int, agents: Iterable[AgentID], copy: bool) -> dict[AgentID, Any]:
         """The values of some of `agents`, in this order; arrays are views of the block unless `copy`."""

@@ -61,8 +61,8 @@ def construct(
             ids = tuple([env_id for env_id in share if env_id not in built])
             if ids:
                 part = {env_id: pickled[env_id] for env_id in ids}
-                own = construction._replace(constructors=part, seeds={env_id: seeds[env_id] for env_id in ids})
-                requests[worker] = Request(Message.ACCESS, ids, own)
+                of_worker = construction._replace(constructors=part, seeds={env_id: seeds[env_id] for env_id in ids})
+                requests[worker] = Request(Message.ACCESS, ids, of_worker)
         results = dict(sorted(pool.execute(requests).items()))
         for env_id, result in results.items():
             if isinstance(result, Built):
@@ -232,10 +232,10 @@ def _alike(declared: Mapping[int, int]) -> list[int]:
 
 
 def _same_seed(declared: Mapping[int, int], when: str = "") -> str:
-    alike = _alike(declared)
-    seeds = sorted({declared[env_id] for env_id in alike})
+    same = _alike(declared)
+    seeds = sorted({declared[env_id] for env_id in same})
     return (
-        f"environments {alike} declare the same seed{when}, {', '.join(map(str, seeds))}, although "
+        f"environments {same} declare the same seed{when}, {', '.join(map(str, seeds))}, although "
         "ParallelEnv chose different seeds. Their constructors did not get a seed, so the environments may play the "
         f"same episodes. {_WHAT_TO_DO}"
     )

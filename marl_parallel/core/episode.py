@@ -269,9 +269,9 @@ class Episode:
         """Set `fast` for an episode that goes on."""
         self.fast = None
         if not self._asked:
-            left = None if self._dict_rules else self.env.agents_left
+            agents_left = None if self._dict_rules else self.env.agents_left
             if (lives := self._lives()) is not None:
-                self.fast = self._fast_step, None, False, (left, lives)
+                self.fast = self._fast_step, None, False, (agents_left, lives)
         elif self._flagged or self._alive != self.env.possible_agents:
             return
         elif self._takes_turns and len(self._acting) == 1 < len(self._alive):
@@ -318,15 +318,19 @@ class Episode:
 
     def _all_go_on(self) -> bool:
         """Whether the adapter tells after a step that all agents are still alive and act."""
-        alive, left = self.env.alive(), None if self._dict_rules else self.env.agents_left()
-        return self.env.turn() is None and (alive is None or [*alive] == self._alive) and (left is None or bool(left))
+        alive, remaining = self.env.alive(), None if self._dict_rules else self.env.agents_left()
+        return (
+            self.env.turn() is None
+            and (alive is None or [*alive] == self._alive)
+            and (remaining is None or bool(remaining))
+        )
 
     def _next_turn(self) -> int:
         """After a step, the place plus one of the agent that acts next; 0 if not all agents are still alive."""
         turn, alive = self.env.turn(), self.env.alive()
         if turn not in self._alive or not (alive is None or [*alive] == self._alive):
             return 0
-        if not self._dict_rules and (left := self.env.agents_left()) is not None and not left:
+        if not self._dict_rules and (remaining := self.env.agents_left()) is not None and not remaining:
             return 0
         self._acting = [turn]
         return self._alive.index(turn) + 1
@@ -344,8 +348,8 @@ class Episode:
 
     def _left_or_ended(self, before: list[AgentID], terminateds: Mapping[Any, Any]) -> tuple[bool, bool]:
         """PettingZoo's end of an episode: no agent is left. Returns the two flags of `__all__`."""
-        left = self.env.agents_left()
-        remaining = self._alive if left is None else left
+        still_in = self.env.agents_left()
+        remaining = self._alive if still_in is None else still_in
         if remaining and (not self._flagged or any(agent not in self._flagged for agent in remaining)):
             return _NOT_ENDED
         # If no agent had been seen yet, those that have flags now count.

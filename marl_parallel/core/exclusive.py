@@ -39,8 +39,8 @@ class CallGuard(dict[str, tuple[str, int]]):
             where = f"{name}() was called inside {first_name}() of the same thread, by a signal handler or a callback"
         else:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
-            here, there = (repr(names.get(ident, ident)) for ident in (thread, first_thread))
-            where = f"{name}() was called in thread {here} while thread {there} is inside {first_name}()"
+            here, other = (repr(names.get(ident, ident)) for ident in (thread, first_thread))
+            where = f"{name}() was called in thread {here} while thread {other} is inside {first_name}()"
         raise AlreadyPendingCallError(
             f"{where}. Nothing was done. A ParallelEnv carries out one call at a time, and only close() may come in "
             "the middle of another call: put a lock around the calls, or give each thread a ParallelEnv of its own",

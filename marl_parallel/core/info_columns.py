@@ -78,7 +78,9 @@ class InfoColumns(Mapping[int, dict[Any, Any]]):
         arrays = self.arrays
         columns = [arrays.of_agent(position) for position in range(len(self.agents))]
         if arrays.plain:
-            columns = [{key: one.tolist() if key in arrays.plain else one for key, one in of.items()} for of in columns]
+            columns = [
+                {key: one.tolist() if key in arrays.plain else one for key, one in column.items()} for column in columns
+            ]
         rows = by_agent(self.agents, len(arrays.env_ids), arrays.present, columns)
         informed = [True] * len(rows) if arrays.informed is None else arrays.informed.tolist()
         if arrays.common:
@@ -94,8 +96,8 @@ def by_agent(
     """One dict by agent for each row, from one stack of values for each agent. Absent agents have no entry."""
     values = [stacking.one_by_one(column, num_rows) for column in columns]
     if present is not None:
-        there = present.tolist()
-        return [dict(itertools.compress(zip(agents, row), mask)) for row, mask in zip(zip(*values), there)]
+        is_present = present.tolist()
+        return [dict(itertools.compress(zip(agents, row), mask)) for row, mask in zip(zip(*values), is_present)]
     if len(agents) == 1:
         return [{agents[0]: value} for value in values[0]]
     return [dict(zip(agents, row)) for row in zip(*values)]

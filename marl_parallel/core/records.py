@@ -63,8 +63,8 @@ class ActionRecords:
         if written == self._agents and not leftovers and written:
             self._forms[record] = ALL_IN_ORDER
             return None
-        there = {*written}
-        self._present[record] = [agent in there for agent in self._agents]
+        with_action = {*written}
+        self._present[record] = [agent in with_action for agent in self._agents]
         self._forms[record] = SOME
         return leftovers or None
 
@@ -83,7 +83,7 @@ class ActionRecords:
         """The actions of one record, arrays in memory of their own; `leftovers` is what `write` returned."""
         agents, form = self._agents, int(self._forms[record])
         if not form & ALL_IN_ORDER:
-            agents = [agent for agent, there in zip(agents, self._present[record].tolist()) if there]
+            agents = [agent for agent, is_present in zip(agents, self._present[record].tolist()) if is_present]
         actions = self._columns.read(record, agents, True)
         if leftovers:
             actions = in_order(actions | leftovers, self._possible_agents)
@@ -152,11 +152,11 @@ class TransitionRecords:
             ("observations", self._layout.observations, observations, "observation"),
             ("final_observations", self._layout.final_observations, final, "last observation"),
         ):
-            agents, left = columns.write(record, values or {}, what)
+            agents, unwritten = columns.write(record, values or {}, what)
             for agent in agents:
                 presence[self._places[agent]] |= BITS[name]
-            if left:
-                leftovers[name] = left
+            if unwritten:
+                leftovers[name] = unwritten
         declared = self._layout.schema.reward_spaces
         for agent, reward in rewards.items():
             check_reward(agent, reward)
@@ -232,8 +232,8 @@ class TransitionRecords:
         return self._layout.observations.read(record, self._agents_with(record, "observations"), False)
 
     def _agents_with(self, record: int, name: str) -> list[AgentID]:
-        there = (self.presence[record] & BITS[name]).tolist()
-        return [agent for agent, is_there in zip(self._layout.agents, there) if is_there]
+        is_set = (self.presence[record] & BITS[name]).tolist()
+        return [agent for agent, is_there in zip(self._layout.agents, is_set) if is_there]
 
 
 # -- slices of records, for workers that share no memory with the parent -----------------------------------------------

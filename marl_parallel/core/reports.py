@@ -233,8 +233,8 @@ def manner_of_death(lost: Lost) -> tuple[str, str]:
     if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"):
         return manner, f"fix the native code that broke, or report it to its authors; to find it, {alone}"
     if name == "SIGTERM":
-        own = "workers survive a SIGTERM from outside, unless a simulator sets another handler, or the default one"
-        return manner, f"find out what sent that signal, and which simulator calls signal.signal: {own}; {alone}"
+        survival = "workers survive a SIGTERM from outside, unless a simulator sets another handler, or the default one"
+        return manner, f"find out what sent that signal, and which simulator calls signal.signal: {survival}; {alone}"
     return manner, f"find out what sent that signal; {alone}"
 
 
@@ -271,6 +271,6 @@ def place(stack: str) -> str:
         frames.reverse()
     inside = [*itertools.takewhile(lambda frame: not frame["path"].startswith(_OURS), frames)]  # innermost first
     outside = [frame for frame in inside if not frame["path"].startswith(_STDLIB) or _INSTALLED.search(frame["path"])]
-    own = [frame for frame in outside if not _INSTALLED.search(frame["path"])]
-    chosen = next(iter(own or outside or inside), None)
+    users = [frame for frame in outside if not _INSTALLED.search(frame["path"])]
+    chosen = next(iter(users or outside or inside), None)
     return f"line {chosen['line']} of {chosen['path']}" if chosen else ""

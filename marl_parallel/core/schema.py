@@ -83,7 +83,7 @@ def equal(ours: Space[Any] | None, theirs: Space[Any] | None, *, classes: bool =
             return ours.keys() == theirs.keys() and all(equal(ours[key], theirs[key], classes=classes) for key in ours)
         if isinstance(ours, spaces.Tuple) and isinstance(theirs, spaces.Tuple):
             pairs = zip(ours, theirs)
-            return len(ours) == len(theirs) and all(equal(own, another, classes=classes) for own, another in pairs)
+            return len(ours) == len(theirs) and all(equal(one, another, classes=classes) for one, another in pairs)
     # Gymnasium leaves equality to each kind of space; of one that has none, only the kind can be compared.
     if classes and kind.__eq__ is object.__eq__:
         return True

@@ -235,7 +235,7 @@ def padded_space(parts: Sequence[Any], kinds: Container[type] = (*_FIXED_SIZE, s
 
 def padded_array(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Zeros after the values along each axis; an array of another number of axes, or a larger one, as it is."""
-    missing = [whole - own for whole, own in zip(shape, array.shape)]
+    missing = [whole - size for whole, size in zip(shape, array.shape)]
     if array.ndim != len(shape) or min(missing, default=0) < 0 or not any(missing):
         return array
     return np.pad(array, [(0, width) for width in missing])

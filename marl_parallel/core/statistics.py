@@ -272,8 +272,8 @@ class EpisodeStatistics:
         dead = self.dead.setdefault(env_id, set())
         if flagged is None:
             returns, _ = self._sums(env_id, totals)
-            alike = len({np.shape(total) for total in returns.values()}) <= 1
-            parts[COMMON] = {"r": sum(returns.values()) if alike else np.nan, "l": int(totals[-1])}
+            one_shape = len({np.shape(total) for total in returns.values()}) <= 1
+            parts[COMMON] = {"r": sum(returns.values()) if one_shape else np.nan, "l": int(totals[-1])}
             flagged = [*returns]
         for agent in flagged:
             total, steps = self._life(env_id, agent, totals)
@@ -291,8 +291,8 @@ def _sum(one: tuple[Any, int], other: tuple[Any, int]) -> tuple[Any, int]:
     """The sum of two returns, and of their lengths; NaN for vectors of different lengths."""
     if not (one[1] and other[1]):
         return one if one[1] else other
-    alike = len({np.shape(total) for total in (one[0], other[0])} - {()}) <= 1
-    return one[0] + other[0] if alike else np.nan, one[1] + other[1]
+    one_shape = len({np.shape(total) for total in (one[0], other[0])} - {()}) <= 1
+    return one[0] + other[0] if one_shape else np.nan, one[1] + other[1]
 
 
 def _flagged(terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]) -> list[AgentID]:

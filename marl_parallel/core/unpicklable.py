@@ -65,7 +65,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         for function in (value.fget, value.fset, value.fdel):
             yield "its function", function
     elif isinstance(value, type):
-        yield from _attributes(vars(value), of=f" of class {value.__name__}")
+        yield from _attributes(vars(value), suffix=f" of class {value.__name__}")
         for base in value.__bases__:
             yield f"base class {base.__name__}", base
     elif isinstance(value, dict):
@@ -107,10 +107,10 @@ def _content(cell: Any) -> list[Any]:
         return []
 
 
-def _attributes(attributes: Mapping[Any, Any], of: str = "") -> Iterator[tuple[str, Any]]:
+def _attributes(attributes: Mapping[Any, Any], suffix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in attributes.items():
         if name not in ("__dict__", "__weakref__"):  # which are not pickled
-            yield f"attribute {name!r}{of}", value
+            yield f"attribute {name!r}{suffix}", value
 
 
 def _labelled(kind: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

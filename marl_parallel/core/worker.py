@@ -196,12 +196,12 @@ class Worker:
                 else:
                     # With generators of their own, environments are stepped one by one.
                     until = len(ids) if self._generators is None else place + 1
-                    left = codec.run(ids[:until], place, self._episodes, *self._status.for_codec, after)
-                    if left is None:
+                    rest = codec.run(ids[:until], place, self._episodes, *self._status.for_codec, after)
+                    if rest is None:
                         place = until
                         continue
                     self._check_not_forked()
-                    place, where, value = left
+                    place, where, value = rest
                     result = self._go_on(ids[place], where, value)
                 if result is not None:
                     results[ids[place]] = result

@@ -350,10 +350,10 @@ class Tracer:
             if waiting_since is not None:
                 self._add_slice(lane, "waiting", "worker", waiting_since, began)
             waiting_since = ended
-            for entered, left in [*simulators, (ended, ended)]:
+            for entered, returned in [*simulators, (ended, ended)]:
                 if entered > began:
                     self._add_slice(lane, "transport", "worker", began, entered)
-                began = max(began, left)
+                began = max(began, returned)
             simulators.clear()
 
     def note_replaced(self, worker: int) -> None:

@@ -103,18 +103,18 @@ class JaxMarlPool(NativeSimulator):
     # -- one environment, for JAX to compile -----------------------------------------------------------------------
 
     def _reset_one(self, key: Any) -> tuple[Any, Any, dict[str, Any]]:
-        key, own = jax.random.split(key)
-        observations, state = self._env.reset(own)
+        key, subkey = jax.random.split(key)
+        observations, state = self._env.reset(subkey)
         return key, state, self._seen(observations, state)
 
     def _step_one(self, key: Any, state: Any, actions: list[Any]) -> tuple[Any, Any, dict[str, Any]]:
-        key, own = jax.random.split(key)
+        key, subkey = jax.random.split(key)
         by_agent = {
             agent: stacked[row]
             for members, stacked in zip(self._action_groups, actions)
             for row, agent in enumerate(members)
         }
-        observations, state, rewards, dones, infos = self._env.step_env(own, state, by_agent)
+        observations, state, rewards, dones, infos = self._env.step_env(subkey, state, by_agent)
         agents = self.schema.possible_agents
         results = self._seen(observations, state)
         results["rewards"] = jnp.stack([jnp.asarray(rewards[agent], jnp.float32).reshape(()) for agent in agents])
@@ -132,7 +132,7 @@ class JaxMarlPool(NativeSimulator):
         first = {name: first.get(name, jax.tree.map(jnp.zeros_like, values)) for name, values in results.items()}
 
         def chosen(mask: Any, ours: Any, others: Any) -> Any:
-            return jax.tree.map(lambda own, other: jnp.where(mask, own, other), ours, others)
+            return jax.tree.map(lambda one, other: jnp.where(mask, one, other), ours, others)
 
         changes = steps | begins
         new_state = chosen(changes, chosen(begins, begun, stepped), state)

@@ -223,7 +223,7 @@ class SimulatorSource(Source, Transitions):
         # The environments that have reported them, bool (num_envs,); None for those in which the agent acts.
         self._reported: dict[AgentID, NDArray[np.bool_] | None] = {}
         self._mask_places = {
-            view.agents[at]: (group, row) for group, (_, of) in enumerate(groups) for row, at in enumerate(of)
+            view.agents[at]: (group, row) for group, (_, columns) in enumerate(groups) for row, at in enumerate(columns)
         }
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -530,7 +530,9 @@ class SimulatorSource(Source, Transitions):
         def together(*arrays: NDArray[Any]) -> NDArray[Any]:
             return arrays[0][:, None] if len(arrays) == 1 else np.stack(arrays, axis=1)
 
-        return [tree_map(together, *[column(agent, of) for agent in agents]) for of, agents in self._action_groups]
+        return [
+            tree_map(together, *[column(agent, space) for agent in agents]) for space, agents in self._action_groups
+        ]
 
     def read(self, env_ids: Sequence[int], received: Received) -> Columns:
         self.note_received(received)
@@ -584,7 +586,9 @@ class SimulatorArrays(ArrayView):
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
         # Groups with `Discrete` values, which simulators may return in another dtype than that of the space.
-        self._to_cast = [any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(of)) for of, _ in self.groups]
+        self._to_cast = [
+            any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(space)) for space, _ in self.groups
+        ]
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> list[Any]:
         ids = self._pool.env_ids if env_ids is None else env_ids

@@ -137,7 +137,7 @@ class VmasPool(NativeSimulator):
             paid[begins] = 0.0
             flags = flags[0] & ~begins, flags[1] & ~begins
             informed = ~begins
-            infos = [tree_map(lambda tensor: _chosen(where, torch.zeros_like(tensor), tensor), own) for own in infos]
+            infos = [tree_map(lambda tensor: _chosen(where, torch.zeros_like(tensor), tensor), info) for info in infos]
         self._received = self._of(self._all, observations, paid, *flags, _columns(infos), informed)
 
     def receive(self) -> Received:
@@ -207,17 +207,17 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
 
 def _columns(infos: list[dict[str, Any]]) -> Any:
     """Infos of all agents in arrays `(n, agents, ...)` by key, or of each agent apart if they differ."""
-    forms = [tree_map(lambda tensor: (tensor.shape, tensor.dtype), own) for own in infos]
+    forms = [tree_map(lambda tensor: (tensor.shape, tensor.dtype), info) for info in infos]
     if all(form == forms[0] for form in forms):
         return tree_map(lambda *tensors: _array(torch.stack(tensors, dim=1)), *infos)
-    return [tree_map(_array, own) for own in infos]
+    return [tree_map(_array, info) for info in infos]
 
 
 def _chosen(where: torch.Tensor, ours: Any, others: Any) -> Any:
     """Rows of one tree of tensors where a mask is True, else of another one."""
 
-    def choose(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return torch.where(where.reshape(-1, *[1] * (own.ndim - 1)), own, other)
+    def choose(ours: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.where(where.reshape(-1, *[1] * (ours.ndim - 1)), ours, other)
 
     return tree_map(choose, ours, others)
 

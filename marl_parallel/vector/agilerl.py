@@ -271,8 +271,10 @@ def _formed(space: Space[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
     rows = stacking.whole(space, rows)
     flat = rows.shape == (len(rows), int(np.prod(space.shape)))
-    alike = [length for length in rows.shape[1:] if length != 1] == [length for length in space.shape if length != 1]
-    rows = rows.reshape(len(rows), *space.shape) if flat or alike else rows
+    same_lengths = [length for length in rows.shape[1:] if length != 1] == [
+        length for length in space.shape if length != 1
+    ]
+    rows = rows.reshape(len(rows), *space.shape) if flat or same_lengths else rows
     if starts_elsewhere(space):
         rows = to_start(space, rows)
     return rows

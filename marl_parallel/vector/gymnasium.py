@@ -199,8 +199,8 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
         for agent in self._others:
             space = self._stepper.runner.schema.action_spaces[agent]
             try:
-                own = self._act(agent, seen.get(agent)) if self._act else _nearest_to_zero(space, num_envs)
-                by_agents.append(Stacked((agent,), stacked(space, own, num_envs, 1)))
+                drawn = self._act(agent, seen.get(agent)) if self._act else _nearest_to_zero(space, num_envs)
+                by_agents.append(Stacked((agent,), stacked(space, drawn, num_envs, 1)))
             except ValueError as error:
                 raise ValueError(f"others, for agent {agent!r}: {error}") from error
         return by_agents

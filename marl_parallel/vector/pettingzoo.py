@@ -224,9 +224,9 @@ class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]
         results = self._env.step([actions], env_ids=[self._env_id])
         observations, rewards, terminateds, truncateds, infos = (dicts[0] for dicts in results)
         self._note(self._env_id, observations, rewards)
-        left = self._runner.transitions.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
+        alive = self._runner.transitions.alive[self._env_id] if terminateds[ALL] or truncateds[ALL] else []
         terminations, truncations = (
-            {**{a: f for a, f in flags.items() if a != ALL}, **dict.fromkeys(left, flags[ALL])}
+            {**{a: f for a, f in flags.items() if a != ALL}, **dict.fromkeys(alive, flags[ALL])}
             for flags in (terminateds, truncateds)
         )
         return observations, rewards, terminations, truncations, infos

@@ -108,7 +108,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         observed, informed = self.env.reset(seed=seed, options=options, drain=True)
         self._runner.claim(self._claim)
         results = zip(self._filters, self._observations(observed), informed)
-        observations, infos = map(list, zip(*[own.begin(*dicts) for own, *dicts in results]))
+        observations, infos = map(list, zip(*[episode_filter.begin(*dicts) for episode_filter, *dicts in results]))
         return observations, infos
 
     @exclusive("step")
@@ -123,7 +123,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         were_over = [*self._runner.transitions.over]
         observed, *rest = self.env.step(self._actions(actions))
         results = zip(self._filters, were_over, zip(self._observations(observed), *rest))
-        rows = [own.step(was_over, dicts) for own, was_over, dicts in results]
+        rows = [episode_filter.step(was_over, dicts) for episode_filter, was_over, dicts in results]
         self._refuse_lives()
         observations, rewards, terminateds, truncateds, infos = map(list, zip(*rows))
         return observations, self._as_numbers(rewards), terminateds, truncateds, infos
@@ -262,8 +262,11 @@ def _with_common(infos: dict[Any, Any], observations: dict[AgentID, Any]) -> dic
     """Infos, with the environment's copied into the info of each agent that observes."""
     if COMMON not in infos:
         return infos
-    own = {agent: infos.get(agent) or {} for agent in observations}
-    return {**infos, **{a: {COMMON: infos[COMMON], **info} for a, info in own.items() if isinstance(info, Mapping)}}
+    by_agent = {agent: infos.get(agent) or {} for agent in observations}
+    return {
+        **infos,
+        **{a: {COMMON: infos[COMMON], **info} for a, info in by_agent.items() if isinstance(info, Mapping)},
+    }
 
 
 class StandIn(MultiAgentEnv):  # type: ignore[misc]

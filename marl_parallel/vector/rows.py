@@ -376,11 +376,13 @@ def infos_by_agent(
     if not infos:
         return {agent: {} for agent in agents}
     by_key = {
-        agent: vector_infos([(env_id, agent_info(env_id, own, agent)) for env_id, own in infos.items()], num_envs)
+        agent: vector_infos(
+            [(env_id, agent_info(env_id, env_infos, agent)) for env_id, env_infos in infos.items()], num_envs
+        )
         for agent in agents
     }
-    for key in dict.fromkeys([key for own in infos.values() for key in own if key not in by_key]):
-        values = {env_id: own[key] for env_id, own in infos.items() if key in own}
+    for key in dict.fromkeys([key for env_infos in infos.values() for key in env_infos if key not in by_key]):
+        values = {env_id: env_infos[key] for env_id, env_infos in infos.items() if key in env_infos}
         if all(isinstance(value, Mapping) for value in values.values()):
             by_key[key] = vector_infos(values.items(), num_envs)
         else:
@@ -448,7 +450,7 @@ def agent_infos(
 def divided(info: Mapping[Any, Any], of_env: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The last info of an episode, one of `agent_infos`, and that of the reset in the same step."""
     last = {key: value for key, value in info.items() if key not in (FINAL_OBS, RESET_INFO)}
-    own = {
+    final = {
         key: value[RESET_INFO] for key, value in of_env.items() if isinstance(value, Mapping) and RESET_INFO in value
     }
-    return last, {**own, **info.get(RESET_INFO, {})}
+    return last, {**final, **info.get(RESET_INFO, {})}

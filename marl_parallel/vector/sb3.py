@@ -217,12 +217,12 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
                 last = to_zero(self._rows.space, last)
             infos[row]["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
             infos[row]["TimeLimit.truncated"] = bool(truncated[place]) and known
-            own = _LastInfo(infos[row])
-            if self._lengths[place] and not were_dead[place] and (self._has_stats or "episode" not in own):
+            last_info = _LastInfo(infos[row])
+            if self._lengths[place] and not were_dead[place] and (self._has_stats or "episode" not in last_info):
                 seconds = round(time.time() - self._start, 6)
-                own["episode"] = {"r": float(self._returns[place]), "l": int(self._lengths[place]), "t": seconds}
-            own.without_own = bool(were_dead[place]) or not took_part[place] or _has_restarted(infos[row])
-            own.complete, infos[row] = True, own
+                last_info["episode"] = {"r": float(self._returns[place]), "l": int(self._lengths[place]), "t": seconds}
+            last_info.without_own = bool(were_dead[place]) or not took_part[place] or _has_restarted(infos[row])
+            last_info.complete, infos[row] = True, last_info
         self._returns[dones] = self._lengths[dones] = 0.0
         arrays.rewards[were_dead] = 0.0
         stacking.clear(observations, np.flatnonzero(self._rows.dead))
@@ -239,11 +239,11 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
         return self._rows.saved(env_id), *sums, self.reset_infos[self._rows_of(env_id)]
 
     def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
-        self._rows.load({env_id: None if own is None else own[0] for env_id, own in states.items()}, after=after)
-        for env_id, own in states.items():
-            self._returns[env_id], self._lengths[env_id] = (0.0, 0.0) if own is None else own[1:3]
-            if own is not None:
-                self.reset_infos[self._rows_of(env_id)] = own[3]
+        self._rows.load({env_id: None if state is None else state[0] for env_id, state in states.items()}, after=after)
+        for env_id, state in states.items():
+            self._returns[env_id], self._lengths[env_id] = (0.0, 0.0) if state is None else state[1:3]
+            if state is not None:
+                self.reset_infos[self._rows_of(env_id)] = state[3]
 
     def _rows_of(self, env_id: int) -> slice:
         return slice(env_id * self._per_env, (env_id + 1) * self._per_env)
@@ -598,12 +598,12 @@ def evaluate_policy(
     masked = masked and "action_masks" in inspect.signature(model.predict).parameters
     per_env = len(env.agents)
     num_envs = env.num_envs // per_env
-    left = np.array([(n_eval_episodes + env_id) // num_envs for env_id in range(num_envs)])
+    remaining = np.array([(n_eval_episodes + env_id) // num_envs for env_id in range(num_envs)])
     episode_rewards: list[float] = []
     episode_lengths: list[int] = []
     observations, states = env.reset(), None
     episode_starts = np.ones(env.num_envs, np.bool_)
-    while left.any():
+    while remaining.any():
         masks = {"action_masks": rows.action_masks()} if masked else {}
         actions, states = model.predict(
             observations, state=states, episode_start=episode_starts, deterministic=deterministic, **masks
@@ -611,11 +611,11 @@ def evaluate_policy(
         observations, _, dones, infos = env.step(actions)
         episode_starts = dones
         for row in np.flatnonzero(dones).tolist():
-            if left[row // per_env] and "episode" in infos[row]:
+            if remaining[row // per_env] and "episode" in infos[row]:
                 episode_rewards.append(infos[row]["episode"]["r"])
                 episode_lengths.append(infos[row]["episode"]["l"])
         for finished in rows.env.finished_episodes:  # all agents may be dead, and come back, before
-            left[finished.env_id] = max(left[finished.env_id] - 1, 0)
+            remaining[finished.env_id] = max(remaining[finished.env_id] - 1, 0)
         if callback is not None:
             callback(locals(), globals())
     mean = float(np.mean(episode_rewards))

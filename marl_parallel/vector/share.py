@@ -243,16 +243,16 @@ class _Acted:
         """Their part of the actions, `(num_envs, agents, d)`, or lists of lists of arrays, for an `ArrayStepper`."""
         whole = len(self.places) == acting.shape[1]
         if type(actions) is np.ndarray and not actions.dtype.hasobject:
-            own = actions if whole else actions[:, self._columns]
+            acted = actions if whole else actions[:, self._columns]
         else:
             try:
-                own = np.array([[np.asarray(of_env[place]) for place in self.places] for of_env in actions])
+                acted = np.array([[np.asarray(of_env[place]) for place in self.places] for of_env in actions])
             except (TypeError, ValueError, IndexError):
                 raise ValueError(
                     f"{self._facade}: the actions of agents {[*self.agents]} do not have one shape in all environments"
                 ) from None
         acting = acting if whole else acting[:, self._columns]
-        return Stacked(self.agents, self._of_choices(own, acting) if self.sizes else self._of_arrays(own))
+        return Stacked(self.agents, self._of_choices(acted, acting) if self.sizes else self._of_arrays(acted))
 
     def _wrong(self, got: NDArray[Any], expected: str) -> ValueError:
         return ValueError(
@@ -260,60 +260,60 @@ class _Acted:
             f"{got.shape}"
         )
 
-    def _of_arrays(self, own: NDArray[Any]) -> NDArray[Any]:
+    def _of_arrays(self, acted: NDArray[Any]) -> NDArray[Any]:
         shape = self.declared.shape or ()
         size = int(np.prod(shape, dtype=int))
-        if own.shape[2:] == shape:
-            return own
-        if own.ndim != 3 or own.shape[2] < size:
-            raise self._wrong(own, f"(num_envs, agents, {size})")
-        return own[:, :, :size].reshape(*own.shape[:2], *shape)
+        if acted.shape[2:] == shape:
+            return acted
+        if acted.ndim != 3 or acted.shape[2] < size:
+            raise self._wrong(acted, f"(num_envs, agents, {size})")
+        return acted[:, :, :size].reshape(*acted.shape[:2], *shape)
 
-    def _of_choices(self, own: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[Any]:
+    def _of_choices(self, acted: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[Any]:
         """Indices of choices, from indices or from one-hot vectors, one after the other."""
         parts, discrete = len(self.sizes), isinstance(self.declared, spaces.Discrete)
-        if own.ndim == 2 and discrete:
-            own = own[..., None]
-        if own.ndim != 3 or own.dtype.kind not in "biuf":
-            raise self._wrong(own, f"numbers (num_envs, agents, {parts}) or one-hot vectors ({sum(self.sizes)})")
-        if own.shape[2] == parts:
-            indices = self._checked(own, acting)
-        elif own.shape[2] >= sum(self.sizes):
-            indices = self._of_one_hot(own, acting)
+        if acted.ndim == 2 and discrete:
+            acted = acted[..., None]
+        if acted.ndim != 3 or acted.dtype.kind not in "biuf":
+            raise self._wrong(acted, f"numbers (num_envs, agents, {parts}) or one-hot vectors ({sum(self.sizes)})")
+        if acted.shape[2] == parts:
+            indices = self._checked(acted, acting)
+        elif acted.shape[2] >= sum(self.sizes):
+            indices = self._of_one_hot(acted, acting)
         else:
-            raise self._wrong(own, f"indices (num_envs, agents, {parts}) or one-hot vectors ({sum(self.sizes)})")
+            raise self._wrong(acted, f"indices (num_envs, agents, {parts}) or one-hot vectors ({sum(self.sizes)})")
         start = cast(spaces.Discrete | spaces.MultiDiscrete, self.declared).start
         indices = indices + start if np.any(start) else indices
         return indices[..., 0] if discrete else indices
 
-    def _checked(self, own: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[Any]:
+    def _checked(self, acted: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[Any]:
         """Indices as whole numbers; `ValueError` for one that is no choice, of an agent that acts."""
-        indices = own
-        if own.dtype.kind not in "iu":
+        indices = acted
+        if acted.dtype.kind not in "iu":
             with np.errstate(invalid="ignore"):
-                indices = own.astype(np.int64)
+                indices = acted.astype(np.int64)
         wrong = (indices < 0) | (indices >= self.sizes)
-        if indices is not own:
-            wrong |= indices != own
+        if indices is not acted:
+            wrong |= indices != acted
         if wrong.any() and (wrong := wrong.any(axis=2) & acting).any():
             row, place = np.argwhere(wrong)[0].tolist()
             raise ValueError(
-                f"environment {row}: the action of agent {self.agents[place]!r} is {own[row, place].tolist()}; "
+                f"environment {row}: the action of agent {self.agents[place]!r} is {acted[row, place].tolist()}; "
                 f"expected the index of a choice of {self.declared}, from 0"
             )
         return indices
 
-    def _of_one_hot(self, own: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[np.int64]:
-        indices, start = np.empty((*own.shape[:2], len(self.sizes)), np.int64), 0
+    def _of_one_hot(self, acted: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[np.int64]:
+        indices, start = np.empty((*acted.shape[:2], len(self.sizes)), np.int64), 0
         for part, size in enumerate(self.sizes):
-            one_hot = own[:, :, start : start + size]
+            one_hot = acted[:, :, start : start + size]
             indices[..., part] = one_hot.argmax(axis=2)
             wrong = ((np.count_nonzero(one_hot, axis=2) != 1) | (one_hot.max(axis=2) != 1)) & acting
             if wrong.any():
                 row, place = np.argwhere(wrong)[0].tolist()
                 raise ValueError(
                     f"environment {row}: the action of agent {self.agents[place]!r} must be an index or a one-hot "
-                    f"vector for {self.declared}; got {own[row, place].tolist()}"
+                    f"vector for {self.declared}; got {acted[row, place].tolist()}"
                 )
             start += size
         return indices
@@ -403,9 +403,9 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         self.observation_space: list[Any] = [observed[place] for place in agents]
         self.share_observation_space: list[Any] = [state] * self.n_agents
         self.action_space: list[Any] = [acted[place] for place in agents]
-        own = None if pad else self._own_spaces()
-        if own is not None:
-            self.observation_space, share, self.action_space = own
+        declared = None if pad else self._own_spaces()
+        if declared is not None:
+            self.observation_space, share, self.action_space = declared
             is_padded = len({getattr(space, "shape", None) for space in share}) > 1
             if not is_padded and self._has_state >= self._has_share:
                 self.share_observation_space = share
@@ -418,10 +418,10 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             return None
         if not isinstance(share, list | tuple) or len(share) != self.n_agents:
             return None
-        own = [self.env.get_attr(name)[0] for name in ("observation_space", "action_space")]
-        if not all(isinstance(one, list | tuple) and len(one) == self.n_agents for one in own):
+        declared = [self.env.get_attr(name)[0] for name in ("observation_space", "action_space")]
+        if not all(isinstance(one, list | tuple) and len(one) == self.n_agents for one in declared):
             return None
-        return [*own[0]], [*share], [*own[1]]
+        return [*declared[0]], [*share], [*declared[1]]
 
     # -- resets and steps ------------------------------------------------------------------------------------------
 
@@ -437,11 +437,11 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
 
     def _loaded(self, states: Sequence[bytes], env_ids: Sequence[int] | None) -> Arrays:
         """The latest arrays of environments that have been loaded."""
-        arrays, own = self._stepper.load_state(states, env_ids)
+        arrays, facade_states = self._stepper.load_state(states, env_ids)
         self._absent = self._absent.copy()
-        latest_infos = {env_id: infos for env_id, infos in self._latest_infos.items() if env_id not in own}
-        self._at_begin = self._at_begin | {*own}
-        for env_id, known in own.items():
+        latest_infos = {env_id: infos for env_id, infos in self._latest_infos.items() if env_id not in facade_states}
+        self._at_begin = self._at_begin | {*facade_states}
+        for env_id, known in facade_states.items():
             if known is None:
                 self._note_first(arrays, [env_id])
                 continue
@@ -492,9 +492,9 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             absent = absent & ~came_back(self._stepper, arrays, self.agents, absent & ~flagged)
         bad = None
         if ended:
-            own = arrays.truncations & ~arrays.terminations
+            truncated = arrays.truncations & ~arrays.terminations
             of_env = (arrays.truncated & ~arrays.terminated)[:, None]
-            bad = over[:, None] & np.where(flagged & ~absent, own, of_env)
+            bad = over[:, None] & np.where(flagged & ~absent, truncated, of_env)
         self._absent = absent | flagged
         self._any_absent = bool(self._absent.any())
         dones = self._absent | over[:, None]

@@ -210,12 +210,12 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         if group_map is None:
             self.group_map = default_groups(agents, runner.schema.observation_spaces, runner.schema.action_spaces)
         else:
-            self.group_map = {name: [*of] for name, of in group_map.items()}
-        self.agents = [agent for of in self.group_map.values() for agent in of]
+            self.group_map = {name: [*members] for name, members in group_map.items()}
+        self.agents = [agent for members in self.group_map.values() for agent in members]
         self.num_agents = len(self.agents)
         if sorted(map(repr, self.agents)) != sorted(map(repr, agents)):
             raise ValueError(f"group_map must have each of the agents {agents} once, got {self.group_map}")
-        self._groups = {name: self._group(name, of, pad=pad) for name, of in self.group_map.items()}
+        self._groups = {name: self._group(name, members, pad=pad) for name, members in self.group_map.items()}
         self._only = next(iter(self._groups.values())) if len(self._groups) == 1 else None
         # Whether the arrays of the stepper are the facade's own: all agents in order, with one array of observations.
         self._is_whole = (
@@ -349,8 +349,8 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
     def _final(self, arrays: Arrays, ended: Sequence[int]) -> tuple[Grouped, Grouped]:
         """The last observations of old episodes, which are in the infos, and the rows that have one."""
         view = self.stepper.view
-        final = [stacking.zeros(space, (self.num_envs, len(of))) for space, of in view.groups]
-        there = np.zeros((self.num_envs, len(view.agents)), np.bool_)
+        final = [stacking.zeros(space, (self.num_envs, len(columns))) for space, columns in view.groups]
+        has_final = np.zeros((self.num_envs, len(view.agents)), np.bool_)
         for place in ended:
             env_id = self.stepper.env_ids[place]
             infos = arrays.infos.get(env_id, {})
@@ -360,8 +360,8 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
                     group, row = view.places[agent]
                     whose = f"environment {env_id}: the last observation of agent {agent!r}"
                     stacking.put(final[group], (place, row), info[FINAL_OBS], whose)
-                    there[place, column] = True
-        return self.stacked(final), self._of_groups(there)
+                    has_final[place, column] = True
+        return self.stacked(final), self._of_groups(has_final)
 
     def _note_states(self, ended: Sequence[int]) -> None:
         env_ids = self.stepper.env_ids
@@ -378,9 +378,9 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
     def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
         if after and self.final_state is not None:
             final = self.final_state.copy()
-            for env_id, own in states.items():
-                if own is not None:
-                    final[env_id] = own
+            for env_id, state in states.items():
+                if state is not None:
+                    final[env_id] = state
             self.final_state = final
 
     # -- groups ----------------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
 
 def default_groups(agents: Sequence[AgentID], *declared: Mapping[AgentID, Space[Any]]) -> dict[str, list[AgentID]]:
     """Groups of agents with equal spaces, by a name that all their ids have in common."""
-    together = {agent: spaces.Tuple([of[agent] for of in declared]) for agent in agents}
+    together = {agent: spaces.Tuple([by_agent[agent] for by_agent in declared]) for agent in agents}
     groups: dict[str, list[AgentID]] = {}
     for _, places in alike(together, agents):
         of_group = [agents[place] for place in places]

@@ -177,16 +177,16 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("save_state")
     def save_state(
-        self, env_ids: Sequence[int] | None = None, own: Callable[[int], Any] = lambda _: None
+        self, env_ids: Sequence[int] | None = None, facade_state: Callable[[int], Any] = lambda _: None
     ) -> list[bytes]:
         """Save environments, as `ParallelEnv.save_state`, whose errors it has.
 
         Args:
             env_ids: Which environments; None for all.
-            own: Returns what the facade itself knows of an environment, which must pickle.
+            facade_state: Returns what the facade itself knows of an environment, which must pickle.
         """
         saved, name = self.runner.save_state(env_ids), self._name
-        return [to_bytes(state.with_facade(name, own(env_id))) for env_id, state in saved.items()]
+        return [to_bytes(state.with_facade(name, facade_state(env_id))) for env_id, state in saved.items()]
 
     @exclusive("load_state")
     def load_state(
@@ -527,10 +527,10 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
 
         Returns observations and infos of the latest step or reset at that time, in the form of `step`.
         """
-        arrays, own = self._stepper.load_state(states, env_ids)
-        self._set_own_states(own, after=False)
+        arrays, facade_states = self._stepper.load_state(states, env_ids)
+        self._set_own_states(facade_states, after=False)
         observations, *_, infos = cast("tuple[Any, ...]", self._results(arrays))
-        self._set_own_states(own, after=True)
+        self._set_own_states(facade_states, after=True)
         return observations, infos
 
     def _own_state(self, env_id: int) -> Any:

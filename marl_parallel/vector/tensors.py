@@ -56,7 +56,7 @@ class StackedTensors:
         self._copied: Any = None  # an event: all that was copied from page-locked memory so far
         if pin and has_cuda():
             groups = env.stepper.view.groups
-            self._pinned = [stacking.zeros(space, (env.num_envs, len(of))) for space, of in groups]
+            self._pinned = [stacking.zeros(space, (env.num_envs, len(columns))) for space, columns in groups]
             tree_map(page_lock, self._pinned)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call,unused-ignore]
 

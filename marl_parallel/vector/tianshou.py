@@ -260,10 +260,10 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         else:
             seeds = [*seed]
         self.reset(seed=None if seed is None else seeds)
-        for space, own in zip(self._action_spaces, seeds):
-            if own is not None:
-                space.seed(own)
-        return [None if own is None else [own] for own in seeds]
+        for space, one in zip(self._action_spaces, seeds):
+            if one is not None:
+                space.seed(one)
+        return [None if one is None else [one] for one in seeds]
 
     def render(self, **kwargs: Any) -> list[Any]:
         """A frame of each environment; None if `render_mode` is None. Keywords are for the environments' `render`."""
@@ -352,11 +352,11 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         for env_id in ids:
             of_env = arrays.infos.get(env_id, {})
             common = of_env.get(COMMON, {})
-            own = {key: info for key, info in of_env.items() if info and key != COMMON}
+            by_agent = {key: info for key, info in of_env.items() if info and key != COMMON}
             if self._has_masks:
                 masks = self._stepper.runner.transitions.masks(env_id)
-                own |= {agent: {ACTION_MASK: mask, **own.get(agent, {})} for agent, mask in masks.items()}
-            infos.append({**common, **(own.get(self._agents[0], {}) if self._is_single else own)})
+                by_agent |= {agent: {ACTION_MASK: mask, **by_agent.get(agent, {})} for agent, mask in masks.items()}
+            infos.append({**common, **(by_agent.get(self._agents[0], {}) if self._is_single else by_agent)})
         return _objects(infos)
 
 

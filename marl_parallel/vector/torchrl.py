@@ -205,7 +205,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if tensordict is not None:
             mask = tensordict.get("_reset", None)
             of_groups = [tensordict.get((name, "_reset"), None) for name in self._groups]
-            any_agent = [own.reshape(self.env.num_envs, -1).any(-1) for own in of_groups if own is not None]
+            any_agent = [flags.reshape(self.env.num_envs, -1).any(-1) for flags in of_groups if flags is not None]
             mask = torch.stack(any_agent).any(0) if mask is None and any_agent else mask
         ids = self._marked(mask)
         if ids is not None and not ids and self._stepper.latest is not None:
@@ -260,9 +260,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     @exclusive("load_state")
     def load_state(self, states: Sequence[bytes]) -> TensorDictBase:
         """As `ParallelEnv.load_state`, of all environments; returns what `reset` returns, with which a loop goes on."""
-        arrays, own = self._stepper.load_state(states)
+        arrays, facade_states = self._stepper.load_state(states)
         flagged = np.zeros_like(self._ended)
-        for env_id, saved in own.items():
+        for env_id, saved in facade_states.items():
             self._ended[env_id], flagged[env_id] = (False, False) if saved is None else saved
         self._unseeded[:] = False
         self.infos = dict(arrays.infos)
@@ -357,10 +357,10 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             for place, agent in enumerate(group.agents):
                 places = [row for row, env_id in enumerate(ids) if agent in acting[env_id]]
                 try:
-                    own = stacking.picked(group.action_space, stacking.column(arrays, place), places, len(ids))
+                    actions = stacking.picked(group.action_space, stacking.column(arrays, place), places, len(ids))
                 except Mismatch as error:
                     raise ValueError(f"the actions of agent {agent!r}{error.path}: {error}") from None
-                for row, action in zip(places, own):
+                for row, action in zip(places, actions):
                     of_env[row][agent] = action
         self._stepper.send_some(of_env, ids)
         self._sent.update(zip(ids, rows.unbind(0)))
@@ -514,12 +514,12 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             self._ended &= ~came_back(self._stepper, arrays, self._stepper.view.agents, self._ended & ~flagged)
         return flagged & ~self._ended
 
-    def _tensors(self, arrays: Arrays, own: NDArray[np.bool_] | bool = False) -> TensorDictBase:
+    def _tensors(self, arrays: Arrays, per_agent: NDArray[np.bool_] | bool = False) -> TensorDictBase:
         """Observations and flags; `own`, `(num_envs, agents)`, marks the agents with a flag of their own."""
-        self._ended |= own
-        self._own = np.broadcast_to(own, self._ended.shape)
-        terminated = np.where(own, arrays.terminations, arrays.terminated[:, None])
-        truncated = np.where(own, arrays.truncations, arrays.truncated[:, None])
+        self._ended |= per_agent
+        self._own = np.broadcast_to(per_agent, self._ended.shape)
+        terminated = np.where(per_agent, arrays.terminations, arrays.terminated[:, None])
+        truncated = np.where(per_agent, arrays.truncations, arrays.truncated[:, None])
         of_agents = dict(zip(_FLAGS, (terminated | truncated, terminated, truncated)))
         roots = dict(zip(_FLAGS, (arrays.terminated | arrays.truncated, arrays.terminated, arrays.truncated)))
         n = self.env.num_envs

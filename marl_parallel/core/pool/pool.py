@@ -751,13 +751,13 @@ class Pool(Source):
     def _free(self, patience: float) -> None:
         """End all workers, which have so many seconds to end by themselves, and free everything."""
         self.closed = True
-        left = self.backend.stop(patience)
+        stuck = self.backend.stop(patience)
         # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
         self.backend.interrupt()
         self.freed = True
         for after_close in self._hooks.of(Extension.after_close):
             after_close()
-        for worker in left:
+        for worker in stuck:
             logger.warning(
                 "worker %d could not be ended and keeps running, because a thread cannot be killed. Its stack:\n%s",
                 worker, self.backend.stack(worker),
@@ -774,9 +774,9 @@ class Pool(Source):
         for worker in pending:
             self.queues[worker].requests.clear()  # the workers leave them out
         self.post({worker: Request(Message.CLOSE) for worker in pending})
-        while pending and (left := deadline - self.clock()) > 0:
+        while pending and (remaining := deadline - self.clock()) > 0:
             limits = [
-                left,
+                remaining,
                 *[seconds for ask in self._hooks.of(Extension.patience) if (seconds := ask(self.clock())) is not None],
             ]
             for worker, reply in self.backend.wait(max(min(limits), 0.0)):

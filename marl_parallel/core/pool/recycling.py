@@ -418,15 +418,15 @@ class Recycling(Extension):
 
     def _move(self, slot: Slot, standby: _Standby) -> None:
         """Let the new environment in a standby take the place of the present one."""
-        pool, left = self._pool, slot.worker
+        pool, old_worker = self._pool, slot.worker
         del standby.environments[slot.env_id]
         slot.worker = standby.worker
-        pool.set_share(left, tuple([env_id for env_id in pool.queues[left].share if env_id != slot.env_id]))
+        pool.set_share(old_worker, tuple([env_id for env_id in pool.queues[old_worker].share if env_id != slot.env_id]))
         pool.set_share(standby.worker, tuple(sorted([*pool.queues[standby.worker].share, slot.env_id])))
         if not standby.environments:
-            del self._standbys[pool.position(left)]
-            self._closing[left] = pool.position(left), pool.clock() + _LEAVES_WITHIN_S
-            pool.post({left: Request(Message.CLOSE)}, self._on_closed, is_awaited=False)
+            del self._standbys[pool.position(old_worker)]
+            self._closing[old_worker] = pool.position(old_worker), pool.clock() + _LEAVES_WITHIN_S
+            pool.post({old_worker: Request(Message.CLOSE)}, self._on_closed, is_awaited=False)
         self._take_over(slot)
 
     def _take_over(self, slot: Slot) -> None:
