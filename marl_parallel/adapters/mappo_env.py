@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar, Literal
@@ -15,7 +16,17 @@ from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import choices_of
 from marl_parallel.adapters import attributes
 from marl_parallel.adapters.attributes import AgentID, declared, length_of, number_of_agents, type_name
-from marl_parallel.adapters.protocol import ALL, COMMON, Adapter, Dicts, NotAnEnvironment, Rules, described
+from marl_parallel.adapters.protocol import (
+    ALL,
+    COMMON,
+    REWARD_TYPES,
+    Adapter,
+    Dicts,
+    NotAnEnvironment,
+    Rules,
+    described,
+    number_in,
+)  # fmt: skip
 from marl_parallel.adapters.tuple_env import idle_action
 
 BAD_TRANSITION = "bad_transition"
@@ -23,8 +34,6 @@ BAD_TRANSITION = "bad_transition"
 
 _SPACES = "observation_space", "share_observation_space", "action_space"
 _FORMS = "one-hot", "column", "index"
-_NUMBERS = {float, int, np.float64, np.float32}
-"""The most frequent types of rewards."""
 _ALONE = "a list of observations, or (observations, share_observations, available_actions)"
 _VALUES = (
     "(observations, rewards, dones, infos) or (observations, share_observations, rewards, dones, infos, "
@@ -300,11 +309,16 @@ class MAPPOEnv(Adapter):
         agents = self.possible_agents
         if not _is_list(rewards) or len(rewards) != len(agents):
             raise self._wrong_result("step", f"{len(agents)} rewards, one per agent", rewards)
-        if isinstance(rewards, np.ndarray) and rewards.size == len(agents):
+        if isinstance(rewards, np.ndarray) and rewards.size == len(agents) and rewards.dtype.kind in "biuf":
             return dict(zip(agents, rewards.reshape(-1)))
         numbers = [reward[0] if type(reward) is list and len(reward) == 1 else _alone(reward) for reward in rewards]
-        if not {*map(type, numbers)} <= _NUMBERS and any(map(_is_list, numbers)):
-            raise self._wrong_result("step", f"{len(agents)} rewards, one number per agent", [*rewards])
+        if not {*map(type, numbers)} <= REWARD_TYPES:
+            for agent, reward in zip(agents, numbers):
+                if number_in(reward) is None:
+                    raise self._mismatch(
+                        f"`step` of {type_name(self.source)} must return {len(agents)} rewards, one number per agent; "
+                        f"the reward of agent {agent!r} is {reprlib.repr(reward)} ({described(reward)})"
+                    )
         return dict(zip(agents, numbers))
 
     def _dones(self, dones: Any) -> list[bool]:

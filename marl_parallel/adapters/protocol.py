@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from abc import ABC, abstractmethod
@@ -10,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from typing import Any, ClassVar, NoReturn, SupportsFloat, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -25,6 +26,9 @@ Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[An
 """Observations, rewards, terminateds, truncateds, infos."""
 
 ALL, COMMON = "__all__", "__common__"
+
+REWARD_TYPES = {float, int, np.float64, np.float32}
+"""The most frequent types of rewards."""
 
 _DICTS = {dict, defaultdict}  # PettingZoo's conversions return rewards in the other one
 _RESERVED = {ALL: "the key of the flags of the whole episode", COMMON: "the key of the infos of the whole environment"}
@@ -421,6 +425,18 @@ class Adapter(MultiAgentEnv):
         kind = self.kind[0].lower() + self.kind[1:]
         other = choices(self.source, self.names)
         return AdapterMismatch(f"{text}. It was treated as {kind}; if it is of another kind, pass {other}.")
+
+
+def number_in(value: Any) -> Any:
+    """A number, or the only one of a list or array; None for anything else."""
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, np.ndarray):
+        value = value.reshape(())[()] if value.size == 1 else None
+    if isinstance(value, np.generic):
+        return value if value.dtype.kind in "biuf" else None
+    is_number = isinstance(value, SupportsFloat) and math.prod(getattr(value, "shape", ())) == 1
+    return value if is_number else None
 
 
 def described(value: Any) -> str:

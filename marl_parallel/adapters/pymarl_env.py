@@ -7,7 +7,7 @@ import math
 import reprlib
 from collections.abc import Mapping, Sized
 from numbers import Integral
-from typing import Any, ClassVar, SupportsFloat
+from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -15,16 +15,23 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.adapters.attributes import AgentID, declared, number_of_agents, type_name
-from marl_parallel.adapters.protocol import ALL, COMMON, Adapter, Dicts, NotAnEnvironment, Rules, described
+from marl_parallel.adapters.protocol import (
+    ALL,
+    COMMON,
+    REWARD_TYPES,
+    Adapter,
+    Dicts,
+    NotAnEnvironment,
+    Rules,
+    described,
+    number_in,
+)  # fmt: skip
 
 METHODS = ("get_env_info", "get_obs", "get_state", "get_avail_actions", "reset", "step")
 """The methods by which a simulator is recognised."""
 
 EPISODE_LIMIT = "episode_limit"
 """The key of infos that tells that a limit of steps has ended the episode, not the simulator."""
-
-_NUMBERS = {float, int, np.float64, np.float32}
-"""The most frequent types of rewards."""
 
 _SIZES = {
     "n_agents": "", "n_actions": "get_total_actions", "obs_shape": "get_obs_size", "state_shape": "get_state_size",
@@ -186,20 +193,20 @@ class PyMARLEnv(Adapter):
 
     def _rewards(self, reward: Any) -> dict[AgentID, Any]:
         agents = self.possible_agents
-        if type(reward) in _NUMBERS:
+        if type(reward) in REWARD_TYPES:
             self.common_reward = True
             return dict.fromkeys(agents, reward)
         if isinstance(reward, list | tuple):
-            several = [*reward] if {*map(type, reward)} <= _NUMBERS else [*map(_number, reward)]
+            several = [*reward] if {*map(type, reward)} <= REWARD_TYPES else [*map(number_in, reward)]
         elif math.prod(getattr(reward, "shape", ())) == 1:
-            several = [_number(reward)]
+            several = [number_in(reward)]
             self.common_reward = several != [None]
             if self.common_reward:
                 return dict.fromkeys(agents, several[0])
         else:
             several = [*reward.reshape(-1)] if hasattr(reward, "reshape") else []
-            if not {*map(type, several)} <= _NUMBERS:
-                several = [*map(_number, several)]
+            if not {*map(type, several)} <= REWARD_TYPES:
+                several = [*map(number_in, several)]
         if len(several) != len(agents) or any(one is None for one in several):
             form = f"a number as the reward, or a list or array of {len(agents)} numbers, one per agent"
             raise self._mismatch(
@@ -241,18 +248,6 @@ class PyMARLEnv(Adapter):
         if info:
             infos[COMMON] = info
         return infos
-
-
-def _number(value: Any) -> Any:
-    """A number, or the only one of a list or array; None for anything else."""
-    if isinstance(value, list | tuple) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, np.ndarray):
-        value = value.reshape(())[()] if value.size == 1 else None
-    if isinstance(value, np.generic):
-        return value if value.dtype.kind in "biuf" else None
-    is_number = isinstance(value, SupportsFloat) and math.prod(getattr(value, "shape", ())) == 1
-    return value if is_number else None
 
 
 def is_pymarl(source: Any) -> bool:

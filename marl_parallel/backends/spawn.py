@@ -60,7 +60,8 @@ sys.path[:] = filter(None, sys.path)
 from multiprocessing import connection
 try:
     link = connection.{kind}({handle})
-    sys.path[:], arguments = link.recv()
+    sys.path[:] = link.recv()  # before the arguments, which are unpickled with this package
+    arguments = link.recv()
 except EOFError:
     sys.exit()
 from marl_parallel.backends.spawn import serve
@@ -318,7 +319,8 @@ class _WorkerProcess:
             self.log.mark_start(self._process.pid)
             on_error.pop_all()
         identity, argv = interpreter.next_identity(), list(getattr(sys, "argv", []))
-        self._requests.put((sys.path, (worker, name, identity, files, argv, forwarding)))
+        self._requests.put(sys.path)
+        self._requests.put((worker, name, identity, files, argv, forwarding))
         for thread in self._threads:
             thread.start()
 

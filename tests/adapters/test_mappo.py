@@ -482,6 +482,12 @@ GOOD = THREE, SHARE, [[0.0]] * K, [False] * K, [{}] * K, MASKS
         ("step", (THREE[:1], *GOOD[1:]), "with 3 observations, one per agent; it returned 1 values"),
         ("step", (*GOOD[:2], [0.0], *GOOD[3:]), "`step` .* must return 3 rewards, one per agent; it returned 1 values"),
         ("step", (*GOOD[:2], [[0, 1]] * K, *GOOD[3:]), "must return 3 rewards, one number per agent"),
+        (
+            "step",
+            (*GOOD[:2], [0.0, None, 0.0], *GOOD[3:]),
+            "one number per agent; the reward of agent 'agent_1' is None",
+        ),
+        ("step", (*GOOD[:2], np.array(["a"] * K), *GOOD[3:]), "the reward of agent 'agent_0' is (np.str_\\()?'a'"),
         ("step", (*GOOD[:3], [False] * 2, *GOOD[4:]), "must return 3 dones, one flag per agent, or one flag; it"),
         ("step", (*GOOD[:3], [None] * K, *GOOD[4:]), "must return 3 dones, one flag per agent, or one flag; it"),
         ("step", (*GOOD[:4], [{}] * 2, MASKS), "must return 3 infos, one dict per agent, or one dict; it returned 2"),

@@ -207,6 +207,18 @@ def test_replacements_start_while_others_work(portable, monkeypatch, tmp_path):
     assert (worker, reply.request) == (1, Message.CLOSE)
 
 
+def test_workers_import_the_package_of_their_parent(tmp_path, monkeypatch):
+    """Also if another copy comes first on the path that an interpreter starts with."""
+    (tmp_path / "marl_parallel").mkdir()
+    (tmp_path / "marl_parallel" / "__init__.py").write_text("raise ImportError('another copy')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    backend = PortableProcessBackend()
+    try:
+        backend.start([range(1)], 8)
+    finally:
+        assert backend.stop(0.0) == []
+
+
 # On other systems
 
 
