@@ -80,24 +80,24 @@ Layers: TypeAlias = Mapping[int, tuple[Any, tuple[str, str]]]
 def dump_simulator(env: MultiAgentEnv, more: Any, arrays: ConstructorArrays) -> SavedSimulator:
     """Pickle an environment with its adapter, and `more`, which is pickled with it; raises `CannotBeSaved`."""
     try:
-        return _dump(env, more, arrays, {})
+        return _dump(env, more, arrays, {}, {})
     except Exception as error:
         layers: dict[int, tuple[Any, tuple[str, str]]] = {}
         for number, layer in enumerate(attributes.layers(env.source)):
             if (pair := _pair_of(layer)) is not None and not _can_be_pickled(layer, arrays):
                 layers[number] = layer, pair
         if not layers:
-            raise CannotBeSaved(f"{error}{_where(env.source, arrays, layers)}") from error
-    try:
-        return _dump(env, more, arrays, layers)
-    except CannotBeSaved:
-        raise
-    except Exception as error:
-        raise CannotBeSaved(f"{error}{_where(env.source, arrays, layers)}") from error
-
-
-def _dump(env: MultiAgentEnv, more: Any, arrays: ConstructorArrays, layers: Layers) -> SavedSimulator:
+            raise CannotBeSaved(f"{error}{_where(env.source, arrays, layers, {})}") from error
     states = {number: _state_of(layer, pair) for number, (layer, pair) in layers.items()}
+    try:
+        return _dump(env, more, arrays, layers, states)
+    except Exception as error:
+        raise CannotBeSaved(f"{error}{_where(env.source, arrays, layers, states)}") from error
+
+
+def _dump(
+    env: MultiAgentEnv, more: Any, arrays: ConstructorArrays, layers: Layers, states: Mapping[int, Any]
+) -> SavedSimulator:
     kinds = {number: (attributes.type_name(layer), pair) for number, (layer, pair) in layers.items()}
     references = _References(arrays, _numbers(layers))
     pickled = dumps_by_value((env, more, states, kinds), functools.partial(_Pickler, references))
@@ -193,10 +193,10 @@ def _can_be_pickled(value: Any, arrays: ConstructorArrays, layers: Layers = Mapp
     return True
 
 
-def _where(source: Any, arrays: ConstructorArrays, layers: Layers) -> str:
+def _where(source: Any, arrays: ConstructorArrays, layers: Layers, states: Mapping[int, Any]) -> str:
     """A sentence that names what cannot be pickled."""
-    for layer, pair in layers.values():
-        state = _state_of(layer, pair)
+    for number, (layer, pair) in layers.items():
+        state = states[number]
         if not _can_be_pickled(state, arrays):
             part = path_to_unpicklable(state, lambda part: _can_be_pickled(part, arrays)) or type(state).__name__
             name = f"{pair[0]} of {attributes.type_name(layer)}"

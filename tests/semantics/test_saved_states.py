@@ -347,9 +347,10 @@ class SavesItself(WithEngine):
 
     def __init__(self, part: str) -> None:
         super().__init__()
-        self.part = part
+        self.part, self.saved = part, 0
 
     def get_state(self) -> Any:
+        self.saved += 1
         return {"moves": (move for move in range(9))} if self.part == "state" else 0
 
     def set_state(self, state: Any) -> None: ...
@@ -380,6 +381,7 @@ def test_the_part_that_cannot_be_pickled_where_a_layer_saves_itself(part, text):
         env.reset()
         with pytest.raises(TypeError, match=text):
             env.save_state()
+        assert env.call(lambda around: around.env.saved) == (1,)
 
 
 def damaged(states: list[bytes]) -> list[Any]:
