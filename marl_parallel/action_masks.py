@@ -17,7 +17,7 @@ _NUMBERS = frozenset("biuf")
 
 
 def mask_of(observation: Any, info: Any) -> Any:
-    """The action mask of one agent, in new arrays: its info's, else its observation's, else None."""
+    """A copy of one agent's action mask: from its info, else from its observation, else None."""
     for source in (info, observation):
         if isinstance(source, Mapping) and source.get(KEY) is not None:
             return own_mask(source[KEY])
@@ -25,7 +25,7 @@ def mask_of(observation: Any, info: Any) -> Any:
 
 
 def own_mask(mask: Any) -> Any:
-    """A mask in new arrays, with its dicts and tuples kept; arrays of zeros and ones become bool, others do not."""
+    """A copy of a mask, with its dicts and tuples; arrays of zeros and ones become bool."""
     if type(mask) is np.ndarray and mask.dtype.kind in _NUMBERS:
         return mask.astype(np.bool_) if _is_binary(mask) else mask.copy()
     if isinstance(mask, Mapping):
@@ -36,13 +36,13 @@ def own_mask(mask: Any) -> Any:
         return tuple(map(own_mask, mask))
     try:
         array = np.array(mask)
-    except Exception:  # whatever an object's `__array__` raises; of lists, because of rows of different lengths
+    except Exception:  # an object's `__array__` may raise anything; a list may have rows of different lengths
         return tuple(map(own_mask, mask)) if isinstance(mask, list) else mask
     return array.astype(np.bool_) if array.dtype.kind in _NUMBERS and _is_binary(array) else array
 
 
 def for_sample(space: Space[Any], mask: Any) -> Any:
-    """A mask in the form for `space.sample(mask)`; None if it has another form, or allows no action."""
+    """A mask in the form that `space.sample(mask)` takes; None if it does not match the space or allows no action."""
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         parts = _of_space(space, mask)
         # If a mask allows no action, Gymnasium would return the first one, which looks like a valid choice.
@@ -57,7 +57,7 @@ def for_sample(space: Space[Any], mask: Any) -> Any:
 
 
 class ActionSampler:
-    """Random actions of the agents of one environment, by their action masks; the same seed draws the same ones.
+    """Draws random actions for the agents of one environment, by their action masks; equal seeds draw equal actions.
 
     The generators of `action_spaces` are not used. Each agent has its own, so that its actions do not depend on how
     often others act.
@@ -70,7 +70,7 @@ class ActionSampler:
             space.seed(number)
 
     def sample(self, acting: Iterable[Any], masks: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Actions by agent. A mask that allows nothing, or is not of the space's form, is ignored."""
+        """Actions by agent. A mask that allows nothing, or does not match its space, is ignored."""
         return {agent: self.spaces[agent].sample(for_sample(self.spaces[agent], masks.get(agent))) for agent in acting}
 
 
@@ -90,7 +90,7 @@ def declares_mask(observation_space: Space[Any], action_space: Space[Any]) -> bo
 
 
 def flat_mask(space: spaces.Discrete | spaces.MultiDiscrete, mask: Any) -> NDArray[np.int8] | None:
-    """A mask of the choices of all parts of an action, one after the other; None if it has another form."""
+    """Join the masks of all parts of an action, one after the other; None if the mask does not match the space."""
     parts = _of_space(space, mask)
     return np.concatenate(parts) if isinstance(parts, tuple) else parts
 
@@ -102,7 +102,7 @@ def binary_rows(masks: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def with_choices(counts: Sequence[int], masks: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Masks `(..., sum(counts))` for libraries that cannot draw from nothing: a part without choices has all."""
+    """Masks `(..., sum(counts))` where parts that allow no choice allow all: some libraries need one to draw from."""
     nothing = ~np.logical_or.reduceat(masks, np.cumsum([0, *counts[:-1]]), axis=-1)
     drawable: NDArray[np.bool_] = masks | np.repeat(nothing, counts, axis=-1)
     return drawable
@@ -141,7 +141,7 @@ def _of_space(space: spaces.Discrete | spaces.MultiDiscrete, mask: Any) -> Any:
 
 
 def _of_choices(counts: Any, mask: Any) -> Any:
-    """Tuples of arrays, nested as `counts` is; one flat array of all choices, as MaskablePPO has them, is split."""
+    """Arrays in tuples that are nested like `counts`; splits one flat array of all choices, as in MaskablePPO."""
     if np.ndim(counts) == 0:
         return _numbers(mask, (int(counts),), (0, 1))
     if isinstance(mask, np.ndarray) and mask.ndim == counts.ndim == 1 and len(mask) == counts.sum():

@@ -19,12 +19,12 @@ from marl_parallel.core.constructors import KEYWORDS, missing_arguments
 from marl_parallel.core.replay_file import FOLDER
 from marl_parallel.types import RecyclePolicy, RestartPolicy
 
-_POOL_SEEDS = 2**31  # seeds of native simulators: EnvPool's are 32-bit integers with a sign
-_ELEVEN_DAYS_S = 1e6  # in milliseconds, the longest wait that all operating systems take
+_POOL_SEEDS = 2**31  # limit of native simulators' seeds: EnvPool takes signed 32-bit integers
+_ELEVEN_DAYS_S = 1e6  # a wait that all operating systems accept, also in milliseconds
 
 
 def checked_constructors(env_constructors: Any, seed: Any = None) -> list[Callable[..., Any]]:
-    """The constructors as a list; each is callable and requires no other arguments than it gets."""
+    """The constructors as a list; each is callable and requires only arguments that it gets."""
     is_one = callable(env_constructors) or isinstance(env_constructors, str | bytes | Mapping)
     if is_one or not isinstance(env_constructors, Iterable):
         raise TypeError(
@@ -223,7 +223,7 @@ def check_forward_logs(forward_logs: Any) -> None:
 
 
 def check_isolate_rng(isolate_rng: Any, backend: Backend) -> None:
-    """Raise for anything but True or False, and for True where workers use the same generators at once."""
+    """Raise for anything but True or False, and for True if workers use the same generators at the same time."""
     if not isinstance(isolate_rng, bool):
         raise TypeError(f"isolate_rng must be True or False, got {isolate_rng!r}")
     if isolate_rng and not backend.can_isolate_rng:
@@ -242,7 +242,7 @@ def warn_of_in_line(
     *,
     restarts: bool,
 ) -> None:
-    """Warn of arguments that hold for worker processes only, if the caller's own thread does the work of one."""
+    """Warn of arguments that need worker processes, if the caller's own thread steps some environments."""
     if not backend.can_kill or not backend.in_line:
         return
     lacking = [*unenforced]
@@ -290,19 +290,19 @@ def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | N
 
 
 def one_for_each(values: Any, env_ids: Sequence[int], what: str) -> Any:
-    """Values of which there is one for each environment; `what` names one of them, for the error."""
+    """Check that there is one value for each environment; `what` names a value in the error."""
     if len(values) != len(env_ids):
         raise ValueError(f"expected {what} for each of {len(env_ids)} environments, got {len(values)}")
     return values
 
 
 def is_own(seed: Any) -> bool:
-    """Whether environments keep the seeds that they have."""
+    """Whether `seed` is `"own"`: environments keep their own seeds."""
     return isinstance(seed, str) and seed == "own"
 
 
 def first_seeds(seed: Any, num_envs: int) -> list[int] | list[None]:
-    """The seed of each environment for the argument of `ParallelEnv`; None if they keep their own."""
+    """The seed of each environment, from the argument `seed` of `ParallelEnv`; None if they keep their own."""
     if is_own(seed):
         return [None] * num_envs
     if isinstance(seed, str):
@@ -333,11 +333,11 @@ def pool_arguments(num_envs: Any, **numbers: Any) -> dict[str, int]:
 
 
 def pool_seeds(seed: Any, env_ids: Sequence[int], name: str) -> list[int]:
-    """The seed of each environment of a native simulator: `seed + i`, or those of a sequence; None draws a base."""
+    """The seed of each environment of a native simulator: `seed + i`, or one from a sequence; None draws a base."""
     if is_own(seed):
         raise ValueError(
-            f'seed="own" is impossible with {name}, whose environments have no seeds before they get some: pass a '
-            "number, or None to draw one"
+            f'seed="own" is impossible with {name}, whose environments have no seeds of their own: pass a number, or '
+            "None to draw one"
         )
     if is_sequence_of_seeds(seed):
         seeds = [_POOL_SEEDS if number is None else number for number in seeds_of(seed, env_ids)]
@@ -365,7 +365,7 @@ def checked_ids(env_ids: Sequence[int], num_envs: int) -> tuple[int, ...]:
     except TypeError:
         raise TypeError(f"env_ids must be a sequence of integers or None, got {env_ids!r}") from None
     if is_mask:
-        raise TypeError(f"env_ids must be numbers of environments, got a mask, {env_ids!r}: pass np.flatnonzero of it")
+        raise TypeError(f"env_ids must be integers, got a boolean mask, {env_ids!r}: pass np.flatnonzero(mask)")
     reason = "" if ids else "pass at least one environment id, or None for all"
     if unknown := [env_id for env_id in ids if not 0 <= env_id < num_envs]:
         reason = f"there is no environment {unknown[0]}"
@@ -393,7 +393,7 @@ def addressed(actions: Any, env_ids: Sequence[int] | None, num_envs: int) -> tup
         check_one_for_each(actions, ids)
         return ids, actions
     if not all(hasattr(env_id, "__index__") for env_id in actions):
-        raise ValueError(f"a mapping of actions is keyed by env id, each with a dict by agent; got keys {[*actions]}")
+        raise ValueError(f"expected a mapping of actions from env id to a dict by agent, got the keys {[*actions]}")
     ids = checked_ids([*actions] if env_ids is None else env_ids, num_envs)
     if actions.keys() != {*ids}:
         raise ValueError(f"env_ids={list(ids)}, but the actions are for environments {[*actions]}")

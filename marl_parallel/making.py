@@ -1,7 +1,7 @@
-"""`make`: a batch of equal environments, from the name of what makes one, through any facade.
+"""`make`: a batch of equal environments from a name (module, file, registered id), on request with a facade.
 
-`find_constructor` is the one place that resolves names of environments, here and on the command line; `_open_pool` that
-of names of simulators that step many environments by themselves, such as `vmas:balance`.
+`find_constructor` resolves all names of environments, here and on the command line. `_open_pool` resolves names of
+simulators that step many environments by themselves, such as `vmas:balance`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _FACADES = {
     "tianshou": ("TianshouVecEnv", AutoresetMode.DISABLED),
     "torchrl": ("TorchRLEnv", AutoresetMode.DISABLED),
 }
-"""By name, the class in `marl_parallel.vector` and the auto-reset mode that its library wants."""
+"""By facade name: the class in `marl_parallel.vector`, and the auto-reset mode that its library expects."""
 
 
 @overload
@@ -176,8 +176,8 @@ def make(
             `docs/environments.md`. Or the name of a simulator that steps many environments by itself, without workers:
             `envpool:CartPole-v1`, `vmas:balance`, `jaxmarl:MPE_simple_spread_v3`; see `docs/simulators.md`.
         num_envs: How many environments.
-        env_kwargs: Keywords for each environment's constructor; or those of `ParallelEnv.from_envpool`,
-            `vmas.make_env`, `jaxmarl.make`.
+        env_kwargs: Keywords for each environment's constructor; or for `ParallelEnv.from_envpool`, `vmas.make_env`,
+            `jaxmarl.make`.
         facade: `"agilerl"`, `"gymnasium"`, `"pettingzoo"`, `"pymarl"`, `"rllib"`, `"sb3"`, `"share"`, `"stacked"`,
             `"tianshou"` or `"torchrl"`: returns that facade, made with the auto-reset mode of its library unless
             `auto_reset` is passed. None returns the `ParallelEnv`.
@@ -234,7 +234,7 @@ def make(
 
 
 def _through(facade: Callable[[ParallelEnv], Any], env: ParallelEnv) -> Any:
-    """The facade of an environment, which is closed if that raises."""
+    """The facade of an environment; if the facade raises, the environment is closed."""
     try:
         return facade(env)
     except BaseException:
@@ -250,10 +250,10 @@ def _open_pool(
         if key != "seed":
             raise TypeError(
                 f"{pool}:{task} steps its environments by itself, without workers: of ParallelEnv's arguments it takes "
-                f"only seed, not {key!r}. Its episodes begin again in the next step"
+                f"only seed, not {key!r}. After the end of an episode, the next step begins a new one"
             )
     if wrappers:
-        raise TypeError(f"{pool}:{task} steps all its environments as one: there is nothing that wrappers= could wrap")
+        raise TypeError(f"{pool}:{task} steps all its environments at once and cannot wrap them: leave wrappers= out")
     seed = passed.get("seed", 42)
     if pool == "envpool":
         return ParallelEnv.from_envpool(task, num_envs, seed=seed, **env_kwargs)
@@ -272,7 +272,7 @@ def _facade(name: str | None, keywords: Mapping[str, Any] | None) -> Callable[[P
     if name not in _FACADES:
         raise ValueError(f"facade must be one of {', '.join(map(repr, _FACADES))} or None, got {name!r}")
     facade = getattr(vector, _FACADES[name][0])
-    takes = [*inspect.signature(facade.__init__).parameters][2:]  # that of a class may be its metaclass's
+    takes = [*inspect.signature(facade.__init__).parameters][2:]  # the signature of the class may be its metaclass's
     for key in keywords or {}:
         if key not in takes:
             raise TypeError(f"{facade.__name__} takes no argument {key!r}; facade_kwargs may have {takes}")
@@ -348,7 +348,7 @@ def _about_name(error: Exception) -> Exception:
 
 
 def _registered(name: str) -> Callable[..., Any] | None:
-    """The maker of a registered environment; None for a name that has the form of a module's."""
+    """The maker of a registered environment; None for a name in the form of a module name."""
     if name in gymnasium.registry:
         return functools.partial(gymnasium.make, name)
     has_ids = hasattr(pettingzoo, "parallel_registry")
@@ -384,9 +384,9 @@ def _found(path: Path) -> Path:
 
 
 def _run_script(path: Path) -> ModuleType:
-    """Run a file as `multiprocessing` runs the script of the parent process: all but what is below its main guard.
+    """Run a file as `multiprocessing` runs the script of the parent process: all but the code below its main guard.
 
-    So its definitions are those of a script, which travel to workers by value.
+    Workers then get its functions and classes pickled by value, as from a script.
     """
     path = _found(path)
     names = ("__main__", "__mp_main__")

@@ -25,13 +25,13 @@ _KINDS = ("exception", "death", "timeout", "neighbour", "request")
 
 
 class TensorBoardWriter(Protocol):
-    """Such as `torch.utils.tensorboard.SummaryWriter` and `tensorboardX.SummaryWriter`."""
+    """A writer such as `torch.utils.tensorboard.SummaryWriter` or `tensorboardX.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
 
 
 class WandbRun(Protocol):
-    """Such as the result of `wandb.init`."""
+    """A run of Weights & Biases: the result of `wandb.init`."""
 
     def log(self, data: dict[str, Any], step: int) -> object: ...
 
@@ -44,11 +44,11 @@ class Monitor:
 
     Args:
         env: The environments, or a facade of them, such as a `StackedVecEnv`. The monitor does not close them.
-        writer: What `log` writes to: an object with `add_scalar`, as TensorBoard has, or with `log`, as Weights &
-            Biases has; None for neither.
-        name: Before the names in `log`, with a slash; the label `name` in Prometheus. For programs with several
+        writer: What `log` writes to: an object with `add_scalar` (TensorBoard) or with `log` (Weights & Biases); None
+            to write nothing.
+        name: The prefix of names in `log`, before a slash; the label `name` in Prometheus. For programs with several
             `ParallelEnv`, such as `"train"` and `"eval"`.
-        window: How many episodes the means are over.
+        window: The most episodes in each mean.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -92,7 +92,7 @@ class Monitor:
             raise ValueError("name is empty" if not name else f"window must be at least 1, got {window}")
         self._write = _written_by(writer)
         self._env, self._name = parallel_env, name
-        self._lock = threading.Lock()  # of what episodes change: Prometheus reads it in another thread
+        self._lock = threading.Lock()  # guards what `_add` changes: Prometheus reads it in another thread
         self._episodes: Counter[int] = Counter()  # by environment
         latest: Callable[[], deque[float]] = lambda: deque(maxlen=int(window))  # noqa: E731
         # By "return" or "length", and the agent or environment.
@@ -110,7 +110,7 @@ class Monitor:
         self.close()
 
     def close(self) -> None:
-        """End the endpoint, and take no more episodes. Idempotent; the environments stay open."""
+        """Stop the endpoint and count no more episodes. Idempotent; the environments stay open."""
         if self._add in self._listeners:
             self._listeners.remove(self._add)
         if self._server is not None:
@@ -148,12 +148,12 @@ class Monitor:
     def log(self, step: int) -> dict[str, float]:
         """Write all metrics, and return them by name.
 
-        Counts are those since the start. Times, shares and `steps_per_second` are of the time since the last call;
-        those of workers that have not stepped since are left out, and so is `steps_per_second` if the clock has not
-        advanced since.
+        Counts include everything since the start. Times, shares and `steps_per_second` cover the time since the last
+        call. Times of workers that have not stepped since then are left out, and so is `steps_per_second` if the clock
+        has not advanced.
 
         Args:
-            step: The horizontal axis, such as the number of environment steps.
+            step: The position on the horizontal axis, such as the number of environment steps.
         """
         if isinstance(step, bool) or not isinstance(step, int | np.integer):
             raise TypeError(f"step must be an integer, got {step!r}")
@@ -192,9 +192,9 @@ class Monitor:
         """Serve the metrics over HTTP for Prometheus, in a thread, until `close`; returns the port.
 
         Args:
-            port: 0 takes any that is free.
-            address: Whom the endpoint answers: only programs on this machine, or with `"0.0.0.0"` everyone who reaches
-                the machine. There is no password.
+            port: The port to listen on; 0 takes any free one.
+            address: The address to listen on. The default serves only programs on this machine; `"0.0.0.0"` serves
+                everyone who can reach the machine, without a password.
 
         Raises:
             ModuleNotFoundError: prometheus-client is not installed.
@@ -221,7 +221,7 @@ class Monitor:
         return served
 
     def collect(self) -> Iterable[Any]:
-        """The metrics of this moment as those of prometheus-client, for `CollectorRegistry.register`."""
+        """The current metrics as metric families of prometheus-client, for `CollectorRegistry.register`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         def family(kind: Callable[..., Any], name: str, text: str, labels: list[str]) -> Any:
@@ -288,13 +288,11 @@ def _written_by(writer: Any) -> Callable[[dict[str, float], int], None]:
         return add_scalars
     if callable(getattr(writer, "log", None)):
         return lambda values, step: writer.log(values, step=step)
-    raise TypeError(
-        f"writer must have add_scalar, as TensorBoard's, or log, as a run of Weights & Biases, got {writer!r}"
-    )
+    raise TypeError(f"writer must have a method add_scalar (TensorBoard) or log (Weights & Biases), got {writer!r}")
 
 
 def _components(name: str, total: Any) -> Iterator[tuple[str, float]]:
-    """A return under its name; of vector rewards, each component under a name with its place."""
+    """A return by name; a vector return has one value for each component, with its index in the name."""
     values = np.asarray(total, np.float64)
     if values.ndim == 0:
         yield name, float(values)
@@ -304,7 +302,7 @@ def _components(name: str, total: Any) -> Iterator[tuple[str, float]]:
 
 
 def _of_interval(now: WorkerStats, before: WorkerStats) -> Iterator[tuple[str, float]]:
-    """What a worker has done between two moments."""
+    """The metrics of a worker between two readings of its statistics."""
     seconds = {work: getattr(now, work) - getattr(before, work) for work in ("simulator_s", "transport_s", "waiting_s")}
     total = sum(seconds.values())
     if total > 0:

@@ -90,20 +90,20 @@ from marl_parallel.types import (
 )
 
 START_TIMEOUT_S = 60.0
-_MORE_REQUESTS = 8  # before a worker, beyond three for each of its environments: such as the one to close
+_MORE_REQUESTS = 8  # queued at a worker besides three for each of its environments, such as the one to close
 
 _live: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
 class _DefaultSeed(int):
-    """The default of `seed`: a number that is not the same object as an equal one of the caller."""
+    """The default of `seed`: an object of its own, to tell it from an equal number that the caller passed."""
 
 
 _DEFAULT_SEED = _DefaultSeed(42)
 
 
 def _abandon_all() -> None:
-    """In a forked child: every `ParallelEnv` of the parent counts as closed, and nothing of it is touched."""
+    """In a forked child: mark every `ParallelEnv` of the parent as closed, without touching its resources."""
     for pool in _live:
         pool.abandon()
 
@@ -122,12 +122,12 @@ class ParallelEnv:
     Args:
         env_constructors: One callable per environment, called inside its worker. It may have the parameters `seed`,
             `env_id` and `restarts`, and gets the ones that it has; see `docs/seeding.md`. Lambdas are allowed. Large
-            arrays in them are in memory only once, see `docs/recipes/large_tables.md`.
+            arrays in constructors are in memory only once; see `docs/recipes/large_tables.md`.
         auto_reset: When the next episode begins: True or `AutoresetMode.SAME_STEP` in the step that ends one,
             `NEXT_STEP` in the next step, False or `DISABLED` only by `reset`.
-        seed: Environment i is seeded with `seed + i`; None draws a base seed. With the default of 42, two of these play
-            the same episodes, such as one to train and one to test; a warning says so, once. `"own"`: environments keep
-            the seeds that they have, and get none from here, also after a restart; see `docs/seeding.md`.
+        seed: Environment i is seeded with `seed + i`; None draws a base seed. With the default of 42, two
+            `ParallelEnv`, such as for training and testing, play the same episodes; a warning says so, once. With
+            `"own"`, environments keep their own seeds and get none, also after a restart; see `docs/seeding.md`.
         num_workers: The number of workers, which share the environments evenly; None for one per environment, up to
             the number of CPUs that this process may use, or the cluster has.
         envs_per_worker: The most environments of one worker, instead of `num_workers`; see `docs/workers.md`.
@@ -137,7 +137,7 @@ class ParallelEnv:
             apply there. `"auto"` steps the environments for about a second and chooses; `"auto-hybrid"` may choose
             `"hybrid"`, too; see `docs/workers.md`.
         adapter: The kind of simulator, if it is not recognised correctly: a name from `docs/environments.md`, such as
-            `"dict"` or `"tuple"`, or a function that makes a `MultiAgentEnv` of it.
+            `"dict"` or `"tuple"`, or a function that takes a simulator and returns a `MultiAgentEnv`.
         shared_memory: False sends all values pickled.
         copy: False returns observations that are views of shared memory: each is valid until its environment is next
             stepped, sent to or reset, and stays readable after `close`.
@@ -147,27 +147,27 @@ class ParallelEnv:
             marked in `infos[i]["__common__"]`; see `docs/faults.md`. A fault in the first construction is raised in any
             case.
         restart_policy: How often one environment may be rebuilt; after that, `RestartLimitExceeded` is raised.
-        step_timeout: Seconds for each step, call, frame and attribute; None for no limit.
-        reset_timeout: Seconds for each reset, automatic ones too; None for no limit.
-        start_timeout: Seconds for each constructor; None for no limit. Past it, the first construction raises, also
-            with `on_error="restart"`: pass more for nodes that are slow at the start. For all three, time in which the
-            whole program is frozen (a paused virtual machine or container) does not count.
+        step_timeout: The most seconds for each step, call, frame and attribute; None for no limit.
+        reset_timeout: The most seconds for each reset, automatic ones too; None for no limit.
+        start_timeout: The most seconds for each constructor; None for no limit. Past it, the first construction raises,
+            also with `on_error="restart"`: pass more for nodes that are slow at the start. For all three, time in which
+            the whole program is frozen (a paused virtual machine or container) does not count.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
         trace: Path of a timeline that is written by `close` or `stop_trace`; see `start_trace`.
-        wait: How processes wait: `"block"` sleeps at once, `"spin"` tries for 2 ms before that, `"adaptive"` tries for
+        wait: How processes wait: `"block"` sleeps at once, `"spin"` polls for 2 ms first, `"adaptive"` first polls for
             about twice as long as the last waits took, if there is a CPU for each worker and these waits were short.
         episode_stats: True adds `infos[i][agent]["episode"]`, `{"r": return, "l": length}`, in the step that ends the
             agent's part of an episode (of each life, if it comes back), and `infos[i]["__common__"]["episode"]` where
             the episode ends. See `docs/learners.md`.
-        on_restart: Called with a `RestartEvent` for each environment that is rebuilt, before the step returns. What it
-            raises is logged.
-        warn_after: Seconds in one call of an environment after which a warning of the logger `marl_parallel` says which
-            environment, in which worker, is where, with its Python stack; again after twice as long, and so on. Ctrl-C
-            has the same report. None for no warnings. Not for environments in the caller's own thread (`"serial"`, and
-            the first worker of `"hybrid"`), which does not wait for them.
-        log_dir: Folder for a file `worker-0.log`, ... of each worker process, to which its output, and that of the
-            processes that its simulators start, is appended; made if it is missing. None for the output of this
-            program. Errors of a worker that dies or hangs quote its last lines. See `docs/faults.md`.
+        on_restart: Called with a `RestartEvent` for each environment that is rebuilt, before the step returns. An
+            exception that it raises is logged.
+        warn_after: Seconds after which the logger `marl_parallel` warns of a call of an environment that still runs,
+            again after twice as long, and so on. The warning names the environment, its worker and the call, with the
+            Python stack; Ctrl-C logs the same report. None for no warnings. Environments in the caller's own thread
+            (`"serial"`, and the first worker of `"hybrid"`) are left out: this thread runs them itself.
+        log_dir: Folder of log files, `worker-0.log` and so on, made if it is missing. Each worker process appends its
+            output, and the output of processes that its simulators start. None leaves both in the output of this
+            program. Errors of a worker that dies or hangs quote the last lines of its log. See `docs/faults.md`.
         recycle: When environments are replaced by new ones, such as `RecyclePolicy(max_memory_mb=4000)` for simulators
             that leak memory. The first result of a new one has `infos[i]["__common__"]["recycled"]`. See
             `docs/recycling.md`.
@@ -175,12 +175,13 @@ class ParallelEnv:
             error then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. None for no
             files. See `docs/faults.md`.
         replay_dir: Folder of these files, made if it is missing; None for `marl_parallel-replays` in the current one.
-        isolate_rng: True for simulators that draw from `random`, `numpy.random` or torch's generator instead of one of
-            their own: each environment gets states of its own, so that results do not depend on the number of
-            workers. Not with `backend="thread"`. See `docs/seeding.md`.
+        isolate_rng: True for simulators that draw from `random`, `numpy.random` or torch's generator instead of a
+            generator of their own: each environment gets its own states of these generators, so that results do not
+            depend on the number of workers. Not with `backend="thread"`. See `docs/seeding.md`.
         forward_logs: Whether records of `logging` in worker processes reach the loggers of the same names in this
-            process, in its next call, with the attributes `env_id` and `worker`. Levels of loggers are those of this
-            process at construction and at each `reset`. False leaves them in the worker. See `docs/output.md`.
+            process, in its next call, with the attributes `env_id` and `worker`. Workers get the levels of
+            loggers in this process at construction and at each `reset`. False leaves records in the worker. See
+            `docs/output.md`.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -188,10 +189,10 @@ class ParallelEnv:
         EnvError, WorkerCrashed, WorkerTimeout: A constructor raised, its worker died, or it took longer than
             `start_timeout`; also with `on_error="restart"`.
 
-    All methods: `env_ids` are environments in any order, None for all; unknown or repeated ids are a `ValueError`. A
-    call whose arguments are refused changes nothing. A call that needs environments which are in flight (between `send`
-    or `reset_async` and `recv`) is an `AlreadyPendingCallError`, and so is a call during another one, from a second
-    thread or a signal handler (see `docs/concurrency.md`). Calls after `close` raise `ClosedEnvironmentError`.
+    All methods: `env_ids` are environments in any order, None for all; unknown or repeated ids raise `ValueError`. A
+    call with wrong arguments changes nothing. A call that needs environments in flight (between `send` or `reset_async`
+    and `recv`) raises `AlreadyPendingCallError`; so does a call during another one, from a second thread or a signal
+    handler (see `docs/concurrency.md`). Calls after `close` raise `ClosedEnvironmentError`.
 
     If an environment raises, its worker dies, or it takes longer than its timeout, methods raise `EnvError`,
     `WorkerCrashed` or `WorkerTimeout`, and everything is closed. With `on_error="restart"`, the environment is rebuilt.
@@ -210,12 +211,12 @@ class ParallelEnv:
 
     Attributes:
         runner: The interface below dicts, on which facades are built; see `BatchRunner` and `docs/extending.md`.
-        plan: What `backend="auto"` has measured and chosen; None with other backends. Its `"arguments"` can be passed
-            instead, and so can its `"proposal"`, if there is one.
+        plan: The measurements and the choice of `backend="auto"`; None with other backends. Its `"arguments"`, or its
+            `"proposal"` if there is one, can be passed in place of `backend="auto"`.
     """
 
     _recycling: Recycling | None = None
-    _tracing: Tracing | None = None  # of the present trace
+    _tracing: Tracing | None = None  # the present trace
 
     def __init__(
         self,
@@ -395,8 +396,8 @@ class ParallelEnv:
         """Wrap a simulator that steps many environments by itself, without workers; `close` closes it.
 
         Episodes begin again with the next step (`NEXT_STEP`). A seed for `reset` seeds all environments again, if the
-        simulator can do that. It is an error to pass options to `reset`, or a timeout or another `min_envs` than
-        `batch_size` or all in flight to `recv`, or to start a trace. After a partial reset, facades return the other
+        simulator can do that. These calls raise an error: `reset` with options, `recv` with a timeout or a `min_envs`
+        other than `batch_size` or all in flight, and `start_trace`. After a partial reset, facades return the other
         environments' observations from the arrays returned last. Nothing else may use the simulator. See
         `docs/simulators.md`.
         """
@@ -422,32 +423,32 @@ class ParallelEnv:
         frame_skip: int | None = None,
         **task_arguments: Any,
     ) -> ParallelEnv:
-        """Wrap a task of EnvPool, whose environments run in its own threads; restrictions are those of `from_native`.
+        """Wrap a task of EnvPool, whose environments run in its own threads, with the restrictions of `from_native`.
 
-        The agent of a single-player task is `agent_0`; players are `agent_0`, ... In turn-based games, such as those of
-        PGX, all players are observed, and the one whose turn it is acts, by the action mask that the game has.
+        The agent of a single-player task is `agent_0`; players are `agent_0`, ... In turn-based games, such as PGX's,
+        all players are observed; only the player whose turn it is acts, with the game's action mask.
 
         Args:
-            task: Its name in EnvPool, or with `ALE/` before it, as Gymnasium's names of Atari games. Or a pool that
-                `envpool.make_gymnasium` has made, without other arguments; nothing else may use it.
+            task: Its name in EnvPool; Atari games also with Gymnasium's prefix `ALE/`. Or a pool from
+                `envpool.make_gymnasium`: then pass no other arguments, and use the pool for nothing else.
             num_envs: The number of environments.
             batch_size: How many results `recv` returns at a time, the first that are ready; None for all in flight.
-            num_threads: Of EnvPool; None lets it choose.
+            num_threads: The number of EnvPool's threads; None lets EnvPool choose.
             seed: Environment i is seeded with `seed + i`; a sequence has one for each; None draws a base seed. A seed
-                for `reset` makes the pool again, unless it was passed here.
+                for `reset` makes the pool again; for a pool that was passed as `task`, it raises an error.
             frame_skip: How often each action is carried out, with the rewards added up. Tasks with an argument of this
                 name do it themselves; others must have one player.
             task_arguments: For EnvPool, such as `max_episode_steps`.
 
         Raises:
-            ImportError: EnvPool is not installed, or of a release that is not supported.
-            TypeError, ValueError: There is no such task; or an argument is wrong, or none of EnvPool's.
+            ImportError: EnvPool is not installed, or its release is not supported.
+            TypeError, ValueError: There is no such task; or an argument is wrong, or unknown to EnvPool.
         """
         from marl_parallel.sources import envpool
 
         if not isinstance(task, str):
             if num_envs is not None or batch_size is not None or num_threads is not None or task_arguments:
-                raise TypeError("a pool has been made with arguments of its own: pass it alone")
+                raise TypeError("task is a pool, which has its arguments already: pass it without other arguments")
             return cls.from_native(envpool.wrap_pool(task))
         if num_envs is None:
             raise TypeError(f"num_envs is missing: how many environments of {task!r}?")
@@ -484,7 +485,7 @@ class ParallelEnv:
 
     @property
     def possible_agents(self) -> list[AgentID]:
-        """All agents that may appear, in the environment's own order; empty if that is open-ended."""
+        """All agents that may appear, in the environment's own order; empty if they are not known beforehand."""
         return list(self.runner.schema.possible_agents)
 
     @property
@@ -499,10 +500,10 @@ class ParallelEnv:
 
     @property
     def action_masks(self) -> tuple[dict[AgentID, Any], ...]:
-        """For each environment, the action masks by agent, of all agents for whom the simulator reports one.
+        """A dict by agent for each environment, with the action masks that the simulator reports.
 
-        Those of agents that do not act are there, too: `acting` lists the agents that need an action. Arrays are
-        copies; those of zeros and ones become bool, True for an allowed action. See `docs/values.md`.
+        Agents that do not act have masks, too; `acting` lists the agents that need an action. Arrays are copies; arrays
+        of zeros and ones become bool, True for an allowed action. See `docs/values.md`.
         """
         return tuple(map(self.runner.transitions.masks, self.runner.env_ids))
 
@@ -511,13 +512,13 @@ class ParallelEnv:
         """Draw random actions of the agents that act next, which their action masks allow, for `step` or `send`.
 
         Draws depend on the environment's seed, and begin again with `reset(seed=...)`. The generators of `action_space`
-        are not used. A mask that allows nothing, or is not of the form of its space, is ignored.
+        are not used. A mask that allows nothing, or does not match its space, is ignored.
 
         Args:
-            env_ids: Which environments; those of `recv` in an asynchronous loop.
+            env_ids: Which environments; in an asynchronous loop, the ids that `recv` returned.
 
         Returns:
-            One dict by agent for each of `env_ids`; empty before the first reset, and where the episode is over.
+            One dict by agent for each of `env_ids`; empty before the first reset and after the end of an episode.
 
         Raises:
             NoSpaceDeclared: An agent declares no action space.
@@ -535,11 +536,11 @@ class ParallelEnv:
         return self.runner.sample_actions(env_ids)
 
     @property
-    def observation_space(self) -> spaces.Dict | Any:  # `| Any`: who knows that agents declare spaces need not check
+    def observation_space(self) -> spaces.Dict | Any:  # `| Any`: callers need not check for None
         """Spaces by agent, in the order of `possible_agents`; None if no agent declares one.
 
-        Agents that declare none are left out, and their observations travel pickled. If agents are open-ended and have
-        groups, the keys are groups, and an agent's id also finds its group's space.
+        Agents that declare none are left out, and their observations travel pickled. If agents are not known
+        beforehand but have groups, the keys are groups, and an agent's id also finds the space of its group.
         """
         return _space_of(self.runner.schema.observation_spaces)
 
@@ -560,7 +561,7 @@ class ParallelEnv:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The metadata of environment 0, copied, with our `"autoreset_mode"`."""
+        """A copy of the metadata of environment 0, with the `"autoreset_mode"` of this object."""
         return copying.deepcopy(self.runner.metadata)
 
     @property
@@ -638,9 +639,9 @@ class ParallelEnv:
     def restart(self, env_ids: Sequence[int] | None = None) -> None:
         """Close environments and construct them again, in the same workers, without a fault.
 
-        They count as never reset then: reset them next. Without a seed, they use the next derived seed, as after a
-        fault, and none with `seed="own"` (`docs/seeding.md`). Their running episodes are dropped. `stats().restarts`
-        counts them.
+        Reset these environments next: they count as never reset. Without a seed, this reset uses the next derived seed,
+        as after a fault, or no seed with `seed="own"` (`docs/seeding.md`). Running episodes are dropped.
+        `stats().restarts` counts these environments.
 
         Args:
             env_ids: Which environments.
@@ -670,7 +671,7 @@ class ParallelEnv:
             runner.note_rebuilt()
 
     def rebalance(self) -> int:
-        """Let workers move to nodes of the Ray cluster that have joined, or have room, so that each has as many.
+        """Let workers move to Ray nodes that have joined or have room, so that nodes have equal numbers of workers.
 
         Nothing is interrupted: environments move at the ends of their episodes, as with `recycle=`, and `stats()`
         counts them as recycled. The resources of a worker on its old node stay reserved until `close`.
@@ -706,11 +707,11 @@ class ParallelEnv:
     ) -> None:
         """Begin to step environments and return; `recv` returns each result as soon as it is ready.
 
-        With `backend="serial"`, the steps are carried out here; with `"hybrid"`, those of the first worker in `recv`.
-        Errors are those of `step`.
+        With `backend="serial"`, this call carries out the steps; with `"hybrid"`, `recv` carries out the steps of the
+        first worker. Errors are as in `step`.
 
         Args:
-            actions: Those of `step`, or a mapping from env id to a dict by agent.
+            actions: As in `step`, or a mapping from env id to a dict by agent.
             env_ids: Which environments; None for all, or all keys of a mapping.
         """
         runner = self.runner
@@ -727,7 +728,7 @@ class ParallelEnv:
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
     ) -> None:
-        """Begin new episodes and return; `recv` returns the observations. Arguments and errors are those of `reset`."""
+        """Begin new episodes and return; `recv` returns the observations. Arguments and errors are as in `reset`."""
         self.runner.send_reset(seed, options, env_ids)
 
     @exclusive("recv")
@@ -739,12 +740,12 @@ class ParallelEnv:
         Args:
             min_envs: How many to wait for; None for all in flight, 0 for none.
             timeout: Seconds to wait at most; None for no limit.
-            window: For so many seconds, wait for all in flight; after that, for `min_envs`. So `recv(1, window=0.2)`
+            window: For this many seconds, wait for all in flight; after that, for `min_envs`. So `recv(1, window=0.2)`
                 returns larger batches than `recv(1)`, and never later than `recv(1)` or 0.2 s, whichever is later.
 
         Raises:
             NoAsyncCallError: Nothing is in flight.
-            ValueError: `min_envs` is more than there are in flight.
+            ValueError: `min_envs` is more than the number in flight.
             TimeoutError: Fewer than `min_envs` were ready in time. Nothing is lost, and `recv` can be called again.
 
         Example:
@@ -777,10 +778,10 @@ class ParallelEnv:
         return runner.transitions.states(ids, runner.source.execute_in(Message.STATE, ids))
 
     def seed(self) -> tuple[int | None, ...]:
-        """The seed of each environment: its own `unwrapped.seed` if that is an int, else the one it got from here.
+        """The seed of each environment: its own `unwrapped.seed` if that is an int, else the one that it was passed.
 
-        None for an environment that has got none, with `seed="own"`. While environments are in flight, the last known
-        seeds.
+        None for an environment that was passed none, with `seed="own"`. While environments are in flight, returns the
+        last known seeds.
         """
         runner = self.runner
         runner.check_open()
@@ -803,9 +804,9 @@ class ParallelEnv:
         Args:
             name: The method's name; the value of an attribute that is not callable is returned as it is. Or a function,
                 which is called in the worker with the environment as its first argument.
-            args: For the method.
+            args: Arguments of the method.
             env_ids: Which environments.
-            kwargs: For the method.
+            kwargs: Keywords of the method.
 
         Returns:
             The results, one for each of `env_ids`, pickled in the worker and unpickled here.
@@ -825,11 +826,11 @@ class ParallelEnv:
     def call_async(
         self, name: str | Callable[..., Any], /, *args: Any, env_ids: Sequence[int] | None = None, **kwargs: Any
     ) -> None:
-        """Begin to call a method of each environment and return; `call_wait` has the results.
+        """Begin to call a method of each environment and return; `call_wait` returns the results.
 
-        Arguments are those of `call`.
+        Arguments are as in `call`.
 
-        Until then, all other calls raise `AlreadyPendingCallError`, except `stats`, `seed` and `close`.
+        Until `call_wait` returns, all other calls raise `AlreadyPendingCallError`, except `stats`, `seed` and `close`.
         """
         runner = self.runner
         runner.check_idle("call_async")
@@ -839,7 +840,7 @@ class ParallelEnv:
 
     @exclusive("call_wait")
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """The results of `call_async`, in the form of `call`; errors are those of `call`.
+        """The results of `call_async`, in the form of `call`; errors are as in `call`.
 
         Args:
             timeout: Seconds to wait at most; None for no limit.
@@ -869,12 +870,12 @@ class ParallelEnv:
         return lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", modules)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of each environment, as by `call`; of a method, the result without arguments."""
+        """Get an attribute of each environment, as `call` does; a method is called without arguments."""
         return self.call(name)
 
     @exclusive("set_attr")
     def set_attr(self, name: str, values: Any, env_ids: Sequence[int] | None = None) -> None:
-        """Set an attribute of each environment, on the outermost of its wrappers that has it.
+        """Set an attribute of each environment, on the outermost wrapper that has it.
 
         If none has it, it is set on the outermost one, as in Gymnasium. An environment that is constructed again has
         the attributes of its constructor.
@@ -886,7 +887,7 @@ class ParallelEnv:
 
         Raises:
             AttributeError: It can only be read, or the outermost object takes no new attributes (`__slots__`).
-            TypeError: `name` is no string, or a value cannot be pickled or unpickled.
+            TypeError: `name` is not a string, or a value cannot be pickled or unpickled.
             ModuleNotFoundError: A value needs a module that cannot be imported in the worker.
             EnvError: A property's setter raised. Only this error closes everything, or rebuilds the environment.
         """
@@ -910,9 +911,10 @@ class ParallelEnv:
     def _unpickled(
         self, message: Message, env_ids: tuple[int, ...], pickle: Callable[[], Any], results: dict[int, Any]
     ) -> tuple[Any, ...]:
-        """The results of a request with values of the caller's, which `pickle` makes again.
+        """The results of a request with pickled values of the caller.
 
-        It is repeated with the modules that workers could not import pickled with them.
+        If workers could not import modules, `pickle` pickles the values again with these modules, and the request is
+        repeated.
         """
         runner = self.runner
         while again := add_missing_modules(runner.local_modules, results, "what is sent to"):
@@ -937,9 +939,9 @@ class ParallelEnv:
     def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
         """Save environments, so that `load_state` goes on from here, also in another process.
 
-        A state has the pickled simulator, who is alive and acts, action masks, seeds, options of resets, statistics of
-        the running episode and the count of restarts; the states of process-wide generators only with `isolate_rng`.
-        A simulator, or a wrapper, that cannot be pickled saves itself, if it has a pair of methods such as
+        A state has the pickled simulator, the agents that are alive and act, action masks, seeds, options of resets,
+        statistics of the running episode and the count of restarts; with `isolate_rng`, also the states of process-wide
+        generators. A simulator or wrapper that cannot be pickled is saved by its own pair of methods, such as
         `get_state()` and `set_state(state)`. Large arrays of the constructor that have not been written to are not in
         a state. See `docs/checkpoints.md`. `step_timeout` applies.
 
@@ -974,10 +976,10 @@ class ParallelEnv:
     def load_state(
         self, states: Sequence[bytes], env_ids: Sequence[int] | None = None
     ) -> tuple[DictPerEnv, DictPerEnv]:
-        """Go on from what `save_state` has returned: the next step is the same as it would have been then.
+        """Continue from states that `save_state` returned: the next step is the same as it would have been then.
 
-        The constructors and arguments must be those of that time; the number of workers and the backend may be others.
-        No `reset` is needed before. If not all environments are loaded, the base of seeds stays as it is. States are
+        The constructors and arguments must be the same as then; the number of workers and the backend may differ.
+        No `reset` is needed before. If not all environments are loaded, the base seed stays as it is. States are
         pickles: load only those that you trust. `start_timeout` applies.
 
         Args:
@@ -985,13 +987,13 @@ class ParallelEnv:
             env_ids: Which environments; the others go on.
 
         Returns:
-            Observations and infos of the latest step or reset at that time, as of `reset`. Infos are without the
-            statistics of `episode_stats`.
+            Observations and infos of the latest step or reset before the save, in the form of `reset`. Infos do not
+            have the statistics of `episode_stats`.
 
         Raises:
-            TypeError: A state cannot be unpickled, or is not one.
-            ValueError: A state is of another format, or of environments with other agents, spaces or another
-                `auto_reset`; or there are not as many as environments. After these errors, nothing has changed.
+            TypeError: A state cannot be unpickled, or is not a saved state.
+            ValueError: A state has another format, or is from environments with other agents, spaces or another
+                `auto_reset`; or there is not one state for each environment. After these errors, nothing has changed.
             NotImplementedError: Native simulators cannot do that.
         """
         loaded, leftovers = self.runner.load_state(states, env_ids)
@@ -1000,9 +1002,9 @@ class ParallelEnv:
 
     @exclusive("set_reset_options")
     def set_reset_options(self, options: dict[str, Any] | None, env_ids: Sequence[int] | None = None) -> None:
-        """Set options of every later `reset` of environments, until they are set again; for curricula.
+        """Set the options of every later `reset` of environments, until they are set again; for curricula.
 
-        Automatic resets, restarts, replays and recycling have them, too. `reset(options=)` is merged over them by key,
+        Automatic resets, restarts, replays and recycling use them, too. `reset(options=)` is merged over them by key,
         for that reset. Running episodes go on as they are. Environments that keep options themselves (ML-Agents) keep
         what a reset has passed, also after `set_reset_options(None)`.
 
@@ -1013,7 +1015,7 @@ class ParallelEnv:
 
         Raises:
             ValueError: The environments' `reset` takes no options, or not these.
-            TypeError: `options` is no dict, or cannot be pickled or unpickled.
+            TypeError: `options` is not a dict, or cannot be pickled or unpickled.
 
         Example:
             >>> import numpy as np
@@ -1038,8 +1040,8 @@ class ParallelEnv:
     def set_parameters(self, parameters: Mapping[str, Any], env_ids: Sequence[int] | None = None) -> None:
         """Set parameters of environments that keep the options of `reset` (ML-Agents), without a reset.
 
-        They have the form of the options of `reset`. An environment that is constructed again gets them, too.
-        `env.call("get_properties")` returns those of each environment.
+        Parameters have the form of the options of `reset`. An environment that is constructed again gets them, too.
+        `env.call("get_properties")` returns the parameters of each environment.
 
         Args:
             parameters: By name; Unity gets them with the next step.
@@ -1047,7 +1049,7 @@ class ParallelEnv:
 
         Raises:
             NotImplementedError: The environments keep no options.
-            ValueError: `parameters` have another form than the options of `reset`.
+            ValueError: `parameters` do not have the form of the options of `reset`.
         """
         runner = self.runner
         if not (runner.schema.options_last and runner.takes_options):
@@ -1107,7 +1109,7 @@ class ParallelEnv:
         """Record a timeline of what workers and this process do, until `stop_trace` or `close`.
 
         The file is JSON that https://ui.perfetto.dev and `chrome://tracing` show. A step takes about a microsecond
-        longer. At most a million time slices are recorded for each worker, and those of a worker that dies are lost.
+        longer. At most a million time slices are recorded for each worker; the slices of a worker that dies are lost.
 
         Raises:
             ValueError: No file can be written there.
@@ -1145,7 +1147,7 @@ class ParallelEnv:
         Raises:
             RuntimeError: No trace is being recorded.
             OSError: The file cannot be written.
-            ParallelEnvError: A worker has died; with `on_error="restart"`, call this again for the others' slices.
+            ParallelEnvError: A worker has died; with `on_error="restart"`, call this again for the other slices.
         """
         self.runner.check_idle("stop_trace")
         workers, tracing = self.runner.workers, self._tracing
@@ -1160,11 +1162,11 @@ class ParallelEnv:
 
     @staticmethod
     def _warn_of_recycling(recycle: RecyclePolicy, backend: Any) -> None:
-        """Warn of limits that are never reached, since the memory of workers is not known."""
+        """Warn of limits that are never reached, since the memory of workers is unknown."""
         if recycle.max_memory_mb is not None or recycle.kill_above_mb is not None:
             warnings.warn(
                 f"max_memory_mb and kill_above_mb of {recycle} have no effect with backend={backend!r}: the memory of "
-                "its workers is not known. That of worker processes is, on Linux, and elsewhere if psutil is installed",
+                "its workers is unknown. It is known for worker processes, on Linux or if psutil is installed",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -1187,7 +1189,7 @@ class ParallelEnv:
                     self._tracing.add(worker, slices)
         pool.alone(
             "", pool.note_outdated, range(self.num_envs)
-        )  # standbys trace from their construction on, or no more
+        )  # standbys are constructed again, with tracing on or off
         return fault
 
     def stats(self) -> Stats:
@@ -1207,7 +1209,7 @@ class ParallelEnv:
 
         Args:
             terminate: True skips the environments' own `close`.
-            timeout: Seconds that these may take; then workers are killed, if the backend can. None for no limit. The
+            timeout: Seconds that closing may take; then workers are killed, if the backend can. None for no limit. The
                 wait for another thread that is inside a call, such as `on_restart`, has this limit too, but at least
                 half a second.
 
@@ -1223,7 +1225,7 @@ class ParallelEnv:
             raise error
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a ParallelEnv has workers of its own and can be neither pickled nor copied: make another one")
+        raise TypeError("a ParallelEnv has its own workers and cannot be pickled or copied: make another one")
 
     def __repr__(self) -> str:
         runner = self.runner

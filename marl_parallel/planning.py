@@ -2,9 +2,9 @@
 
 `plan` measures each setting with a `ParallelEnv` of its own and random actions, for about half a second::
 
-    a process for each CPU ---> a loop in line is quicker, by the time that steps take in workers: "serial"
+    a process for each CPU ---> this process alone is faster, by the time that steps take in workers: take "serial"
                            ---> workers hardly need their CPUs: measure more workers, and take them if they are faster
-                           ---> else measure "hybrid": propose it if it is faster than all others, or take it
+                           ---> else measure "hybrid": if it is faster than all others, take or propose it
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _BETTER = 0.9  # an alternative is chosen if it takes at most this share of the 
 _MOSTLY_WAITS = 0.5  # simulators wait if workers need a CPU for less than this share of the time inside them
 _BATCHES = 100
 STEP_TIMEOUT_S = 1.0
-"""Of a step while it is measured."""
+"""The timeout of each step while a setting is measured."""
 
 
 class _Measured:
-    """Seconds of a batch of steps, and the share of their time in simulators in which workers need a CPU."""
+    """Seconds for a batch of steps, and the share of the time inside simulators for which workers need a CPU."""
 
     def __init__(self, env: Any) -> None:
         backend, workers = env.runner.workers.pool.backend, range(env.num_workers)
@@ -75,18 +75,18 @@ def plan(
     can_be_serial: bool,
     takes_hybrid: bool = False,
 ) -> dict[str, Any]:
-    """The fastest arguments for a simulator, and what was measured.
+    """Measure settings for a simulator; returns the fastest arguments, and the measurements.
 
     Args:
-        open_env: Opens a `ParallelEnv` of the simulators, with this backend and so many workers.
+        open_env: Opens a `ParallelEnv` of the simulators, with this backend and number of workers.
         num_envs: The number of environments.
         can_be_serial: Whether the caller can do without processes.
-        takes_hybrid: Whether `"hybrid"` may be chosen. Else it is measured only with `can_be_serial`, since it runs
-            simulators in this process, and only proposed.
+        takes_hybrid: Whether `"hybrid"` may be chosen. If not, it is only proposed, and it is measured only with
+            `can_be_serial`, since it runs simulators in this process.
 
     Returns:
-        `arguments` for `ParallelEnv`, `reason`, a sentence, and `batch_ms`: milliseconds of a batch by what was tried.
-        `proposal`: the arguments of what is faster than the choice, but only the caller may choose; None for none.
+        `arguments` for `ParallelEnv`; `reason`, a phrase; `batch_ms`, the milliseconds of a batch by setting; and
+        `proposal`, the arguments of a faster setting that only the caller may choose, or None.
     """
     workers = min(num_envs, usable_cpus())
     batch_ms: dict[str, float] = {}
@@ -95,8 +95,8 @@ def plan(
 
     def measured(number: int, backend: Literal["process", "hybrid"] = "process") -> _Measured:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # of more workers than CPUs
-            warnings.simplefilter("ignore", RuntimeWarning)  # of what is not enforced in line
+            warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs
+            warnings.simplefilter("ignore", RuntimeWarning)  # arguments that have no effect in this thread
             env = open_env(backend, number)
         with env:
             found = _Measured(env)
@@ -135,10 +135,10 @@ def plan(
 
 
 class WaitingRemark:
-    """A line in the log after 100 batches, if simulators mostly wait, so that more workers than CPUs may be faster.
+    """Logs one line after 100 batches if simulators mostly wait: then more workers than CPUs may be faster.
 
-    Made only with the default number of workers, and if there are more environments: then each CPU has a worker, and
-    more of them pay off only for simulators that wait.
+    Made only with the default number of workers, if there are more environments than workers. Then each CPU has a
+    worker, and more workers pay off only for simulators that wait.
     """
 
     def __init__(self, backend: Backend, num_workers: int) -> None:

@@ -25,9 +25,9 @@ Policy: TypeAlias = Callable[[DictPerEnv], Sequence[Mapping[AgentID, Any]]]
 """Takes the observations of all environments, a tuple of dicts by agent, and returns what `step` takes."""
 
 _PALETTE_FRAMES = 16
-"""From so many frames a `.gif` takes its colours."""
+"""The number of frames from which a `.gif` takes its colours."""
 _MOST_FPS = {".gif": 50.0, ".mp4": float("inf")}
-"""By suffix; viewers show a GIF's frames of less than two hundredths of a second for ten."""
+"""By suffix. Viewers show a GIF's frames of less than 0.02 s for 0.1 s."""
 _DEFAULT_FPS = 30.0
 _LABEL_SHARE = 14  # a frame is that many times as high as its label
 _LABEL_LEAST = 12  # pixels
@@ -66,9 +66,10 @@ def record_video(
 
     Raises:
         ImportError: imageio or Pillow are missing; the extra `video` installs them.
-        TypeError: `env` is no `ParallelEnv`, or `policy` cannot be called.
+        TypeError: `env` is not a `ParallelEnv`, or `policy` cannot be called.
         ValueError: A wrong suffix, folder or number, environments that do not render arrays, agents without action
-            spaces and no policy, or frames that grow. Only the last is found after the first reset; no file is written.
+            spaces and no policy, or frames that grow. Only frames that grow are found after the first reset. No file is
+            written.
 
     Example:
         >>> import tempfile
@@ -80,18 +81,18 @@ def record_video(
     """
     if not isinstance(env, ParallelEnv):
         raise TypeError(
-            f"a video is recorded of a ParallelEnv, got {type(env).__name__}: make one for the video, without facade=; "
-            "its policy takes observations as dicts"
+            f"env must be a ParallelEnv, got {type(env).__name__}: make one for the video, without facade=; its policy "
+            "takes observations as dicts"
         )
     if policy is not None and not callable(policy):
         raise TypeError(f"policy must take observations and return actions, or be None; got {policy!r}")
     path = Path(path)
     if path.suffix.lower() not in _MOST_FPS:
-        raise ValueError(f"a video is written as {' or '.join(_MOST_FPS)}, got {path.name!r}")
+        raise ValueError(f"path must end in {' or '.join(_MOST_FPS)}, got {path.name!r}")
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder: pass the path of a file in it")
     if not path.parent.is_dir():
-        raise ValueError(f"no folder {str(path.parent)!r} to write {path.name!r} into")
+        raise ValueError(f"cannot write {path.name!r}: the folder {str(path.parent)!r} does not exist")
     checked_integer(steps, "steps")
     if tile_width is not None:
         checked_integer(tile_width, "tile_width")
@@ -101,7 +102,7 @@ def record_video(
     if isinstance(fps, bool) or not isinstance(fps, Real) or not 0 < fps < float("inf"):
         raise ValueError(f"fps must be a positive number of frames per second, got {fps!r}")
     if fps > most:
-        raise ValueError(f"fps must be {most:g} at most in a {path.suffix}, whose frames last longer, got {fps!r}")
+        raise ValueError(f"fps must be at most {most:g} in a {path.suffix}, since viewers show no more; got {fps!r}")
     if env.render_mode != "rgb_array":
         raise ValueError(
             f"a video needs simulators that render arrays; their render_mode is {env.render_mode!r}: "

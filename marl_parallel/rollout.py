@@ -1,4 +1,4 @@
-"""`Rollout`: the data of many steps in preallocated arrays `(num_steps, num_envs, agents, ...)`; and `gae` on them."""
+"""`Rollout`: data of many steps in preallocated arrays `(num_steps, num_envs, agents, ...)`; `gae`: advantages."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _ALIGNMENT = 64  # bytes
 
 
 class Extra(NamedTuple):
-    """A value that is stored with each step: one of the learner's own, such as log-probabilities, or one of infos.
+    """Declares a value that is stored with each step: the learner's own, such as log-probabilities, or from infos.
 
     Attributes:
-        shape: Of the value of one agent, or of one environment.
-        dtype: Its dtype.
-        per_agent: Whether each agent has one, `(num_envs, k, *shape)`, grouped; else each environment,
+        shape: The shape of one agent's value, or of one environment's.
+        dtype: The dtype of the value.
+        per_agent: Whether each agent has a value, `(num_envs, k, *shape)`, grouped; if False, each environment has one,
             `(num_envs, *shape)`.
     """
 
@@ -43,12 +43,12 @@ class Extra(NamedTuple):
 
 
 class Current(NamedTuple):
-    """What a policy acts on; grouped as in `StackedVecEnv`, and valid until the rollout after next.
+    """What a policy acts on, grouped as in `StackedVecEnv`. Valid until the rollout after next.
 
     Attributes:
         observations: Arrays or trees `(num_envs, k, ...)`.
-        observed: bool `(num_envs, k)`: which rows of them are data.
-        acting: bool `(num_envs, k)`: which agents act. Actions of the others are ignored.
+        observed: bool `(num_envs, k)`: which rows of `observations` are data.
+        acting: bool `(num_envs, k)`: which agents act. Actions of other agents are ignored.
         action_masks: bool `(num_envs, k, n)`; None without `action_masks=True`.
         state: The global states `(num_envs, *state_space.shape)`; None if the `StackedVecEnv` has none.
         env_ids: The environments that are stepped with these actions: all, or one half of them. `num_envs` above is
@@ -66,13 +66,13 @@ class Current(NamedTuple):
 class RolloutArrays(NamedTuple):
     """The data of T steps of N environments; k is the number of agents of a group. Grouped as in `StackedVecEnv`.
 
-    Step t leads from the observation t to the observation t + 1; but where `done[t]` with `auto_reset=True`, the
-    observation t + 1 is the next episode's first.
+    Step t leads from observation t to observation t + 1. Where `done[t]` is set, with `auto_reset=True`, observation
+    t + 1 is the first of the next episode.
 
     Attributes:
         observations: Grouped; arrays or trees `(T + 1, N, k, ...)`.
         observed: Grouped; bool `(T + 1, N, k)`: which rows of `observations` are data.
-        acting: Grouped; bool `(T + 1, N, k)`: which agents act on them. Train on `acting[:-1]`.
+        acting: Grouped; bool `(T + 1, N, k)`: which agents act on `observations`. Train on `acting[:-1]`.
         action_masks: Grouped; bool `(T + 1, N, k, n)`; None without `action_masks=True`.
         actions: Grouped; arrays or trees `(T, N, k, ...)`.
         rewards: Grouped; float32 `(T, N, k)`.
@@ -80,12 +80,12 @@ class RolloutArrays(NamedTuple):
         terminations, truncations: Grouped; bool `(T, N, k)`: the flags of agents.
         terminated, truncated, done: bool `(T, N)`: the flags of environments, and whether one of them is set.
         final_observations: Grouped; `(T, N, k, ...)`: the last observations of episodes. Valid where `done`.
-        present_final: Grouped; bool `(T, N, k)`: which rows of them are data. Valid where `done`.
-        states: `(T + 1, N, *state_space.shape)`; None without states, as `final_states`.
+        present_final: Grouped; bool `(T, N, k)`: which rows of `final_observations` are data. Valid where `done`.
+        states: `(T + 1, N, *state_space.shape)`; None without states, like `final_states`.
         final_states: `(T, N, *state_space.shape)`: the last states of episodes. Valid where `done`.
-        extras: By name, the values of the learner's own: grouped `(T, N, k, ...)`, or `(T, N, ...)`.
-        infos: By name, values of infos, in the same form; zeros where there is none.
-        informed: By name, bool: grouped `(T, N, k)`, or `(T, N)`: which of them have one.
+        extras: By name, the learner's own values: grouped `(T, N, k, ...)`, or `(T, N, ...)`.
+        infos: By name, values from infos, in the same form; zeros where an info has no such value.
+        informed: By name, bool: grouped `(T, N, k)`, or `(T, N)`: which entries of `infos` have a value.
     """
 
     observations: Grouped
@@ -142,7 +142,7 @@ class _Part:
 
 
 def _halves(env: StackedVecEnv) -> tuple[range, range]:
-    """The environments of half of the workers each, or half of those of one worker."""
+    """Two ranges of environments, each of half of the workers; with one worker, each half of the environments."""
     middle = env.num_envs / 2
     borders = [share.start for share in env.stepper.runner.source.shares[1:]] or [env.num_envs // 2]
     border = min(borders, key=lambda first: abs(first - middle))
@@ -152,15 +152,15 @@ def _halves(env: StackedVecEnv) -> tuple[range, range]:
 class Rollout:
     """Collects `num_steps` steps of a `StackedVecEnv` at a time, in arrays that are written once.
 
-    All arrays are allocated here. The next rollout overwrites them, and begins where this one ended.
+    The constructor allocates all arrays. Each rollout overwrites the last one, and begins where that ended.
 
     Args:
-        env: It resets by itself (`auto_reset=True` or `"NEXT_STEP"`), and nothing else steps it meanwhile.
+        env: Resets by itself (`auto_reset=True` or `"NEXT_STEP"`). Nothing else may step it meanwhile.
         num_steps: T, the number of steps of each environment in a rollout.
         extras: By name, the learner's own values that come with each step: an `Extra`, or a shape for float32 values of
             each agent.
-        infos: Values of infos to keep, by name, in the form of `extras`. `"won"` is that of an agent's info, and with
-            `per_agent=False` that of `infos[i]["__common__"]` or `infos[i]` itself; `"episode/r"` is the `"r"` in the
+        infos: Values of infos to keep, by name, in the form of `extras`. `"won"` is a key of an agent's info, or with
+            `per_agent=False` of `infos[i]["__common__"]` or `infos[i]` itself; `"episode/r"` is the key `"r"` in the
             dict `"episode"`.
         action_masks: Whether action masks are stored, for `Discrete` and `MultiDiscrete` actions.
         halves: 2 to act for one half of the environments while the other half is stepped; the arrays are the same. A
@@ -175,9 +175,9 @@ class Rollout:
         finished_episodes: The returns and lengths of the episodes that ended in the present rollout.
 
     Raises:
-        TypeError: `env` is no `StackedVecEnv`, or an extra or info neither a shape nor an `Extra`.
-        ValueError: `num_steps` or `halves` is out of range; or the environments wait for a reset by the caller when
-            they are over, or cannot be stepped in halves: there is only one, or they are native simulators.
+        TypeError: `env` is not a `StackedVecEnv`, or an extra or info is not a shape or an `Extra`.
+        ValueError: `num_steps` or `halves` is out of range; the environments have `auto_reset=False`; or they cannot be
+            stepped in halves, because there is only one or they are native simulators.
         MemoryError: The arrays need more memory than is free.
 
     Example:
@@ -209,7 +209,7 @@ class Rollout:
         halves: Literal[1, 2] = 1,
     ) -> None:
         if not isinstance(env, StackedVecEnv):
-            raise TypeError(f"a Rollout is made of a StackedVecEnv, got {type(env).__name__}")
+            raise TypeError(f"a Rollout needs a StackedVecEnv, got {type(env).__name__}")
         self.env, self.num_steps = env, checked_integer(num_steps, "num_steps")
         if halves not in (1, 2):
             raise ValueError(f"halves must be 1 or 2, got {halves!r}")
@@ -222,7 +222,7 @@ class Rollout:
             )
         self.filled = 0
         self.finished_episodes: list[FinishedEpisode] = []
-        self._unfit: list[str] = []  # the error of a value of infos that does not fit
+        self._unfit: list[str] = []  # the error of a value from infos that does not fit
         self._has_reset = False
         self._parts = [_Part(env, range(env.num_envs))]
         if halves == 2:
@@ -239,7 +239,7 @@ class Rollout:
                 f"{num_steps} steps of {env.num_envs} environments with {env.num_agents} agents need "
                 f"{nbytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free: collect fewer steps at a time"
             )
-        # Observations are written where they stay if groups are those of the stepper's view, in the same order.
+        # Observations are written where they stay if the stepper's view has the same groups, in the same order.
         view = env.stepper.view
         of_view = [[view.agents[place] for place in positions] for _, positions in view.groups]
         self._in_place = of_view == [*env.group_map.values()]
@@ -321,9 +321,9 @@ class Rollout:
     # -- collecting ------------------------------------------------------------------------------------------------
 
     def reset(self, seed: Seeds = None, options: Options = None) -> Current:
-        """Begin new episodes and an empty rollout; arguments are those of `StackedVecEnv.reset`.
+        """Begin new episodes and an empty rollout; arguments are as in `StackedVecEnv.reset`.
 
-        The first `step` or `collect` does this, too, if it has not been called before.
+        `collect` does this, too, if it has not been done before.
         """
         return self._begin(lambda env: env.reset(seed, options))
 
@@ -353,7 +353,7 @@ class Rollout:
         The data of the rollout are not saved, only what the next one begins with.
 
         Raises:
-            ValueError: The rollout is neither empty nor full.
+            ValueError: The rollout has some of its steps, but not all.
             ResetNeeded, TypeError: As `ParallelEnv.save_state`.
         """
         times = {part.time for part in self._parts}
@@ -370,13 +370,13 @@ class Rollout:
     def load_state(self, states: Sequence[bytes]) -> Current:
         """Go on from what `save_state` has returned, with an empty rollout; no `reset` is needed before.
 
-        Errors are those of `ParallelEnv.load_state`.
+        Errors are as in `ParallelEnv.load_state`.
         """
         return self._begin(lambda env: env.load_state(states))
 
     @property
     def current(self) -> Current:
-        """What the next step's actions are for; raises `ResetNeeded` before the first `reset`."""
+        """What the policy acts on next; raises `ResetNeeded` before the first `reset`."""
         if not self._has_reset:
             raise ResetNeeded("the environments have never been reset; call reset(), or collect()")
         arrays, part = self.arrays, self._parts[self._next]
@@ -390,17 +390,17 @@ class Rollout:
         With `halves=2`, begin to step the half of `current`, and store the step of the other half.
 
         Args:
-            actions: Those of `StackedVecEnv.step`, for the environments of `current`.
-            extras: The values that were declared, all of them.
+            actions: As in `StackedVecEnv.step`, for the environments of `current`.
+            extras: All declared extras.
 
         Returns:
-            What the next actions are for, as `current`.
+            What the policy acts on next, as `current`.
 
         Raises:
             TypeError: Extras are missing, or were not declared; nothing has been stepped.
             ValueError: As in `StackedVecEnv.step`, or an extra has another shape than declared, or a number that its
-                dtype cannot hold; nothing has been stepped. Or a value of infos has; the step has been stored without
-                that value.
+                dtype cannot hold; nothing has been stepped. Or a value from infos does not fit in this way; the step
+                has been stored without that value.
         """
         arrays = self.arrays
         if extras.keys() != arrays.extras.keys():
@@ -436,7 +436,7 @@ class Rollout:
         return self.current
 
     def _checked_extras(self, extras: Mapping[str, Any], num_envs: int) -> dict[str, Any]:
-        """The extras of so many environments as arrays of the declared shapes; `ValueError` for any other shape."""
+        """The extras of `num_envs` environments as arrays of the declared shapes; `ValueError` for any other shape."""
         checked: dict[str, Any] = {}
         for name, value in extras.items():
             extra, groups = self._extras[name], self.env.group_map
@@ -459,7 +459,7 @@ class Rollout:
         return checked
 
     def _store_infos(self, part: _Part, infos: Mapping[int, Mapping[Any, Any]]) -> None:
-        """Store the values of infos that were named; the error of one that does not fit comes after the step."""
+        """Store the declared values from infos; `step` later raises the error of a value that does not fit."""
         groups = self.env.group_map
         for name, extra in self._infos.items():
             stored, informed = self.arrays.infos[name], self.arrays.informed[name]
@@ -515,7 +515,7 @@ class Rollout:
         self._note_current(part, observations)
 
     def collect(self, policy: Policy) -> RolloutArrays:
-        """Step until the rollout is full, or a whole new one if it is; returns `arrays`.
+        """Step until the rollout is full; if it is full already, collect a new one. Returns `arrays`.
 
         Args:
             policy: Takes a `Current`; returns actions, or if extras were declared, a pair of actions and a dict of
@@ -556,8 +556,8 @@ class Rollout:
         """The arrays as torch tensors. On the CPU they share the memory of `arrays`.
 
         Args:
-            device: Of the tensors.
-            pin: Whether CUDA copies them while the CPU goes on, from memory that is page-locked the first time. Call
+            device: The device of the tensors.
+            pin: Whether CUDA copies data while the CPU goes on, from memory that is page-locked the first time. Call
                 `torch.cuda.synchronize()` before the next step is collected.
         """
         from marl_parallel.vector.tensors import has_cuda, page_lock, tensor
@@ -577,7 +577,7 @@ class Rollout:
                 _put(array, 0, values)
 
     def _clear(self) -> None:
-        """Make all marks those of plain steps, which then need not be written with each step."""
+        """Set all marks to the values of plain steps, so that plain steps need not write them."""
         arrays, self.filled, self.finished_episodes, self._unfit = self.arrays, 0, [], []
         for part in self._parts:
             part.time = 0
@@ -588,7 +588,7 @@ class Rollout:
             tree_map(lambda values: values.fill(values.dtype.type()), array)
 
     def _write_to(self, part: _Part, time: int) -> None:
-        """Have the observations of some environments written to a time."""
+        """Make the next results of a part write their observations to this time step."""
         if self._in_place:
             targets = [_at(of_group, (time, part.rows)) for of_group in self._observations]
             part.env.stepper.view.write_to(targets, self._buffer)
@@ -612,19 +612,19 @@ def gae(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Generalised advantage estimates, and returns, the targets of a critic.
 
-    An agent's episode ends where it is terminated or truncated, or its environment's episode ends; one that comes back
-    begins another. A truncated episode could have continued, so the value of its last observation or state counts; that
-    of a terminated one does not. Rewards between two actions of an agent, as in turn-based games, are added to the
-    first action's.
+    An agent's episode ends where the agent is terminated or truncated, or its environment's episode ends. An agent that
+    comes back begins another episode. A truncated episode could have continued, so the value of its last observation or
+    state counts; after a termination, no value counts. Rewards between two actions of an agent, as in turn-based games,
+    are added to the reward of the first action.
 
-    The values after a truncation count as they are passed, also of agents that the simulator gives no last observation
-    (`observed`, `present_final`): a critic of states has one. Pass NaN where there is none, as with a critic that would
-    read zeros: then the value at the agent's last action stands for it.
+    Values after a truncation are used as they are passed, also for agents that have no last observation (`observed`,
+    `present_final`), since a critic of states has a value for them. Pass NaN where there is no value, as with a critic
+    that would read zeros: then the value at the agent's last action is used.
 
     Args:
-        data: Of a rollout; of several groups, one `group`.
-        values: `(T + 1, N, k)`: of `data.observations` or `data.states`, by the critic.
-        final_values: `(number of ended episodes, k)`: of the last observations or states, as
+        data: The data of a rollout; with several groups, of one `group`.
+        values: `(T + 1, N, k)`: the critic's values of `data.observations` or `data.states`.
+        final_values: `(number of ended episodes, k)`: the critic's values of the last observations or states, such as
             `critic(data.final_observations)[data.done]`.
         gamma: The discount factor.
         lam: The weight of longer estimates, from 0 to 1.
@@ -634,7 +634,7 @@ def gae(
         `data.acting[:-1]`.
 
     Raises:
-        ValueError: Values of another shape.
+        ValueError: Values have another shape.
 
     Reference: Schulman et al., High-Dimensional Continuous Control Using Generalized Advantage Estimation (2016),
     https://arxiv.org/abs/1506.02438, equation 16.
@@ -669,7 +669,7 @@ def gae(
 
 
 def _declared(what: str, declared: Mapping[str, Extra | tuple[int, ...]] | None) -> dict[str, Extra]:
-    """Extras or infos by name; `TypeError` if one is neither a shape nor an `Extra`."""
+    """Extras or infos by name; `TypeError` if one is not a shape or an `Extra`."""
     for name, extra in (declared or {}).items():
         if not isinstance(extra, tuple):
             raise TypeError(f"{what}[{name!r}] must be a shape or an Extra, got {extra!r}")
@@ -695,7 +695,7 @@ def _shaped(what: str, value: Any, shape: tuple[int, ...], dtype: Any) -> NDArra
 
 
 def _named_in(info: Any, name: str) -> Any:
-    """A value of an info, or of dicts in it, whose keys are then joined by "/"; None if there is none."""
+    """A value of an info, or of nested dicts, whose keys are joined by "/"; None if there is none."""
     if not isinstance(info, Mapping):
         return None
     if name in info:
@@ -729,7 +729,7 @@ def _nbytes(tree: Any) -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes that can be allocated without swapping; None if that is not known."""
+    """Bytes that can be allocated without swapping; None if unknown."""
     try:
         with open("/proc/meminfo") as lines:
             sizes = dict(line.split(":") for line in lines)

@@ -62,7 +62,7 @@ _AUTO_RESET = {AutoresetMode.SAME_STEP: "True", AutoresetMode.DISABLED: "False",
 
 
 class Workers(NamedTuple):
-    """What only environments in workers have."""
+    """The worker pool and its helpers; only environments in workers have these."""
 
     pool: Pool
     transitions: BlockTransitions
@@ -87,14 +87,14 @@ class BatchRunner:
         mode: The auto-reset mode.
         num_envs: The number of environments.
         env_ids: The ids of all environments.
-        seeds: The seed of each environment; None with `seed="own"`, if it declares none.
+        seeds: The seed of each environment; None with `seed="own"`, if the environment declares none.
         restarts: Whether environments that fail are rebuilt.
         takes_options: Whether the environments' `reset` takes options.
-        view: Makes an `ArrayView` of all environments; of neighbouring ones with `env_ids`, which is a range. With
-            `copy`, observations are the caller's.
-        workers: What only environments in workers have; None for a simulator that steps many by itself.
-        transitions: `acting` and `alive` have a list of agents for each environment: those that act next, and those
-            that are alive. `over` says for each environment whether its episode is over.
+        view: Makes an `ArrayView` of all environments, or of a range, `env_ids`. With `copy`, observations belong to
+            the caller.
+        workers: The worker pool and its helpers; None for a simulator that steps many environments by itself.
+        transitions: `acting` and `alive` have a list of agents for each environment: the agents that act next, and the
+            agents that are alive. `over` says for each environment whether its episode is over.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class BatchRunner:
     ) -> tuple[tuple[int, ...], Any]:
         """Begin new episodes, and wait.
 
-        Arguments and errors are those of `ParallelEnv.reset`; `options` may also be a list with one for each
+        Arguments and errors are as in `ParallelEnv.reset`; `options` may also be a list with one for each
         environment. Returns the env ids, and the leftovers of the results, which `transitions` needs to read them.
         """
         self.check_idle("reset")
@@ -167,7 +167,7 @@ class BatchRunner:
             base_seed(seed)
 
     def note_options(self, env_ids: Sequence[int], options: Mapping[str, Any]) -> None:
-        """Note options that environments which keep them have now: they may be constructed again."""
+        """Note the current options of environments that keep them, for environments that are constructed again."""
         assert self.workers is not None
         pool, rebuilds = self.workers.pool, self.workers.rebuilds
         for env_id in env_ids:
@@ -215,7 +215,7 @@ class BatchRunner:
             now = pickled()
 
     def save_state(self, env_ids: Sequence[int] | None) -> dict[int, EnvState]:
-        """The states of environments, by env id; errors are those of `ParallelEnv.save_state`."""
+        """The states of environments, by env id; errors are as in `ParallelEnv.save_state`."""
         self.check_idle("save_state")
         ids = self.checked_ids(env_ids)
         states = self._saved_states("save_state")
@@ -225,7 +225,7 @@ class BatchRunner:
             self._has_warned_of_draws = True
             warnings.warn(
                 f"environments {states.drawing}, or others in their workers, draw from process-wide generators, whose "
-                "states are not saved (random, numpy.random, torch): pass isolate_rng=True to go on exactly from there",
+                "states are not saved (random, numpy.random, torch): pass isolate_rng=True to save them, too",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -239,7 +239,7 @@ class BatchRunner:
     def load_state(self, states: Sequence[Any], env_ids: Sequence[int] | None) -> tuple[dict[int, EnvState], Any]:
         """Load states; returns them by env id, and the leftovers that `transitions` needs to read their results.
 
-        Arguments and errors are those of `ParallelEnv.load_state`.
+        Arguments and errors are as in `ParallelEnv.load_state`.
         """
         self.check_idle("load_state")
         ids = self.checked_ids(env_ids)
@@ -271,20 +271,20 @@ class BatchRunner:
     def _saved_states(self, name: str) -> SavedStates:
         if self.workers is None:
             raise NotImplementedError(
-                f"{name}() of {self.source.name}: a simulator that steps many environments by itself has no state of "
-                "each of them"
+                f"{name}() is impossible with {self.source.name}: a simulator that steps many environments by itself "
+                "has no state of each environment"
             )
         pool, transitions, rebuilds, _ = self.workers
         return SavedStates(pool, transitions, rebuilds)
 
     def send_reset(self, seed: Seeds, options: Options, env_ids: Sequence[int] | None) -> None:
-        """Begin new episodes and return; `recv` has the results. Arguments and errors are those of `reset`."""
+        """Begin new episodes and return; `recv` returns the results. Arguments and errors are as in `reset`."""
         ids = self.checked_ids(env_ids)
         self.check_idle("reset_async", ids)
         self.source.send(Message.RESET, ids, self._reset_keywords(ids, seed, options))
 
     def ids_to_step(self, env_ids: Sequence[int] | None = None) -> tuple[int, ...]:
-        """The env ids of a step that is allowed now; errors are those of `reset`, and `ResetNeeded`."""
+        """The env ids of a step that is allowed now; errors are as in `reset`, and `ResetNeeded`."""
         if self.source.closed or self.source.in_flight or self.calling:
             self.check_idle("step")
         ids = self.env_ids if env_ids is None else self.checked_ids(env_ids)
@@ -309,7 +309,7 @@ class BatchRunner:
         return leftovers
 
     def send(self, env_ids: Sequence[int], written: Any, *, together: bool = False) -> None:
-        """Begin to carry out actions of environments that are not in flight, and return; arguments are those of `step`.
+        """Begin to carry out actions of environments that are not in flight, and return; arguments are as in `step`.
 
         With `together`, all are received at once, which is faster.
         """
@@ -324,7 +324,7 @@ class BatchRunner:
     ) -> Results:
         """Wait for results of `send` and `send_reset`, and return all that are ready; as `ParallelEnv.recv`.
 
-        With `env_ids`, which are in flight: the results of all of these, and no others.
+        With `env_ids`, which must be in flight, wait for all of these environments, and return no others.
         """
         self.source.check_open()
         in_flight = self.source.in_flight
@@ -350,7 +350,7 @@ class BatchRunner:
         self.calling = True
 
     def finish_call(self, timeout: float | None) -> dict[int, Any]:
-        """Wait for the results of `begin_call`, by environment; `TimeoutError` after so many seconds, and try again."""
+        """Wait for the results of `begin_call`, by environment; after a `TimeoutError`, it can be called again."""
         self.source.check_open()
         if not self.calling:
             raise NoAsyncCallError(
@@ -381,10 +381,11 @@ class BatchRunner:
         self._have_written(workers, self._outputs._replace(states=True))
 
     def rollout_buffer(self, num_times: int, more: int) -> RolloutBuffer | None:
-        """Have workers write the observations of so many times into a new buffer; no longer into earlier ones.
+        """Make workers write observations of `num_times` time steps into a new buffer, no longer into earlier ones.
 
-        It has `more` bytes for the caller. Memory of earlier buffers is used again once no array refers to it. None if
-        workers share no memory, or not all observations are arrays in the block, or without compiled code.
+        The buffer has `more` bytes for the caller. Memory of earlier buffers is used again once no array refers to it.
+        Returns None if workers share no memory, if not all observations are arrays in the block, or without the
+        compiled codec.
         """
         self.check_idle("rollout_buffer")
         workers = self.workers
@@ -399,7 +400,7 @@ class BatchRunner:
             if buffer.nbytes > start:
                 buffer = RolloutBuffer(layout, num_times, max(stop, buffer.start), more)
         nbytes = max([buffer.nbytes, *[stop for *_, stop in self._memory]])
-        memory = (ctypes.c_char * nbytes).from_buffer(workers.pool.backend.extend(nbytes))  # to which only arrays refer
+        memory = (ctypes.c_char * nbytes).from_buffer(workers.pool.backend.extend(nbytes))  # only arrays refer to it
         buffer.bind(memory)
         self._memory.append((weakref.ref(memory), buffer.start, buffer.nbytes))
         self._have_written(workers, self._outputs._replace(rollout=(buffer.start, num_times)))
@@ -411,9 +412,10 @@ class BatchRunner:
         workers.pool.alone("", workers.pool.note_outdated, self.env_ids)
 
     def states_seen(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """After `write_states`: the states that the last reset or step of each environment has written, and the last
-        state of each episode before an automatic reset, or a restart: `(num_envs, *state_space.shape)`, valid until
-        the next step or reset.
+        """After `write_states`: the current states, and the last states of finished episodes.
+
+        The last reset or step of each environment has written both, the last state before an automatic reset or a
+        restart. Shapes are `(num_envs, *state_space.shape)`. Both are valid until the next step or reset.
         """
         assert self.workers is not None
         return self.workers.transitions.states_seen()
@@ -449,7 +451,7 @@ class BatchRunner:
         return result
 
     def _note_sampler(self, env_id: int) -> None:
-        """Make what draws the random actions of an environment, unless there is one."""
+        """Make the sampler of an environment's random actions, unless there is one."""
         if env_id not in self._samplers:
             seed = self._sampler_seeds[env_id]
             self._samplers[env_id] = ActionSampler(self.schema.action_spaces, (base_seed(seed), env_id))
@@ -465,7 +467,7 @@ class BatchRunner:
         self.source.check_open()
 
     def check_idle(self, name: str, env_ids: Sequence[int] | None = None) -> None:
-        """Raise unless everything is open and nothing in flight, or none of these environments."""
+        """Raise if the environments are closed, a call is in flight, or any of these environments is; None for all."""
         self.source.check_open()
         self.check_not_calling(name)
         if not self.source.in_flight:
@@ -518,22 +520,25 @@ class BatchRunner:
             how = "and resets some of them"
             advice = f": make them with batch_size={self.num_envs}" if batch_size < self.num_envs else ""
         elif self.num_envs % batch_size:
-            advice = ": make them with a batch_size of which num_envs is a multiple"
+            advice = ": make them with a batch_size that divides num_envs"
         else:
             return
-        text = f"{facade} steps all {self.num_envs} environments {how}, but these come {batch_size} at a time{advice}"
+        text = (
+            f"{facade} steps all {self.num_envs} environments {how}, but this simulator returns {batch_size} at a time"
+            f"{advice}"
+        )
         raise ValueError(text)
 
     # -- the one facade that steps ---------------------------------------------------------------------------------
 
     def claim(self, facade: weakref.ref[Any]) -> None:
-        """Let one facade step; errors are those of `check_claim`."""
+        """Let one facade step; errors are as in `check_claim`."""
         if self.stepped_by is not facade:
             self.check_claim(facade)
             self.stepped_by = facade
 
     def check_claim(self, facade: weakref.ref[Any]) -> None:
-        """Raise `RuntimeError` if another facade steps that is alive and has not called `release`."""
+        """Raise `RuntimeError` if another facade, which is alive and has not called `release`, steps."""
         other = self.stepped_by()
         if other is not None and other is not facade():
             raise RuntimeError(
@@ -581,7 +586,7 @@ class BatchRunner:
             raise ValueError(f"options={options!r}, but `reset` of these environments takes no options: leave them out")
 
     def _reset_keywords(self, env_ids: Sequence[int], seed: Seeds, options: Options) -> Any:
-        """By environment, the pickled keywords of its reset; of native simulators, the new seeds. Seeds are noted."""
+        """The pickled keywords of each environment's reset, by env id; for native simulators, seeds. Notes seeds."""
         self._check_takes(options)
         self.check_seed(seed)
         if self.workers is None:
@@ -607,7 +612,7 @@ class BatchRunner:
         for env_options in options_of:
             if env_options is not None:
                 self.schema.check_options(env_options)
-        # Everything that may be refused comes first: then nothing has changed.
+        # Everything that may raise comes first, so that an error changes nothing.
         keywords: dict[int, bytes] = {}
         new_seeds, sampler_seeds, merged = [*self.seeds], dict[int, int](), dict[int, dict[Any, Any]]()
         for env_id, env_seed, env_options in zip(env_ids, seeds, options_of, strict=True):
@@ -639,7 +644,7 @@ class BatchRunner:
         return keywords
 
     def _seeds_of_all(self, env_ids: Sequence[int], seed: Seeds) -> list[int]:
-        """The new seeds of a native simulator, which are noted."""
+        """The new seeds of a native simulator; notes them."""
         if len(env_ids) < self.num_envs:
             raise ValueError(
                 f"seed={seed!r} for environments {[*env_ids]}, but these environments are seeded all at once: reset all"

@@ -1,6 +1,6 @@
-"""Errors, results, statistics and the restart policy; this module imports nothing of the package.
+"""Errors, results, statistics and the restart policy; this module imports nothing from the package.
 
-Calls out of order raise errors of `gymnasium.error`, bad arguments Python's own.
+Calls out of order raise errors of `gymnasium.error`; wrong arguments raise Python's own errors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ParallelEnvError(RuntimeError):
     """An environment or its worker failed.
 
     Attributes:
-        env_ids: The environment that was running, or all of the worker's if that is unknown.
+        env_ids: The environment that was running, or all environments of the worker if that is unknown.
         worker: The number of the worker; None if there is none.
     """
 
@@ -76,7 +76,7 @@ class EnvError(ParallelEnvError):
     remote_traceback: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled without `original` where that can only be pickled by value, such as that of a class in a function."""
+        """Pickle without `original` if it cannot be pickled, such as an exception whose class is in a function."""
         attributes = {**vars(self)}
         try:
             pickle.dumps(self.original)
@@ -122,16 +122,16 @@ class WorkerTimeout(ParallelEnvError, TimeoutError, multiprocessing.TimeoutError
 
 
 class FinishedEpisode(NamedTuple):
-    """The statistics of one episode, of `ParallelEnv.finished_episodes`.
+    """The statistics of one episode, as in `ParallelEnv.finished_episodes`.
 
     Attributes:
         env_id: The environment.
-        returns: By agent, the sum of its rewards, over all its lives if it came back after its end; of vector rewards,
-            an array; NaN if they cannot be added up.
+        returns: By agent, the sum of its rewards, over all its lives if it came back after its end; an array for vector
+            rewards; NaN if the rewards cannot be added up.
         lengths: By agent, the number of steps in which it had a reward or ended.
-        length: The number of steps of the episode, those of automatic resets left out.
+        length: The number of steps of the episode, without steps of automatic resets.
         terminated: `terminateds["__all__"]` of its last step.
-        truncated: Likewise. A restart truncates the episode.
+        truncated: `truncateds["__all__"]` of its last step. A restart truncates the episode.
     """
 
     env_id: int
@@ -215,18 +215,18 @@ class RestartPolicy:
 class RecyclePolicy:
     """When an environment is replaced by a new one, for simulators that leak memory or grow slow.
 
-    It is replaced where an episode begins, by one that has been constructed in the background, in a new worker process.
-    None stands for no limit; there must be one limit at least.
+    It is replaced when an episode begins, by one that has been constructed in the background, in a new worker process.
+    None stands for no limit; at least one limit is required.
 
     Attributes:
         max_memory_mb: The most memory of a worker process and the processes that its simulators have started, in MB of
             10**6 bytes. Past it, all environments of the worker are replaced.
         max_episodes: The number of episodes of each environment. It is exact, so that runs can be repeated: if the new
-            environment is not ready yet, the step waits for it. One that reaches its limit again before all others of
-            its worker have been replaced goes on until they have.
-        max_age_s: The most seconds since the environment was constructed, or has taken the place of another.
+            environment is not ready yet, the step waits for it. An environment that reaches its limit again before all
+            others of its worker have been replaced continues until they have.
+        max_age_s: The most seconds since the environment was constructed, or replaced another one.
         kill_above_mb: The memory, measured as for `max_memory_mb`, above which a worker is killed at once, in the
-            middle of episodes. That is one fault, of the environment that was running, or that ran last; it needs
+            middle of episodes. This is one fault of the environment that was running, or that ran last. It needs
             `on_error="restart"`.
 
     Example:
@@ -261,13 +261,13 @@ class RecyclePolicy:
 
 @dataclass(frozen=True)
 class RestartEvent:
-    """An environment is rebuilt: what `on_restart` is called with, in the thread that steps.
+    """An environment is rebuilt: the argument of `on_restart`, which is called in the thread that steps.
 
     Attributes:
         env_id: The environment.
         worker: The number of its worker.
-        kind: `"fault"` if the environment itself failed, or it is not known which one of its worker did; `"neighbour"`
-            if another one has ended their worker.
+        kind: `"fault"` if the environment itself failed, or if it is unknown which environment of the worker failed;
+            `"neighbour"` if another environment has ended the worker.
         error: The `EnvError`, `WorkerCrashed` or `WorkerTimeout`; its text is the report with the stack.
         seed: The seed of the new environment; None with `seed="own"`.
         restarts: How often this environment has been rebuilt, this time included.
@@ -289,11 +289,11 @@ OnRestart: TypeAlias = Callable[[RestartEvent], object]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long the steps of simulators took: counts, which can be added and subtracted.
+    """A histogram of how long the steps of simulators took; histograms can be added and subtracted.
 
     Attributes:
-        counts: How many steps took at least `bounds()[i]` seconds and less than the next bound. The first one also has
-            shorter steps, the last one longer ones.
+        counts: How many steps took at least `bounds()[i]` seconds and less than the next bound. The first count
+            includes shorter steps, the last count longer steps.
 
     Example:
         >>> times = StepTimes((0,) * 40 + (98, 2) + (0,) * 70)
@@ -306,7 +306,7 @@ class StepTimes:
 
     @staticmethod
     def bounds() -> list[float]:
-        """The shortest durations of the counts, in seconds, from 1 us to 224 s; four equal parts of each octave."""
+        """The shortest duration of each count, in seconds, from 1 us to 224 s; each octave has four equal parts."""
         return [2.0 ** (place // 4 - 20) * (1 + place % 4 / 4) for place in range(StepTimes.SIZE)]
 
     @property
@@ -315,7 +315,7 @@ class StepTimes:
         return sum(self.counts)
 
     def quantile(self, fraction: float) -> float:
-        """The seconds that so many steps did not exceed: 0.5 gives the median, to within 25 %; NaN without a step."""
+        """The seconds that this fraction of steps did not exceed (0.5: median), to within 25 %; NaN without steps."""
         rank, bounds = fraction * self.total, [*self.bounds(), 256.0]
         if not self.total:
             return math.nan
@@ -337,17 +337,17 @@ class WorkerStats:
     Attributes:
         steps: Environment steps.
         resets: Episodes begun, automatically too.
-        restarts: Environments rebuilt after a fault, their own or of a neighbour in the same worker process, or by
-            `ParallelEnv.restart`.
+        restarts: Environments rebuilt after their own fault, after a fault of another environment in the same worker
+            process, or by `ParallelEnv.restart`.
         faults: Exceptions, deaths and timeouts after which environments were restarted. The death of a worker counts
-            for the environment that was running; for all of the worker's, if that is unknown.
+            for the environment that was running; for all environments of the worker if that is unknown.
         recycled: Environments replaced by new ones, as the `RecyclePolicy` says.
         simulator_s: Seconds inside the simulators.
         transport_s: Seconds spent on reading actions and writing transitions.
         waiting_s: Seconds without work.
         step_times: How long the steps inside the simulators took.
-        restart_kinds: `restarts` by what led to them: `"exception"`, `"death"` or `"timeout"` of the environment
-            itself, `"neighbour"` for those of another one in its worker process, or `"request"`.
+        restart_kinds: `restarts` by cause: `"exception"`, `"death"` or `"timeout"` of the environment itself,
+            `"neighbour"` for a fault of another environment in its worker process, or `"request"`.
     """
 
     steps: int = 0

@@ -16,26 +16,26 @@ from marl_parallel.core.spaces import padded_array, padded_space
 def pad_spaces(env: Any) -> MultiAgentEnv:
     """Pad the agents' observations and actions, so that all have equal spaces.
 
-    The last of the `wrappers`: what it returns is a `MultiAgentEnv`.
+    Pass it as the last of the `wrappers`, since it returns a `MultiAgentEnv`.
 
     - `Box` observations of one dtype and number of axes are padded with zeros after their values, up to the longest
-      agent's along each axis. The bounds of the padded space hold all agents' values, and 0. In `Dict` observations,
-      each entry is padded; all agents need the same keys. Entries `"action_mask"` become as long as the largest action
-      space. Other observations must be equal.
+      agent's along each axis. The bounds of the padded space contain all agents' values, and 0. In `Dict`
+      observations, each entry is padded; all agents need the same keys. Entries `"action_mask"` become as long as the
+      largest action space. Other observation spaces must be equal.
     - `Discrete` actions get the largest agent's number of actions. An action that its agent does not have becomes its
       first action, as in SuperSuit's `pad_action_space`; other actions reach the environment as they are. Other action
       spaces must be equal.
-    - Masks, where actions are padded: zeros for the actions that an agent does not have; for the others, the
-      environment's own mask, or ones. If observations are `Dict`s with an entry `"action_mask"`, they are that entry,
-      else `infos[i][agent]["action_mask"]`, int8, of each agent that is observed; those of kinds with masks of their
-      own, such as PyMARL's, stay there. So `env.action_masks` has them, and
-      policies that follow masks never choose a padded action.
+    - If actions are padded, agents get masks: 0 for the actions that an agent does not have; for the others, the
+      environment's own mask, or 1. The mask is the entry `"action_mask"` of observations if they are `Dict`s with such
+      an entry, else `infos[i][agent]["action_mask"]`, int8, of each agent that is observed. Kinds of environments with
+      masks of their own, such as PyMARL's, report them as before. So `env.action_masks` has these masks, and policies
+      that follow masks never choose a padded action.
 
     Args:
         env: An environment of any kind that `ParallelEnv` recognises, whose agents all declare both spaces.
 
     Raises:
-        ValueError: Spaces that differ in more than lengths or numbers of actions, or agents without a space.
+        ValueError: Spaces differ in more than lengths or numbers of actions, or an agent has no space.
 
     Example:
         >>> import gymnasium
@@ -100,7 +100,7 @@ class _Padded(MultiAgentEnv):
     def _padded(self, observations: Any, infos: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         if self._masks_in_infos:
             infos = {**infos}
-            # Masks that the environment reports apart are in infos at the end of an episode only.
+            # Masks that the environment does not report in infos are in infos only at the end of an episode.
             for agent in infos if self._reports_masks else observations:
                 info = infos.get(agent) or {}
                 mask = mask_of(None, info)

@@ -1,4 +1,4 @@
-"""Recognise the kind of a simulator, and make a `MultiAgentEnv` of it with the adapter of its kind.
+"""Recognise the kind of a simulator, and adapt it to a `MultiAgentEnv`.
 
 `protocol.py` has the `MultiAgentEnv` and what all adapters share, `attributes.py` looks up what simulators declare, and
 each kind has a module of its own. `docs/environments.md` explains how a kind is recognised.
@@ -57,16 +57,16 @@ ADAPTERS: dict[str, AdapterFunction] = {
 
 
 def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentEnv:
-    """Make a `MultiAgentEnv` of a simulator; a `MultiAgentEnv` is returned as it is.
+    """Adapt a simulator to a `MultiAgentEnv`; a `MultiAgentEnv` is returned unchanged.
 
     Args:
         env: The simulator, as its constructor returned it.
-        adapter: The name of its kind, or a class or function that makes a `MultiAgentEnv` of it; None to recognise it.
+        adapter: The name of the simulator's kind, or a class or function that adapts it; None recognises the kind.
 
     Raises:
-        TypeError: It is no environment of a known kind, lacks methods of the kind named by `adapter`, or the adapter
+        TypeError: The simulator is not of a known kind, lacks methods of the kind that `adapter` names, or the adapter
             did not return a `MultiAgentEnv`.
-        ValueError: No adapter has that name, or agents have names that cannot be used (`InvalidAgents`).
+        ValueError: No adapter has the name `adapter`, or the names of agents cannot be used (`InvalidAgents`).
 
     Example:
         >>> adapted = adapt(gymnasium.make("CartPole-v1"))
@@ -90,7 +90,7 @@ def adapt(env: Any, adapter: str | AdapterFunction | None = None) -> MultiAgentE
 
 
 def adapter_function(adapter: str | AdapterFunction | None) -> AdapterFunction:
-    """An adapter by its name, a callable as it is; for None, the function that recognises the kind of a simulator."""
+    """The adapter with this name, or the callable itself; for None, the function that recognises a simulator's kind."""
     if isinstance(adapter, str):
         if adapter not in ADAPTERS:
             raise ValueError(f"No adapter is named {adapter!r}; there are {', '.join(map(repr, ADAPTERS))}.")
@@ -168,12 +168,12 @@ def _keys_of(space: Any) -> set[Any]:
 
 
 def _may_be_of(names: list[AgentID], space: Any) -> bool:
-    """Whether a space is keyed by some of these agents; True if it is no space, which does not say anything."""
+    """Whether a space is keyed by some of these agents; also True without a space, which rules nothing out."""
     return not isinstance(space, spaces.Space) or (bool(keys := _keys_of(space)) and keys <= {*names})
 
 
 def _is_of_tuples(env: Any, observation_space: Any, action_space: Any) -> bool:
-    """Whether spaces and number of agents are those of a tuple environment; `NotAnEnvironment` if they contradict."""
+    """Whether spaces and number of agents fit a tuple environment; raises `NotAnEnvironment` if they contradict."""
     number = attributes.number_of_agents(env)
     observations, actions = length_of(observation_space), length_of(action_space)
     if observations is not None and observations == actions:
@@ -186,5 +186,5 @@ def _is_of_tuples(env: Any, observation_space: Any, action_space: Any) -> bool:
         return True
     one_each = isinstance(observation_space, spaces.Space) and isinstance(action_space, spaces.Space)
     if one_each and all((space.shape or ())[:1] == (number,) for space in (observation_space, action_space)):
-        return False  # arrays of all agents in one: a single agent that controls them
+        return False  # one array for all agents: a single agent controls them
     return (number is not None and number in (observations, actions)) or (one_each and (number or 1) > 1)

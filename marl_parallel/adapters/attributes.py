@@ -24,11 +24,11 @@ _SCALARISING_WRAPPERS = (
 
 
 class NotAnEnvironment(TypeError):
-    """A constructor returned something that cannot be reset and stepped, or not as `adapter=` requires."""
+    """A constructor returned an object that cannot be reset and stepped, or not as `adapter=` requires."""
 
 
 class LookupFailed(Exception):
-    """The simulator's `method`, which returns a space, raised; `__cause__` is its exception."""
+    """A method of the simulator that returns a space raised; `__cause__` is its exception, `method` names the call."""
 
     def __init__(self, method: str, error: Exception) -> None:
         super().__init__(f"{method} raised {type(error).__name__}: {error}")
@@ -37,7 +37,7 @@ class LookupFailed(Exception):
 
 def layers(source: Any) -> Iterator[Any]:
     """Yield an object and the environments beneath it (objects with a `step`), outermost first and each once."""
-    # Links that a wrapper only forwards are not followed, so that the order is that of the wrapping.
+    # Links that a wrapper only forwards are not followed, so that layers come in the order of wrapping.
     seen: dict[int, Any] = {}  # holds the objects, since an id is unique only while its object lives
     to_visit = [source]
     while to_visit:
@@ -64,7 +64,7 @@ def declared(source: Any, name: str, default: Any = None) -> Any:
 
 
 def stored(source: Any, name: str) -> Any:
-    """The value of an attribute of the outermost layer that has it, but not of a property; None if there is none."""
+    """The value of an attribute of the outermost layer that stores it; properties do not count; None without one."""
     for layer in layers(source):
         value = inspect.getattr_static(layer, name, None)
         if value is not None and not hasattr(type(value), "__get__"):
@@ -98,9 +98,9 @@ def has(source: Any, name: str) -> bool:
 
 
 def assign(source: Any, name: str, value: Any) -> None:
-    """Set an attribute on the outermost layer that owns it, a new one on the outermost layer.
+    """Set an attribute on the outermost layer that owns it; a new attribute is set on the outermost layer.
 
-    `AttributeError` if it can only be read, or is new and the outermost layer takes no new attributes.
+    Raises `AttributeError` if the attribute is read-only, or is new and the outermost layer takes no new attributes.
     """
     owners = [layer for layer in layers(source) if owns(layer, name)]
     if not owners:
@@ -124,13 +124,13 @@ def _no_layer_has(source: Any, name: str) -> str:
 
 
 def is_a(source: Any, module: str, name: str) -> bool:
-    """Whether an object is of a class that has this name in a module or package, without an import of it."""
+    """Whether an object is of a class that has this name in a module or package; does not import the module."""
     bases = type(source).__mro__
     return any(base.__name__ == name and f"{base.__module__}.".startswith(f"{module}.") for base in bases)
 
 
 def is_wrapped(source: Any, kind: tuple[str, str]) -> bool:
-    """Whether any layer is of a class, given by its exact module and name, without an import of it."""
+    """Whether any layer is of a class, given by its exact module and name; does not import the module."""
     return any((base.__module__, base.__qualname__) == kind for layer in layers(source) for base in type(layer).__mro__)
 
 
@@ -140,13 +140,13 @@ def type_name(source: Any) -> str:
 
 
 def declared_seed(source: Any) -> int | None:
-    """The attribute `seed` of the innermost environment; None if it is no integer or absent."""
+    """The attribute `seed` of the innermost environment; None if it is absent or not an integer."""
     seed = declared(declared(source, "unwrapped", source), "seed")
     return int(seed) if isinstance(seed, Integral) and not isinstance(seed, bool) else None
 
 
 def signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
-    """`inspect.signature`; annotations may name what is not defined, such as imports for type checkers only."""
+    """`inspect.signature`; annotations may contain undefined names, such as imports for type checkers only."""
     if sys.version_info >= (3, 14):  # which evaluates annotations when they are read
         from annotationlib import Format
 
@@ -167,7 +167,7 @@ def reset_keywords(reset: Callable[..., Any]) -> frozenset[str]:
 
 
 def required_reset_keywords(source: Any) -> frozenset[str]:
-    """Which of `seed` and `options` have no default in a simulator's `reset`, or beneath wrappers that pass all on."""
+    """Which of `seed` and `options` have no default in a simulator's `reset`, or below wrappers that pass on all."""
     required: set[str] = set()
     for layer in layers(source):
         try:
@@ -223,7 +223,7 @@ def old_space(declaration: Any) -> Any:
 
 
 def old_space_advice(space: Any) -> str:
-    """What a space of OpenAI's gym is, and what to do."""
+    """The part of a message that describes a space of OpenAI's gym, and what to do."""
     return (
         f"{space!s:.200}, a space of OpenAI's gym ({type_name(space)}), and not of Gymnasium. "
         "Let the simulator import its spaces from there (from gymnasium import spaces), or convert them in its "
@@ -232,7 +232,7 @@ def old_space_advice(space: Any) -> str:
 
 
 def spaces_by_agent(declaration: Any) -> dict[AgentID, Space[Any]]:
-    """The spaces in a `spaces.Dict` or mapping keyed by agent; none if it is neither."""
+    """The spaces in a `spaces.Dict` or mapping keyed by agent; empty for anything else."""
     entries = declaration.items() if isinstance(declaration, Mapping) else ()
     return {agent: space for agent, space in entries if isinstance(space, Space)}
 
@@ -240,7 +240,7 @@ def spaces_by_agent(declaration: Any) -> dict[AgentID, Space[Any]]:
 def spaces_of(agents: Iterable[AgentID], lookup: Callable[[AgentID], Any], name: str = "") -> dict[AgentID, Space[Any]]:
     """The spaces that a simulator's own method returns for these agents, without agents that have none.
 
-    `name` is the method's, for errors; by default that of the function.
+    `name` is the method's name in errors; by default the function's name.
     """
     of_agents = {}
     method = name or getattr(lookup, "__name__", "space")

@@ -13,9 +13,9 @@ from marl_parallel.adapters.protocol import ALL, Adapter, AdapterMismatch, Dicts
 
 
 class DictEnv(Adapter):
-    """A simulator with dicts of its own; actions and results are passed on unchanged.
+    """A simulator whose actions and results are dicts keyed by agent, which are passed on unchanged.
 
-    Unless it is `certain` that there are several agents, one reward for all is an error: a single agent has the same.
+    Unless it is `certain` that there are several agents, a single reward is an error: there may be only one agent.
     """
 
     rules: ClassVar[Rules] = Rules.DICT
@@ -51,7 +51,7 @@ class DictEnv(Adapter):
         if agents := super()._agents():
             return agents
         names, with_a_space = agent_names(self.source), self._agents_with_a_space()
-        # Names that none of the spaces has are names of something else.
+        # If names miss an agent with a space, they are names of something else.
         return names if names and (not with_a_space or {*names} >= {*with_a_space}) else with_a_space
 
     def _agents_with_a_space(self) -> list[AgentID]:
@@ -62,7 +62,7 @@ class DictEnv(Adapter):
         if callable(method := declared(self.source, name)):  # as in PettingZoo
             return spaces_of(self.possible_agents, method, name)
         for spaces in self._declarations(what):
-            # One Dict may also be the space that every agent has; its keys are no agents then.
+            # One Dict may also be the space that every agent has; then its keys are not agents.
             of_agents = {agent: spaces[agent] for agent in self.possible_agents if agent in spaces}
             if of_agents:
                 return of_agents
@@ -100,7 +100,7 @@ class RLlibEnv(DictEnv):
 
 
 def _has_several(values: Any) -> bool:
-    """Whether a reward or flag is neither a dict nor one value for all agents."""
+    """Whether a reward or flag cannot serve as one value for all agents; False for a dict."""
     if isinstance(values, dict):
         return False
     size = getattr(values, "size", None)

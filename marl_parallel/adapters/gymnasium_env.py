@@ -30,7 +30,7 @@ class GymnasiumEnv(Adapter):
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         result = self._reset(keywords)
-        # An observation alone, as before Gymnasium, may unpack in two as well.
+        # Before Gymnasium, `reset` returned an observation alone, which may also have two entries.
         if not isinstance(result, tuple) or len(result) != 2:
             raise self._wrong_result("reset", "a tuple (observation, info)", result)
         observation, info = result

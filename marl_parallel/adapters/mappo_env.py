@@ -30,7 +30,7 @@ from marl_parallel.adapters.protocol import (
 from marl_parallel.adapters.tuple_env import idle_action
 
 BAD_TRANSITION = "bad_transition"
-"""The key of infos that tells that a limit of steps has ended the episode, not the simulator."""
+"""The key of infos which says that a step limit has ended the episode, not the simulator."""
 
 _SPACES = "observation_space", "share_observation_space", "action_space"
 _FORMS = "one-hot", "column", "index"
@@ -51,7 +51,7 @@ class MAPPOEnv(Adapter):
 
     Raises:
         NotAnEnvironment: A list of spaces is missing, or one of them cannot be converted.
-        ValueError: Another value of `actions`.
+        ValueError: `actions` has another value.
 
     Example:
         >>> class Swarm:
@@ -82,7 +82,7 @@ class MAPPOEnv(Adapter):
         if actions not in (None, *_FORMS):
             raise ValueError(f"actions must be None or one of {', '.join(map(repr, _FORMS))}; got {actions!r}")
         if actions is None and declared(source, "discrete_action_input") is False:
-            actions = "one-hot"  # as of OpenAI's particle environments, and those that were made from them
+            actions = "one-hot"  # as in OpenAI's particle environments, and those derived from them
         self._actions = actions
         super().__init__(source)
         share = self._listed("share_observation_space")
@@ -100,7 +100,7 @@ class MAPPOEnv(Adapter):
         self._no_flags = dict.fromkeys([*self.possible_agents, ALL], False)
         self._masks: dict[AgentID, NDArray[np.int8]] = {}
         self._share: Any = None  # the latest share observations, as the simulator returned them
-        self._shares = False  # whether it returns any
+        self._shares = False  # whether it returns share observations
         self._seen: dict[AgentID, Any] = {}
         self._ended: set[AgentID] = set()  # the agents that have terminated before the end of the episode
         self._over: tuple[bool, bool] | None = None  # the flags `__all__` of an episode that is over
@@ -126,7 +126,7 @@ class MAPPOEnv(Adapter):
         return dict(zip(self.possible_agents, self._listed(f"{what}_space")))
 
     def _listed(self, name: str) -> list[Space[Any]]:
-        """The spaces of all agents, of Gymnasium."""
+        """The spaces of all agents, converted to Gymnasium's."""
         declaration, number = declared(self.source, name), len(self.possible_agents)
         if declaration is None:
             raise NotAnEnvironment(
@@ -154,7 +154,7 @@ class MAPPOEnv(Adapter):
         return self._seen, {agent: {} for agent in self.possible_agents}
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        if self._over is not None:  # nothing happens until the caller resets
+        if self._over is not None:  # steps do nothing until the caller resets
             terminated, truncated = self._over
             return {}, {}, {ALL: terminated}, {ALL: truncated}, {}
         joint = self._joint(actions)
@@ -183,7 +183,7 @@ class MAPPOEnv(Adapter):
     def _note_ends(
         self, done: list[bool], infos: dict[Any, Any], terminateds: dict[Any, bool], truncateds: dict[Any, bool]
     ) -> None:
-        """Set the flags of agents that have ended, and add the last masks to the infos if the episode has."""
+        """Set the flags of agents that have ended, and add the last masks to the infos if the episode has ended."""
         agents = self.possible_agents
         common = bool(infos.get(COMMON, {}).get(BAD_TRANSITION))
         for agent, is_done in zip(agents, done):
@@ -192,14 +192,14 @@ class MAPPOEnv(Adapter):
         self._ended = {agent for agent in agents if terminateds[agent]}
         if all(done):
             self._over = terminateds[ALL], truncateds[ALL] = len(self._ended) == len(agents), any(truncateds.values())
-            for agent, mask in self._masks.items():  # an automatic reset replaces those of `masks`
+            for agent, mask in self._masks.items():  # an automatic reset replaces the result of `masks`
                 infos[agent] = {ACTION_MASK: mask, **infos[agent]}
 
     def masks(self) -> Mapping[AgentID, Any]:
         return self._masks
 
     def state(self) -> Any:
-        """The share observations of all agents, one row each; those that are shorter end in zeros."""
+        """The share observations of all agents, one row each; shorter ones are padded with zeros."""
         space: Any = self.state_space
         rows = self._share_rows()
         if self._equal_shares:
@@ -237,7 +237,7 @@ class MAPPOEnv(Adapter):
         return [*share]
 
     def _is_triple(self, result: Any) -> bool:
-        """Whether the result of a reset is not a list of observations, but has the observations as its first entry."""
+        """Whether `reset` returned (observations, share_observations, available_actions), not only observations."""
         if type(result) is not tuple or len(result) != 3 or (result[2] is not None and not _is_list(result[2])):
             return False
         number, first = len(self.possible_agents), result[0]
@@ -246,7 +246,7 @@ class MAPPOEnv(Adapter):
         return number != 3 or np.shape(first[0]) == self.observation_spaces[self.possible_agents[0]].shape
 
     def _joint(self, actions: Mapping[Any, Any]) -> Any:
-        """What the simulator's `step` takes: an array with one row per agent, or a list if rows differ."""
+        """What the simulator's `step` takes: an array with one row per agent, or a list if the rows' shapes differ."""
         form = self._actions or ("column" if self._shares else "index")
         if self._choices:
             agents = self.possible_agents
@@ -264,7 +264,7 @@ class MAPPOEnv(Adapter):
         return np.array(rows) if all(row.shape == first for row in rows) else rows
 
     def _idle(self, agent: AgentID) -> Any:
-        """The action of an agent that has none: the first one allowed, else 0 or the nearest to 0."""
+        """The action of an agent for which none was passed: the first one allowed, else 0 or the value nearest to 0."""
         mask, space = self._masks.get(agent), self.action_spaces[agent]
         if mask is not None and isinstance(space, spaces.Discrete):
             return int(space.start) + int(mask.argmax())
@@ -362,9 +362,9 @@ def _length(declaration: Any) -> int | None:
 
 
 def _converted(space: Any, where: str, *, sizes: bool) -> Space[Any]:
-    """A space of Gymnasium: the space itself, or made of one of OpenAI's gym or, with `sizes`, of a plain size.
+    """Convert a space of OpenAI's gym or, with `sizes`, a plain size to Gymnasium's; Gymnasium's stay as they are.
 
-    A plain size is a number, or a list of a shape; SMAC's lists begin with the whole size, and go on with lists.
+    A plain size is a number or a shape. SMAC's lists begin with the whole size; the lists after it are ignored.
     """
     if isinstance(space, Space):
         return space
@@ -404,7 +404,7 @@ def _plain_shape(space: Any) -> tuple[int, ...] | None:
 
 
 def _stacked_space(share: Sequence[Space[Any]]) -> Space[Any] | None:
-    """The space of the share observations of all agents, `(agents, ...)`; None unless they are arrays of equal axes."""
+    """The space of all share observations, `(agents, ...)`; None unless all are arrays with the same number of axes."""
     shapes = [space.shape for space in share]
     if not all(isinstance(space, spaces.Box) for space in share) or len({len(shape or ()) for shape in shapes}) != 1:
         return None
@@ -434,12 +434,12 @@ def _row(action: Any, space: Any, form: str) -> NDArray[Any]:
 
 
 def _cast(observation: Any, space: Space[Any]) -> Any:
-    """An observation in the dtype of its space, if no number changes its kind; anything else as it is."""
+    """Cast an observation to the dtype of its space if NumPy's rule "same_kind" allows it; else return it unchanged."""
     if not isinstance(space, spaces.Box) or (type(observation) is np.ndarray and observation.dtype == space.dtype):
         return observation
     try:
         array = np.asarray(observation)
-    except ValueError:  # rows of different lengths: an error that names the agent follows
+    except ValueError:  # rows of different lengths: a later error names the agent
         return observation
     return array.astype(space.dtype) if np.can_cast(array.dtype, space.dtype, "same_kind") else observation
 

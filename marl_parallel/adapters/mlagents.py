@@ -33,15 +33,15 @@ class MLAgentsEnv(Adapter):
     """A `BaseEnv` of ML-Agents; `docs/environments.md` describes its steps, infos and spaces.
 
     Args:
-        source: The environment, also available as `env`. It is reset here if it has no behaviours yet.
+        source: The environment, also available as `env`. The constructor resets it if it has no behaviours yet.
         parameters: Its `EnvironmentParametersChannel`. The options of `reset` are numbers by name, written to this
-            channel; Unity keeps them until they are written again, also after a restart. None: `reset` takes none.
-            Instead of a number, there may be an object with a method `apply(name, channel)`, such as the
-            `ParameterRandomizationSettings` of ML-Agents' trainers.
+            channel; Unity keeps them until they are written again, also after a restart. An option may also be an
+            object with a method `apply(name, channel)`, such as the `ParameterRandomizationSettings` of ML-Agents'
+            trainers. None: `reset` takes no options.
         max_steps: Steps after which all agents alive are truncated and the episode is over; None for never.
 
     Raises:
-        NotAnEnvironment: It lacks methods of a `BaseEnv`.
+        NotAnEnvironment: `source` lacks methods of a `BaseEnv`.
         ImportError: `mlagents_envs` is missing, or does not work with another installed package.
         ValueError: `max_steps` is not positive.
     """
@@ -56,7 +56,7 @@ class MLAgentsEnv(Adapter):
         if max_steps is not None and max_steps < 1:
             raise ValueError(f"max_steps must be a positive number of steps or None, got {max_steps!r}")
         super().__init__(source)
-        self.env, self.source = source, self  # attributes are looked up here first, then in what `env` is
+        self.env, self.source = source, self  # attributes are looked up here first, then in `env`
         self.reset_keywords = frozenset() if parameters is None else frozenset({"options"})
         self._parameters, self._max_steps, self._time = parameters, max_steps, 0
         self._written: dict[str, Any] = {}
@@ -190,15 +190,15 @@ def unity(
     max_steps: int | None = None,
     **arguments: Any,
 ) -> Callable[..., MLAgentsEnv]:
-    """A constructor of Unity environments for `ParallelEnv`, which serves for all of them.
+    """A constructor of Unity environments; `ParallelEnv` can use the same one for all environments.
 
     Environment i connects to its Unity on port `base_port + i`. Each restart adds 1000, so that a Unity that has not
     ended yet does not block the port. Unity is seeded with the environment's seed.
 
-    Use worker processes, or always call `close`: an interpreter does not end while a Unity environment is open.
+    Use worker processes, or always call `close`: the interpreter does not exit while a Unity environment is open.
 
     Args:
-        file_name: Path of the executable. None connects to the Unity Editor, of which there is one.
+        file_name: Path of the executable. None connects to the Unity Editor, of which only one can run.
         base_port: The port of environment 0, a different one for each `ParallelEnv`; None for ML-Agents' own default.
         engine: An `EngineConfig`, or a mapping with some of its fields, such as `{"time_scale": 20.0}`.
         max_steps: Steps after which an episode is truncated; None for never.
@@ -207,7 +207,7 @@ def unity(
     Raises:
         ImportError: `mlagents_envs` is missing, or does not work with another installed package.
         TypeError: `arguments` has a seed or a worker id, which differ between environments.
-        ValueError: `side_channels` has one that is added here, for `engine` or `reset(options=)`.
+        ValueError: `side_channels` has a channel that this function adds, for `engine` or `reset(options=)`.
 
     Example:
         >>> make_env = unity("builds/Soccer", engine={"time_scale": 20.0}, no_graphics=True)
@@ -255,7 +255,7 @@ def from_factory(
     parameters: Mapping[str, Any] | None = None,
     max_steps: int | None = None,
 ) -> Callable[..., MLAgentsEnv]:
-    """A constructor for `ParallelEnv` from a factory as ML-Agents' `SubprocessEnvManager` takes it; serves for all.
+    """A constructor from a factory of ML-Agents' `SubprocessEnvManager`; `ParallelEnv` can use it for all environments.
 
     The worker id of environment i is i, and 1000 more after each restart, so that a Unity that has not ended yet does
     not block the port. The factory has to seed the environment, for instance with its worker id.
@@ -345,7 +345,7 @@ def timer_tree(_: Any = None) -> dict[str, Any]:
 
 
 def merged_timers(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Trees of several threads as one: sums of seconds and counts, of blocks of the same names in the same blocks."""
+    """Merge the trees of several threads: seconds and counts of blocks with the same path are added up."""
     total, count = sum(tree.get("total", 0.0) for tree in trees), sum(tree.get("count", 0) for tree in trees)
     names = dict.fromkeys(name for tree in trees for name in tree.get("children", {}))
     inner = [[tree["children"][name] for tree in trees if name in tree.get("children", {})] for name in names]

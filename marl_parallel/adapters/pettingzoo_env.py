@@ -45,12 +45,12 @@ class PettingZooEnv(Adapter):
                 return spaces_of(self.possible_agents, of_instance, name)
             if by_agent := spaces_by_agent(of_instance):
                 return spaces_of(self.possible_agents, by_agent.get)
-            method = getattr(type(layer), name, None)  # those of PettingZoo's wrappers and base classes only forward
+            method = getattr(type(layer), name, None)  # PettingZoo's wrappers and base classes only forward
             if callable(method) and not (method.__module__ or "").startswith("pettingzoo.utils."):
                 return spaces_of(self.possible_agents, getattr(layer, name))
             if layer is base:
                 break
-        # PettingZoo's base classes, without such a method, warn and return an entry of this dict.
+        # Without such a method, PettingZoo's base classes warn and return an entry of this dict.
         declaration = declared(self.source if base is None else base, f"{name}s")
         return spaces_of(self.possible_agents, spaces_by_agent(declaration).get)
 
@@ -102,6 +102,6 @@ class TurnBasedAECEnv(PettingZooEnv):
 
 
 def adapt_aec(env: Any) -> PettingZooEnv:
-    """Adapt an AEC environment by its metadata."""
+    """Adapt an AEC environment: one step is a cycle if its metadata has `is_parallelizable`, else a turn."""
     parallelizable = (declared(env, "metadata") or {}).get("is_parallelizable", False)
     return ParallelizableAECEnv(env) if parallelizable else TurnBasedAECEnv(env)

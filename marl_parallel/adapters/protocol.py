@@ -30,7 +30,7 @@ ALL, COMMON = "__all__", "__common__"
 REWARD_TYPES = {float, int, np.float64, np.float32}
 """The most frequent types of rewards."""
 
-_DICTS = {dict, defaultdict}  # PettingZoo's conversions return rewards in the other one
+_DICTS = {dict, defaultdict}  # PettingZoo's conversions return rewards in a defaultdict
 _RESERVED = {ALL: "the key of the flags of the whole episode", COMMON: "the key of the infos of the whole environment"}
 _EXPECTED = {
     "reset": (2, "two dicts keyed by agent, (observations, infos)"),
@@ -68,9 +68,9 @@ def choices(source: Any, in_use: Container[str] = ()) -> str:
 
 
 def check_spaces(source: Any) -> None:
-    """Raise `NotAnEnvironment` for spaces of OpenAI's gym, which are no spaces of Gymnasium."""
+    """Raise `NotAnEnvironment` for spaces of OpenAI's gym, which are not Gymnasium's spaces."""
     for what in ("observation", "action", "state", "reward"):
-        # Not what a property returns: PettingZoo's own `observation_spaces` warns that it is deprecated.
+        # Properties are not read: PettingZoo's own `observation_spaces` warns that it is deprecated.
         found = {f"{what}_space": declared(source, f"{what}_space"), f"{what}_spaces": stored(source, f"{what}_spaces")}
         for name, value in found.items():
             space = attributes.old_space(value)
@@ -79,11 +79,11 @@ def check_spaces(source: Any) -> None:
 
 
 class InvalidAgents(ValueError):
-    """Two agents have the same name, or one has the name of a reserved key."""
+    """Two agents have the same name, or a name is reserved or cannot be the key of a dict."""
 
 
 class AdapterMismatch(TypeError):
-    """The simulator takes other arguments than its adapter passes, or returns another form; no restart changes that."""
+    """The simulator's arguments or results do not match its adapter; a restart cannot change that."""
 
 
 class Rules(Enum):
@@ -97,25 +97,25 @@ class Rules(Enum):
 
 
 class MultiAgentEnv(ABC):
-    """One simulator behind the interface that workers step.
+    """The interface of one simulator, which workers step.
 
     Attributes:
-        rules: The convention it follows.
-        seeded_when_made: Whether only its constructor takes a seed, so that a seed for `reset` is an error.
-        options_last: Whether the options of a reset hold for all later episodes, also after a restart.
+        rules: The convention that the environment follows.
+        seeded_when_made: Whether only the constructor takes a seed. A seed for `reset` is then an error.
+        options_last: Whether options of `reset` hold for all later episodes, also after a restart.
         needs_all_actions: Whether every acting agent needs an action under dict rules too.
-        all_may_act: Whether actions of agents that have ended count, too, where a trainer has one for each agent.
-        source: The simulator as its constructor returned it, where attributes and methods are looked up; by default the
+        all_may_act: Whether facades that get an action for each agent also pass on actions of agents that have ended.
+        source: The simulator as its constructor returned it. Attributes and methods are looked up there. By default the
             `MultiAgentEnv` itself.
-        possible_agents: All agents that may appear, in the simulator's own order; empty if that is open-ended.
-        observation_spaces: By agent, in the order of `possible_agents`, without agents that declare none;
-            `GroupSpaces` if agents are open-ended.
-        action_spaces: Likewise.
-        reward_spaces: Of the agents whose rewards are vectors; empty if all rewards are numbers.
-        mask_spaces: Of the action masks that `masks` returns, by agent: `MultiBinary`. Empty if masks are only in
-            observations or infos.
-        state_space: Of the global state; None if there is none.
-        state_per_agent: Whether the first axis of the global state is agents: each has a state of its own.
+        possible_agents: All agents that may appear, in the simulator's own order; empty if agents are open-ended.
+        observation_spaces: The space of each agent, in the order of `possible_agents`, without agents that declare
+            none; `GroupSpaces` if agents are open-ended.
+        action_spaces: The action spaces, in the same form.
+        reward_spaces: The spaces of agents whose rewards are vectors; empty if all rewards are numbers.
+        mask_spaces: By agent, the `MultiBinary` space of the action mask that `masks` returns; empty if masks are only
+            in observations or infos.
+        state_space: The space of the global state; None if there is no global state.
+        state_per_agent: Whether each agent has its own state: the first axis of the global state is then the agents.
         metadata: The simulator's metadata (not copied).
         render_mode: The simulator's render mode.
         reset_keywords: Which of `seed` and `options` the simulator's `reset` takes.
@@ -144,26 +144,26 @@ class MultiAgentEnv(ABC):
 
     @abstractmethod
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        """Step once; returns five dicts, with `__all__` only if the simulator itself decides when it is over."""
+        """Step once; returns five dicts, with `__all__` only if the simulator decides when the episode is over."""
 
     @staticmethod  # noqa: B027  # most take any
     def check_options(options: Any) -> None:
         """Raise `ValueError` for options that `reset` cannot take; called before any environment is reset."""
 
     def agents_left(self) -> Sequence[AgentID] | None:
-        """The agents in the simulator's own list of those that are left; None if it has no such list."""
+        """The simulator's own list of the agents that have not ended; None if it has no such list."""
         return None
 
     def alive(self) -> Sequence[AgentID] | None:
         """The agents alive, if the adapter tracks them.
 
-        None: all agents seen in this episode without a flag. One that has ended is alive again when it is observed
-        without a flag; with PettingZoo's rules, also only if `agents_left` has it.
+        None stands for all agents observed in this episode without a flag. An agent that has ended is alive again when
+        it is observed without a flag; under PettingZoo's rules, `agents_left` must list it, too.
         """
         return None
 
     def turn(self) -> AgentID | None:
-        """The only agent who may act next; None if all in the latest observation may."""
+        """The only agent who may act next; None if all agents in the latest observation may."""
         return None
 
     def masks(self) -> Mapping[AgentID, Any]:
@@ -171,9 +171,9 @@ class MultiAgentEnv(ABC):
         return {}
 
     def mask_array(self) -> NDArray[np.int8] | None:
-        """The same masks as zeros and ones in one array, whose rows are `possible_agents`; None if they are in none.
+        """The masks as one array of zeros and ones, one row per agent of `possible_agents`; None without such an array.
 
-        It is read at once, so that it may be changed later.
+        The caller reads the array at once, so the simulator may change it later.
         """
         return None
 
@@ -187,12 +187,12 @@ class MultiAgentEnv(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let the simulator free what it holds."""
+        """Close the simulator, which frees its resources."""
 
 
 @dataclass(frozen=True)
 class OfAdapter:
-    """For `ParallelEnv.call`: an attribute of the `MultiAgentEnv`, not of its simulator; None if it has none."""
+    """For `ParallelEnv.call`: an attribute of the `MultiAgentEnv`, not of its simulator; None if it is missing."""
 
     name: str
 
@@ -204,8 +204,8 @@ class OfAdapter:
 class Schema:
     """The description of an environment: the attributes of its `MultiAgentEnv` that do not change.
 
-    Import it from `marl_parallel.adapters`. A `NativeSimulator` has one, for which the first three fields are enough.
-    Sets, which pickle in any order, are sorted tuples here: equal pickles make comparing them cheap.
+    Import it from `marl_parallel.adapters`. A `NativeSimulator` has one; the first three fields are enough for it.
+    Sets pickle in any order, so they are sorted tuples here: comparing pickles is cheap.
 
     Example:
         >>> box = spaces.Box(0, 1, (4,))
@@ -242,7 +242,7 @@ class Schema:
 
 
 class GroupSpaces(Mapping[AgentID, Space[Any]]):
-    """The spaces by group of agents whose ids are not known beforehand; an agent's id also finds its group's space.
+    """Spaces by group, for agents whose ids are not known beforehand; an agent's id also finds its group's space.
 
     Args:
         by_group: The space that all agents of a group have.
@@ -268,7 +268,7 @@ class GroupSpaces(Mapping[AgentID, Space[Any]]):
         return len(self._by_group)
 
     def mapped(self, function: Callable[[Space[Any]], Space[Any]]) -> GroupSpaces:
-        """The same groups, with what a function makes of their spaces."""
+        """The same groups, with a function applied to each space."""
         return GroupSpaces({group: function(space) for group, space in self._by_group.items()}, self._group_of)
 
     def as_space(self) -> spaces.Dict:
@@ -286,7 +286,7 @@ class _SpacesByGroup(spaces.Dict):
 
 
 def check_agents(agents: Iterable[Any], kind: str) -> None:
-    """Raise `InvalidAgents` if agents are equal, reserved or cannot be keys of a dict; `kind` is what declares them."""
+    """Raise `InvalidAgents` if agents are equal, reserved or cannot be keys of a dict; `kind` names their simulator."""
     place_of: dict[Any, tuple[int, Any]] = {}
     for place, agent in enumerate(agents):
         try:
@@ -320,11 +320,11 @@ def refuse_reserved(method: str, observations: Mapping[Any, Any], rewards: Mappi
 
 
 class Adapter(MultiAgentEnv):
-    """A simulator with a `reset` and a `step` of its own; `_simulator` may be a conversion of it, which is stepped."""
+    """A simulator with its own `reset` and `step`; `_simulator`, which is stepped, may be a conversion of it."""
 
     kind: ClassVar[str]  # in error messages
-    names: ClassVar[frozenset[str]] = frozenset()  # of `adapter=` for its kind
-    methods: ClassVar[tuple[str, ...]] = ("reset", "step")  # that it must have
+    names: ClassVar[frozenset[str]] = frozenset()  # the values of `adapter=` for its kind
+    methods: ClassVar[tuple[str, ...]] = ("reset", "step")  # that the simulator must have
 
     def __init__(self, source: Any) -> None:
         missing = [f"`{name}`" for name in self.methods if not callable(declared(source, name))]
@@ -347,7 +347,7 @@ class Adapter(MultiAgentEnv):
         check_spaces(self.source)
 
     def _note_required(self) -> None:
-        """Note what `reset` of what is stepped requires, which gets None by default."""
+        """Note the keywords that `_simulator.reset` requires; each gets None by default."""
         self._required = dict.fromkeys(sorted(attributes.required_reset_keywords(self._simulator)))
 
     def _agents(self) -> list[AgentID]:
@@ -373,7 +373,7 @@ class Adapter(MultiAgentEnv):
         return result
 
     def _by_agent(self, result: Any) -> Any:
-        """Five dicts of the result of a step, if a simulator of this kind may return anything else."""
+        """Convert the result of a step to five dicts, if simulators of this kind may return another form."""
         return result
 
     def render(self) -> Any:
@@ -428,7 +428,7 @@ class Adapter(MultiAgentEnv):
 
 
 def number_in(value: Any) -> Any:
-    """A number, or the only one of a list or array; None for anything else."""
+    """A number, or the only number in a list or array; None for anything else."""
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if isinstance(value, np.ndarray):

@@ -31,7 +31,7 @@ METHODS = ("get_env_info", "get_obs", "get_state", "get_avail_actions", "reset",
 """The methods by which a simulator is recognised."""
 
 EPISODE_LIMIT = "episode_limit"
-"""The key of infos that tells that a limit of steps has ended the episode, not the simulator."""
+"""The key of infos which says that a step limit has ended the episode, not the simulator."""
 
 _SIZES = {
     "n_agents": "", "n_actions": "get_total_actions", "obs_shape": "get_obs_size", "state_shape": "get_state_size",
@@ -46,7 +46,7 @@ class PyMARLEnv(Adapter):
         common_reward: Whether the simulator returns one reward for all agents, not a list; None before the first step.
 
     Raises:
-        NotAnEnvironment: It lacks methods, or `get_env_info` lacks sizes.
+        NotAnEnvironment: The simulator lacks methods, or `get_env_info` lacks sizes.
 
     Example:
         >>> class Duel:
@@ -87,12 +87,12 @@ class PyMARLEnv(Adapter):
         state_shape = self._sizes["state_shape"]
         self.state_space = spaces.Box(-np.inf, np.inf, state_shape, np.float32) if state_shape else None
         self.common_reward: bool | None = None
-        self._masks: NDArray[np.int8] = np.zeros((0, actions), np.int8)  # before the first reset, of nobody
+        self._masks: NDArray[np.int8] = np.zeros((0, actions), np.int8)  # no rows before the first reset
         self._over: tuple[bool, bool] | None = None  # the flags of an episode that is over
-        self._last_state: Any = None  # of an episode that is over, once it has been asked for
+        self._last_state: Any = None  # of an episode that is over, once it has been requested
 
     def _check_spaces(self) -> None:
-        """Spaces follow from `get_env_info()`, whatever the simulator declares beside it."""
+        """Spaces come from `get_env_info()`; spaces that the simulator declares are ignored."""
 
     def _agents(self) -> list[AgentID]:
         self._sizes = _sizes(self.source)
@@ -120,7 +120,7 @@ class PyMARLEnv(Adapter):
         return observations, self._infos(info)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        if self._over is not None:  # nothing happens until the caller resets
+        if self._over is not None:  # steps do nothing until the caller resets
             terminated, truncated = self._over
             return {}, {}, {ALL: terminated}, {ALL: truncated}, {}
         agents = self.possible_agents
@@ -137,7 +137,7 @@ class PyMARLEnv(Adapter):
         infos = self._infos(info)
         if terminated or truncated:
             self._over = terminated, truncated
-            for agent, mask in self.masks().items():  # an automatic reset replaces those of `masks`
+            for agent, mask in self.masks().items():  # an automatic reset replaces the result of `masks`
                 infos[agent] = {ACTION_MASK: mask}
         return (
             observations,
@@ -161,7 +161,7 @@ class PyMARLEnv(Adapter):
         return self._last_state
 
     def _completed(self, actions: Mapping[Any, Any]) -> list[Any]:
-        """An action of each agent: the first one allowed if it is missing, else 0."""
+        """The action of each agent; a missing one becomes the first allowed action, or 0 if none is allowed."""
         return [
             actions[agent] if agent in actions else int(mask.argmax())  # 0 if nothing is allowed
             for agent, mask in zip(self.possible_agents, self._masks)

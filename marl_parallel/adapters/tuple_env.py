@@ -62,7 +62,7 @@ class TupleEnv(Adapter):
         return self._for_each("reset", "observations", observations), self._infos("reset", info)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
-        if self._over is not None:  # nothing happens until the caller resets, as in single-agent environments
+        if self._over is not None:  # steps do nothing until the caller resets, as in single-agent environments
             terminated, truncated = self._over
             return {}, {}, {ALL: terminated}, {ALL: truncated}, {}
         agents = self.possible_agents

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 NAMES = ("process", "hybrid", "serial", "thread", "ray")
 AUTOMATIC = ("auto", "auto-hybrid")
-"""Names in place of a backend's, for the choice that `planning.py` makes."""
+"""Names that let `planning.py` choose the backend."""
 _OF_PROCESSES = ("process", "hybrid")
 WAITS = ("adaptive", "block", "spin")
 PORTABLE = "MARL_PARALLEL_PORTABLE"
-"""The environment variable: with "1", `backend="process"` is that of macOS and Windows on Linux, too; "0" is none."""
+"""The environment variable: with "1", Linux uses the `backend="process"` of macOS and Windows; "0" is the default."""
 
 
 def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: str = "adaptive") -> Backend:
-    """The backend of this name, or this backend if no other environment uses it; not yet started."""
+    """The backend of this name, not yet started; or the `Backend` that was passed, if no other environment uses it."""
     if wait not in WAITS:
         raise ValueError(f"wait must be one of {', '.join(WAITS)}, got {wait!r}")
     if wait != "adaptive" and backend not in _OF_PROCESSES:
         raise ValueError(
-            f'wait={wait!r} says how worker processes wait, so it goes with backend="process" and "hybrid" only'
+            f'wait={wait!r} affects worker processes only: pass backend="process" or "hybrid", or leave wait out'
         )
     if isinstance(backend, Backend):
         backend.claim()
@@ -54,7 +54,7 @@ def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: st
 
 
 def _open_processes(threads: int | None, wait: str) -> ProcessBackend | PortableProcessBackend:
-    """A backend of worker processes, as this system has them."""
+    """The backend of worker processes for this system."""
     value = os.environ.get(PORTABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f'the environment variable {PORTABLE} must be "1" or "0", got {value!r}')

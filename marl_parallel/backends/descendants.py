@@ -76,7 +76,7 @@ def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
         if not children or time.monotonic() >= deadline:
             return
         for pid in children:
-            with contextlib.suppress(PermissionError, ProcessLookupError):  # its user has changed
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # it runs as another user
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
@@ -84,9 +84,9 @@ def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
 
 
 def memory_of(pid: int) -> int | None:
-    """Bytes of resident memory of a process and its descendants; None if it is gone, or that is not known here.
+    """Bytes of resident memory of a process and its descendants; None if it is gone or its memory is unknown.
 
-    Where there is no /proc, psutil is asked if it is installed.
+    Without /proc, this uses psutil if it is installed.
     """
     if os.path.exists("/proc/self/statm"):
         resident = _resident(pid)
@@ -115,7 +115,7 @@ def _resident(pid: int) -> int | None:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """The processes that a process and its descendants have started and that have not lost their parents."""
+    """The living descendants of a process, without those whose parents have ended."""
     with contextlib.suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
@@ -139,7 +139,7 @@ def _state_and_parent(pid: int) -> tuple[str, int]:
 
 
 def started_at(pid: int) -> int | None:
-    """When a process started, in clock ticks since the boot; None if it is gone. No other one has this pid and time."""
+    """When a process started, in clock ticks since the boot; None if it is gone. Pid and time identify a process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])

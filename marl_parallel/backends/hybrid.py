@@ -1,14 +1,14 @@
-"""Worker 0 in the caller's own thread, the others in processes: no CPU waits, and nobody is woken for its share.
+"""Worker 0 in the caller's own thread, the others in processes: no CPU is idle, and worker 0 needs no wake-up.
 
     post()      requests of the other workers go out; that of worker 0 is queued
     wait()      carries out what is queued, then waits for the other workers
 
-The other workers, and the shared memory of all, are those of a backend of processes. With `send` and `recv`, `wait`
-looks for replies of the others before each environment of worker 0, and leaves the rest for later once there are
-enough. Nothing is passed over twice: an environment of worker 0 comes before the result of one that was sent later.
+A backend of processes has the other workers and the shared memory of all. With `send` and `recv`, `wait` looks for
+replies of the others before each environment of worker 0, and leaves the rest for later once there are enough. No
+environment of worker 0 waits for long: once the result of a later request has come, the environment is stepped first.
 
-Worker 0 is as with `backend="serial"`: Ctrl-C in a simulator is the caller's, nothing ends it, and a crash ends the
-program.
+Worker 0 behaves as with `backend="serial"`: Ctrl-C in a simulator interrupts the caller, worker 0 cannot be killed, and
+a crash ends the program.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class HybridBackend(Backend):
         self._parts: deque[_Part] = deque()  # that worker 0 has not begun
         self._replies: list[tuple[int, Reply | Lost]] = []  # of worker 0
         self._posts = 0  # how many calls of `post` there have been
-        self._numbers: dict[int, deque[int]] = {}  # by other worker, those of its requests without a last reply
-        self._latest = 0  # the highest of them, of those with a reply
+        self._numbers: dict[int, deque[int]] = {}  # by other worker, the numbers of its requests without a last reply
+        self._latest = 0  # the highest number of a request with a reply
         self._divided: tuple[Mapping[int, Request], dict[int, Request]] | None = None  # see `_others_of`
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         processes = self._processes
         processes.log_dir, processes.forward_logs = self.log_dir, self.forward_logs
         processes.start(shares, most_requests, left_out=self.in_line)
-        self.statuses = processes.statuses  # the list itself, where workers that are added later have theirs, too
+        self.statuses = processes.statuses  # the list itself, which also gets the statuses of later workers
 
         def arrays() -> int:
             fd = processes.array_file()
@@ -98,7 +98,7 @@ class HybridBackend(Backend):
                 self._parts.append(_Part(request._replace(env_ids=part), self._posts, place == len(parts), together))
 
     def _others_of(self, requests: Mapping[int, Request]) -> dict[int, Request]:
-        """The requests of the other workers; the same object for the same requests, for the steps of all."""
+        """The requests of the other workers; the same dict for the same `requests`, as `step_all` needs it."""
         if self._divided is None or self._divided[0] is not requests:
             others = {worker: request for worker, request in requests.items() if worker != _OWN}
             self._divided = requests, others

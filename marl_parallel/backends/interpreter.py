@@ -103,7 +103,7 @@ class Identity(NamedTuple):
 
 
 def next_identity() -> Identity:
-    """The identity of the next worker: it has a number of its own among all that this process starts.
+    """The identity of the next worker: its number differs from all other processes that this process starts.
 
     Simulators choose ports and files by it, as they do in a `multiprocessing.Process`.
     """
@@ -115,8 +115,8 @@ def next_identity() -> Identity:
 def take_identity(identity: Identity, sentinel: int | None = None) -> None:
     """Have `multiprocessing` see this process as a child of the caller: name, number and `parent_process()`.
 
-    `sentinel` is a descriptor that is ready when the caller has ended. Without one, it is never ready: this process is
-    killed then.
+    `sentinel` is a descriptor that is ready when the caller has ended. Without one, Windows has the caller's handle.
+    Other systems get one that is never ready: this process is killed when the caller ends.
     """
     process: Any = multiprocessing.process
     current = process.current_process()
@@ -132,7 +132,7 @@ def take_identity(identity: Identity, sentinel: int | None = None) -> None:
 
 
 def working_directory() -> str:
-    """The directory in which a worker starts: this process's, or "/" if that was removed.
+    """The directory in which a worker starts: this process's, or "/" if it was removed.
 
     In a removed directory the import of some libraries fails (PettingZoo's).
     """

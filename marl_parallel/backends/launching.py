@@ -49,10 +49,10 @@ class WorkerProcess:
 
 
 class Launcher:
-    """Starts workers and knows which live. Each leads a session and process group of its own.
+    """Starts workers and tracks which of them live. Each worker leads its own session and process group.
 
     When this process ends, for whatever reason, the workers and all that they have started end as well. Only one thread
-    at a time may use a launcher; any may call `close`. In a forked child of its owner a launcher counts as closed.
+    at a time may use a launcher; any may call `close`. In a forked child of its owner, a launcher counts as closed.
 
     A worker runs `main(index, fds)` of the module `entry`. Each death of a worker posts the semaphore at the start of
     the block `wake`. The death of the server posts nothing: call `collect` from time to time.
@@ -78,10 +78,10 @@ class Launcher:
         share: Sequence[int] = (),
         outputs: tuple[int | None, int | None] = (None, None),
     ) -> WorkerProcess:
-        """Start a worker with copies of `fds`; `RuntimeError` if the launcher is closed, or no fork server answers.
+        """Start a worker with copies of `fds`; `RuntimeError` if the launcher is closed or no fork server answers.
 
-        Its name in lists of processes has the environments of its share. `outputs` are descriptors for its stdout and
-        stderr; None for those of this program.
+        The worker's name in lists of processes has the environments of `share`. `outputs` are descriptors for stdout
+        and stderr; None for this program's.
         """
         if self._closed:
             raise RuntimeError("the launcher is closed")
@@ -133,11 +133,11 @@ class Launcher:
         return worker
 
     def collect(self, timeout: float = 0.0) -> bool:
-        """Bring all `WorkerProcess` up to date; returns whether anything has happened, within `timeout` seconds."""
+        """Update all `WorkerProcess`; returns whether any reply came within `timeout` seconds."""
         any_reply, server = False, self._server
         try:
             ended = server is not None and server.ended()
-            # `close`, in a signal handler or another thread, sets it to None.
+            # `close`, in a signal handler or another thread, sets `self._server` to None.
             while (
                 server is not None and server is self._server and (reply := server.reply(0 if any_reply else timeout))
             ):
@@ -178,7 +178,7 @@ class Launcher:
     def close(self, *, forked: bool = False) -> None:
         """End all workers and free everything. Can be called again.
 
-        In a forked child of the owner: count as closed, and touch nothing that the owner still uses.
+        With `forked`, in a forked child of the owner: count as closed, and touch nothing that the owner still uses.
         """
         if self._closed:
             return
@@ -252,7 +252,7 @@ class _Server:
             text = _SERVER.format(arguments=(*fds, os.getpid(), entry))
             command, program = interpreter.program(text, sys.path)
             in_any_case.callback(os.close, program)
-            # With a single thread, because more than one does not go with forking.
+            # Libraries get a single thread, because forking is not safe with several.
             variables = {**interpreter.thread_variables(server.LOADED_THREADS), descendants.MARKER: token}
             with signals.sigterm_blocked():
                 process = subprocess.Popen(
@@ -308,7 +308,7 @@ class _Server:
         return Reply(kind), number, result
 
     def close(self, handle_reply: Callable[[Reply, int, int], object]) -> int | None:
-        """End server, workers and keepers, and handle their last replies; exit code 0 if the server has cleaned up."""
+        """End server, workers and keepers, and handle their last replies; exit code 0: the server has cleaned up."""
         with contextlib.suppress(OSError):  # the other end may be gone
             self._socket.shutdown(socket.SHUT_WR)
         os.close(self._guard_end)
@@ -325,6 +325,6 @@ class _Server:
         return self._exitcode
 
     def abandon(self) -> None:
-        """In a forked child, where the server is no child: close the copies of the descriptors."""
+        """In a forked child, which is not the server's parent: close the copies of the descriptors."""
         self._socket.close()
         os.close(self._guard_end)

@@ -1,4 +1,4 @@
-"""Workers in this process: in the caller's own thread, or in a thread each.
+"""Workers in this process: in the caller's own thread, or each in its own thread.
 
     SerialBackend   post() executes each request at once; wait() returns the replies
     ThreadBackend   post() --- a queue per worker ---> thread --- one queue ---> wait()

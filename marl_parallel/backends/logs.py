@@ -15,15 +15,15 @@ _TAIL_NBYTES = 4096
 
 
 class WorkerLog:
-    """The log of one worker process, which goes on in the file of the process before it.
+    """The log of one worker process, which appends to the log of the process before it.
 
     It is open while the process starts, until `close`. The process inherits the descriptor `fd`. Logs never make a run
     fail: if a file cannot be opened, a warning says so, and the process gets no log.
 
     Args:
-        folder: Where the file is; None for no log.
+        folder: The folder of the log file; None for no log.
         worker: The worker's number.
-        share: Its environments.
+        share: The worker's environments.
     """
 
     def __init__(self, folder: Path | None, worker: int, share: Sequence[int]) -> None:
@@ -38,7 +38,7 @@ class WorkerLog:
                 self._open()
             except OSError as error:
                 self.close()
-                logger.warning("%s has no log, it writes to the output of this program: %s", self._name, error)
+                logger.warning("%s has no log file and writes to the output of this program: %s", self._name, error)
 
     def _open(self) -> None:
         assert self._path is not None

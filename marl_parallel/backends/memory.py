@@ -56,7 +56,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def append_only(fd: int) -> None:
-    """Have all writes to a file go to its end, whatever the position."""
+    """Have all writes to a file go to its end, regardless of the position."""
     if fcntl is not None:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
 
@@ -133,7 +133,7 @@ class Semaphore:
 
     address: int  # in this process's memory
     post: Callable[[], int]  # add one; wakes one process that waits
-    try_wait: Callable[[], int]  # take one if there is one, as the C function: returns 0 if it did, never blocks
+    try_wait: Callable[[], int]  # take one without blocking, as the C function: returns 0 if it did
     init: Callable[[int], int]  # set the value; nobody may be waiting
 
     def __init__(self, buffer: mmap.mmap, offset: int) -> None:

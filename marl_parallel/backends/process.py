@@ -142,7 +142,7 @@ def control_nbytes(num_workers: int, capacity: int) -> int:
 
 
 class Spin:
-    """How long a process tries before it sleeps: waking an idle virtual CPU costs 20 to 50 us, as much as a step.
+    """How long a process polls before it sleeps: waking an idle virtual CPU costs 20 to 50 us, as much as a step.
 
     With `wait="adaptive"`, twice the mean of its last waits, if these are short and it has a CPU of its own.
     """
@@ -154,7 +154,7 @@ class Spin:
         self.seconds = _MOST_SPIN_S if wait == "spin" else 0.0
 
     def take(self, semaphore: Semaphore, patience: float | None = None) -> bool:
-        """As `Semaphore.take`, after trying for a while."""
+        """As `Semaphore.take`, after polling for a while."""
         if not self.tries:
             return semaphore.take(patience)
         began = time.monotonic()
@@ -165,7 +165,7 @@ class Spin:
         return taken
 
     def note(self, seconds: float) -> None:
-        """Adapt to a wait that took so long."""
+        """Adapt to a wait that took this long."""
         self._mean += (min(seconds, _MOST_SPIN_S) - self._mean) / 4
         self.seconds = min(2 * self._mean, _MOST_SPIN_S) if self._mean < 0.75 * _MOST_SPIN_S else 0.0
 
@@ -265,7 +265,7 @@ class Channel:
                 )
             except BlockingIOError:
                 return None
-            except ConnectionResetError as error:  # it died with something of ours unread
+            except ConnectionResetError as error:  # it died before it read all that was sent
                 raise Gone from error
             except OSError as error:
                 if self.fileno() < 0:
@@ -339,7 +339,7 @@ class _Handle:
 
 
 class ProcessBackend(Backend):
-    """One process for each worker, with so many BLAS, OpenMP and torch threads; None leaves those alone."""
+    """One process for each worker; `threads` limits its BLAS, OpenMP and torch threads, None does not."""
 
     shares_memory = True
     has_standbys = True
@@ -364,9 +364,9 @@ class ProcessBackend(Backend):
         most: int | None = None,
         left_out: Collection[int] = (),
     ) -> None:
-        """As `Backend.start`; `most` is how many workers there may be at a time.
+        """As `Backend.start`; `most` is the largest number of workers at a time.
 
-        The caller's own thread does the work of those that are `left_out`.
+        The caller's own thread does the work of the workers in `left_out`.
         """
         most = most_workers(shares) if most is None else most
         self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
@@ -449,7 +449,7 @@ class ProcessBackend(Backend):
         return nbytes if self._is_same_process(handle) else None
 
     def _is_same_process(self, handle: _Handle) -> bool:
-        """Whether a worker's process id is still its own: it may have died, and another program may have got it."""
+        """Whether a worker's process id is still its own: after its death, another process may get the same id."""
         return handle.started_at is not None and started_at(handle.process.pid) == handle.started_at
 
     def end(self, worker: int) -> list[Reply]:
@@ -505,7 +505,7 @@ class ProcessBackend(Backend):
     ) -> bool:
         """As `Backend.step_all`; `meanwhile` is called once the requests are posted.
 
-        If it returns False, this does so at once.
+        If `meanwhile` returns False, so does this method, at once.
         """
         exchanged = self._exchanged
         if exchanged is None or exchanged[0] is not requests:
@@ -555,8 +555,7 @@ class ProcessBackend(Backend):
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[tuple[int, Reply | Lost]] = []
-        # Right after a `post` no reply can be there yet, and until the parent sleeps, a worker lacks its CPU: sleep at
-        # once.
+        # Right after a `post`, no reply can be here yet, and a worker may need the parent's CPU: sleep at once.
         while self._wakes_once or (len(replies) < at_least and not self._complete(replies, at_least)):
             self._wakes_once = False
             if self._partial:
@@ -573,7 +572,7 @@ class ProcessBackend(Backend):
             else:
                 break
             replies += self._received()
-            if len(replies) < at_least:  # a death rings, too
+            if len(replies) < at_least:  # a death posts the doorbell, too
                 self._look_for_deaths()
                 self._relay.bring(all_is_here=False)
         self._interrupted = False
@@ -594,7 +593,7 @@ class ProcessBackend(Backend):
                 pass
             if self._interrupted:
                 return True
-            new = self._received()  # replies that came before this may not have rung
+            new = self._received()  # earlier replies may not have posted the doorbell
             if not new:
                 return False
             replies += new
@@ -611,7 +610,7 @@ class ProcessBackend(Backend):
         return replies
 
     def _receive_from(self, worker: int, handle: _Handle, replies: list[tuple[int, Reply | Lost]]) -> None:
-        """Take the replies of one worker, then its loss if it died with requests before it."""
+        """Take the replies of one worker, then its loss if it died with unanswered requests."""
         queue = handle.queues.replies
         if handle.channel.unsent:
             with contextlib.suppress(Gone):  # noticed below
@@ -717,7 +716,7 @@ class ProcessBackend(Backend):
 
 
 def main(index: int, fds: Sequence[int]) -> None:
-    """Serve requests until one is to close; `fds`: the channel's socket, the control block, records, arrays."""
+    """Serve requests until a CLOSE; `fds`: the channel's socket, the control block, records, arrays."""
     connection, control_fd, records_fd, arrays_fd = fds
     open_script_of_worker()
     control = mapped(control_fd)

@@ -32,7 +32,7 @@ from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordPlaces,
 __doctest_requires__ = ["ray"]
 
 NODE_VARIABLE = "RAY_NODE_ID"
-"""The environment variable of workers with the id of their node: they are no processes of Ray."""
+"""The environment variable with the id of a worker's node: workers are not processes of Ray."""
 CONCURRENCY_GROUPS = {"exchange": 1, "control": 4}
 _LARGE_NBYTES = 1 << 20
 _ORDER_WITHIN_S = 60.0
@@ -68,7 +68,7 @@ Packed: TypeAlias = bytes | tuple[bytes, NDArray[Any]]
 
 
 def pack(results: ActorResults) -> Packed:
-    """Pickle results in the form that Ray is fastest with: one `bytes`, and large records apart, without a copy."""
+    """Pickle results in the fastest form for Ray: one `bytes`; large records are a separate array without a copy."""
     if results.records is None or results.records.nbytes < _LARGE_NBYTES:
         return pickle.dumps(tuple(results), pickle.HIGHEST_PROTOCOL)
     return pickle.dumps(tuple(results._replace(records=None)), pickle.HIGHEST_PROTOCOL), results.records
@@ -82,7 +82,7 @@ def unpack(packed: Packed) -> ActorResults:
 
 
 class _Turns:
-    """A lock with priority: `exchange` waits with it and lets everybody else go first.
+    """A lock with priority: `exchange` holds it while it waits, and lets all other methods go first.
 
     Args:
         interrupt: Makes `exchange` return soon from what it does with the lock.
@@ -279,7 +279,7 @@ class RayActor:
             return time.monotonic(), {worker: self._status(worker) for worker in self._places}
 
     def memory(self, worker: int) -> int | None:
-        """As `Backend.memory`; reading it takes a while, so others go on meanwhile."""
+        """As `Backend.memory`; it takes no turn, as reading takes a while."""
         place = self._places.get(worker)
         return None if place is None else self._backend.memory(place)
 
@@ -291,7 +291,7 @@ class RayActor:
         """End a worker, after the order of a number; returns all its replies that the caller has not seen.
 
         `seen` is the number of the last exchange whose results the caller has, `start` how often the worker was
-        started: if the caller did not wait for this call, it may have been started again.
+        started: if the caller did not wait for this call, the worker may have been started again.
         """
         with self._order_done:
             self._await_order(after)
@@ -324,6 +324,6 @@ class RayActor:
             self._backend.stop(timeout)
 
     def _await_order(self, number: int) -> None:
-        """Wait, with `_order_done`, until an order has been carried out. It has been sent, so it comes soon."""
+        """Wait, with `_order_done`, until an order has been carried out. The order has been sent, so it comes soon."""
         if not self._order_done.wait_for(lambda: self._carried_out >= number, _ORDER_WITHIN_S):
             raise TimeoutError(f"order {number} has not been carried out within {_ORDER_WITHIN_S:g} s")

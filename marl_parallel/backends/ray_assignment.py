@@ -1,4 +1,4 @@
-"""Which actor of a `RayBackend` has which worker: starts actors, and moves workers between them."""
+"""The assignment of workers to the actors of a `RayBackend`: starts actors, and moves workers between them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Assignment:
     """The actors of a backend and their workers.
 
     Args:
-        placement: What Ray sets aside.
+        placement: The resources that Ray sets aside.
         runtime_env: Ray's `runtime_env` of the actors.
         num_threads: BLAS, OpenMP and torch threads in each worker; None leaves them alone.
 
     Attributes:
         shares: By worker, its environments.
-        actors: Those in use, some of which may be starting or gone.
+        actors: The actors in use; some may be starting or gone.
         targets: By worker, the node that it moves to.
         record_places: Where records are in the block; None before there is one.
     """
@@ -43,7 +43,7 @@ class Assignment:
         self.targets: dict[int, str] = {}
         self.record_places: RecordPlaces | None = None
         self._actor_of: dict[int, Actor] = {}  # by worker
-        self._beside: dict[int, int] = {}  # by worker that was added, the one whose environments move there
+        self._beside: dict[int, int] = {}  # by added worker, the worker whose environments move there
         self._places: dict[int, Place] = {}  # by worker
         self._vacant: dict[tuple[Actor, str], list[Place]] = {}  # for workers that move from an actor, by target
         self._most = self._most_requests = 0
@@ -60,7 +60,7 @@ class Assignment:
     # -- starting --------------------------------------------------------------------------------------------------
 
     def start(self, shares: Sequence[Sequence[int]], most: int, most_requests: int) -> None:
-        """Wait for room and start all actors; at `most` so many workers at a time are in one."""
+        """Wait for room and start all actors, each with at most `most` workers at a time."""
         self.shares, self._most, self._most_requests = dict(enumerate(shares)), most, most_requests
         self._places = dict(enumerate(self.placement.reserve(len(shares))))
         nodes, together = self.placement.nodes_of(self._places.values()), dict[Any, list[int]]()
@@ -88,7 +88,7 @@ class Assignment:
         self._hand_over(old, self._start_actor(old.place), [*old.pending])
 
     def separate(self, actor: Actor, node: str) -> None:
-        """Give an actor's workers that have places on other nodes than it, now that it has started, to other actors.
+        """Once an actor has started on a node, hand its workers with places on other nodes to other actors.
 
         After a node is lost, Ray finds a new place for each of its workers.
         """
@@ -127,7 +127,7 @@ class Assignment:
         self._start_worker(actor, worker)
 
     def add(self, worker: int, share: Sequence[int], beside: int) -> None:
-        """Start one more worker: in the actor of the one beside, or where that is to move."""
+        """Start one more worker: in the actor of the worker `beside`, or where that worker is to move."""
         self.shares[worker], self._beside[worker] = share, beside
         actor, place = self._actor_of[beside], self._places[beside]
         if beside in self.leaving():
@@ -139,10 +139,10 @@ class Assignment:
         self._start_worker(actor, worker)
 
     def _actor_at(self, place: Place, *, is_standby: bool, since: float = 0.0) -> Actor:
-        """The actor where a place is, or may be, else a new one.
+        """The usable actor at a place, or on its node; else a new actor.
 
         Args:
-            place: What is set aside for a worker.
+            place: The resources set aside for a worker.
             is_standby: Whether the batch can go on without the worker. An actor that is starting takes only such
                 workers, or only others.
             since: An actor that is up counts only if it started after this moment, when its node was alive.
@@ -165,7 +165,7 @@ class Assignment:
         self._actor_of[worker] = actor
 
     def remove(self, worker: int, *, kill: bool) -> bool:
-        """Free a worker and its number; returns False if it has not ended yet. The last one ends its actor."""
+        """Free a worker and its number; returns False if it has not ended yet. An actor ends with its last worker."""
         actor = self._actor_of.get(worker)
         if actor is None:
             return True
@@ -188,7 +188,7 @@ class Assignment:
         self._beside = {added: old for added, old in self._beside.items() if old != worker}
 
     def end_all(self) -> None:
-        """Kill all actors, and free what is set aside."""
+        """Kill all actors, and free their resources."""
         for actor in [*self.actors]:
             self._end(actor, "its environments are closed")
         self._actor_of.clear()
@@ -198,19 +198,19 @@ class Assignment:
     # -- moving to other nodes -------------------------------------------------------------------------------------
 
     def leaving(self) -> Collection[int]:
-        """Workers that are to move, since their node goes or they have a target."""
+        """Workers that are to move, since their node will shut down or they have a target."""
         draining = draining_nodes()
         return {worker for worker in self.shares if worker in self.targets or self.node_of(worker) in draining}
 
     def rebalance(self, workers: Sequence[int]) -> int:
-        """Choose targets for some of these workers so that nodes have equal numbers; returns for how many."""
+        """Choose targets for some of these workers so that nodes have equal numbers; returns the number of moves."""
         where = {one: node for one in workers if one not in self.targets and (node := self.node_of(one))}
         moves = moves_between(where, self.placement.room())
         self.targets.update(moves)
         return len(moves)
 
     def _place_to_move_to(self, old: Actor, target: str | None) -> Place:
-        """A place for a worker of an actor; set aside here for all that move, with the first of them."""
+        """A place for a worker that moves; the first call sets places aside for all workers with the same move."""
         vacant = self._vacant.setdefault((old, target or ""), [])
         if not vacant:
             # A worker, and the one that its environments move to on the same node, need one place.

@@ -1,7 +1,7 @@
 """Workers on the nodes of a Ray cluster, on any number of machines: the backend in the caller's process.
 
-Beside it, `ray_cluster.py` connects to the cluster, `ray_assignment.py` starts actors and knows which has which
-worker, `ray_placement.py` says where they are, and `ray_exchange.py` sends requests and receives results.
+Beside it, `ray_cluster.py` connects to the cluster, `ray_assignment.py` starts actors and assigns workers to
+them, `ray_placement.py` says where they are, and `ray_exchange.py` sends requests and receives results.
 `ray_actor.py` runs in the actors.
 """
 
@@ -45,21 +45,21 @@ _ENDS_WITHIN_S = 30.0
 class RayBackend(Backend):
     """Workers on the nodes of a Ray cluster: processes of actors, each with one or more workers.
 
-    It uses the cluster that this process is connected to, else the one at `address`, else the one that `RAY_ADDRESS`
-    or this machine names, else starts one on this machine. It stops what it started, and nothing else. All nodes run
-    Linux.
+    It uses the cluster that this process is connected to, else the cluster at `address`, at `RAY_ADDRESS`, or of
+    `ray start` on this machine, else starts a cluster on this machine. It stops only what it started. All nodes must
+    run Linux.
 
     Args:
         address: Address of the cluster, such as `"10.0.0.1:6379"`; None finds one as above.
         num_cpus: CPUs that Ray sets aside for each worker; simulators that mostly wait need less than one. With 0,
             workers start even where all CPUs are set aside for others.
         resources: Other resources for each worker, by name, such as `{"GPU": 0.25}`.
-        placement: `"PACK"` puts workers on as few nodes as possible, so that a batch is as few calls as possible.
+        placement: `"PACK"` puts workers on as few nodes as possible, so that a batch takes as few calls as possible.
             `"SPREAD"` puts them on as many nodes as possible.
         runtime_env: Ray's `runtime_env` of the actors: packages, files, environment variables. Workers inherit it.
         placement_timeout: Seconds to wait for room in the cluster and for workers to start, replacements included.
-            For a cluster that grows by itself, allow enough time for that.
-        workers_per_node: The most workers of an actor; with 1, each worker has an actor of its own. None: all that Ray
+            If the cluster grows by itself, allow enough time for that.
+        workers_per_node: The most workers of an actor; with 1, each worker has its own actor. None: as many as Ray
             finds CPUs for on the actor's node.
         num_threads: BLAS, OpenMP and torch threads in each worker; None leaves them alone.
 
@@ -138,7 +138,7 @@ class RayBackend(Backend):
         try:
             self._is_open = True
             self._workers.start(shares, most, most_requests)
-            # All workers are up before the first request, so that no constructor's time runs before it can begin.
+            # Wait until all workers are up: a constructor's timeout must not run before the constructor can begin.
             self.wait()
         except BaseException:
             self.stop(0.0)
@@ -155,8 +155,8 @@ class RayBackend(Backend):
             actor = self._workers.actors[allocated.index(missing[0])]
             workers = [*actor.pending]
             raise ParallelEnvError(
-                f"the actor on node {actor.node[:8]} of the Ray cluster, which has workers {workers}, did not set "
-                f"memory aside within {timeout:g} s. The node may be frozen, overloaded, or cut off from the network: "
+                f"the actor on node {actor.node[:8]} of the Ray cluster, which has workers {workers}, did not allocate "
+                f"memory within {timeout:g} s. The node may be frozen, overloaded, or cut off from the network: "
                 "see Ray's logs on that node, or raise RayBackend(placement_timeout=)",
                 env_ids=[env_id for worker in workers for env_id in self._workers.shares[worker]],
                 worker=workers[0],
@@ -271,11 +271,11 @@ class RayBackend(Backend):
         return len(results), replies
 
     def _hurry(self) -> list[tuple[int, Reply | Lost]]:
-        """After a timeout, the replies of exchanges that wait for more than one; else looks at the statuses."""
+        """After a timeout, collect the replies of exchanges that wait for more; without any, look at the statuses."""
         in_flight = [actor for actor in self._workers.actors if actor.in_flight is not None]
         if any(actor.waits_for_more for actor in in_flight):
             self._look(hurry=True)
-        # What an exchange brings that has just begun has been ready before.
+        # The replies of an exchange that has just begun were ready before.
         late = {actor.in_flight: actor for actor in in_flight if actor.waits_for_more or actor in self._begun}
         if late:
             return self._collect(late, len(late), _POLL_S)[1]
@@ -283,7 +283,7 @@ class RayBackend(Backend):
         return []
 
     def _receive(self, actor: Actor, result: Any) -> Sequence[tuple[int, Reply | Lost]]:
-        """The replies in a result of an actor, or the losses of its workers by Ray's error in the place of a result."""
+        """The replies in an actor's result; the losses of its workers if the result is an error of Ray."""
         self._changed = True
         if isinstance(result, RayTaskError) and actor.starting is None:
             raise result
@@ -312,13 +312,13 @@ class RayBackend(Backend):
         if self._workers.record_places is None:
             worker = next(iter(actor.pending))
             raise ParallelEnvError(f"worker {worker} could not be started by Ray: {error}", worker=worker)
-        # It has not begun, so this is no fault of its environments. Ray may not know yet that a machine is gone.
+        # The actor has not started, so its environments are not at fault. Ray may not know yet that a machine is gone.
         self._check_start(actor, reason)
         self._workers.start_again(actor, reason)
         return []
 
     def _check_start(self, actor: Actor, reason: str = "") -> Sequence[tuple[int, Reply | Lost]]:
-        """Raise if an actor should have started by now; one beside others is given up."""
+        """Raise an error if an actor has not started in time; a standby actor is given up instead."""
         if actor.starting is None or not actor.pending:
             return []
         if time.monotonic() - actor.since <= self._placement.timeout:
@@ -406,4 +406,4 @@ def _check_amounts(resources: Mapping[str, float]) -> None:
 
 def _check_positive(name: str, number: Any, kind: type[Any], expected: str) -> None:
     if isinstance(number, bool) or not isinstance(number, kind) or not number > 0:
-        raise ValueError(f"{name} must be {expected} more than 0, got {number!r}")
+        raise ValueError(f"{name} must be {expected} greater than 0, got {number!r}")

@@ -23,7 +23,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 @dataclass
 class _Connection:
-    """This process's connection, which all its backends share; the last one ends all that they have started."""
+    """This process's connection, which all its backends share; the last one to disconnect ends what they started."""
 
     users: int = 0
     started_here: bool = False
@@ -35,10 +35,10 @@ _connection = _Connection()
 
 
 def connect(address: str | None, *, start: bool = False) -> bool:
-    """Connect this process to a cluster, if it is not; one `disconnect` must follow each True.
+    """Connect this process to a cluster, unless it is connected; call `disconnect` once for each True.
 
-    None or "auto" finds the cluster by `RAY_ADDRESS` or on this machine. If there is none, None starts one with
-    `start`, else returns False.
+    With None or "auto", the cluster is the one at `RAY_ADDRESS` or on this machine. If there is none and the address is
+    None, this starts a cluster if `start` is True, else returns False.
     """
     with _lock:
         if ray.is_initialized():
@@ -51,7 +51,7 @@ def connect(address: str | None, *, start: bool = False) -> bool:
         elif (found := _announced() if address in (None, "auto") else address) is not None:
             if found.startswith("ray://"):
                 raise ValueError(
-                    f"the address {found!r} is that of a Ray Client, which cannot run these workers; run this program "
+                    f"the address {found!r} belongs to a Ray Client, which cannot run these workers; run this program "
                     "on a node of the cluster, without an address"
                 )
             try:
@@ -59,13 +59,15 @@ def connect(address: str | None, *, start: bool = False) -> bool:
                 ray.init(address=found)
             except (OSError, RuntimeError, RayError) as error:
                 reason = str(error).strip().partition("\n")[0].rstrip(".")
-                to_do = "Start one with `ray start --head`, or leave the address, and RAY_ADDRESS, out"
+                to_do = "Start one with `ray start --head`, or remove the address and unset RAY_ADDRESS"
                 if type(error).__name__ == "AuthenticationError":  # older releases have none
-                    to_do = "It wants a token: set RAY_AUTH_MODE=token, as docs/clusters.md says under Access"
+                    to_do = "It requires a token: set RAY_AUTH_MODE=token, as docs/clusters.md says under Access"
                 raise ConnectionError(f"no Ray cluster can be reached at {found}: {reason}. {to_do}") from error
             _connection.started_here, _connection.own_cluster = True, False
         elif address is not None:
-            raise ConnectionError("no Ray cluster runs on this machine, and RAY_ADDRESS names none: `ray start --head`")
+            raise ConnectionError(
+                "no Ray cluster runs on this machine, and RAY_ADDRESS names none: start one with `ray start --head`"
+            )
         elif start:
             ray.init(address="local", resources={SLOT: _SLOTS}, include_dashboard=False)
             _connection.started_here = _connection.own_cluster = True
@@ -88,7 +90,7 @@ def disconnect() -> None:
 
 
 def _announced() -> str | None:
-    """The address in RAY_ADDRESS, else of the cluster of `ray start` on this machine, not of another program's own."""
+    """The address in RAY_ADDRESS, else of a `ray start` cluster on this machine; not of another program's cluster."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address not in ("", "auto"):
         return None if address == "local" else address
@@ -116,6 +118,6 @@ def has_own_cluster() -> bool:
 
 
 def draining_nodes() -> Collection[str]:
-    """The ids of nodes that are about to go, such as preemptible machines that have got their notice."""
+    """The ids of nodes that will shut down soon, such as preemptible machines that have received their notice."""
     nodes: Collection[str] = global_state.get_draining_nodes()  # Ray has no public function for it
     return nodes

@@ -5,7 +5,7 @@
                --- post, look, stack, end, ...: at any time ---------------------------->
 
 An actor has at most one `exchange` in flight, which returns when there are enough replies. Requests that come meanwhile
-go ahead with `post`. Replies that come while a result travels go with the next one, so that their number per call
+are sent with `post`. Replies that come while a result travels go with the next one, so that their number per call
 grows with their rate. Each end has a block of its own with the same layout; record slices carry what one end has
 written to the other.
 """
@@ -45,17 +45,17 @@ class Actor:
         node: The id of its node; empty until it has started.
         starting: A reference to the result of its start; None once it has started, or is given up.
         ready: When it was up, in seconds of this clock.
-        since: When its start was requested for a worker, or that of the first actor that it replaces.
+        since: When its start was requested for a worker, or the start of the first actor that it replaces.
         is_standby: Whether it was started beside others, so that the batch goes on if it cannot start.
         waiting: Requests to send once it has started, and whether the caller waits for all of them.
-        in_flight: A reference to the result of the exchange.
+        in_flight: A reference to the result of the exchange; None without one.
         waits_for_more: Whether the exchange waits for more than one reply.
-        orders: How many were sent.
+        orders: How many orders were sent.
         pending: By worker, the requests that it has not replied to.
         started: How often each worker was started.
-        closing: Workers that have got a CLOSE.
-        lost: Why it is gone; None if it is not.
-        lost_at: When that was noticed, in seconds of this clock.
+        closing: Workers that have received a CLOSE request.
+        lost: Why the actor is gone; None while it lives.
+        lost_at: When its loss was noticed, in seconds of this clock.
     """
 
     def __init__(self, handle: Any, place: Place, workers: Iterable[int] = ()) -> None:
@@ -74,7 +74,7 @@ class Actor:
         self.closing: set[int] = set()
         self.lost: str | None = None
         self.lost_at = 0.0
-        self.clock_offset = math.inf  # this machine's clock minus its own, in seconds, at most
+        self.clock_offset = math.inf  # this machine's clock minus the actor's, in seconds: an upper bound
         self._exchange = handle.exchange.options(concurrency_group="exchange").remote
         self._post = handle.post.options(concurrency_group="control", num_returns=0).remote
         self._seen = 0  # the number of the last exchange whose results are here
@@ -116,7 +116,7 @@ class Actor:
         self.closing.discard(worker)
 
     def hand_over(self, new: Actor, workers: Sequence[int]) -> None:
-        """Have another actor, which has not started either, start some workers with all that they have to do."""
+        """Hand some workers, with their starts and requests, to another actor that has not started either."""
         chosen = {*workers}
         new.since = min(self.since, new.since)
         new.started.update({worker: self.started[worker] for worker in workers})
@@ -142,7 +142,7 @@ class Actor:
         return packed
 
     def memory(self, worker: int) -> int | None:
-        """As of the last call, so that nobody waits for a machine; but the first call for a worker waits."""
+        """Bytes of memory as of the last call, so that the caller does not wait; the first call for a worker waits."""
         asked, last = self._memory.get(worker, (None, None))
         if asked is None or ray.wait([asked], timeout=0)[0]:
             last = answer_of(asked or self.control("memory", worker))
@@ -177,14 +177,14 @@ class Actor:
         return [(requests, together and len(waiting) == 1) for requests, together in waiting if requests]
 
     def note_lost(self, reason: str) -> list[tuple[int, Lost]]:
-        """Note that it is gone; returns the losses of its workers with requests before them."""
+        """Note that it is gone; returns the losses of its workers with unanswered requests."""
         self.lost, self.lost_at, self.starting, self.in_flight = reason, time.monotonic(), None, None
         busy = [worker for worker, requests in self.pending.items() if requests]
         self.pending.clear()
         return [(worker, Lost(None, "", reason)) for worker in busy]
 
     def give_up(self, reason: str) -> list[tuple[int, Lost]]:
-        """End it, because it could not start; returns the losses of all its workers."""
+        """Kill the actor, which could not start; returns the losses of all its workers."""
         ray.kill(self.handle)
         workers = [*self.pending]
         self.note_lost(reason)
@@ -199,7 +199,7 @@ class Actor:
         replies = []
         for worker, start, reply in self.copy_from(results, slices, statuses):
             if start != self.started[worker] or worker not in self.pending:
-                continue  # of a process that has been replaced, so that `end` has returned it; or removed
+                continue  # from a replaced process, so `end` has returned it; or from a removed worker
             if isinstance(reply, Lost):
                 self.pending[worker].clear()
             elif reply.last:

@@ -1,8 +1,8 @@
-"""What Ray sets aside for the workers of a `RayBackend`, and which of them move where.
+"""The resources that Ray sets aside for the workers of a `RayBackend`, and which workers move where.
 
-Each worker has a bundle of a placement group, on the node that its actor is to be on; with a number of workers for each
-actor, each actor has one. The bundles of the start are in one group, so that all or none have room. When a node goes,
-Ray finds others for its bundles.
+Each worker has a bundle of a placement group, on the node of its actor. With `workers_per_node`, each actor has a
+bundle. The bundles of the start are in one group, so that all or none have room. When a node is lost, Ray finds other
+nodes for its bundles.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WITH_OPTIONS = frozenset({"CPU", "GPU", "memory"})
 
 
 class Place(NamedTuple):
-    """What is set aside for a worker, or for several of one actor: a bundle of a placement group."""
+    """The resources of a worker, or of several workers of one actor: a bundle of a placement group."""
 
     group: PlacementGroup
     bundle: int
@@ -40,17 +40,17 @@ class Place(NamedTuple):
 
 
 class Placement:
-    """What Ray sets aside for the workers of one `RayBackend`.
+    """The resources that Ray sets aside for the workers of one `RayBackend`.
 
     Args:
-        resources: Of each worker, by name; the amount of CPUs may be 0.
+        resources: The amounts for each worker, by name; the amount of CPUs may be 0.
         strategy: "PACK" for as few nodes as possible, "SPREAD" for as many.
         workers_per_node: The most workers of an actor; None for all of its node.
         timeout: Seconds to wait for room.
 
     Attributes:
-        by_node: Whether all workers of a node share an actor. Else those with the same place do; also if they want
-            GPUs, since an actor sees those of its own place only.
+        by_node: Whether all workers of a node share an actor. Otherwise workers with the same place share one. This
+            includes workers with GPUs, since an actor sees only the GPUs of its own place.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Placement:
         self._strategy = strategy if resources["CPU"] else "SPREAD"
         self._each, self.timeout = workers_per_node or 1, timeout
         self.by_node = workers_per_node is None and "GPU" not in resources
-        self._groups: list[PlacementGroup] = []  # the first one is that of the start
+        self._groups: list[PlacementGroup] = []  # the first group is the group of the start
 
     def take_slots(self) -> None:
         """In a cluster started for this program alone, have workers take no CPUs: there may be more workers."""
@@ -76,7 +76,7 @@ class Placement:
         return max(sum(count // self._each * self._each for count in room), self._each)
 
     def room(self) -> dict[str, int]:
-        """By id of each node that stays, for how many more workers there is room."""
+        """By id, for each node that is not draining, how many more workers it has room for."""
         alive, free = {node["NodeID"] for node in ray.nodes() if node["Alive"]}, available_resources_per_node()
         return {node: _count(free[node], self._resources) for node in alive & free.keys() - {*draining_nodes()}}
 
@@ -108,10 +108,10 @@ class Placement:
         chosen = {*places}
         tables = {group: placement_group_table(group)["bundles_to_node_id"] for group in {one.group for one in chosen}}
         nodes = {place: tables[place.group].get(place.bundle) or "" for place in chosen}
-        return {place: node if node.strip("f") else "" for place, node in nodes.items()}  # an id of nobody is ff...f
+        return {place: node if node.strip("f") else "" for place, node in nodes.items()}  # ff...f means no node
 
     def free_unused(self, used: Iterable[Place]) -> None:
-        """Free what is set aside for none of these places, but nothing of the start."""
+        """Remove the groups that none of these places uses, except the group of the start."""
         groups = {place.group for place in used}
         for group in self._groups[1:]:
             if group not in groups:
@@ -126,7 +126,7 @@ class Placement:
         remove_placement_group(group)
 
     def options(self, place: Place) -> dict[str, Any]:
-        """The options of an actor at a place: Ray has arguments of their own for some resources."""
+        """The options of an actor at a place: for some resources, Ray has separate arguments."""
         resources = self._bundle(place.workers)
         strategy = PlacementGroupSchedulingStrategy(place.group, placement_group_bundle_index=place.bundle)
         return {
@@ -138,14 +138,14 @@ class Placement:
         }
 
     def _bundle(self, workers: int) -> dict[str, float]:
-        """The resources of some workers; Ray wants whole numbers above 1, except of CPUs."""
+        """The resources of some workers; Ray requires whole numbers above 1, except for CPUs."""
         amounts = {name: round(workers * amount, 4) for name, amount in self._resources.items()}
         return {name: math.ceil(n) if n > 1 and name != "CPU" else n for name, n in amounts.items()}
 
     # -- messages --------------------------------------------------------------------------------------------------
 
     def why_not_started(self, place: Place, reason: str) -> str:
-        """Why there is no actor at a place within the timeout, if no reason is known, and what to do."""
+        """Why an actor did not start within the timeout (`reason`, if it is known), and what to do."""
         to_do = "Add nodes, or raise RayBackend(placement_timeout=)"
         if not reason and self.nodes_of([place])[place]:
             reason = "Ray has set aside what it needs, but its process is not ready yet"
@@ -182,11 +182,11 @@ def _count(amounts: Mapping[str, float], each: Mapping[str, float]) -> int:
 
 
 def moves_between(workers: Mapping[int, str], room: Mapping[str, int]) -> dict[int, str]:
-    """Which workers have to move where so that nodes have equal numbers, as far as there is room.
+    """The moves after which nodes have equal numbers of workers, as far as there is room: by worker, its new node.
 
     Args:
         workers: By worker, the id of its node.
-        room: By node, for how many more workers there is room.
+        room: By node, how many more workers it has room for.
     """
     counts, free = Counter(workers.values()), {**room}
     moves: dict[int, str] = {}

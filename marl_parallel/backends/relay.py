@@ -1,8 +1,8 @@
 """What worker processes print and log, on its way to the caller's `sys.stdout`, `sys.stderr` and loggers.
 
 Workers write straight to the files of `sys.stdout` and `sys.stderr` where these are files: terminals, pipes, logs. In a
-notebook, in IDLE, or when a test captures them, they are other objects. Then workers write into a pipe, from which this
-process writes to the object that `sys.stdout` or `sys.stderr` is at the moment::
+notebook, in IDLE, or when a test captures output, they are other objects. Then workers write into a pipe, from which
+this process writes to the object that `sys.stdout` or `sys.stderr` is at the moment::
 
     workers ---> pipe ---> the caller's thread, in each call of `Backend.wait`   ---> sys.stdout.write
                       ---> a thread, for what is printed between and during calls
@@ -60,7 +60,7 @@ class _Pipe:
         self.read_end, self.write_end = os.pipe()
         if sys.platform != "win32":
             os.set_blocking(self.read_end, False)
-        with contextlib.suppress(AttributeError, OSError):  # it is as large as it was
+        with contextlib.suppress(AttributeError, OSError):  # the pipe keeps its size
             fcntl.fcntl(self.write_end, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
         encoding = getattr(getattr(sys, f"__{name}__"), "encoding", None) or locale.getpreferredencoding(False)
         self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
@@ -83,9 +83,9 @@ class _Pipe:
         return bool(poll.poll(None if wait else 0))
 
     def pass_on(self) -> None:
-        """Write all that is here to the caller's stream; to the file of its number if that is impossible.
+        """Write all that is here to the caller's stream, or to the descriptor 1 or 2 if the stream fails.
 
-        What comes meanwhile may be left: workers may write faster than the stream takes it.
+        Output that comes meanwhile may stay in the pipe: workers may write faster than the stream takes it.
         """
         passed_on = 0
         while passed_on < _PIPE_NBYTES and self.has_output():
@@ -96,7 +96,7 @@ class _Pipe:
             try:
                 getattr(sys, self.name).write(self._decoder.decode(data))
             except Exception:  # the stream is closed, None, or of somebody's own class: the output is not lost
-                with contextlib.suppress(OSError):  # nor is a program without output to fail for it
+                with contextlib.suppress(OSError):  # a program without output must not fail for it
                     os.write(1 if self.name == "stdout" else 2, data)
 
     def close(self) -> None:

@@ -5,9 +5,9 @@
        +---- launches and deaths: the socket, a semaphore ---------+            |
        +---- guard pipes of parent, server and keeper: the kernel kills a worker when one of these three dies
 
-The server is a small process with one thread. A keeper adopts what its worker's simulators start, however often that
-forks or changes its session or environment (`PR_SET_CHILD_SUBREAPER`). When the worker dies, for whatever reason, the
-keeper kills the rest, reports the death and exits. The parent's end is `launching.py`.
+The server is a small process with one thread. A keeper adopts the processes that its worker's simulators start, however
+often they fork or change their session or environment (`PR_SET_CHILD_SUBREAPER`). When the worker dies, for whatever
+reason, the keeper kills the rest, reports the death and exits. The parent's end is `launching.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from marl_parallel.backends.stacks import report_to
 
 LOADED_THREADS = 1  # of the numerical libraries in the server
 CLEARED_WITHIN_S = 5.0  # how long a keeper, or the server at its end, tries to kill what is left
-_REPORTS_WITHIN_S = 1.0  # how long a keeper does before it reports the death, even if not everything is gone
+_REPORTS_WITHIN_S = 1.0  # how long a keeper tries before it reports the death, even if processes are left
 _MOST_FDS = 16  # in one request
 _REPORTED = 0  # the exit code of a keeper that has reported how its worker died
 
@@ -59,7 +59,7 @@ stderr, the worker's."""
 
 
 class Setting(NamedTuple):
-    """What a worker takes over from its parent at the moment of the start."""
+    """The state that a worker takes over from its parent when it starts."""
 
     worker: int
     share: Sequence[int]  # its environments
@@ -80,7 +80,7 @@ class Server:
 
     def __init__(self, connection: int, guard: int, wake: int, parent: int, entry: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent decides; keepers have it blocked
-        # The program that started the parent may have had signals blocked, of which SIGCHLD announces deaths.
+        # The program that started the parent may have had signals blocked, but SIGCHLD must announce deaths.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         interpreter.show_name("marl_parallel fork server", "marl forkserver")
         gc.disable()
@@ -121,7 +121,7 @@ class Server:
         poll = select.poll()
         for fd in (self.socket.fileno(), self.child_died):
             poll.register(fd, select.POLLIN)
-        # A copy of the socket in a child of the parent would hide that the parent is gone.
+        # If a child of the parent has a copy of the socket, the socket does not close when the parent dies.
         with contextlib.suppress(OSError):  # kernels before 5.3 lack it
             parent = os.pidfd_open(self.parent)
             self.inherited.append(parent)
@@ -221,7 +221,7 @@ class Server:
             os.close(fd)
         self.socket.close()
         del self.wake  # and with it the mapping
-        # Not the caller's stdin: a worker that reads it takes input that was typed for the parent.
+        # Not the caller's stdin: a worker that reads it would take input that was typed for the parent.
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (out, 1), (err, 2)):
             os.dup2(source, target)
@@ -273,8 +273,8 @@ def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[in
                 print(exit_.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
-        # What the interpreter does at its end, short of taking itself apart. Simulators rely on it, and no public
-        # function does it.
+        # What the interpreter does at exit, without its finalization. Simulators rely on it, and no public function
+        # does it.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except BaseException:

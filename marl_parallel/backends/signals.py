@@ -1,4 +1,4 @@
-"""Signals of worker processes: a worker survives a SIGTERM from outside, what its simulators start does not.
+"""Signals of worker processes: a worker survives a SIGTERM from outside, its simulators' processes do not.
 
 A batch system sends SIGTERM to all processes of a job. The main program decides what to do: its handler may save
 environments first, and if it has none and dies, the workers end with it. The signal is handled and not ignored, since
@@ -20,7 +20,7 @@ _is_ending: Callable[[], bool] = bool  # whether the parent ends this worker
 
 @contextlib.contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM in this thread. A process that is started meanwhile gets it when it unblocks it."""
+    """Block SIGTERM in this thread. A process started meanwhile gets the signal when it unblocks SIGTERM."""
     if sys.platform == "win32":
         yield
         return
@@ -50,11 +50,11 @@ def take_signals() -> None:
 
 
 def end_on_sigterm_if(is_ending: Callable[[], bool]) -> None:
-    """Have SIGTERM end this worker once `is_ending` returns True: then it is the parent that sends it."""
+    """Have SIGTERM end this worker once `is_ending` returns True: the parent then is the sender."""
     global _is_ending
     _is_ending = is_ending
     if is_ending() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        _on_sigterm(signal.SIGTERM, None)  # it may have come before
+        _on_sigterm(signal.SIGTERM, None)  # the signal may have come before
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
@@ -76,7 +76,7 @@ _fork = _Fork()
 
 
 def _before_fork() -> None:
-    # Blocked until the child handles it as any process does: else the child could lose a SIGTERM that comes at once.
+    # Block it until the child has the default handler: otherwise the child could lose a SIGTERM that comes at once.
     _fork.blocked = None
     if sys.platform != "win32" and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         _fork.blocked = {*signal.pthread_sigmask(signal.SIG_BLOCK, ())}

@@ -90,7 +90,7 @@ class PortableProcessBackend(Backend):
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
 
     def start(self, shares: Sequence[range], most_requests: int, left_out: Collection[int] = ()) -> None:
-        """As `Backend.start`; the caller's own thread does the work of the workers that are `left_out`."""
+        """As `Backend.start`; the caller's own thread does the work of the workers in `left_out`."""
         most = most_workers(shares)
         try:
             nbytes = most * WorkerStatus.NBYTES
@@ -184,8 +184,8 @@ class PortableProcessBackend(Backend):
         replies: list[tuple[int, Reply | Lost]] = []
         interrupted = False
         while True:
-            # Before the replies: those that come later have events of their own. Else the events of replies for which
-            # nobody had to sleep would pile up, and each would end a later sleep.
+            # Take events before replies: later replies have later events. Otherwise events of replies that needed no
+            # sleep would pile up, and each would end a later sleep.
             interrupted |= self._take_events()
             look = self._open and time.monotonic() - self._looked >= _TICK_S  # also while others reply all the time
             if look:
@@ -202,7 +202,7 @@ class PortableProcessBackend(Backend):
             patience = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
             if patience <= 0 or not self._open:  # a signal handler may have closed meanwhile
                 return replies
-            # In the methods of `contextlib.suppress`, Ctrl-C would have the traceback of `Empty` before its own.
+            # With `contextlib.suppress`, Ctrl-C could show the traceback of `Empty` before its own.
             try:  # noqa: SIM105
                 interrupted |= self._events.get(timeout=patience)
             except Empty:
@@ -254,7 +254,7 @@ class PortableProcessBackend(Backend):
             self._relay.close()
 
     def abandon(self) -> None:
-        # A worker takes the end of its connection for the parent's end: the copies in this process must be closed.
+        # A worker takes a closed connection for the parent's death: close the copies in this process.
         self._open = False
         for worker in self._workers.values():
             worker.free()
@@ -340,7 +340,7 @@ class _WorkerProcess:
             self._events.put(False)
 
     def wait_started(self, deadline: float) -> None:
-        """Wait until it receives requests; `RuntimeError` if it has ended, `TimeoutError` after `deadline`."""
+        """Wait until the worker receives requests; `RuntimeError` if it has ended, `TimeoutError` after `deadline`."""
         while True:
             with contextlib.suppress(Empty):
                 if self._replies.get(timeout=_TICK_S) == _STARTED:
@@ -359,7 +359,7 @@ class _WorkerProcess:
             self._requests.put(request)
 
     def received(self) -> list[Reply | Lost]:
-        """Take the replies that have come, then the loss of the worker if it died with requests before it."""
+        """Take the replies that have come, then the loss of the worker if it died with unanswered requests."""
         replies: list[Reply | Lost] = []
         while self.expected and self.lost is None:
             try:
@@ -369,7 +369,7 @@ class _WorkerProcess:
             if reply is None:
                 self.lost = self._manner_of_death()
                 break
-            if reply == _STARTED:  # of one that was added later, for which nobody waits
+            if reply == _STARTED:  # of a worker that was added later: nothing waits for this message
                 continue
             replies.append(reply)
             self.expected -= reply.last
@@ -406,7 +406,7 @@ class _WorkerProcess:
         return nbytes if nbytes and self._process.returncode is None else None
 
     def _manner_of_death(self) -> Lost:
-        """How the worker, which has hung up, died; it is killed if it does not die by itself."""
+        """How a worker that has hung up died; it is killed if it does not die by itself."""
         _wait_for_ends([self], _DIES_WITHIN_S)
         _end([self], timeout=_DIES_WITHIN_S)
         # The exit code is unknown if the kernel reaps the children of this process.
@@ -459,7 +459,7 @@ def serve(
     argv: list[str],
     forwarding: tuple[int, int, bool] | None,
 ) -> None:
-    """Serve until a request is to close, or the parent is gone; `handles`: files of status, records, arrays, stacks.
+    """Serve until a CLOSE request, or until the parent is gone; `handles`: files of status, records, arrays, stacks.
 
     `forwarding` says where in the first file log records go, and whether stderr is a log.
     """

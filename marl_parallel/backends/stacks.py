@@ -29,7 +29,7 @@ _EXTENSION_MODULES = re.compile(r"\n*^Extension modules: .*\n?", re.MULTILINE)
 
 
 def report_to(file: int | IO[Any]) -> None:
-    """Have this process write its stacks to a file: at a native crash, on `STACK_SIGNAL`, and in `os._exit`."""
+    """Have this process write its stacks to a file: at a native crash, on `STACK_SIGNAL`, and at `os._exit`."""
     faulthandler.enable(file=file, all_threads=True)
     if STACK_SIGNAL is not None and sys.platform != "win32":
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
@@ -93,8 +93,8 @@ class CrashFile:
     def stack(self, pid: int, timeout: float = 1.0, *, harmless: bool = False) -> str:
         """Have the living process `pid` write the stacks of its threads; "" if it cannot, even by `SIGABRT`.
 
-        A stopped process is continued. One that blocks the signal is aborted, which ends it. With `harmless`, nothing
-        is done to either, nor to a process that has no handler for the signal any more, as far as `/proc` tells.
+        A stopped process is continued. A process that blocks the signal is aborted, which ends it. With `harmless`,
+        both are left alone, and so is a process that, according to `/proc`, does not handle the signal any more.
         """
         start = self._size()
         if STACK_SIGNAL is None or (harmless and not _handles_stack_signal(pid)):

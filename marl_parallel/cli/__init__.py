@@ -47,7 +47,7 @@ class _Output(io.FileIO):
 
 
 def _ignoring_closed_pipes(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The same output, in which no command fails because its reader has ended: it does the rest of its work."""
+    """The same output, with which a command finishes its work even if the reader has ended."""
     stream.flush()
     output = io.BufferedWriter(_Output(stream.fileno(), "wb", closefd=False))
     return io.TextIOWrapper(

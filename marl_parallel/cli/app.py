@@ -117,7 +117,7 @@ def bench(
         against = measuring.contenders(names_in(backends), positive_numbers("--workers", workers), num_envs, ways)
         if plot_file is not None and plot_file.suffix.lower() not in reporting.FORMATS:
             formats = " ".join(reporting.FORMATS)
-            raise CommandError(f"--plot {plot_file}: no picture is saved as {plot_file.suffix!r}", formats)
+            raise CommandError(f"--plot {plot_file}: {plot_file.suffix!r} is not a format of pictures", formats)
         check_writable(output, csv_file, plot_file)
         described = machine(distributions_of(env))
         turns = measuring.num_turns(len(against), repeats)
@@ -279,7 +279,7 @@ def record(
         str,
         typer.Option(
             metavar="INTEGER",
-            help='The seed of environment 0; the others have the next ones. Or "own": they have theirs.',
+            help='The seed of environment 0; the others have the next ones. Or "own": each has its own seed.',
         ),
     ] = "42",
     workers: Annotated[

@@ -1,7 +1,7 @@
-"""`marl-parallel check`: does an environment work with this package, and with others that speak its API?
+"""`marl-parallel check`: does an environment work with this package, and with others that use its API?
 
-A probe is a generator that runs in the worker of its own `ParallelEnv`. Before each call of the simulator it yields
-the finding that a crash or a hang in that call becomes, so each such call is one call of the worker, with a timeout::
+A probe is a generator that runs in the worker of its own `ParallelEnv`. Before each call of the simulator, it yields
+the finding to report if that call crashes or hangs. So each such call is one call of the worker, with a timeout::
 
     run_probes                            worker process
     env.call("advance")  -------------->  Probe.advance: the probe runs to its next `yield`
@@ -101,7 +101,7 @@ PROBLEM, REMARK = Severity.PROBLEM, Severity.REMARK
 
 
 class Question(str, Enum):
-    """What `check` asks; the text is true if nothing is found. `COST` is a subject, and its answer has words."""
+    """The questions of `check`. A text is true if nothing is found; `COST` is a topic, and its answer is in words."""
 
     RUNS = "It runs alone: constructor, reset, step and close"
     API = "It keeps to its API"
@@ -171,15 +171,15 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "flag": (Question.API, PROBLEM, "the {name} of {agent} is of type {kind}, not bool", "return True or False"),
     "no last observation": (Question.API, REMARK,
         "agents get no last observation in the step that truncates them: {agents}",
-        "return it in that step: a critic of observations needs it to value what would have followed; gae of a Rollout "
-        "takes values of states in its place, or NaN"),
+        "return it in that step: a critic of observations needs it to estimate the rewards after a truncation. Without "
+        "it, pass values of states or NaN to gae of a Rollout"),
     "no __all__": (Question.API, REMARK, f"terminateds lacks the key {ALL!r}, which says when the episode is over",
         f"set {ALL!r} in every step; without it, the episode counts as going on"),
     "unreadable": (Question.RUNS, PROBLEM, "the values that it returns cannot be read: {error}",
         "return what its spaces say, and plain numbers and dicts"),
     "not reset": (Question.DETERMINISM, REMARK,
-        f"reset(seed={SEED}) of a used environment gives another episode than of a fresh one: {{where}}",
-        "set everything back in `reset`, also counters and generators"),
+        f"reset(seed={SEED}) begins another episode in a used environment than in a fresh one: {{where}}",
+        "reset the whole state in `reset`, including counters and generators"),
     "seed ignored": (Question.DETERMINISM, PROBLEM,
         "the seed is ignored: episodes without a seed differ, but `reset` with any seed begins the same episode",
         "make a new generator in `reset` if a seed is passed (gymnasium.utils.seeding.np_random)"),
@@ -399,7 +399,7 @@ def _fault(error: WorkerCrashed | WorkerTimeout, doing: Finding, job: Job, defin
 
 # -- probes in a worker ------------------------------------------------------------------------------------------------
 
-# A probe or a part of one: it yields the finding that a crash or a hang in the next call of the simulator becomes.
+# A probe or a part of one: it yields the finding to report if the next call of the simulator crashes or hangs.
 Steps: TypeAlias = Generator[Finding, None, Any]
 # Calls a function of the simulator after such a `yield`; returns what the function returns.
 Calling: TypeAlias = Callable[[str, Callable[[], Any]], Steps]
@@ -408,7 +408,7 @@ Spaces: TypeAlias = Mapping[Any, Space[Any]]
 
 
 class Stopped(Exception):
-    """The probe cannot go on; a finding has the reason."""
+    """The probe cannot go on; a finding gives the reason."""
 
 
 class Probe:
@@ -453,7 +453,7 @@ class Probe:
         try:
             doing = next(self._steps, None)
         except Stopped:
-            pass  # a finding has the reason
+            pass  # a finding gives the reason
         except CommandError:
             raise
         except (Exception, SystemExit) as error:
@@ -517,7 +517,7 @@ class Probe:
 
 
 def line_of(functions: Iterable[Any]) -> str:
-    """Where the first of some functions begins that is no library's, else the last one: "line 12 of sim.py", or ""."""
+    """Where the first function outside of libraries begins, else the last function: "line 12 of sim.py", or ""."""
     line = ""
     for function in functions:
         while isinstance(function, functools.partial):
@@ -596,7 +596,7 @@ class Solo:
 
 
 def _with_masks(infos: Mapping[Any, Any], masks: Mapping[AgentID, Any]) -> dict[Any, Any]:
-    """Infos with the masks that an environment reports apart, where those of other environments are."""
+    """Infos that also have the masks of `env.masks()`, under the key that other environments use."""
     as_infos = {agent: {KEY: np.asarray(mask, np.int8), **infos.get(agent, {})} for agent, mask in masks.items()}
     return {**infos, **as_infos}
 
@@ -835,7 +835,7 @@ def _provoke_exceptions(probe: Probe, constructor: Constructor) -> Steps:
 
 
 def _started() -> dict[psutil.Process, str]:
-    """The live processes below this one, with their command lines; those of `multiprocessing` end by themselves."""
+    """Live descendants and their command lines, without helpers of `multiprocessing`, which end by themselves."""
     lines = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -868,7 +868,7 @@ def _check_nothing_left(
 
 
 def again(probe: Probe, constructor: Constructor, solo: Solo | None = None, seconds: float = math.inf) -> Steps:
-    """The run that is compared, and whose trace is returned; then an unseeded one, so that there is always one."""
+    """Run an environment with a seed, then without one, for comparison; returns the trace of the seeded run."""
     solo = solo or (yield from _construct(probe, constructor))
     trace = yield from _run_alone(probe, solo, SEED, probe.job.steps, seconds)
     after = yield from _run_alone(probe, solo, None, 1, seconds)
@@ -932,7 +932,7 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
 
 
 def official(probe: Probe, constructor: Constructor) -> Steps:
-    """A test that the environment's own project has for it: how it fails, and its warnings."""
+    """Run a test of the environment's own project; its failure and its warnings become findings."""
     solo: Solo = yield from _construct(probe, constructor)
     path, source = probe.job.test, solo.env.source
     module, _, name = path.rpartition(".")
@@ -981,7 +981,7 @@ PROBES: dict[str, Callable[[Probe, Constructor], Steps]] = {
 
 @dataclass
 class Traits:
-    """What is special about the agents, as seen in a run."""
+    """Traits of the agents that were seen in a run."""
 
     masked: set[str] = field(default_factory=set)  # have action masks
     late: set[str] = field(default_factory=set)  # join an episode after its reset
@@ -1045,7 +1045,7 @@ class Traits:
 
 
 def _lists_of(value: Any, space: Space[Any] | None) -> Iterator[str]:
-    """The types of tuples and lists in a value whose space says an array there."""
+    """The types of tuples and lists in a value at places where its space expects an array."""
     if isinstance(space, spaces.Dict):
         for key, child in space.spaces.items() if isinstance(value, Mapping) else ():
             yield from _lists_of(value.get(key), child)
@@ -1077,7 +1077,7 @@ def _few(agents: Sequence[str]) -> str:
 
 
 def in_words(facts: Mapping[str, Any]) -> str:
-    """What `Traits` has found, and the state."""
+    """Describe the findings of `Traits`, and the state."""
 
     def which(text: str, agents: Sequence[str]) -> str:
         return f"{text} ({_few(agents)})" if agents else f"no {text}"
@@ -1311,7 +1311,7 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
                 resets = [index for index, (is_step, _) in enumerate(trace) if not is_step]
                 first_episodes[env_id] = trace[: resets[1]] if len(resets) > 1 else trace
             unseeded = index >= len(first_episodes[0]) and facts["takes_seed"]
-            # Then remarks on determinism say nothing new, nor does a comparison beyond what can be repeated.
+            # Then remarks on determinism add nothing, and only the repeatable part of a run is compared.
             result.findings = [one for one in result.findings if one[:2] != (Question.DETERMINISM, REMARK)]
             ((_, third),) = run_probes([again], 1, on_start)
             of_process = third.traces and _difference(first, third.traces) is None

@@ -30,7 +30,7 @@ TURNS = 2
 """How often `examine` calls its `on_turn`."""
 
 NO_LIMIT = "no limit"
-# Distributions that this package works with; those that are not installed are left out, but for the first ones.
+# Distributions that this package works with; optional ones that are not installed are left out.
 REQUIRED = ("cloudpickle", "gymnasium", "numpy", "pettingzoo", "threadpoolctl")
 OPTIONAL = (
     "agilerl", "envpool", "imageio", "imageio-ffmpeg", "jax", "matplotlib", "mlagents-envs", "mpe2", "pillow",

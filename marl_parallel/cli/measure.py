@@ -1,9 +1,10 @@
 """Measure how fast environments are stepped: by a plain loop, and by `ParallelEnv` in several ways.
 
-The plain loop is what a user writes without this package; it shares no code with it, except the one that draws actions
-by action masks: then all contenders draw them as they go, else they are drawn beforehand. `measure` (for `bench`) and
-`compare` (for `tune`) measure contenders in short turns, round after round, so that a machine that slows down or gets
-busy affects all of them alike. `search` finds the best numbers of workers and environments by successive halving.
+The plain loop is what a user writes without this package. The two share only the code that draws actions by action
+masks: with masks, all contenders draw actions as they go; otherwise actions are drawn beforehand. `measure` (for
+`bench`) and `compare` (for `tune`) measure contenders in short turns, round after round, so that a machine that slows
+down or gets busy affects all contenders equally. `search` finds the best numbers of workers and environments by
+successive halving.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _close(env: Any) -> None:
 
 @contextmanager
 def simulators(constructor: Constructor, num_envs: int) -> Iterator[list[Any]]:
-    """Environments without a `ParallelEnv`, constructed with the seeds that it would use."""
+    """Construct environments without a `ParallelEnv`, with the seeds that it would use."""
     with ExitStack() as stack:
         envs = []
         for env_id in range(num_envs):
@@ -91,7 +92,7 @@ def adapted_for_loop(env: Any) -> MultiAgentEnv:
         acts = adapted.action_spaces.get(agent)
         if acts is None or not isinstance(space, Dict) or KEY not in space.spaces:
             continue
-        # A mask that does not have the form of the action space does not restrict actions.
+        # A mask that does not match the action space does not restrict actions.
         if for_sample(acts, tree_map(np.ones_like, zeros(space.spaces[KEY]))) is not None:
             raise CommandError(
                 f"agent {agent!r} has an action mask, which the plain loop of tuples does not follow",
@@ -372,7 +373,7 @@ def _by_halves(env: ParallelEnv, batches: Batches, rules: Rules, masked: bool) -
 
 
 def repeatedly(step_all: StepAll, batches: Sequence[Any], num_envs: int) -> Run:
-    """The run that calls a function which steps all environments once."""
+    """The `Run` that calls `step_all`, which steps all environments once, again and again."""
 
     def run(going: Callable[[], bool]) -> int:
         endless = itertools.cycle(batches)
@@ -423,7 +424,7 @@ class Contender(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurement:
-    """The result of one contender on one environment; a step is that of one environment with all of its agents."""
+    """The result of one contender on one environment; a step is one step of one environment with all its agents."""
 
     environment: str
     num_envs: int
@@ -571,9 +572,9 @@ def grid(workers: Sequence[int], envs_per_worker: Sequence[int], max_envs: int) 
 
 
 def search(settings: Sequence[Setting], measure: MeasureAlike, limit: float = math.inf) -> tuple[Trial, list[Trial]]:
-    """The best trial of the settings whose workers use at most `limit` bytes of memory, and all trials."""
+    """Search the fastest setting with at most `limit` bytes of memory; returns the best trial, and all trials."""
     if not settings:
-        raise CommandError("there is nothing to try", "allow more with --max-envs")
+        raise CommandError("every setting has more environments than --max-envs", "allow more with --max-envs")
     trials: dict[Setting, Trial] = {}
     candidates = list(settings)
     for share, rounds in RUNGS:
@@ -592,7 +593,7 @@ def search(settings: Sequence[Setting], measure: MeasureAlike, limit: float = ma
         if not fitting:
             least = in_size(min(trial.memory for trial in trials.values()))
             hint = "allow more, or try fewer environments with --workers and --envs-per-worker"
-            raise CommandError(f"nothing keeps within --memory: the least that was tried uses {least}", hint)
+            raise CommandError(f"no setting fits into --memory: the smallest one that was measured uses {least}", hint)
         candidates = [trial.setting for trial in fitting if trial.setting in rung] or [one.setting for one in fitting]
     finalists = [trials[setting] for setting in candidates]
     enough = (1 - AS_GOOD) * max(trial.steps_per_second for trial in finalists)
@@ -642,8 +643,8 @@ def compare(
 ) -> dict[str, list[float]]:
     """Measure a plain loop, `backend="serial"` and the best setting in turns; returns their rates in each round.
 
-    The first two step as many environments as one worker of the best setting has: one process can have that many, and
-    their memory fits.
+    The plain loop and the serial backend step as many environments as one worker of the best setting has: one process
+    can have that many, and their memory fits.
     """
     num_envs = best.setting.envs_per_worker
     batches = draw_actions(adapted.action_spaces, num_envs)

@@ -12,7 +12,7 @@ from marl_parallel.cli.target import CommandError
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raise a `CommandError` if a path cannot be that of a new file: before a command does its work."""
+    """Raise a `CommandError` if no file can be created at a path; called before a command does its work."""
     for path in paths:
         if path is None:
             continue
@@ -41,5 +41,5 @@ def say_next(text: str, as_json: bool = False) -> None:
 
 
 def report_written(path: Path) -> None:
-    """Say on standard error where a file is."""
+    """Print on standard error that a file was written."""
     typer.echo(f"wrote {path}", err=True)

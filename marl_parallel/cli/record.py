@@ -1,4 +1,4 @@
-"""`marl-parallel record`: a video of environments that are named on the command line."""
+"""`marl-parallel record`: record a video of environments that are named on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def record(
     on_turn: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> None:
-    """Step environments with a policy that is named as they are, and write a video; `options` are `record_video`'s.
+    """Step environments with a policy, named in the same form, and write a video; `options` are `record_video`'s.
 
     `on_turn` gets a text before each of `num_turns(steps)` parts of the work.
     """
@@ -64,7 +64,7 @@ def num_turns(steps: int) -> int:
 
 
 def _rendering(constructor: functools.partial[Any]) -> Callable[..., Any]:
-    """The constructor with `render_mode="rgb_array"`, where it takes that and has no other."""
+    """The constructor with `render_mode="rgb_array"`, if it takes a render mode and none is set."""
     try:
         parameters = inspect.signature(constructor.func).parameters
     except (TypeError, ValueError):  # no readable signature

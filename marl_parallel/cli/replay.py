@@ -1,8 +1,8 @@
-"""`marl-parallel replay`: repeats the failure in a file of `core/replay_file.py`, with one environment in this process.
+"""`marl-parallel replay`: repeat the failure in a file of `core/replay_file.py`, with one environment in this process.
 
 The environment is constructed, reset and stepped as in its worker: by `Episode`, whose transitions are written into a
-record and pickled, since that may be what failed. What ended a worker process would end this one before it reports
-anything: then the replay runs in a child process, unless a debugger is to see it.
+record and pickled, since that may be what failed. A failure that ended a worker process would also end this one
+before it reports anything. Such a replay runs in a child process, unless a debugger is used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Outcome(IntEnum):
     SAME_STEP = 0  # it failed again, at the same step
     DIFFERENT = 1  # it failed at another step or not at all, or `--until` or the debugger ended it
     UNUSABLE = 2  # the file cannot be read, or the environment cannot be constructed here
-    UNREACHABLE = 3  # the file does not have what leads to the failure
+    UNREACHABLE = 3  # the file lacks the steps or the call that lead to the failure
     INTERRUPTED = 130  # by Ctrl-C
 
 
@@ -211,7 +211,7 @@ class _Run:
             stopped = f"stopped before {_at(self.step + 1)}"
             return _conclude(stopped, Outcome.DIFFERENT, "run this command without --until to reach the failure")
         if crash.method == "call":
-            failed = f"cannot be replayed: after {_at(crash.step)}, call() failed, whose arguments are not in the file"
+            failed = f"cannot be replayed: call() failed after {_at(crash.step)}, and the file lacks its arguments"
             return _conclude(
                 failed, Outcome.UNREACHABLE, "call that method of one environment in a program of your own"
             )
@@ -222,7 +222,7 @@ class _Run:
         return _conclude(well, Outcome.DIFFERENT, _OTHER_STATE)
 
     def end(self, outcome: Outcome) -> None:
-        """Close the environment; what happens here and when this process exits does not change the outcome."""
+        """Close the environment; a failure here, or when this process exits, does not change the outcome."""
         sys.stdout.flush()  # the simulator may end this process
         self._note(_ENDED - outcome)
 
@@ -280,7 +280,7 @@ class _Run:
             raise CommandError(f"the file cannot be unpickled here: {in_brief(error)}", hint) from error
         keywords = {"seed": crash.constructor_seed, "env_id": crash.env_id, "restarts": crash.restarts}
         with self._limited(self._late_constructor):
-            seed_generators(crash.constructor_seed)  # again, since modules that were imported may have drawn
+            seed_generators(crash.constructor_seed)  # again, since imported modules may have drawn numbers
             self._env = adapt(call_constructor(constructor, keywords)[0], adapter)
         return self._env, actions, options
 
@@ -289,7 +289,7 @@ class _Run:
     ) -> bool:
         """Reset and step the environment, and repeat what followed the last step if that failed.
 
-        Returns whether this went to the end, and did not stop before.
+        Returns False if it stopped before the end.
         """
         crash, env = self.crash, episode.env
         keywords: dict[str, Any] = {} if crash.number else {"seed": crash.seed}

@@ -94,8 +94,8 @@ class Report:
 def progress(total: int, description: str = "measuring") -> Iterator[Callable[[str], None]]:
     """A progress bar on standard error; yields the function to call before each turn, with a text.
 
-    Where standard error is no terminal, such as a log file, it is a line at most every `LINE_EVERY_S` seconds. Both are
-    written between turns only, so that no thread runs while something is measured.
+    If standard error is not a terminal but, for example, a log file, a line is printed at most every `LINE_EVERY_S`
+    seconds. Bar and lines are written between turns only, so that no thread runs during a measurement.
     """
     console, latest = Console(stderr=True), time.monotonic()
     with Progress(console=console, auto_refresh=False, transient=True, disable=not console.is_terminal) as bar:
@@ -144,7 +144,7 @@ _TABLE_WIDTH = 110
 
 
 def _wide_console() -> Console:
-    """A console on which tables are whole: where they are wider, the terminal breaks their lines."""
+    """A console that does not shorten tables: if they are wider than the terminal, it breaks their lines."""
     return Console(width=max(Console().width, _TABLE_WIDTH))
 
 

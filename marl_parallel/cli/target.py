@@ -25,7 +25,7 @@ MEASURING_HINT = f"speed is measured without faults, so no step may raise; {DEBU
 
 
 class CommandError(Exception):
-    """A command cannot run: a message, and a hint what to try instead."""
+    """A command cannot run: has a message, and a hint what to try instead."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint)

@@ -1,1 +1,1 @@
-"""How environments run, whoever hosts them: messages, the worker, the meaning of a transition, memory, the pool."""
+"""The core of all backends: messages, the worker, the meaning of a transition, shared memory and the worker pool."""

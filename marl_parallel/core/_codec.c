@@ -1,30 +1,30 @@
-/* Actions and transitions between Python objects and the block of shared memory. And how processes wait for each other:
+/* Converts actions and transitions between Python objects and the block of shared memory. Also waits for processes:
    `try_for`, and `exchange` for a step of all environments.
 
    A `Codec` does for many environments in one call what `records.py`, `block_transitions.py` and `episode.py` do for one:
 
        caller   write, write_arrays   actions into records        read, read_arrays   records into dicts, or into arrays
        worker   run     actions out of records, the simulator's step, its transition into the record
-                put     a transition that `Episode` has decided about, such as that of a reset
+                put     a transition that `Episode` has interpreted, such as the transition of a reset
 
-   Each function stops at, or leaves out, what it does not know, and says where: Python takes over there. So this file
-   never decides more than Python would, and Python alone (`MARL_PARALLEL_PURE=1`) gives equal objects. Infos of simple
-   values lie in the block; there, an info that several agents share becomes one for each. All offsets, codes and types
-   come from Python (`codec.py`).
+   A function stops at a case that it does not support, or leaves it out, and returns the place: Python continues there.
+   So the results are the same as with Python alone (`MARL_PARALLEL_PURE=1`). Infos of simple values lie in the block,
+   where an info that several agents share becomes one info for each agent. All offsets, codes and types come from
+   Python (`codec.py`).
 
-   It knows every transition of agents that are known beforehand, of values that fit their columns: any agents may be in
-   any dict, die, come late and come back, and the next episode may begin in the same step. In `lives` it keeps, for
-   `run`, who is alive, by the rules of `Episode`, and leaves the end of an episode, an agent that comes back and adapters
-   that have to be asked to Python. In `states` it keeps, for the caller, who is alive and acts after what was read last.
+   This file supports every transition of agents that are known beforehand, with values that fit their columns: any
+   agents may be in any dict, die, come late and come back, and the next episode may begin in the same step. For `run`,
+   `lives` has which agents are alive, by the rules of `Episode`. Python handles the end of an episode, agents that come
+   back, and adapters with methods to call. For the caller, `states` has who is alive and acts after the latest read.
 
-   The most frequent transition is plain, and has a shorter way: every agent is in every dict, in order; all rewards are
-   numbers of one type, all flags False and of one type, and all infos dicts. There may be no infos at all, and no flags
-   but `__all__`. All agents act next, or one does whose turn it is: a `turn` is 0 for all agents, and else the agent's
-   place plus one. Keys count as equal if they are the same object, or strings or integers that are equal.
+   The most frequent transition is plain, and has a fast path: every agent is in every dict, in order; all rewards are
+   numbers of one type, all flags False and of one type, and all infos dicts. Infos may be missing, and so may all flags
+   except `__all__`. All agents act next, or only the agent whose turn it is: a `turn` is 0 for all agents, else the
+   agent's place plus one. Keys are equal if they are the same object, or equal strings or integers.
 
    The header of a transition: a code of 8 bytes, rewards 8n, types of rewards n, terminated n + 1, truncated n + 1,
-   presence n, for the n agents. The code is written last. Its bits are below; a plain one also has the type of the
-   rewards, that of the flags, and the turn.
+   presence n, for the n agents. The code is written last. Its bits are below; the code of a plain transition also has
+   the type of the rewards, the type of the flags, and the turn.
 
    Built for the limited API of Python 3.10: one file for all later releases. */
 
@@ -45,21 +45,21 @@
 #include <time.h>
 #endif
 
-/* What is read: arrays over the block, copies, or copies with scalars of NumPy in place of arrays without axes. */
+/* How values are read: arrays over the block, copies, or copies with NumPy scalars in place of arrays without axes. */
 enum { VIEWS = 0, COPIES = 1, SCALARS = 2 };
 
-/* What a function did with one value or one environment. */
+/* The outcome of a function for one value or one environment. */
 typedef enum { FAILED_BEFORE = -2, FAILED = -1, LEFT = 0, DONE = 1, DONE_BUT_INFOS = 2 } Outcome;
 
 typedef enum { NO_KIND, ARRAY, NUMBER, DICT, TUPLE } Kind;
 
-/* Where the value of an agent is, or a part of it: see the `form` of columns in `columns.py`. */
+/* The place of an agent's value, or of a part of it: see the `form` of columns in `columns.py`. */
 typedef struct Node {
     Kind kind;
     Py_ssize_t offset;         /* in each record */
-    Py_ssize_t tag;            /* NUMBER: likewise, of its tag */
+    Py_ssize_t tag;            /* NUMBER: the offset of its tag */
     Py_ssize_t nbytes;         /* ARRAY, NUMBER */
-    long long low, high;       /* NUMBER: the least and the greatest one */
+    long long low, high;       /* NUMBER: the smallest and the largest value */
     PyArray_Descr *dtype;      /* ARRAY */
     int ndim;                  /* ARRAY */
     npy_intp *dims;            /* ARRAY */
@@ -76,40 +76,40 @@ typedef struct {
     PyObject *agents;          /* a tuple */
     PyObject *all;             /* "__all__" */
     Node *actions, *observations, *finals; /* by agent; NULL if not all agents have one */
-    Node *vectors;             /* of rewards, by agent; of no kind for an agent that declares none */
+    Node *vectors;             /* of vector rewards, by agent; without a kind if undeclared */
     Py_ssize_t action_header, header; /* offsets in a record */
-    Py_ssize_t infos, infos_nbytes;   /* the area for infos; no bytes if they are always pickled */
+    Py_ssize_t infos, infos_nbytes;   /* the area for infos; 0 bytes if infos are always pickled */
     PyObject *number_types, *reward_types; /* tuples of types, by tag */
-    Py_ssize_t floats;         /* so many of the reward types are floats; the others are integers */
+    Py_ssize_t floats;         /* how many of the reward types are floats; the others are integers */
     PyObject *np_false, *flags[4]; /* the flags by code, borrowed */
     PyObject *np_true;
-    PyObject *no_values, *no_flags, *no_np_flags, *only_all; /* dicts, of which each environment gets copies */
+    PyObject *no_values, *no_flags, *no_np_flags, *only_all; /* dicts that are copied for each environment */
     int64_t step_activity;
-    PyObject **values;         /* by agent: of one dict, or observations, last observations, and vector rewards */
-    PyObject *agents_list;     /* for who acts and is alive, if all do and are; not to be changed */
+    PyObject **values;         /* by agent: values of one dict, or observations, last observations, vector rewards */
+    PyObject *agents_list;     /* who acts or is alive, if all agents do; read-only */
     PyObject **keys;           /* by record and agent: the key that a simulator used last; comparing strings is slow */
     double *rewards;
     char *there;               /* by agent: whether it is in a dict */
     PyObject *places;          /* a dict of the places of agents that are strings or integers */
-    PyObject **first_lives;    /* by record: the bytes that `lives` began with */
+    PyObject **first_lives;    /* by record: the initial bytes of `lives` */
     unsigned char *lives;      /* by record: the bits ALIVE and ENDED of each agent */
-    unsigned char *scratch;    /* of one transition: the rest of the header after the rewards; then new lives */
-    unsigned char *states;     /* by record: the bits ALIVE and ACTING of each agent after what was read last; then the
-                                  bits KNOWN and OVER, whether the episode is over and no reset has followed */
-    int same_step;             /* whether an episode that is over is followed by the next one at once */
+    unsigned char *scratch;    /* for one transition: the header after the rewards; then new lives */
+    unsigned char *states;     /* by record: the bits ALIVE and ACTING of each agent after the latest read; then the
+                                  bits KNOWN and OVER: the episode is over and no reset has followed */
+    int same_step;             /* whether the next episode begins in the step that ends one */
     int has_large;             /* whether an observation is a large array */
     int in_infos;              /* whether infos have the statistics of agents that end */
-    PyObject *totals_array;    /* None, or what transitions that are read are added to: */
-    double *totals;            /* by record: each agent's sum of rewards, and steps; all steps. NULL for None */
+    PyObject *totals_array;    /* None, or the array of: */
+    double *totals;            /* by record: each agent's sum of rewards read, and steps; all steps. NULL for None */
     double inside;             /* seconds in simulators since the last `sums` */
     long long steps;
-    Py_ssize_t place;          /* of `run`: the environment that it is at */
+    Py_ssize_t place;          /* the environment at which `run` is */
     PyObject *moment_array;    /* None, or the array of: */
     const volatile double *moment; /* the time in seconds; NULL for the system's monotonic clock */
 } Codec;
 
-/* Bits of a code. INFOS: infos are pickled; NO_INFOS: there are none at all; ONLY_ALL: no flags but `__all__`. Python has
-   another one, for records that it has written. */
+/* Bits of a code. INFOS: infos are pickled; NO_INFOS: there are none at all; ONLY_ALL: no flags but `__all__`. Python
+   has another bit, for records that Python has written. */
 enum { PLAIN = 1, INFOS = 2, FINAL = 4, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, NOT_PLAIN = 0xC4 };
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
 enum {
@@ -144,18 +144,18 @@ static double monotonic(void) {
 
 /* -- memory of large arrays --------------------------------------------------------------------------------------- */
 
-/* The system maps large memory anew for each array, and each of its pages is a fault when it is first used: that takes
-   longer than the copy. So memory of arrays that are handed out is used again once nothing refers to it. For each size,
-   so many pieces are kept at most as arrays of this size are handed out in two batches (`keep`). NumPy calls these
-   functions with the GIL, and gives memory back to those that it came from. */
+/* The system maps large memory anew for each array, and the first use of each page is a page fault: that takes longer
+   than the copy. So the memory of returned arrays is used again once nothing refers to it. For each size, at most as
+   many pieces are kept as two batches have arrays of this size (`keep`). NumPy calls these functions with the GIL, and
+   returns memory to the functions that it came from. */
 
 enum { LARGE = 1 << 16, MOST_SIZES = 64 };
 
-/* Before each piece of memory, and as long as what malloc aligns to. */
+/* Before each piece of memory; its size is the alignment of malloc. */
 typedef union Piece {
     struct {
         size_t size;
-        union Piece *next;     /* of those that are kept */
+        union Piece *next;     /* the next one that is kept */
     } of;
     char aligned[64];
 } Piece;
@@ -165,16 +165,16 @@ static struct {
     Py_ssize_t count, most;
     Piece *first;
 } kept[MOST_SIZES];
-static int sizes;              /* how many there have been */
+static int sizes;              /* how many sizes there have been */
 
-/* The place of a size; `sizes` if there is none. */
+/* The place of a size; `sizes` if it is new. */
 static int place_of_size(size_t size) {
     int place = 0;
     while (place < sizes && kept[place].size != size) place++;
     return place;
 }
 
-/* Keep more pieces of a size, or less. */
+/* Keep more or fewer pieces of a size. */
 static void keep(size_t size, Py_ssize_t more) {
     int place = place_of_size(size);
     if (place == MOST_SIZES || size < LARGE) return;
@@ -235,12 +235,12 @@ static PyDataMem_Handler memory_handler = {
 };
 static PyObject *memory_capsule;
 
-/* Have arrays use this memory from now on, in this thread; returns what they have used before. */
+/* Let new arrays in this thread use this memory; returns the previous setting. */
 static PyObject *use_kept(int on) {
     return on ? PyDataMem_SetHandler(memory_capsule) : NULL;
 }
 
-/* The opposite: `before` is what `use_kept` has returned. */
+/* Restore the setting `before`, which `use_kept` has returned. */
 static void use_other(PyObject *before) {
     if (before == NULL) return;
     PyObject *error_type, *error, *traceback;
@@ -252,8 +252,8 @@ static void use_other(PyObject *before) {
 
 PyDoc_STRVAR(keep_doc,
     "keep(size, more) -> int\n--\n\n"
-    "Keep so many more pieces of memory of a size in bytes, or less, for arrays of `Codec`. Returns\n"
-    "how many there are now that nothing refers to.");
+    "Keep `more` further pieces of memory of a size in bytes (fewer if negative) for arrays of `Codec`.\n"
+    "Returns how many unused pieces there are now.");
 
 static PyObject *keep_sizes(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_ssize_t size, more;
@@ -299,7 +299,7 @@ static Outcome write_array(const Codec *codec, const Node *node, char *target, P
     return failed ? FAILED : DONE;
 }
 
-/* Whether the dtype of an array is more than its number; also after an error, which is cleared. */
+/* Whether the dtype of an array has metadata; also true after an error, which is cleared. */
 static int has_metadata(PyArrayObject *array) {
     PyObject *metadata = PyObject_GetAttr((PyObject *)PyArray_DESCR(array), name_metadata);
     if (metadata == NULL) PyErr_Clear();
@@ -307,7 +307,7 @@ static int has_metadata(PyArrayObject *array) {
     return metadata != Py_None;
 }
 
-/* The tag of a number, or of an array of one: the place of its type among others; -1 if it is none of them. */
+/* The tag of a number, or of an array of one element: the place of its type in `types`; -1 for other types. */
 static int tag_of(PyObject *types, PyObject *value) {
     PyObject *type = (PyObject *)Py_TYPE(value);
     int of_array = 0;
@@ -323,14 +323,14 @@ static int tag_of(PyObject *types, PyObject *value) {
     return -1;
 }
 
-/* The number of an array of one as an array scalar; others as they are. */
+/* The number in an array of one element as an array scalar; other values as they are. */
 static PyObject *number_in(PyObject *value, int tag) {
     if (tag > TYPE_OF_TAG) return PyArray_ToScalar(PyArray_DATA((PyArrayObject *)value), (PyArrayObject *)value);
     Py_INCREF(value);
     return value;
 }
 
-/* Turn a number of Python, which is stolen, into one of a type, or into an array of one. */
+/* Turn a Python number, which is stolen, into a number of a type, or into an array of one element. */
 static PyObject *with_tag(PyObject *types, int tag, PyObject *number) {
     PyObject *type = PyTuple_GetItem(types, tag & TYPE_OF_TAG), *value = NULL;
     if (number == NULL || type == (PyObject *)Py_TYPE(number)) return number;
@@ -346,7 +346,7 @@ static PyObject *with_tag(PyObject *types, int tag, PyObject *number) {
     return value;
 }
 
-/* The value of a number of Python or NumPy that has no fraction. */
+/* The value of an integer of Python or NumPy. */
 static Outcome integer_of(PyObject *value, long long *number) {
     if (PyLong_Check(value)) { /* booleans too */
         *number = PyLong_AsLongLong(value);
@@ -436,7 +436,7 @@ static PyObject *read_reward(const Codec *codec, double number, int tag) {
     return with_tag(codec->reward_types, tag, PyFloat_FromDouble(number));
 }
 
-/* One value as a new object; `copy` says what arrays are. */
+/* One value as a new object; `copy` tells how arrays are read. */
 static PyObject *read_value(const Codec *codec, const Node *node, char *record, int copy) {
     switch (node->kind) {
     case NO_KIND:
@@ -487,7 +487,7 @@ enum { DEEPEST = 16, MOST_AXES = 8 };
 
 typedef struct {
     char *at, *end;
-    int mask_depth, has_mask;  /* how deep the keys of agents' infos are; whether one is that of an action mask */
+    int mask_depth, has_mask;  /* how deep the keys of agents' infos are; whether one names an action mask */
 } Area;
 
 static Outcome put(Area *area, const void *bytes, Py_ssize_t size) {
@@ -585,7 +585,7 @@ static Outcome write_infos(const Codec *codec, char *record, PyObject *infos) {
     Area area = {start + 8, start + codec->infos_nbytes, 0, 0};
     Outcome outcome = put_value(&area, infos, 0);
     if (outcome == FAILED) {
-        PyErr_Clear(); /* pickle may know what to do */
+        PyErr_Clear(); /* pickle may support it */
         return LEFT;
     }
     int64_t used = area.at - start - 8;
@@ -613,7 +613,7 @@ static PyObject *get_array(Area *area, PyArray_Descr *dtype) {
         dims[axis] = (npy_intp)size;
         is_empty |= size == 0;
     }
-    Py_ssize_t most = (area->end - area->at) / PyDataType_ELSIZE(dtype); /* no memory for what is not there */
+    Py_ssize_t most = (area->end - area->at) / PyDataType_ELSIZE(dtype); /* no memory for missing elements */
     for (int axis = 0; !is_empty && axis < ndim; axis++)
         if ((most /= dims[axis]) == 0) goto failed;
     PyObject *array = PyArray_NewFromDescr(&PyArray_Type, dtype, (int)ndim, dims, NULL, NULL, 0, NULL);
@@ -686,7 +686,7 @@ static PyObject *get_value(Area *area, int depth) {
     return NULL;
 }
 
-/* The infos of a record as a new dict; or a pair of those of a step and those of a reset. */
+/* The infos of a record as a new dict; or a pair: infos of a step and infos of a reset. */
 static PyObject *read_infos(const Codec *codec, char *record, int is_pair, int *has_mask) {
     char *start = record + codec->infos;
     PyObject *infos = NULL;
@@ -710,7 +710,7 @@ static int is_dict(PyObject *object) {
     return PyDict_CheckExact(object) || (PyObject *)Py_TYPE(object) == defaultdict;
 }
 
-/* Whether a key equals one of ours, which it replaces in `used`, if there is one, for the next time. */
+/* Whether a key equals `own`. If so, the key is stored in `used`, if that is passed, for the next comparison. */
 static int same_key(PyObject *key, PyObject *own, PyObject **used) {
     if (key == own || (used != NULL && key == *used)) return 1;
     int comparable = (PyUnicode_CheckExact(key) && PyUnicode_CheckExact(own)) ||
@@ -725,7 +725,7 @@ static int same_key(PyObject *key, PyObject *own, PyObject **used) {
     return same;
 }
 
-/* The keys that the simulator of a record used last. */
+/* The latest keys of the simulator of a record. */
 static PyObject **keys_of(const Codec *codec, const char *record) {
     return codec->keys + (record - codec->base) / codec->stride * codec->n;
 }
@@ -743,7 +743,7 @@ static Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **va
     return DONE;
 }
 
-/* Whether a flag is an array of one False, which counts as the one it holds. */
+/* Whether a flag is an array of one False, which counts as False. */
 static int is_false_array(PyObject *flag) {
     PyArrayObject *array = (PyArrayObject *)flag;
     return PyArray_CheckExact(flag) && PyArray_SIZE(array) == 1 && PyArray_TYPE(array) == NPY_BOOL &&
@@ -751,7 +751,7 @@ static int is_false_array(PyObject *flag) {
 }
 
 /* Check that all flags are False and of one type; `__all__` may come last, or alone, which is counted in `only_all`.
-   `code` is that of flags before, or -1. */
+   `code` is the code of earlier flags, or -1. */
 static Outcome check_flags(const Codec *codec, PyObject *flags, int *code, int *only_all, PyObject **keys) {
     if (!is_dict(flags)) return LEFT;
     Py_ssize_t size = PyDict_Size(flags), position = 0;
@@ -774,7 +774,7 @@ static Outcome check_flags(const Codec *codec, PyObject *flags, int *code, int *
     return DONE;
 }
 
-/* A reward that is a number as a double that holds it exactly. */
+/* Convert a reward to a double that holds it exactly. */
 static Outcome double_of(const Codec *codec, PyObject *reward, int tag, double *number) {
     long long integer;
     if ((tag & TYPE_OF_TAG) < codec->floats) {
@@ -808,7 +808,7 @@ static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag, 
 static Outcome write_values(const Codec *codec, const Node *nodes, char *record, PyObject *dict) {
     Outcome outcome = values_in_order(codec, dict, codec->values, keys_of(codec, record));
     if (outcome != DONE) return outcome;
-    for (Py_ssize_t i = 0; i < codec->n; i++) Py_INCREF(codec->values[i]); /* a cast may warn, which may run any code */
+    for (Py_ssize_t i = 0; i < codec->n; i++) Py_INCREF(codec->values[i]); /* a cast may warn and so run any code */
     for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++)
         outcome = write_value(codec, &nodes[i], record, codec->values[i]);
     for (Py_ssize_t i = 0; i < codec->n; i++) Py_DECREF(codec->values[i]);
@@ -849,7 +849,7 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
         code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
     }
     memcpy(header + 8, codec->rewards, 8 * n);
-    if (*word != code) { /* else the rest of the header is already right */
+    if (*word != code) { /* else the rest of the header is correct already */
         char *next = header + 8 + 8 * n;
         *word = 0;
         memset(next, tag, n);
@@ -867,7 +867,7 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
     return code & INFOS ? DONE_BUT_INFOS : DONE;
 }
 
-/* The place of an agent; LEFT if it is none of them, or no string or integer. */
+/* The place of an agent; LEFT if it is unknown, or not a string or an integer. */
 static Outcome place_of(const Codec *codec, PyObject *key, Py_ssize_t *place) {
     if (!PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return LEFT;
     PyObject *found = PyDict_GetItemWithError(codec->places, key);
@@ -889,8 +889,8 @@ static int code_of_flag(const Codec *codec, PyObject *flag) {
 typedef struct {
     unsigned char *tags, *flags[2], *presence, *lives; /* in the scratch of the Codec, as in the header */
     PyObject **observations, **finals, **vectors;      /* borrowed, by agent */
-    int all[2], any;           /* whether there is a flag for `__all__`, in each dict; for any agent */
-    int over, are_empty;       /* whether an `__all__` is true; whether all infos are empty, and of agents */
+    int all[2], any;           /* whether each dict has a flag for `__all__`; whether any agent has a flag */
+    int over, are_empty;       /* whether an `__all__` is true; whether all infos are empty and belong to agents */
 } Draft;
 
 static Draft empty_draft(const Codec *codec) {
@@ -966,7 +966,7 @@ static Outcome note_observations(const Codec *codec, PyObject *dict, PyObject **
     return outcome;
 }
 
-/* Note which agents have an info, unless one has anything in it, or is not of an agent. */
+/* Note which agents have an info, unless one is not empty, or does not belong to an agent. */
 static Outcome note_infos(const Codec *codec, PyObject *infos, Draft *draft) {
     Py_ssize_t position = 0, agent;
     PyObject *key, *info;
@@ -982,7 +982,7 @@ static Outcome note_infos(const Codec *codec, PyObject *infos, Draft *draft) {
     return DONE;
 }
 
-/* Note five dicts; LEFT if they hold anything that is not numeric, or not of a known agent. */
+/* Note five dicts; LEFT if a value is not numeric, or belongs to an unknown agent. */
 static Outcome note_dicts(const Codec *codec, PyObject **dicts, Draft *draft) {
     Outcome outcome = DONE;
     for (int which = 0; which < 2 && outcome == DONE; which++) outcome = note_flags(codec, dicts[2 + which], which, draft);
@@ -991,7 +991,7 @@ static Outcome note_dicts(const Codec *codec, PyObject **dicts, Draft *draft) {
     return outcome == DONE ? note_infos(codec, dicts[4], draft) : outcome;
 }
 
-/* Hold on to all values of a draft, or let go of them: what comes between may run any code. */
+/* Hold references to all values of a draft, or drop them: the code between may run any Python code. */
 static void hold(const Codec *codec, const Draft *draft, int on) {
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         PyObject *values[] = {draft->presence[i] & OBSERVED_BIT ? draft->observations[i] : NULL,
@@ -1004,7 +1004,7 @@ static void hold(const Codec *codec, const Draft *draft, int on) {
     }
 }
 
-/* Who is alive after a step, as `Episode` decides it; LEFT if an agent has come back after its end. */
+/* Which agents are alive after a step, by the rules of `Episode`; LEFT if an agent has come back after its end. */
 static Outcome note_lives(const Codec *codec, const unsigned char *before, const unsigned char *const flags[2],
                           unsigned char *presence, unsigned char *lives) {
     for (Py_ssize_t i = 0; i < codec->n; i++) {
@@ -1017,7 +1017,7 @@ static Outcome note_lives(const Codec *codec, const unsigned char *before, const
     return DONE;
 }
 
-/* Under PettingZoo's rules, whether an agent is left that has not ended; LEFT if none is. */
+/* Under PettingZoo's rules, check that an agent is left that has not ended; LEFT if no agent is. */
 static Outcome note_left(const Codec *codec, PyObject *agents_left, const unsigned char *lives) {
     PyObject *left = PyObject_CallNoArgs(agents_left);
     if (left == NULL) return FAILED;
@@ -1027,7 +1027,7 @@ static Outcome note_left(const Codec *codec, PyObject *agents_left, const unsign
     } else if (PyList_CheckExact(left)) {
         for (Py_ssize_t i = 0, agent; outcome == LEFT && i < PyList_Size(left); i++) {
             outcome = place_of(codec, PyList_GetItem(left, i), &agent);
-            if (outcome == LEFT) break; /* Python knows whether it counts */
+            if (outcome == LEFT) break; /* Python decides whether it counts */
             if (outcome == DONE) outcome = lives[agent] & ENDED_BIT ? LEFT : DONE;
         }
     }
@@ -1035,7 +1035,7 @@ static Outcome note_left(const Codec *codec, PyObject *agents_left, const unsign
     return outcome;
 }
 
-/* The code of a header, with what makes it plain, if it is. */
+/* The code of a header, with the bits of a plain transition if it is plain. */
 static uint64_t code_of(const Codec *codec, uint64_t code, const unsigned char *tags, const unsigned char *const flags[2],
                         const unsigned char *presence, int no_infos, int only_all) {
     int everywhere = EVERYWHERE & ~(code || no_infos ? INFOS_BIT : 0) & ~(only_all ? FLAG_BITS : 0);
@@ -1112,7 +1112,7 @@ static PyObject *new_dict(const Codec *codec) {
     return codec->n > 5 ? PyDict_Copy(codec->no_values) : PyDict_New();
 }
 
-/* Set the value of an agent, which is stolen; after an error, also one that made the value NULL, the dict is NULL. */
+/* Set the value of an agent, which is stolen. After an error, or if the value is NULL, the dict becomes NULL. */
 static void set_value(const Codec *codec, PyObject **dict, Py_ssize_t agent, PyObject *value) {
     if (value == NULL || PyDict_SetItem(*dict, PyTuple_GetItem(codec->agents, agent), value) < 0) Py_CLEAR(*dict);
     Py_XDECREF(value);
@@ -1155,7 +1155,7 @@ static int any_has(const Codec *codec, const unsigned char *presence, int bit) {
     return any;
 }
 
-/* The agents that have a bit, in a list: a new one, or that of all agents. */
+/* The list of agents that have a bit: a new list, or the list of all agents. */
 static PyObject *agents_with(const Codec *codec, const unsigned char *presence, int bit) {
     Py_ssize_t n = codec->n, count = 0;
     for (Py_ssize_t i = 0; i < n; i++) count += (presence[i] & bit) != 0;
@@ -1173,8 +1173,8 @@ static PyObject *agents_with(const Codec *codec, const unsigned char *presence, 
 
 PyDoc_STRVAR(write_doc,
     "write(env_ids, actions, first, all_count, needs_all) -> int\n--\n\n"
-    "Write dicts of actions from the place `first` on: those of the agents that act, or, if they `all_count`, all that are\n"
-    "in the dict, which may be less unless it `needs_all`. Who acts is known from `read`. Returns the place where it\n"
+    "Write dicts of actions from the place `first` on: actions of agents that act, or with `all_count`, all in the\n"
+    "dict, where actions may be missing unless `needs_all`. `read` has noted who acts. Returns the place where it\n"
     "stopped: Python writes that environment's actions.");
 
 /* Write the action of one agent; LEFT if it does not fit. */
@@ -1186,7 +1186,7 @@ static Outcome write_action(const Codec *codec, char *record, Py_ssize_t agent, 
     return outcome;
 }
 
-/* Write the actions of some agents; LEFT if one that is needed is missing, or one that is there has no place. */
+/* Write the actions of some agents; LEFT if a needed action is missing, or an action has no place. */
 static Outcome write_some(const Codec *codec, char *record, PyObject *dict, const unsigned char *state, int all_count,
                           int needs_all) {
     if (!PyDict_CheckExact(dict)) return LEFT;
@@ -1206,7 +1206,7 @@ static Outcome write_some(const Codec *codec, char *record, PyObject *dict, cons
         outcome = write_action(codec, record, agent, action);
     }
     if (outcome != DONE) return outcome;
-    int everyone = !all_count; /* else the order counts, as in `values_in_order` */
+    int everyone = !all_count; /* else the order matters, as in `values_in_order` */
     for (agent = 0; everyone && agent < codec->n; agent++) everyone = codec->there[agent];
     form[0] = everyone ? ALL_IN_ORDER : SOME;
     if (!everyone) memcpy(form + 1, codec->there, (size_t)codec->n);
@@ -1227,7 +1227,7 @@ static PyObject *codec_write(PyObject *self, PyObject *args) {
         char *record = record_of(codec, PyTuple_GetItem(env_ids, place), &number);
         if (record == NULL) return NULL;
         const unsigned char *state = state_of(codec, number);
-        if (state[codec->n] != KNOWN) break; /* after the end of an episode, Python knows which actions count */
+        if (state[codec->n] != KNOWN) break; /* after the end of an episode, Python decides which actions count */
         PyObject *of_env = PySequence_GetItem(actions, place);
         if (of_env == NULL) return NULL;
         Outcome outcome = LEFT;
@@ -1269,7 +1269,7 @@ static Header header_of(const Codec *codec, const char *record) {
     };
 }
 
-/* Whether Python has to read a record: it has written it, something is damaged, or statistics need to see more. */
+/* Whether Python has to read a record: Python has written it, it is damaged, or statistics need Python. */
 static int is_left(const Codec *codec, const Header *header) {
     Py_ssize_t types = PyTuple_Size(codec->reward_types);
     int any_over = header->flags[0][codec->n] | header->flags[1][codec->n];
@@ -1291,7 +1291,7 @@ static int is_left(const Codec *codec, const Header *header) {
     return 0;
 }
 
-/* Add the rewards of a record, and one step, to its totals: of the agents that have a reward, or a flag that is set. */
+/* Add the rewards of a record, and one step, to its totals, for agents that have a reward or a flag that is set. */
 static void add_totals(const Codec *codec, Py_ssize_t number, const Header *header) {
     Py_ssize_t n = codec->n;
     double *totals = codec->totals + number * (2 * n + 1);
@@ -1326,7 +1326,7 @@ static int note_state(const Codec *codec, Py_ssize_t number, const Header *heade
     return failed ? -1 : 0;
 }
 
-/* The observations, or the last ones: of the agents with a bit. */
+/* The observations, or last observations, of the agents with a bit. */
 static PyObject *read_some(const Codec *codec, const Header *header, const Node *nodes, int bit, char *record, int copy) {
     PyObject *dict = PyDict_New();
     for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
@@ -1398,7 +1398,7 @@ static int add_finals(const Codec *codec, const Header *header, char *record, in
     return 0;
 }
 
-/* The infos that a record has in the block: with final observations, `reset` is those of the automatic reset, too. */
+/* The infos of a record in the block; with final observations, `reset` gets the infos of the automatic reset. */
 static PyObject *infos_in_block(const Codec *codec, const Header *header, char *record, int *has_mask, PyObject **reset) {
     PyObject *infos = read_infos(codec, record, (header->code & FINAL) != 0, has_mask);
     *reset = NULL;
@@ -1439,7 +1439,7 @@ static Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t numb
     int failed = 0;
     if (with_infos && header->code & INFOS_IN_BLOCK) failed = (*infos = infos_in_block(codec, header, record, has_mask, &reset)) == NULL;
     if (!failed && header->code & FINAL) {
-        if (*has_mask) { /* Python knows whose they are */
+        if (*has_mask) { /* Python finds out which agents have masks */
             Py_CLEAR(*infos);
             Py_XDECREF(reset);
             return LEFT;
@@ -1489,7 +1489,7 @@ PyDoc_STRVAR(read_doc,
     "read(env_ids, leftovers, copy)\n"
     "    -> (observations, rewards, terminateds, truncateds, infos), (left, masked, ended) | None\n"
     "--\n\n"
-    "Read records: five tuples of dicts, and None. If there is more to do, five lists of dicts, None for the environments\n"
+    "Read records: five tuples of dicts, and None. If Python has more to do, five lists of dicts, None for the environments\n"
     "that are `left`. `leftovers` is a dict by environment; arrays are copies, or views of the block. `masked` are the\n"
     "environments that have an action mask among the infos in the block, `ended` those whose episode has ended, with the\n"
     "flags of `__all__`. Notes who acts and is alive, and adds rewards to the totals that the Codec was made with.");
@@ -1550,7 +1550,7 @@ typedef struct {
     PyObject *array;           /* (records, agents) */
 } Column;
 
-/* The number after a letter; -1 if there is another letter. */
+/* The number after a letter; -1 for another letter. */
 static int64_t head_of(Area *area, char kind) {
     int64_t number;
     if (area->end - area->at < 9 || *area->at != kind) return -1;
@@ -1559,7 +1559,7 @@ static int64_t head_of(Area *area, char kind) {
     return number;
 }
 
-/* The next text in the area, and its length; NULL if there is none. */
+/* The next text in the area, and its length; NULL if the next value is not a text. */
 static const char *text_of(Area *area, int64_t *length) {
     *length = head_of(area, 's');
     if (*length < 0 || *length > area->end - area->at) return NULL;
@@ -1567,7 +1567,7 @@ static const char *text_of(Area *area, int64_t *length) {
     return area->at - *length;
 }
 
-/* Take a number over into a column; LEFT if it is none, or of another type than those before. */
+/* Copy a number into a column; LEFT for another value, or if its type differs from earlier numbers. */
 static Outcome take_number(Area *area, Column *column, npy_intp *dims, Py_ssize_t place) {
     char kind = area->at < area->end ? *area->at : 0, truth = kind == 'T';
     const char *bytes = area->at + 1;
@@ -1601,7 +1601,7 @@ static Outcome take_number(Area *area, Column *column, npy_intp *dims, Py_ssize_
     return DONE;
 }
 
-/* Take over the infos of one record: of known agents, all with the same keys in the same order. `size` is the number of
+/* Copy the infos of one record: of known agents, all with the same keys in the same order. `size` is the number of
    keys, -1 at first. */
 static Outcome take_infos(const Codec *codec, char *record, Column *columns, Py_ssize_t *size, npy_intp *dims,
                           Py_ssize_t row, char *there) {
@@ -1641,8 +1641,8 @@ static Outcome take_infos(const Codec *codec, char *record, Column *columns, Py_
 }
 
 /* The infos of neighbouring records, if all have the same keys with numbers, in the block: a tuple of a dict of arrays
-   `(records, agents)` by key, of the keys with numbers of Python, and of which agents have infos. NULL without an error if
-   they have not. */
+   `(records, agents)` by key, of the keys with numbers of Python, and of which agents have infos. NULL without an error
+   for other infos. */
 static PyObject *info_table(const Codec *codec, Py_ssize_t start, Py_ssize_t stop) {
     Column columns[MOST_KEYS] = {{0}};
     npy_intp dims[2] = {stop - start, codec->n};
@@ -1685,7 +1685,7 @@ static int are_empty_infos(PyObject *infos) {
 
 /* -- arrays over neighbouring environments -------------------------------------------------------------------------- */
 
-/* Fields of `Arrays` after the observations, in its order but for the infos. */
+/* Fields of `Arrays` after the observations, in the order of `Arrays`, without the infos. */
 enum { REWARDS, TERMINATIONS, TRUNCATIONS, TERMINATED, TRUNCATED, PRESENT, ACTING, OBSERVED, REWARDED, FLAGGED, FIELDS };
 
 static const int bits_of_mask[FIELDS] = {
@@ -1705,8 +1705,8 @@ static int is_simple(uint64_t code) {
     return (code >> TURN_SHIFT) == 0 && (code & (PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL | NOT_PLAIN)) == PLAIN;
 }
 
-/* The observations of a group, or a part of each: an array `(records, agents, ...)`, of what a view of the block has. The
-   rows of agents that are not observed become zeros. The array is new, unless there is a target. */
+/* The observations of a group, or one leaf of them: an array `(records, agents, ...)` with the values of a view of the
+   block. The rows of agents that are not observed become zeros. The array is new, unless a target is passed. */
 static PyObject *stacked(const Codec *codec, PyObject *leaf, PyObject *target, int written, Py_ssize_t start,
                          Py_ssize_t envs, int all_observed) {
     PyArrayObject *view, *array = (PyArrayObject *)target;
@@ -1922,7 +1922,7 @@ static PyObject *codec_write_arrays(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(forget_doc,
     "forget(env_id, over)\n--\n\n"
-    "Forget who acts and is alive in an environment: its record does not say so. Its episode is `over`, or not.");
+    "Forget who acts and is alive in an environment: its record does not have it. Its episode is `over`, or not.");
 
 static PyObject *codec_forget(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
@@ -1936,8 +1936,8 @@ static PyObject *codec_forget(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(agents_doc,
     "agents_of(start, stop, are_alive) -> list\n--\n\n"
-    "The lists of agents that act next in neighbouring environments, or are alive, by what was noted last; none are where\n"
-    "nothing is known. They are not to be changed.");
+    "The lists of agents that act next in neighbouring environments, or are alive, as noted last; empty for environments\n"
+    "without notes. The lists are read-only.");
 
 static PyObject *codec_agents_of(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
@@ -1967,8 +1967,8 @@ static PyObject *codec_is_over(PyObject *self, PyObject *env_id) {
 
 PyDoc_STRVAR(put_doc,
     "put(env_id, transition) -> 0 | 1 | 2\n--\n\n"
-    "Write a `Transition`. Returns 1; or 2 if its infos, and those of its reset, have to be pickled; or 0 if Python has to\n"
-    "write it, since it holds other things than numbers in their spaces, of agents that are known.");
+    "Write a `Transition`. Returns 1; 2 if its infos, and the infos of its reset, have to be pickled; or 0 if Python has to\n"
+    "write it, since it has values other than numbers that fit their spaces, or unknown agents.");
 
 static PyObject *codec_put(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
@@ -2030,8 +2030,8 @@ static PyObject *codec_put(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(parts_doc,
     "parts(env_id, copy) -> tuple\n--\n\n"
-    "What `put` or `run` has written, as the fields of a `Transition`; nothing is noted. Infos are None if they are\n"
-    "pickled, and so are those of a reset that are pickled or all empty.");
+    "The fields of the `Transition` that `put` or `run` has written; nothing is noted. Infos are None if they are\n"
+    "pickled; infos of a reset are None if they are pickled or all empty.");
 
 static PyObject *codec_parts(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
@@ -2085,7 +2085,7 @@ static PyObject *read_actions(const Codec *codec, char *record) {
     return dict;
 }
 
-/* Count a step that took so many seconds, as `duration_place` in `worker_status.py` says. */
+/* Count a step by its seconds, like `duration_place` in `worker_status.py`. */
 static void count_step(int64_t *times, double seconds) {
     int64_t bits;
     memcpy(&bits, &seconds, sizeof bits);
@@ -2093,7 +2093,7 @@ static void count_step(int64_t *times, double seconds) {
     times[place < 0 ? 0 : place < STEP_TIMES ? place : STEP_TIMES - 1] += 1;
 }
 
-/* Write a plain transition, if a function of `fast` says that all agents go on, or whose turn it is. */
+/* Write a plain transition, if the function of `fast` returns that all agents go on, or whose turn it is. */
 static Outcome write_plain(const Codec *codec, char *record, PyObject *dicts, PyObject *fast, PyObject *is_forked) {
     PyObject *check = PyTuple_GetItem(fast, 1);
     Py_ssize_t turn = 0;
@@ -2111,7 +2111,7 @@ static Outcome write_plain(const Codec *codec, char *record, PyObject *dicts, Py
     return write_transition(codec, record, dicts, turn);
 }
 
-/* The lives of a record's agents: those that `fast` came with, unless steps have gone on from there. */
+/* The lives of a record's agents: the lives in `fast`, unless steps have changed them since. */
 static unsigned char *lives_of(const Codec *codec, Py_ssize_t number, PyObject *fast) {
     unsigned char *lives = codec->lives + number * codec->n;
     PyObject *first = PyTuple_GetItem(PyTuple_GetItem(fast, 3), 1), *before = codec->first_lives[number];
@@ -2150,7 +2150,7 @@ static Outcome write_alive(const Codec *codec, char *record, Py_ssize_t number, 
     return write_any(codec, record, dicts, rules, lives, is_forked);
 }
 
-/* Call what follows a step that is written; returns LEFT without a result if Python has to end this process. */
+/* Call `after` for a step that is written; returns LEFT without a result if Python has to end this process. */
 static Outcome follow(PyObject *after, PyObject *env_id, PyObject *is_forked, Outcome outcome, PyObject **result) {
     PyObject *done = PyObject_CallFunctionObjArgs(after, env_id, NULL);
     int left = *PyByteArray_AsString(is_forked);
@@ -2257,7 +2257,7 @@ static PyObject *codec_run(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(lives_doc,
     "lives(env_id, first) -> bytes | None\n--\n\n"
-    "The lives of all agents after the steps of `run` that began with these; None if there were none. The byte of an agent\n"
+    "The lives of all agents after the steps of `run` that began with these; None without such steps. The byte of an agent\n"
     "has the bit 32 if it is alive, and 1 if a flag of it has been set since it was last seen alive. `first` has one byte\n"
     "more, since only longer bytes are objects of their own.");
 
@@ -2529,7 +2529,7 @@ enum { PAUSES = 16 };
 /* `sem_clockwait`, which waits until a moment of the monotonic clock; NULL where the C library has none. */
 static int (*clock_wait)(sem_t *, clockid_t, const struct timespec *);
 
-/* Leave the core to its other thread for some cycles. */
+/* Let the other thread of this core run alone for some cycles. */
 static void relax(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -2538,8 +2538,8 @@ static void relax(void) {
 #endif
 }
 
-/* Take a semaphore, trying for so long without sleeping, while other processes may use this CPU. Between two tries, the
-   other thread of this core, which may be the caller's, has it for itself. */
+/* Try to take a semaphore for some time without sleeping; other processes may use this CPU. Between two tries, the
+   other thread of this core, which may be the caller's, runs alone. */
 static int tried_for(sem_t *semaphore, double seconds) {
     for (double until = monotonic() + seconds; sem_trywait(semaphore);) {
         if (monotonic() >= until) return 0;
@@ -2551,7 +2551,7 @@ static int tried_for(sem_t *semaphore, double seconds) {
 
 PyDoc_STRVAR(try_for_doc,
     "try_for(address, seconds) -> bool\n--\n\n"
-    "Take the semaphore at an address, trying for so long without sleeping, while other processes may use this CPU.");
+    "Try for some seconds to take the semaphore at an address, without sleeping; other processes may use this CPU.");
 
 static PyObject *try_for(PyObject *Py_UNUSED(self), PyObject *args) {
     Py_ssize_t address;
@@ -2564,8 +2564,8 @@ static PyObject *try_for(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyBool_FromLong(taken);
 }
 
-/* A worker's queues, as `Queue.addresses` in `process.py` has them, of requests and of replies: of the codes, of the
-   semaphore, of the numbers of codes that have been written and read; and how many codes there is room for. */
+/* A worker's queues of requests and replies, from `Queue.addresses` in `process.py`: the addresses of the codes, of the
+   semaphore, and of the numbers of codes written and read; and the size in codes. */
 typedef struct {
     int64_t codes, ready, counts, capacity;
 } Queue;
@@ -2612,13 +2612,13 @@ static int take_replies(const Queue *queues, Py_ssize_t size, uint64_t code) {
 
 PyDoc_STRVAR(exchange_doc,
     "exchange(queues, wake, countdown, request, reply, seconds, patience) -> float\n--\n\n"
-    "Write a code to each worker and wait for a code of each, at most `patience` seconds, of which so many `seconds`\n"
+    "Write a code to each worker and wait for a code of each, at most `patience` seconds, the first `seconds` of them\n"
     "without sleeping. `queues` is an int64 array `(workers, 8)` of the addresses of their queues; `wake` and `countdown`\n"
     "are the addresses of the doorbell's semaphores.\n\n"
-    "With `request` 0 nothing is written, and with a negative `patience` nothing is waited for: two calls do the work of\n"
+    "With `request` 0 it writes nothing, and with a negative `patience` it does not wait: two calls do the work of\n"
     "one, with other work between them.\n\n"
-    "Returns how many seconds that took; -1.0 if not all have sent the code `reply`, or a signal has come: then no reply\n"
-    "has been taken.");
+    "Returns how many seconds that took; -1.0 if some worker has not sent the code `reply`, or after a signal: then no\n"
+    "reply has been taken.");
 
 static PyObject *exchange(PyObject *Py_UNUSED(self), PyObject *args) {
     PyObject *array;

@@ -1,12 +1,12 @@
-"""Large arrays in constructors: written once into a file in memory, and mapped for each environment.
+"""Large arrays in constructors: written once into a file in memory, and mapped by each environment.
 
-    caller    ArrayWriter.dumps     pickles a constructor; large arrays go into the file, each of them once
-    worker    loads                 unpickles it: arrays lie in private mappings of the file
+    caller    ArrayWriter.dumps     pickles a constructor and writes each of its large arrays into the file once
+    worker    loads                 unpickles the constructor, with its arrays in private mappings of the file
 
-A private mapping is copied page by page where it is written to. So all environments share the memory of a table, and
-what one of them changes in place is its own. The backend owns the file (`Backend.array_file`).
+A write to a private mapping copies only the page that is written. So all environments share the memory of a table, and
+a change that one environment makes in place stays its own. The backend owns the file (`Backend.array_file`).
 
-Out of band travel arrays of NumPy with any strides, and whatever else exports its memory by pickle protocol 5. Arrays
+The file takes NumPy arrays with any strides, and any other object that exports its memory by pickle protocol 5. Arrays
 of objects, arrays of classes that pickle themselves, and arrays smaller than `LARGE` bytes stay in the pickle.
 """
 
@@ -33,9 +33,9 @@ from marl_parallel.core.pickling import ByValuePickler, dumps_by_value
 
 LARGE = 1 << 16
 """Bytes; smaller arrays stay in the pickle."""
-_CHUNK = 1 << 20  # bytes that are copied at a time where an array is not contiguous
+_CHUNK = 1 << 20  # bytes to copy at a time from an array that is not contiguous
 _ALIGNMENT = 64
-_MOST_PARTS = 8  # an array this many times larger than its part is not given a place
+_MOST_PARTS = 8  # an array more than this many times larger than its part gets no place in the file
 _Bytes: TypeAlias = "NDArray[np.uint8]"
 
 
@@ -47,10 +47,10 @@ class ArrayFileError(OSError):
 
 
 class ArrayWriter:
-    """Pickles values, and writes their large arrays into the file `fd`; None or a closed one: they are pickled whole.
+    """Pickles values, and writes their large arrays into the file `fd`; without a file, arrays stay in the pickle.
 
-    Memory that several arrays have in common is written once, whichever values have them. This object keeps arrays
-    alive, so that their memory is not used for anything else meanwhile.
+    Memory that several arrays share is written once, even if the arrays belong to different values. The writer keeps
+    the arrays alive, so that nothing else reuses their memory.
     """
 
     def __init__(self, fd: int | None) -> None:
@@ -66,7 +66,7 @@ class ArrayWriter:
         return Pickled(dumps_by_value(value, functools.partial(_Pickler, parts)), parts.spans)
 
     def place_of(self, array: NDArray[Any]) -> int:
-        """Where an array is in the file: in the order of addresses, or in C order if it has gaps."""
+        """Write an array into the file and return its place; in address order, or in C order if it has gaps."""
         flat = _flat(array)
         if flat is None:
             key = (_address(array), array.shape, array.strides, array.itemsize)
@@ -91,7 +91,7 @@ class ArrayWriter:
         return region.place + first
 
     def _region_of(self, flat: _Bytes) -> _Region:
-        """The place for the whole array that this one is a part of, so that overlapping parts share it."""
+        """The place of the array whose memory this one is a part of, so that overlapping parts share one place."""
         whole: Any = flat
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
@@ -99,7 +99,7 @@ class ArrayWriter:
         if not inside or not whole.flags.forc:
             whole = flat
         key = (_address(whole), whole.nbytes)
-        # A small part alone has a place of its own, or the file would have large holes.
+        # A small part gets a place of its own: the place of the whole array would be a large hole in the file.
         if key not in self._regions and whole.nbytes > _MOST_PARTS * flat.nbytes:
             key, whole = (_address(flat), flat.nbytes), flat
         if (region := self._regions.get(key)) is None:
@@ -119,9 +119,9 @@ class ArrayWriter:
         except OSError as error:
             raise ArrayFileError(
                 error.errno,
-                f"large arrays in constructors need more than {place / 1e6:.0f} MB, and cannot be written into a file "
-                f"in memory: {error.strerror}. Free memory, or space in the folder for temporary files where the "
-                "system has no files in memory; or load the arrays inside the constructor, by np.memmap",
+                f"cannot write the large arrays of constructors, more than {place / 1e6:.0f} MB, into a file in "
+                f"memory: {error.strerror}. Free memory (or disk space in the folder for temporary files, if the "
+                "system has no files in memory), or load the arrays inside the constructor, with np.memmap",
             ) from error
         self._end = max(self._end, place)
 
@@ -140,25 +140,25 @@ def _address(array: NDArray[Any]) -> int:
 
 
 class _Parts:
-    """The large arrays of one value. `spans` says where they are in the file, in the order in which they are needed."""
+    """The large arrays of one value. `spans` has their places in the file, in the order of unpickling."""
 
     def __init__(self, writer: ArrayWriter) -> None:
         self._writer, self.spans = writer, list[tuple[int, int]]()
-        self._arrays: dict[int, tuple[pickle.PickleBuffer, NDArray[Any]]] = {}  # by the id of what stands for them
+        self._arrays: dict[int, tuple[pickle.PickleBuffer, NDArray[Any]]] = {}  # by the id of its stand-in
 
     def stand_in(self, array: NDArray[Any]) -> pickle.PickleBuffer:
-        """An empty buffer that stands for an array: NumPy exports neither every dtype nor every strides.
+        """An empty buffer that stands for an array, since NumPy does not export every dtype and all strides.
 
-        It is read-only if the array is.
+        The buffer is read-only if the array is.
         """
         buffer = pickle.PickleBuffer(bytearray() if array.flags.writeable else b"")
         self._arrays[id(buffer)] = buffer, array
         return buffer
 
     def take_out(self, buffer: pickle.PickleBuffer) -> bool:
-        """Write the array that a buffer stands for, or its own bytes, into the file; True if it stays in the pickle."""
+        """Write the array that a buffer stands for, or the buffer, into the file; True if it stays in the pickle."""
         _, array = self._arrays.get(id(buffer), (None, None))
-        if array is None:  # of another library
+        if array is None:  # the buffer is of another library
             raw = buffer.raw()
             if raw.nbytes < LARGE:
                 return True
@@ -225,9 +225,9 @@ class _SelfContained:
 
 
 def loads(value: Pickled, fd: int, arrays: ConstructorArrays | None = None) -> Any:
-    """Unpickle what `ArrayWriter.dumps` has pickled, over mappings of the file `fd` that nothing else uses.
+    """Unpickle what `ArrayWriter.dumps` has pickled, with arrays in private mappings of the file `fd`.
 
-    `arrays` notes where they are.
+    `arrays` notes where the large arrays are.
     """
     views = _private_views(fd, value.spans)
     if arrays is not None:
@@ -241,8 +241,8 @@ class ConstructorArrays:
 
     Args:
         fd: Returns the descriptor of the file.
-        spans: Where they are in the file, in the order in which they have been pickled.
-        checksums: Those that have been computed, by span; shared by all environments.
+        spans: Places and sizes of the arrays in the file, in the order in which they were pickled.
+        checksums: The checksums computed so far, by span; all environments share them.
     """
 
     def __init__(
@@ -257,9 +257,9 @@ class ConstructorArrays:
             self._noted[number] = _address(np.frombuffer(view, np.uint8)), weakref.ref(view.obj)
 
     def place_of(self, array: NDArray[Any]) -> tuple[int, int, int, int] | None:
-        """Where an array is: the number of its span, its size and checksum, and an offset.
+        """The place of an array: the number of its span, the size and checksum of that span, and an offset.
 
-        None for arrays that are elsewhere, or have been written to.
+        None for an array in other memory, or in a span whose memory has been written to.
         """
         if not self._noted or not array.nbytes:
             return None
@@ -275,10 +275,10 @@ class ConstructorArrays:
         return None
 
     def at(self, place: tuple[int, int, int, int]) -> tuple[Any, int]:
-        """Memory with such an array, and the offset; `ValueError` if the constructor has another array there."""
+        """The memory of the array at a place, and the offset; `ValueError` if another array is there."""
         number, nbytes, checksum, offset = place
         if number >= len(self._spans) or self._spans[number][1] != nbytes or self._checksum(number) != checksum:
-            raise ValueError("its constructor has other large arrays than the one with which it was saved")
+            raise ValueError("its constructor has other large arrays than when the state was saved")
         start, owner = self._noted.get(number, (0, None))
         if owner is None or (memory := owner()) is None:
             view = _private_views(self._fd(), [self._spans[number]])[0]
@@ -321,9 +321,9 @@ def _array_over(
 
 
 def _private_views(fd: int, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-    """Writable memory for each part of a file, given by place and size; all of them are independent.
+    """Writable, independent memory for each part of a file; `spans` are the places and sizes of the parts.
 
-    Parts that lie beside each other share a mapping. A part that is there twice has two.
+    Neighbouring parts share a mapping. A part that is listed twice is mapped twice.
     """
     views: dict[int, memoryview] = {}
     pending = sorted(range(len(spans)), key=lambda number: spans[number])
@@ -353,7 +353,7 @@ try:
     _size_t, _off_t = ctypes.c_size_t, ctypes.c_long if sys.platform == "linux" else ctypes.c_int64
     _mmap.argtypes = (ctypes.c_void_p, _size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, _off_t)
     _mmap.restype, _munmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, _size_t)
-except (AttributeError, OSError, TypeError):  # Windows: by the module `mmap`
+except (AttributeError, OSError, TypeError):  # Windows: the module `mmap` maps the file
     _mmap = None
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -363,7 +363,7 @@ def _map_privately(fd: int, start: int, nbytes: int) -> memoryview:
         raise ArrayFileError("the file with the arrays of the constructors is closed")
     if _mmap is None:
         return memoryview(mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY, offset=start))
-    # Mappings of the module `mmap` keep a descriptor each: hundreds of environments would use up all of them.
+    # Each mapping of the module `mmap` keeps a descriptor: hundreds of environments would use up all descriptors.
     address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, start)
     if address == _FAILED:
         error = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""Arrays of a batch: the types of their rows, and what is common to all views of environments as arrays."""
+"""`ArrayView`, the base class of all views of environments as arrays, and the types of its arrays."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ class Arrays(NamedTuple):
     """One transition of every environment, for `n` possible agents.
 
     Attributes:
-        observations: For each group, what its agents see: arrays `(num_envs, agents of the group, ...)`, in the form of
-            the space (dicts and tuples of them). Values without a fixed form are an array of objects. Absent rows are
-            zeros, or None.
-        rewards: `(num_envs, n)`, float64; 0.0 if there is none.
-        terminations: `(num_envs, n)`, bool; False if there is none.
-        truncations: Likewise.
+        observations: For each group, the observations of its agents: arrays `(num_envs, agents of the group, ...)`, in
+            the form of the space (dicts and tuples of arrays). Values without a fixed form are in an array of objects.
+            Rows of absent agents are zeros, or None.
+        rewards: `(num_envs, n)`, float64; 0.0 for an agent without a reward.
+        terminations: `(num_envs, n)`, bool; False for an agent without this flag.
+        truncations: `(num_envs, n)`, bool; False for an agent without this flag.
         terminated: `(num_envs,)`, bool: `terminateds["__all__"]`.
-        truncated: Likewise.
+        truncated: `(num_envs,)`, bool: `truncateds["__all__"]`.
         present: `(num_envs, n)`, bool: which agents were observed or rewarded.
         acting: `(num_envs, n)`, bool: which agents act next.
-        infos: By environment, the infos of its dict, unless all are empty. Not to be changed.
-        observed: `(num_envs, n)`, bool: which agents have an observation. Not to be changed.
-        rewarded: `(num_envs, n)`, bool: which agents have a reward. Not to be changed.
-        flagged: `(num_envs, n)`, bool: which agents have a flag, True or False. Not to be changed.
+        infos: The infos of each environment by env id, without environments whose infos are all empty. Read-only.
+        observed: `(num_envs, n)`, bool: which agents have an observation. Read-only.
+        rewarded: `(num_envs, n)`, bool: which agents have a reward. Read-only.
+        flagged: `(num_envs, n)`, bool: which agents have a flag, True or False. Read-only.
         plain: If True, all agents are present and act, no flag is set and all infos are empty, as in most steps.
         shared_flags: If True, each agent has the flags of its environment.
-        vectors: By agent, rewards that are vectors: `(num_envs, *shape)` in the dtype of its reward space, zeros if
-            there is none. Its column in `rewards` is 0.0. Empty if no agent declares a reward space.
-        vectored: `(num_envs, n)`, bool: which rewards are in `vectors`; None if that is empty.
+        vectors: By agent, rewards that are vectors: `(num_envs, *shape)` in the dtype of the agent's reward space,
+            zeros without a reward. The agent's column in `rewards` is 0.0. Empty if no agent declares a reward space.
+        vectored: `(num_envs, n)`, bool: which rewards are in `vectors`; None if `vectors` is empty.
         none_over: If True, `terminated` and `truncated` are False everywhere, as in most steps.
     """
 
@@ -69,7 +69,7 @@ class Stacked(NamedTuple):
 
     Attributes:
         agents: The agents.
-        values: Their actions in the form of the space: arrays `(num_envs, agents, ...)`, dicts and tuples of them.
+        values: Their actions in the form of the space: arrays `(num_envs, agents, ...)`, or dicts and tuples of arrays.
     """
 
     agents: tuple[AgentID, ...]
@@ -77,9 +77,9 @@ class Stacked(NamedTuple):
 
 
 Actions: TypeAlias = Mapping[Any, Any] | list[Stacked]
-"""By agent, stacked in the form of its space: arrays `(num_envs, ...)`, dicts and tuples of them, or one value for each
-environment; or of several agents at a time. They reach simulators in the dtypes of their spaces, as from Gymnasium's
-vector environments: numbers of a `Discrete` space, or of a `Box` of shape `()`, are NumPy's scalars."""
+"""Actions by agent, stacked in the form of the agent's space: arrays `(num_envs, ...)`, dicts and tuples of arrays, or
+one value for each environment; or `Stacked` actions of several agents. Simulators get them in the dtypes of their
+spaces, as from Gymnasium's vector environments: numbers of a `Discrete` space or a `Box` of shape `()` are scalars."""
 
 
 def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
@@ -97,7 +97,7 @@ def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[Agen
 
 
 class ArrayView(ABC):
-    """Environments whose transitions are read and written as arrays; the schema names all agents, and their spaces.
+    """A view of environments whose actions and transitions are arrays; the schema names all agents and their spaces.
 
     Attributes:
         agents: The columns.
@@ -105,7 +105,7 @@ class ArrayView(ABC):
         places: By agent, its group, and its row there.
         is_one_stack: Whether the observations of all agents are one array, in order.
         writes_all: Whether `write` takes the actions of all agents, not only of those that act.
-        wants_info_arrays: Whether infos are to be `InfoColumns`, where they can be: for facades that stack them.
+        wants_info_arrays: Whether infos become `InfoColumns` where possible: for facades that stack infos.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -121,50 +121,50 @@ class ArrayView(ABC):
 
     @abstractmethod
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> Any:
-        """Take the actions of the agents that act, and ignore others unless `writes_all`; returns the step's payload.
+        """Write the actions of the agents that act, or of all agents if `writes_all`; returns the payload of the step.
 
-        Raises `ValueError` if one of these has none, an agent is unknown, or an array is not what its space declares.
+        Raises `ValueError` if such an agent has no action, an agent is unknown, or an array does not match its space.
         """
 
     @abstractmethod
     def read(self, leftovers: Any, /) -> Arrays:
         """The transitions of all environments, with the leftovers of the step or reset.
 
-        Raises `ValueError` if something has no place in an array, such as an undeclared vector of rewards or an unknown
-        agent. All environments have been stepped, and their state is known.
+        Raises `ValueError` if a value has no place in an array, such as an undeclared vector of rewards or an unknown
+        agent. By then, all environments have been stepped, and the state of each one is known.
         """
 
     @abstractmethod
     def last(self) -> Arrays:
-        """What `read` and `read_some` have returned last, for `read_some`."""
+        """The latest result of `read` or `read_some`, as the argument `last` of the next `read_some`."""
 
     @abstractmethod
     def read_some(self, env_ids: Sequence[int], leftovers: Any, last: Arrays, /) -> Arrays:
-        """The transitions of some environments, and the observations in `last` of all others."""
+        """The transitions of some environments; the other rows keep their observations in `last`."""
 
     @abstractmethod
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
-        """Note what an environment was stepped to in between: its observations and who was rewarded."""
+        """Note the observations and rewards of an environment that was stepped by dicts between two array steps."""
 
     def write_to(self, observations: list[Any] | None, rollout: RolloutBuffer | None = None) -> None:
         """Have the next `read`s write observations into these arrays, one tree for each group; None for new arrays.
 
-        If they are those of a rollout buffer at the requested time, only what workers have not written is written.
+        If the arrays belong to a rollout buffer, at the requested time, observations that workers wrote are not copied.
         """
         self._target, self._rollout = observations, rollout
 
     def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
-        """The observations of each agent, of the arrays of all groups: views of shape `(num_envs, ...)`."""
+        """The observations of each agent, as views `(num_envs, ...)` of the arrays of all groups."""
         return {agent: stacking.column(observations[group], row) for agent, (group, row) in self.places.items()}
 
     def _checked(self, actions: Actions, transitions: Transitions, env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
-        """Actions by agent; `ValueError` if an agent is unknown, or one that acts has none."""
+        """Actions by agent; `ValueError` if an agent is unknown, or an agent that acts has no action."""
         if isinstance(actions, list):
             actions = {a: stacking.column(stack.values, row) for stack in actions for row, a in enumerate(stack.agents)}
         if actions.keys() != self._column.keys():
             for agent in actions:
                 if agent not in self._column:
-                    raise ValueError(f"actions for {agent!r}, which is not one of the agents {self.agents}")
+                    raise ValueError(f"got actions for {agent!r}, which is not one of the agents {self.agents}")
             acting = transitions.acting
             for env_id in env_ids:
                 of_acting(env_id, actions, acting[env_id])

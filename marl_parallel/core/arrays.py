@@ -1,7 +1,7 @@
-"""The batch as arrays over all environments; facades use this view of it, `ParallelEnv` the one as dicts.
+"""The batch as arrays over all environments, for facades; `ParallelEnv` itself reads it as dicts.
 
-`BlockArrays` is the `ArrayView` of a block, which arrays enter and leave whole, without a loop over environments. Only
-environments of which more than infos travelled pickled are read from their dicts.
+`BlockArrays` is the `ArrayView` of a block. It reads and writes arrays without a loop over environments. Only an
+environment whose pickled leftovers have more than infos is read from its dicts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def action_masks(transitions: Transitions, schema: Schema, agents: Sequence[Agen
         raise ValueError("agents is empty: pass at least one agent")
     for agent in agents:
         if agent not in schema.action_spaces:
-            raise ValueError(f"action masks of agent {agent!r}, but only {[*schema.action_spaces]} have action spaces")
+            raise ValueError(f"no action masks of agent {agent!r}: expected an agent of {[*schema.action_spaces]}")
     space, counts = schema.action_spaces[agents[0]], choices_of(schema.action_spaces[agents[0]])
     for agent in agents:
         of_agent = schema.action_spaces[agent]
         if counts is None or (of_agent is not space and of_agent != space):
             raise ValueError(
-                "action masks as an array need agents with equal Discrete or one-dimensional MultiDiscrete action "
-                f"spaces: agent {agents[0]!r} has {space}, agent {agent!r} has {schema.action_spaces[agent]}"
+                "action masks in one array need agents with equal Discrete or one-dimensional MultiDiscrete action "
+                f"spaces, but agent {agents[0]!r} has {space} and agent {agent!r} has {schema.action_spaces[agent]}"
             )
     assert counts is not None
     assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
@@ -65,7 +65,7 @@ def action_masks(transitions: Transitions, schema: Schema, agents: Sequence[Agen
 def _masks_by_agent(
     transitions: Transitions, agents: Sequence[AgentID], shape: tuple[int, int, int]
 ) -> tuple[NDArray[np.bool_], list[int]]:
-    """Action masks as an array of this shape, without those of the environments that are returned, too."""
+    """Action masks as an array of this shape, and the environments whose masks are missing in it."""
     masks = np.ones(shape, np.bool_)
     stacked, others = transitions.stacked_masks()
     for place, agent in enumerate(agents):
@@ -83,12 +83,12 @@ def _masks_by_agent(
 
 _INFOS = {"infos", "reset_infos"}
 _REWARDED = BITS["rewards"]
-_INTEGERS_OF_64_BITS = np.dtype(int).itemsize == 8  # those of arrays of Python's integers; in the block, all are
+_INTEGERS_OF_64_BITS = np.dtype(int).itemsize == 8  # NumPy's default; the block has 64 bits
 _AGENTS, _VALUES = operator.itemgetter(0), operator.itemgetter(1)  # of `Stacked`
 
 
 class BlockArrays(ArrayView):
-    """The arrays of neighbouring environments of a block; row 0 is the first of them, and everything else has ids.
+    """The arrays of neighbouring environments of a block; row 0 is the first one, and arguments are env ids.
 
     Without `copy`, the next `read` writes to the same observations again.
     """
@@ -106,18 +106,18 @@ class BlockArrays(ArrayView):
                 ActionRecords(layout, transitions.buffer), TransitionRecords(layout, transitions.buffer)
             )  # fmt: skip
         self._layout = layout
-        # Compiled code reads and writes the whole; without it, dicts are read and written one by one.
+        # Compiled code reads and writes all environments at once; without it, dicts are read and written one by one.
         in_block = bool(layout.agents) and layout.observations.agents == self.agents
         self._codec: Any = transitions.codec if in_block else None
         self._actions_in_block = bool(layout.agents) and layout.actions.agents == self.agents and not transitions.checks
         self._num_envs = layout.num_records
         self._shape = self._num_envs, len(self.agents)
         self._observations: list[Any] | None = None
-        # Of environments that were read from dicts: their last observations, and which agents were present.
+        # Environments that were read from dicts: their last observations, and which agents were present.
         self._from_dicts: dict[int, tuple[Mapping[Any, Any], NDArray[np.bool_]]] = {}
         self._reward_spaces = {a: schema.reward_spaces[a] for a in self.agents if a in schema.reward_spaces}
         self._leaves: tuple[tuple[NDArray[Any], tuple[int, ...]], ...] = ()  # what compiled code stacks
-        self._are_leaves = True  # whether these are the observations; else dicts or tuples of them
+        self._are_leaves = True  # whether the observations are these leaves; else they are dicts or tuples of leaves
         for column, positions in layout.observations.groups if self._codec is not None else ():
             tree_map(functools.partial(self._add_leaf, tuple(positions)), column.array)
             self._are_leaves &= isinstance(column.array, np.ndarray)
@@ -161,7 +161,7 @@ class BlockArrays(ArrayView):
                 except Mismatch:
                     if acting is None:
                         raise
-                    # The wrong ones may be of agents that do not act.
+                    # The actions that do not match may be of agents that do not act.
             return transitions.write_actions(ids, self._by_env(by_agent, ids), stacked=True)
         except Mismatch as error:
             raise ValueError(str(error)) from None
@@ -218,7 +218,7 @@ class BlockArrays(ArrayView):
         return self.read_some(incomplete, leftovers, arrays._replace(none_over=False)) if incomplete else arrays
 
     def _read_block(self, leftovers: Mapping[int, Any], *, notes: bool) -> Any:
-        """What `Codec.read_arrays` returns; observations are in the arrays of `write_to`, or those of before."""
+        """The result of `Codec.read_arrays`; observations are in the arrays of `write_to`, or in the previous ones."""
         span, targets = self._span, self._observations if self._target is None else self._target
         if targets is not None and not self._are_leaves:
             leaves: list[Any] = []
@@ -232,7 +232,7 @@ class BlockArrays(ArrayView):
         )
 
     def _complete(self, fields: list[Any]) -> Arrays:
-        """What compiled code has read, with observations in the forms of their spaces, and vector rewards."""
+        """The fields from compiled code, with observations in the forms of their spaces, and vector rewards."""
         if not self._are_leaves:
             leaves = iter(fields[0])
             columns = [column.array for column, _ in self._layout.observations.groups]
@@ -243,7 +243,7 @@ class BlockArrays(ArrayView):
         return self._with_vectors(arrays) if self._reward_spaces else arrays
 
     def _empty(self, observations: list[Any] | None = None) -> Arrays:
-        """No agent is present; the observations are zeros unless passed."""
+        """Arrays in which no agent is present; observations are zeros unless passed."""
         if observations is None and self._target is not None:
             observations = self._target
             stacking.clear(observations, ...)
@@ -259,7 +259,7 @@ class BlockArrays(ArrayView):
         )  # fmt: skip
 
     def _with_vectors(self, arrays: Arrays) -> Arrays:
-        """With the vector rewards that are in the block."""
+        """The same arrays with the vector rewards in the block."""
         records, columns = self._records, self._layout.rewards
         vectored = (records.tags == VECTOR_TAG) & ((records.presence & _REWARDED) != 0)
         values = {}
@@ -287,13 +287,13 @@ class BlockArrays(ArrayView):
         return arrays
 
     def read_some(self, env_ids: Sequence[int], leftovers: Mapping[int, Any], last: Arrays) -> Arrays:
-        """As `read`, of some environments, written into `last`; the others have no rewards, flags and infos."""
+        """Read some environments into the arrays `last`; the others have no rewards, flags and infos."""
         around = self._transitions.around
         if around is not None and (context := around("read results")):
             with context:
                 return self.read_some(env_ids, leftovers, last)
         errors: list[ValueError] = []
-        for env_id in env_ids:  # all of them, before something that has no place in an array is an error
+        for env_id in env_ids:  # all of them, before a value that has no place in an array raises
             try:
                 self._put(last, env_id, [rows[0] for rows in self._transitions.read((env_id,), leftovers)])
             except ValueError as error:
@@ -321,7 +321,7 @@ class BlockArrays(ArrayView):
                 arrays.vectors[agent][row], arrays.vectored[place] = reward, True
                 continue
             try:
-                if reward is None or isinstance(reward, str | bytes):  # NumPy would make a number of them
+                if reward is None or isinstance(reward, str | bytes):  # NumPy would turn these into a number
                     raise TypeError
                 arrays.rewards[place] = reward
             except Exception:  # whatever an object's `__float__` or `__array__` raises
@@ -366,6 +366,6 @@ class BlockArrays(ArrayView):
         if agent not in self._column:
             raise ValueError(
                 f"environment {env_id}: agent {agent!r} is not one of the possible agents {self.agents}, "
-                "so that arrays have no row for it"
+                "so the arrays have no row for it"
             )
         return agent

@@ -1,7 +1,7 @@
-"""The parent's side of the block: actions of many environments in, their transitions out, and the state of each one.
+"""The parent's side of the block: writes actions, reads transitions, and knows the state of each environment.
 
-Actions are checked here, before any simulator is touched. The dicts of `ParallelEnv` are one view of the block, arrays
-over all environments (`arrays.py`) are another.
+Actions are checked here, before any simulator is touched. `ParallelEnv` reads the block as dicts; `arrays.py` reads it
+as arrays over all environments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DictPerEnv: TypeAlias = tuple[dict[Any, Any], ...]
 
 
 class Standing(NamedTuple):
-    """Where an environment stands after its latest result; the lists are not to be changed."""
+    """The state of an environment after its latest result; the lists are read-only."""
 
     acting: Sequence[AgentID]
     alive: Sequence[AgentID]
@@ -46,23 +46,23 @@ _UNKNOWN = Standing((), (), over=False)
 
 
 class BlockTransitions(Transitions):
-    """All environments' records, seen by the parent.
+    """The records of all environments, as the parent reads and writes them.
 
     Args:
         slots: The environments.
-        layout: Of the block.
+        layout: The layout of the block.
         buffer: The block.
-        rules: Of the environments.
+        rules: The rules of the environments.
         mode: The auto-reset mode.
-        copy: Whether observations are copies rather than views of the block (attribute `copies`).
+        copy: Whether observations are copies; else views of the block (attribute `copies`).
         check_actions: Whether every action must be contained in its space (attribute `checks`).
         needs_all_actions: Whether an agent that acts but has no action is an error under dict rules too.
         local_modules: Modules that workers cannot import.
         episode_stats: Whether infos have the statistics of episodes.
 
     Attributes:
-        codec: Compiled code for the block; None if there is none.
-        standings: Where environments stand of which compiled code does not know it.
+        codec: Compiled code for the block; None if it is missing.
+        standings: The states of environments that compiled code does not know.
     """
 
     def __init__(
@@ -101,22 +101,22 @@ class BlockTransitions(Transitions):
         self._local_modules = local_modules
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
         self.standings: dict[int, Standing] = {}
-        self._masks: dict[int, dict[AgentID, Any]] = {}  # that are not in records; None in place of those there
-        self._unrecorded_states: dict[int, States] = {}  # that are not in records
+        self._masks: dict[int, dict[AgentID, Any]] = {}  # masks outside the records; None for a mask in a record
+        self._unrecorded_states: dict[int, States] = {}  # global states outside the records
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def write_actions(
         self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
     ) -> dict[int, bytes]:
-        """Write one dict of actions for each environment; `stacked` if they come out of arrays over environments.
+        """Write one dict of actions for each environment; `stacked` if they come from arrays over environments.
 
         Returns:
-            By environment, what does not fit into the block, pickled.
+            By environment, the pickled actions that do not fit into the block.
 
         Raises:
-            ValueError: An action is missing, or is not what its space declares; nothing has been stepped.
-            TypeError: Something is not a dict, or cannot be pickled; likewise.
+            ValueError: An action is missing, or does not match its space; nothing has been stepped.
+            TypeError: The actions are not a dict, or cannot be pickled; nothing has been stepped.
         """
         if self.around is not None and (context := self.around("write actions")):
             with context:
@@ -195,7 +195,7 @@ class BlockTransitions(Transitions):
 
     @property
     def notes_reads(self) -> bool:
-        """Whether something has to be noted of environments that compiled code has read."""
+        """Whether environments that compiled code has read need further notes here."""
         return bool(self.standings or self._masks or self.statistics.dead)
 
     def read_infos(
@@ -206,9 +206,9 @@ class BlockTransitions(Transitions):
         leftovers: Mapping[int, Any],
         excluded: Sequence[int],
     ) -> None:
-        """Note what `Codec.read_arrays` has found, and add the infos that it has left, but for those `excluded`.
+        """Note what `Codec.read_arrays` has found, and add the infos that it has left, except those `excluded`.
 
-        The leftovers have nothing but infos.
+        The leftovers contain only infos.
         """
         if self.notes_reads:
             self._note_read([env_id for env_id in env_ids if env_id not in excluded], others)
@@ -229,7 +229,7 @@ class BlockTransitions(Transitions):
         put: Callable[[int, Sequence[dict[Any, Any]]], None],
         infos_of: Callable[[int], dict[Any, Any]],
     ) -> None:
-        """Read what compiled code has left, and note what it has found; see `Codec.read`."""
+        """Read the environments that compiled code has left, and note what it has found; see `Codec.read`."""
         unread, masked, ended = others
         ends = {env_id: flags for env_id, *flags in ended}
         for env_id in sorted({*ends, *unread}, key=env_ids.index) if ends and unread else (*ends, *unread):
@@ -242,7 +242,7 @@ class BlockTransitions(Transitions):
             self._note_masks(env_id, self.acting_in(env_id), {"infos": infos}, infos, ended=False)
 
     def _note_read(self, env_ids: Sequence[int], others: Any) -> None:
-        """Note that compiled code has read environments, but for those that it has left, and knows where they stand."""
+        """Note that compiled code has read environments, except those that it has left, and knows their states."""
         for env_id in env_ids if others is None else {*env_ids} - {*others[0]}:
             self.standings.pop(env_id, None)
             self._masks.pop(env_id, None)
@@ -255,7 +255,7 @@ class BlockTransitions(Transitions):
             self.codec.forget(env_id, standing.over)
 
     def _read_one(self, env_id: int, leftovers: Any) -> tuple[dict[Any, Any], ...]:
-        """The five dicts of one environment; notes where it stands."""
+        """The five dicts of one environment; notes its state."""
         stays_over = self.is_over(env_id)
         if type(leftovers) is Snapshot:
             dicts, acting, alive, over, masks, states = leftovers
@@ -280,12 +280,12 @@ class BlockTransitions(Transitions):
     def _add_step(
         self, env_id: int, outcome: Sequence[dict[Any, Any]], infos: Mapping[Any, Any], stays_over: bool
     ) -> dict[Any, Any]:
-        """Count a step in the statistics, unless the episode was over before and still is; returns as they do."""
+        """Count a step in the statistics, unless the episode was over before and still is; returns what infos get."""
         rewards, terminateds, truncateds = outcome
         alive, over = self.alive_in(env_id), terminateds[ALL] or truncateds[ALL]
         if stays_over and over:
             return {}
-        if over and self.mode is AutoresetMode.SAME_STEP:  # these are alive in the next episode
+        if over and self.mode is AutoresetMode.SAME_STEP:  # `alive` belongs to the next episode
             seen = () if self._pettingzoo else infos.items()  # else nobody was left in the one that has ended
             alive = [agent for agent, info in seen if isinstance(info, Mapping) and FINAL_OBS in info]
             alive = [agent for agent in alive if not (terminateds.get(agent) or truncateds.get(agent))]
@@ -299,7 +299,7 @@ class BlockTransitions(Transitions):
             self._stand(env_id, _UNKNOWN)
 
     def snapshot(self, env_id: int, leftovers: Any) -> Snapshot:
-        """The transition of one environment in memory of its own; where the environment stands is not noted."""
+        """A copy of the transition of one environment; the state of the environment is not noted."""
         transition = self._own.read(env_id, leftovers)
         dicts, ended = dicts_of(transition), is_over(transition)
         pickled = {**(leftovers or {}), "reset_infos": transition.reset_infos}
@@ -309,7 +309,7 @@ class BlockTransitions(Transitions):
         return Snapshot(dicts, transition.acting, transition.alive, over, masks)
 
     def transition(self, env_id: int, leftovers: Any) -> Transition:
-        """What the record of an environment says, with its leftovers, in memory of its own."""
+        """A copy of the transition in the record of an environment, with its leftovers."""
         return self._own.read(env_id, leftovers)
 
     def put(self, env_id: int, transition: Transition) -> Any:
@@ -317,7 +317,7 @@ class BlockTransitions(Transitions):
         return self._own.write(env_id, transition)
 
     def is_whole(self, env_id: int) -> bool:
-        """Whether the latest transition of an environment can be read without its leftovers, but for infos."""
+        """Whether the leftovers of an environment's latest transition contain at most infos."""
         return bool(self.layout.agents) and self.records.is_whole(env_id)
 
     def has_next_episode(self, env_id: int) -> bool:
@@ -325,7 +325,7 @@ class BlockTransitions(Transitions):
         return self.records.is_final(env_id)
 
     def ended(self, env_id: int, leftovers: Any) -> Snapshot:
-        """As `snapshot`, where an environment `has_next_episode`: the last step of the old one."""
+        """As `snapshot`, for an environment that `has_next_episode`: the last step of the old episode."""
         last = self._own.read(env_id, leftovers)
         dicts = last.final_observations or {}, last.rewards, last.terminateds, last.truncateds, {**last.infos}
         return Snapshot(dicts, [], [], over=True)
@@ -333,9 +333,9 @@ class BlockTransitions(Transitions):
     def last_known(
         self, slot: Slot, leftovers: Any, *, partially_written: bool
     ) -> tuple[dict[AgentID, Any], Sequence[AgentID]]:
-        """The last observations in one environment, in memory of their own, and the agents alive.
+        """Copies of the last observations of one environment, and the agents alive.
 
-        They are zeros if the record was only `partially_written` when the worker died.
+        The observations are zeros if the record was only `partially_written` when the worker died.
         """
         if not slot.has_reset:
             return {}, []
@@ -395,7 +395,7 @@ class BlockTransitions(Transitions):
             or any(type(one) is not dict or ACTION_MASK in one for one in infos.values())
         ):
             masks = self._pickled_masks(acting, observations, leftovers, infos, ended)
-        if masks and self.layout.masks.agents:  # they may be those in the block, once more
+        if masks and self.layout.masks.agents:  # they may be the masks that are also in the block
             reported = self.layout.masks.reported(env_id)
             if masks.keys() <= reported.keys() and all(
                 np.array_equal(mask, reported[agent]) for agent, mask in masks.items()
@@ -410,7 +410,7 @@ class BlockTransitions(Transitions):
         self, acting: Sequence[AgentID], observations: Mapping[Any, Any], leftovers: Any, infos: Any, ended: bool
     ) -> dict[AgentID, Any]:
         """The masks in observations and infos; None for an agent whose observation is in `observations` without one."""
-        if ended and self.mode is AutoresetMode.SAME_STEP:  # those infos are the finished episode's
+        if ended and self.mode is AutoresetMode.SAME_STEP:  # these infos belong to the finished episode
             infos = leftovers.get("reset_infos", {})
         masks = {**leftovers.get("masks", {})}
         known = {*masks, *self.layout.masks.agents}
@@ -476,7 +476,7 @@ class BlockTransitions(Transitions):
         return np.stack([pickled[env_id] if column is None else column.array[env_id, 0] for env_id in env_ids])
 
     def states_in_block(self, env_id: int) -> States | None:
-        """The states of one environment, in memory of their own; None if none are in the block."""
+        """Copies of the states of one environment; None if none are in the block."""
         state, final_state = self.layout.state, self.layout.final_state
         if state is None or final_state is None:
             return None

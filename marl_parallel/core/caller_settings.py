@@ -1,7 +1,7 @@
-"""What workers take over from the caller's process: levels of loggers and filters of warnings.
+"""Settings that workers copy from the caller's process: levels of loggers and filters of warnings.
 
 `CallerSettings` reads them at construction and at each reset, `WorkerSettings` applies them in a worker. What a
-simulator sets by itself in the worker stays until the caller changes the same thing.
+simulator sets in the worker stays until the caller changes the same setting.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ROOT = "root"
 
 
 class LoggerState(NamedTuple):
-    """What the caller has configured for a logger."""
+    """The level and handlers of one of the caller's loggers."""
 
     level: int = logging.NOTSET
-    has_handlers: bool = False  # of its own, that do something
+    has_handlers: bool = False  # handlers of its own, without null handlers
     propagates: bool = True
 
 
@@ -36,7 +36,7 @@ class Filter(NamedTuple):
     category: bytes
     module: Any
     line: int
-    needs: str  # the module of the category: a worker that has not imported it gets no such warnings
+    needs: str  # the module of the category: a worker without this module cannot get such warnings
 
 
 class Settings(NamedTuple):
@@ -57,7 +57,7 @@ def all_loggers() -> dict[str, logging.Logger]:
 
 
 def has_handlers(logger: logging.Logger) -> bool:
-    """Whether any handler gets the records of a logger, other than those that do nothing."""
+    """Whether any handler, except null handlers, gets the records of a logger."""
     current: logging.Logger | None = logger
     while current is not None:
         if _own_handlers(current):
@@ -104,7 +104,7 @@ class CallerSettings:
         found = []
         for action, message, category, module, line in warnings.filters:
             needs = "" if category.__module__ in local else category.__module__
-            # A class that cannot be pickled is not that of a worker's warning.
+            # A class that cannot be pickled cannot be the class of a warning in a worker.
             with contextlib.suppress(Exception), pickling.by_value(self._local_modules):
                 found.append(Filter(action, message, pickling.dumps_by_value(category), module, line, needs))
         return found
@@ -154,7 +154,7 @@ class WorkerSettings:
             name = name.rpartition(".")[0] or ROOT
 
     def leave_handlers(self) -> None:
-        """Have the root logger print what no handler takes again, in a process that a simulator has forked."""
+        """Have the root logger print records without a handler again, in a process that a simulator has forked."""
         logging.root.removeHandler(self._placeholder)
 
     def _set_levels(self, loggers: Mapping[str, LoggerState]) -> None:
@@ -177,6 +177,6 @@ class WorkerSettings:
                 continue
             with contextlib.suppress(Exception):  # a class that exists in the caller's process only
                 self._installed.append((one.action, one.message, pickling.loads(one.category), one.module, one.line))
-        warnings.resetwarnings()  # which also makes Python forget what it has decided by the old filters
+        warnings.resetwarnings()  # also clears the decisions that Python has cached for the old filters
         filters: Any = warnings.filters
         filters.extend([*(mine if keep_others else ()), *self._installed])

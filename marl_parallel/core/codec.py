@@ -1,9 +1,9 @@
-"""What is compiled (`_codec.c`): the fast path of records, for a layout, memory of large arrays, and how processes wait
-for each other.
+"""The compiled code (`_codec.c`): the fast path of records, for a layout, memory of large arrays, and waiting between
+processes.
 
-The package is built without it if there is no compiler, and `MARL_PARALLEL_PURE=1` leaves it out. Then Python reads and
-writes records one by one, and waits. Both ways pass the same tests; only with compiled code do infos travel in the
-block.
+Without a compiler the package is built without this code, and `MARL_PARALLEL_PURE=1` turns it off. Then Python reads
+and writes records one by one, and waits. Both ways pass the same tests; infos travel in the block only with compiled
+code.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ except ImportError:
 
 Codec = getattr(_codec, "Codec", None)
 try_for = getattr(_codec, "try_for", None)
-"""`try_for(address, seconds)` takes a semaphore, trying for so long; None without compiled code, and outside Linux."""
+"""`try_for(address, seconds)` tries to take a semaphore for some seconds; None without compiled code or Linux."""
 exchange = getattr(_codec, "exchange", None)
-"""Sends a code to each worker of `process.py` and waits for theirs; None where `try_for` is."""
+"""Sends a code to each worker of `process.py` and waits for their codes; None if `try_for` is None."""
 
 _keep = getattr(_codec, "keep", None)
 
 codec = "python" if Codec is None else "c"
-"""Which one runs."""
+"""The language of the code in use: "c" or "python"."""
 
 
 def open_codec(
@@ -49,11 +49,11 @@ def open_codec(
     same_step: bool = False,
     moment: Any = None,
 ) -> Any:
-    """The `Codec` of a layout that is bound to the buffer; None if there is none.
+    """The `Codec` of a layout that is bound to the buffer; None without compiled code or agents.
 
-    It adds the transitions that it reads to `totals`, those of `EpisodeStatistics`; with `in_infos`, it leaves those in
-    which agents end to Python. With `same_step`, the next episode begins where one is over. It reads the time from
-    `moment`, a float64 array of one number; for None, from the system's monotonic clock.
+    It adds the transitions that it reads to `totals` of `EpisodeStatistics`. With `in_infos`, it leaves transitions in
+    which agents end to Python. With `same_step`, the next episode begins in the step that ends one. It reads the time
+    from `moment`, a float64 array of one number; for None, from the system's monotonic clock.
     """
     if Codec is None or not layout.agents:
         return None
@@ -80,7 +80,7 @@ def open_codec(
 
 
 def keep_large(owner: Any, array: NDArray[Any]) -> None:
-    """While `owner` lives, keep the memory of two copies of an array that are not used any more, if it is large."""
+    """While `owner` lives, keep the memory of two unused copies of an array for reuse, if the array is large."""
     if _keep is not None and array.nbytes >= _codec.LARGE:
         _keep(array.nbytes, 2)
         weakref.finalize(owner, _keep, array.nbytes, -2)

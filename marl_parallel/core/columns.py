@@ -5,7 +5,7 @@ Each environment has one record, contiguous and starting on a cache line:
     header of the actions | actions | header of the transition | vector rewards | observations
     | action masks | infos | final observations | global state | final state
 
-A `RolloutBuffer` lies behind the records: observations of several times, one after another.
+A `RolloutBuffer` lies behind the records, with the observations of several time steps.
 
 A `Layout` follows from a `Schema` and the number of environments alone, so that workers and parent lay out the same
 block without exchanging offsets. `AgentColumns` are the values of all agents, such as their observations. Agents with
@@ -44,7 +44,7 @@ from marl_parallel.core.spaces import (
 )
 
 RECORD_ALIGNMENT, COLUMN_ALIGNMENT = 64, 16
-"""Bytes: no cache line belongs to two records, as it may be that of two workers; within one, every line counts."""
+"""Bytes. Two records never share a cache line, since two workers may write them."""
 
 Place: TypeAlias = Callable[[int], int]
 """Reserves so many bytes in every record and returns their offset within it."""
@@ -59,7 +59,7 @@ def over_records(buffer: Any, starts: Sequence[int], offset: int, dtype: Any, sh
 
 
 def span_of(env_ids: Sequence[int]) -> range | None:
-    """The same environments as a range; None unless they are neighbours in ascending order."""
+    """Environments as a range; None unless they are neighbours in ascending order."""
     span = range(env_ids[0], env_ids[0] + len(env_ids)) if env_ids else None
     return span if span is None or [*span] == [*env_ids] else None
 
@@ -83,7 +83,7 @@ class ArrayColumn:
         self._views = [record[row, ...] for record in self.array for row in range(self.rows)]
 
     def write(self, record: int, row: int, value: Any) -> None:
-        """Write one value; raises `Mismatch` if it is no such array, `DoesNotFit` if it is None."""
+        """Write one value; raises `Mismatch` if it does not match the space, `DoesNotFit` if it is None."""
         if value is None:
             raise DoesNotFit
         self._views[record * self.rows + row][...] = as_array(value, self.dtype, self.shape)
@@ -107,12 +107,12 @@ NUMBER_TYPES: tuple[type, ...] = (
 )  # fmt: skip
 _NUMBER_TAGS = {t: tag for tag, t in enumerate(NUMBER_TYPES)}
 TYPE_OF_TAG = 15
-"""A mask: the part of a tag that tells the type of the number."""
-_ARRAY_TAGS = {(): 16, (1,): 32}  # added to the tag of the number in an array of one, by the array's shape
+"""A bit mask: the part of a tag that tells the type of the number."""
+_ARRAY_TAGS = {(): 16, (1,): 32}  # by shape: added to the tag of the number in an array of one element
 
 
 def tag_of(tags: Mapping[type, int], value: Any) -> int | None:
-    """The tag of a number, or of an array of one; None if its type has none."""
+    """The tag of a number, or of an array of one element; None if its type has no tag."""
     if type(value) is not np.ndarray:
         return tags.get(type(value))
     if value.shape not in _ARRAY_TAGS or not value.dtype.isnative or value.dtype.metadata is not None:
@@ -128,7 +128,7 @@ def number_of(types: Sequence[type], tag: int, number: Any) -> Any:
 
 
 class NumberColumn:
-    """Discrete values: integers of the dtype of their space, `array`, then one tag each; see `tag_of`."""
+    """Discrete values: `array` has integers of the dtype of their space; each has a tag behind them, see `tag_of`."""
 
     def __init__(self, rows: int, dtype: np.dtype[Any], place: Place) -> None:
         self.rows = rows
@@ -150,11 +150,11 @@ class NumberColumn:
         self._tags = over_records(buffer, starts, self.offset + self._nbytes * self.rows, np.uint8, (self.rows,))
 
     def write(self, record: int, row: int, value: Any) -> None:
-        """Write one value; raises `DoesNotFit` if it is no integer, or one that the dtype cannot hold."""
+        """Write one value; raises `DoesNotFit` unless it is an integer that the dtype can hold."""
         tag = tag_of(_NUMBER_TAGS, value)
         if tag is None:
             raise DoesNotFit
-        number = value.item() if tag > TYPE_OF_TAG else int(value)  # NumPy 1 compares its own of 64 bits as floats
+        number = value.item() if tag > TYPE_OF_TAG else int(value)  # NumPy 1 compares its 64-bit integers as floats
         if not self._limits[0] <= number <= self._limits[1]:
             raise DoesNotFit
         self.array[record, row] = number
@@ -171,7 +171,7 @@ class NumberColumn:
         self._tags[:, row] = self._tag
 
     def places(self, row: int | slice) -> tuple[NDArray[Any], NDArray[np.uint8], int]:
-        """As of `ArrayColumn`."""
+        """See `ArrayColumn.places`."""
         return self.array[:, row], self._tags[:, row], self._tag
 
     def read(self, record: int, row: int, copy: bool) -> Any:
@@ -184,7 +184,7 @@ class TreeColumn:
     def __init__(self, rows: int, space: Any, place: Place) -> None:
         self._space = space.spaces
         entries: dict[Any, Space[Any]] = dict(space.items() if type(space) is spaces.Dict else enumerate(space))
-        # Placed in an order that all environments have in common, read in the space's own.
+        # Placed in an order that is equal in all environments, read in the order of the space.
         placed = {key: column_of(entries[key], rows, place) for key in sorted(entries, key=repr)}
         self._columns = {key: placed[key] for key in entries}
         self._is_dict = type(space) is spaces.Dict
@@ -232,11 +232,11 @@ def column_of(space: Space[Any], rows: int, place: Place) -> Column:
 
 
 class AgentColumns:
-    """The values of all agents whose declared space has a fixed size; `cast` is for values that do not fit.
+    """The values of all agents whose declared space has a fixed size; `cast` converts values that do not fit.
 
     Attributes:
-        agents: Those agents, in the order of `possible_agents`.
-        groups: The column of each group of agents with equal spaces, and the positions of these among `agents`.
+        agents: The agents with such a space, in the order of `possible_agents`.
+        groups: The column of each group of agents with equal spaces, and the positions of these agents in `agents`.
     """
 
     def __init__(
@@ -261,14 +261,14 @@ class AgentColumns:
 
     @property
     def forms(self) -> tuple[tuple[Any, ...], ...]:
-        """For compiled code: where the value of each agent is in a record, and of which kind."""
+        """For compiled code: the place and the kind of each agent's value in a record."""
         return tuple([column.form(row) for column, row in [self._places[agent] for agent in self.agents]])
 
     def write(self, record: int, values: Mapping[AgentID, Any], what: str) -> tuple[list[AgentID], dict[Any, Any]]:
-        """Write what fits; returns the agents whose value was written, and the other values, cast to their space.
+        """Write the values that fit; returns their agents, and the other values, cast to their space.
 
         Raises:
-            Mismatch: A value is not what its space declares; the text names the agent, and `what` it is.
+            Mismatch: A value does not match its space; the text names the agent, and `what` the value is.
         """
         written: list[AgentID] = []
         unwritten: dict[Any, Any] = {}
@@ -300,7 +300,7 @@ class AgentColumns:
             for array in of_group if same else ():  # quicker than a set of dtypes and shapes
                 same &= array.dtype == of_group[0].dtype and array.shape == of_group[0].shape
             if same:
-                with contextlib.suppress(Mismatch):  # one by one finds which
+                with contextlib.suppress(Mismatch):  # the loop below finds the agent
                     # `np.stack` would cost more than all the rest.
                     column.write_stacked(slice(None), np.array(of_group).swapaxes(0, 1))
                     continue
@@ -309,10 +309,10 @@ class AgentColumns:
                     write_stacked(column, row, values[agent], [agent])
 
     def places_of(self, together: Sequence[Sequence[AgentID]] | None) -> tuple[Any, ...] | None:
-        """For compiled code: where the values of agents that come together are in all records; None for one by one.
+        """For compiled code: the places, in all records, of values that come for several agents `together`.
 
-        Returns None unless these are all `agents`, and agents that come together have evenly spaced rows of one column,
-        which is no dict or tuple.
+        With None, values come one agent at a time. Returns None unless these are all `agents`, and agents that come
+        together have evenly spaced rows of one column, which must not be a dict or tuple.
         """
         if together is not None and Counter(chain.from_iterable(together)) != Counter(self.agents):
             return None
@@ -336,7 +336,7 @@ def write_stacked(column: Column, row: int | slice, values: Any, agents: Sequenc
 
 
 def evenly_spaced(rows: Sequence[int]) -> slice | None:
-    """The slice with these rows in this order, such as 1:6:2 for 1, 3, 5; None if there is none."""
+    """The slice with these rows in this order, such as 1:6:2 for 1, 3, 5; None if no slice has them."""
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     if not rows or step < 1 or [*rows] != [*range(rows[0], rows[-1] + 1, step)]:
         return None
@@ -355,10 +355,10 @@ _NO_MASK = -1
 
 
 class MaskColumns(AgentColumns):
-    """The action masks of agents whose environment reports them apart: zeros and ones, int8 `(choices,)`."""
+    """The action masks that `MultiAgentEnv.masks` returns: zeros and ones, int8 `(choices,)` for each agent."""
 
     def array_of(self, agents: Sequence[AgentID]) -> NDArray[np.int8] | None:
-        """A view of the masks of all records `(records, agents, choices)`, if these are all agents and masks are alike.
+        """A view of all masks `(records, agents, choices)`; None unless these are all agents, with masks of one form.
 
         The first entry of a mask that has not been reported is negative.
         """
@@ -376,7 +376,7 @@ class MaskColumns(AgentColumns):
         return True
 
     def write_all(self, record: int, masks: Mapping[AgentID, Any]) -> None:
-        """Write the masks of all agents; one without a mask has none from now on."""
+        """Write the masks of all agents; an agent without a mask has none from now on."""
         self.write(record, masks, "action mask")
         if len(masks) < len(self.agents):
             for column, positions in self.groups:
@@ -400,20 +400,20 @@ class MaskColumns(AgentColumns):
 
 
 class RolloutBuffer:
-    """The observations of several times, of all environments, in shared memory behind the records.
+    """The observations of all environments at several time steps, in shared memory behind the records.
 
-    The parent sets the time of an environment before a reset or step. A worker copies what it has written into the
-    record to that time, and sets the time to -1; else the parent has to copy it.
+    The parent sets the time of an environment before a reset or step. A worker copies the observations in the record to
+    that time, and sets the time to -1; observations that the worker did not copy, the parent copies.
 
     Args:
-        layout: Of the records; bound.
-        num_times: How many times there are.
+        layout: The layout of the records, bound to the buffer.
+        num_times: The number of time steps.
         start: Offset in the shared memory.
-        more: Bytes that the parent uses for itself, after the observations.
+        more: Bytes for the parent alone, after the observations.
 
     Attributes:
-        start, more, nbytes: Offsets in the shared memory: of all, of what the parent uses, and of the end.
-        memory: The shared memory; of `bind`, as `observations`.
+        start, more, nbytes: Offsets in the shared memory: of the buffer, of the parent's bytes, and of the end.
+        memory: The shared memory, set by `bind`.
         observations: For each group of the layout, arrays or trees `(times, records, rows, ...)`.
     """
 
@@ -452,7 +452,7 @@ class RolloutBuffer:
         return bool((self._times[env_ids.start : env_ids.stop] < 0).all())
 
     def write(self, env_ids: Sequence[int]) -> None:
-        """Copy the observations in the records of environments, if all belong to one time."""
+        """Copy the observations of environments from their records, if all belong to one time."""
         span = span_of(env_ids)
         rows = [*env_ids] if span is None else slice(span.start, span.stop)
         time = self._times[env_ids[0]]
@@ -464,20 +464,20 @@ class RolloutBuffer:
 
 
 class Layout:
-    """The offsets of everything, for a number of environments with one schema.
+    """The offsets of all parts of the block, for a number of environments with one schema.
 
-    Without `arrays`, every agent is left out, so that all values travel pickled.
+    Without `arrays`, the block has no values of agents, and all values travel pickled.
 
     Attributes:
         nbytes, stride, starts: Size of the block, bytes from one record to the next, offsets of the records.
         agents: The agents with a place in the headers.
         action_header, transition_header: Offsets of the headers in a record; see `records.py`.
-        step_end: Offset in a record after what every step writes; infos, final observations and state follow.
+        step_end: Offset in a record after the parts that every step writes; infos, final observations and state follow.
         infos, infos_nbytes: Offset and size of the area for infos of simple values, which compiled code writes.
         rewards: Columns of the agents whose rewards are vectors; rewards that are numbers lie in the header.
-        masks: Columns of the agents whose action masks are neither in observations nor in infos.
-        state, final_state: The global state, and the last one of an episode whose environment has been reset since;
-            None if there is none, or if it travels pickled.
+        masks: Columns of the action masks that `MultiAgentEnv.masks` returns.
+        state, final_state: The global state, and the last state of an episode whose environment has been reset
+            since; None without a state, or if it travels pickled.
     """
 
     def __init__(self, schema: Schema, num_records: int, *, arrays: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""All environments built in their workers, and a check whether they have equal seeds."""
+"""Builds all environments in their workers, and warns if they have equal seeds."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def construct(
 ) -> tuple[list[Schema], Construction, dict[int, Built]]:
     """Build all environments in their workers; returns their descriptions, a `Construction`, and the results by env id.
 
-    Modules that workers cannot import are added to `local_modules`, and the environments that need them built again.
-    Workers in this process get what cannot be pickled as it is; but not with `derived_seeds`, when replays are kept.
+    Modules that workers cannot import are added to `local_modules`, and environments that need them are built again.
+    Workers in this process get unpicklable constructors as they are, except with `derived_seeds`, for replays.
     """
     pickled: dict[int, Any] = {}
     as_it_is: set[int] = set()
@@ -94,7 +94,7 @@ def _pickle(
     *,
     can_share: bool = False,
 ) -> dict[int, Any]:
-    """The pickled constructors; with `can_share`, those that cannot be pickled as they are."""
+    """The pickled constructors; with `can_share`, unpicklable constructors stay as they are."""
     by_id: dict[int, Any] = {}  # most often, all environments have the same constructor
     with pickling.by_value(local_modules):
         for env_id in env_ids:
@@ -117,7 +117,7 @@ def _pickle(
 def _adapter(
     adapter: Any, local_modules: Sequence[ModuleType], writer: ArrayWriter, *, can_share: bool, as_it_is: bool
 ) -> Any:
-    """The pickled adapter; with `can_share`, itself if it cannot be pickled or `as_it_is`."""
+    """The pickled adapter; with `can_share`, the adapter itself if it cannot be pickled, or `as_it_is`."""
     if can_share and as_it_is:
         return adapter
     try:
@@ -133,9 +133,9 @@ def _adapter(
 
 
 class SeedCheck:
-    """Warns of environments that should differ by their seed and are alike; `docs/seeding.md` has the two signs of it.
+    """Warns if environments that should differ by their seeds are equal; see `docs/seeding.md` for the two signs.
 
-    First observations that are equal count only if the seed reached no environment: chess begins alike with any seed.
+    Equal first observations count only if the seed reached no environment: chess begins alike with any seed.
     """
 
     def __init__(self, built: Mapping[int, Built], reset_takes_seed: bool) -> None:
@@ -146,7 +146,7 @@ class SeedCheck:
         self._unreached = open_and_unseeded and len(built) > 1 and not reset_takes_seed
         self._first_observations: dict[int, bytes] = {}
         self.asks_again = bool(self._alike) and reset_takes_seed  # whether `warning` needs the seeds declared then
-        # The warning after construction, and whether there is no other one.
+        # The warning after construction; and whether no warning can follow it.
         self.first_warning = _same_seed(self._declared) if self._alike and not reset_takes_seed else None
         self.is_done = self.first_warning is not None or not (self.asks_again or self._unreached)
 
@@ -161,7 +161,7 @@ class SeedCheck:
             if len({seeds[env_id] for env_id in _alike(now)}) > 1:
                 return _same_seed(now)
             if self._begin_alike(self._alike, seeds):
-                return _same_seed(self._declared, " when they were made")
+                return _same_seed(self._declared, " when they were constructed")
         if self._unreached and self._begin_alike(range(len(seeds)), seeds):
             return (
                 f"the first observations of all {len(seeds)} environments are equal. Their constructors did "
@@ -177,9 +177,9 @@ class SeedCheck:
 
 
 class DefaultSeed:
-    """Of a `ParallelEnv` that got no seed: finds another open one that plays the same episodes for this reason.
+    """Finds another open `ParallelEnv` that also got no seed, and therefore plays the same episodes as this one.
 
-    They do if seeds reach the environments and the first observations of both environments 0 are equal.
+    Two play the same episodes if seeds reach the environments and the first observations of environment 0 are equal.
     """
 
     _has_warned: ClassVar[bool] = False  # in this process
@@ -191,12 +191,12 @@ class DefaultSeed:
 
     @staticmethod
     def reaches(built: Built, seed: int, reset_keywords: Collection[str]) -> bool:
-        """Whether this seed reaches an environment that has none of its own, as far as that is known."""
+        """Whether this seed reaches an environment without a seed of its own, as far as is known."""
         has_own = built.seeding.bound or built.declared_seed not in (None, seed)
         return built.seeding.passed or ("seed" in reset_keywords and not has_own)
 
     def warning(self, observations: Mapping[Any, Any]) -> str | None:
-        """The warning after the first reset of environment 0 without a seed of the caller's."""
+        """The warning after the first reset of environment 0 to which the caller passed no seed."""
         if DefaultSeed._has_warned or not observations:
             return None
         self._first = hashlib.blake2b(pickling.dumps(observations)).digest()

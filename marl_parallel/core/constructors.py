@@ -1,4 +1,4 @@
-"""Calls of constructors, in workers: the keywords that they get, and whether these seed their environments.
+"""Calls constructors in workers: which keywords they get, and whether these seed their environments.
 
 A constructor gets each of the keywords `seed`, `env_id` and `restarts` that is one of its parameters. Known makers,
 such as `gymnasium.make`, pass `**kwargs` on, so they get `seed` too if the function that they call has that parameter.
@@ -61,11 +61,11 @@ def call_constructor(constructor: Constructor, keywords: Mapping[str, int | None
 
 
 def missing_arguments(constructor: Constructor, passed: Collection[str] = KEYWORDS) -> list[Parameter]:
-    """The required parameters for which a constructor gets no argument, if these keywords are `passed`."""
+    """The required parameters of a constructor that stay without an argument if these keywords are `passed`."""
     call = _flattened(constructor)
     return [
         one
-        for one in _parameters(call, follow_wrapped=False)  # a wrapper may fill in what it wraps
+        for one in _parameters(call, follow_wrapped=False)  # a wrapper may fill in parameters itself
         if one.default is Parameter.empty
         and one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         and one.name not in call.keywords
@@ -74,9 +74,9 @@ def missing_arguments(constructor: Constructor, passed: Collection[str] = KEYWOR
 
 
 def _flattened(constructor: Constructor) -> functools.partial[Any]:
-    """A function without wrappers, with all that nested partials bind to it.
+    """One partial with all arguments that nested partials bind to a function.
 
-    `functools` leaves those nested that have attributes.
+    `functools` does not flatten nested partials that have attributes.
     """
     args: tuple[Any, ...] = ()
     keywords: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | N
     function = inspect.unwrap(call.func)
     arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.keywords}
     if getattr(function, "__module__", None) == "pettingzoo.utils.conversions":
-        # What `parallel_wrapper_fn` and `aec_wrapper_fn` return calls another function, which is only in its closure.
+        # The results of `parallel_wrapper_fn` and `aec_wrapper_fn` call another function, found only in their closure.
         cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
         return _flattened(cells[0]) if len(cells) == 1 and callable(cells[0]) else None
     owner, spec = getattr(function, "__self__", None), None
@@ -137,7 +137,7 @@ def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | N
         if isinstance(entry_point, str):
             entry_point = registration.load_env_creator(entry_point)
     except Exception:
-        # An unknown id, or a module that cannot be imported: the maker raises the same when it is called.
+        # An unknown id, or a module that cannot be imported: the call of the maker raises the same error.
         return None
     if not callable(entry_point):
         return None
@@ -146,7 +146,7 @@ def _called_by_maker(call: functools.partial[Any]) -> functools.partial[Any] | N
 
 
 def _gymnasium_spec(env_id: Any) -> Any:
-    """The `EnvSpec` that `gymnasium.make` uses; None if there is none."""
+    """The `EnvSpec` that `gymnasium.make` uses; None if it finds none."""
     if not isinstance(env_id, str):
         return env_id
     module, _, name = env_id.rpartition(":")

@@ -1,13 +1,13 @@
-"""What a transition means: one environment from reset to the end of an episode and on to the next.
+"""`Episode`: one environment, from a reset through the end of an episode to the next one.
 
-Only this file decides who is alive and who acts, when an episode is over, what an automatic reset returns and which
-keys are added to the simulator's. The worker holds an `Episode` for each of its environments::
+Only this file decides which agents are alive and act, when an episode is over, what an automatic reset returns and
+which keys are added to the infos of the simulator. The worker holds an `Episode` for each of its environments::
 
     reset(keywords) -> Transition
     step(actions)   -> Transition         and with SAME_STEP, when the episode has ended (`ended_for_now`):
                        begin_next(last)   -> Transition: the last step's rewards, the new episode's first observations
 
-The parent uses the functions at the end on the same facts. How transitions travel is in `records.py`.
+The functions at the end apply the same rules in the parent. `records.py` transports the transitions.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class Episode:
 
     Attributes:
         ended_for_now: Whether the last step ended an episode and `begin_next` is due.
-        fast: For compiled code, four: the simulator's `step`; a function whose result is false if it has to be
-            interpreted here, or None; whether this result tells whose turn is next; and None, or what decides who is
-            alive: `agents_left` under PettingZoo's rules, else None, and the lives of all agents (`Codec.lives`). With
-            None, all agents are alive, and nothing changes here in a plain transition. Otherwise `take_lives` has to be
-            called before this object is used again. None if compiled code cannot go on.
+        fast: For compiled code, a tuple of four: the simulator's `step`; None, or a function whose result is false if
+            Python has to interpret the step; whether this result tells whose turn is next; and None, or a pair:
+            `agents_left` under PettingZoo's rules, else None, and the lives of all agents (`Codec.lives`). Without the
+            pair, all agents are alive, and a plain transition changes nothing here. With it, `take_lives` has to be
+            called before this object is used again. `fast` is None if compiled code cannot go on.
         seeding: The last seed that was passed to `reset`, and how many episodes have begun without one since: these get
-            a derived seed. None if they get no seed.
+            a derived seed. None if episodes get no seed.
         seeds_generators: Whether derived seeds also seed the process-wide generators, so that each episode can be
             repeated by itself. Needs `seeding`; `reset` then takes a seed in any case.
-        options: The options of every reset that passes none, pickled, so that each reset gets its own copy; None if
-            there are none.
+        options: The pickled options of every reset that passes none, so that each reset gets its own copy; None for no
+            options.
 
     `after_step` is called after each step that compiled code carries out, before the transition is written.
     """
@@ -93,7 +93,7 @@ class Episode:
         self._alive: list[AgentID] = []
         self._acting: list[AgentID] = []
         self._flagged: set[AgentID] = set()
-        # A simulator whose adapter tells who is alive or whose turn it is has to be asked after each step.
+        # If the adapter overrides `turn` or `alive`, it has to be called after each step.
         methods = [getattr(method, "__func__", None) for method in (env.turn, env.alive)]
         self._asked = methods != [MultiAgentEnv.turn, MultiAgentEnv.alive]
         self.fast: tuple[Callable[..., Any], Callable[[], Any] | None, bool, tuple[Any, bytes] | None] | None = None
@@ -102,7 +102,7 @@ class Episode:
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
         self._early: Transition | None = None
-        self._before_early: States | None = None  # of the process-wide generators
+        self._before_early: States | None = None  # states of the process-wide generators
         self.ended_for_now = False
         self.options: bytes | None = None
 
@@ -148,7 +148,7 @@ class Episode:
         return {name: value for name, value in keywords.items() if name != "seed"}
 
     def set_options(self, options: bytes | None) -> None:
-        """Set the `options`. An episode that `reset_early` has begun has not begun for the caller: it is dropped."""
+        """Set the `options`, and drop an episode that `reset_early` has begun: the caller has not seen it."""
         if self._early is not None and options != self.options:
             if self._before_early is not None:
                 restore_states(self._before_early)
@@ -174,7 +174,7 @@ class Episode:
         return self.interpret(dicts)
 
     def interpret(self, dicts: Dicts) -> Transition:
-        """Decide what a step means, from what the simulator returned: who is alive and acts now, and what is over."""
+        """Interpret the dicts of a step: which agents are alive and act now, and whether the episode is over."""
         observations, rewards, terminateds, truncateds, infos = dicts
         if ALL in observations or ALL in rewards or COMMON in observations:
             refuse_reserved("step", observations, rewards)
@@ -186,8 +186,8 @@ class Episode:
         self._note(alive, observations)
         if ALL not in terminateds or ALL not in truncateds:
             ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
-            terminateds, truncateds = {**terminateds}, {**truncateds}  # the simulator may use its own again
-            # If the simulator sets one of the two, the other one is set so that the episode is over if it has ended.
+            terminateds, truncateds = {**terminateds}, {**truncateds}  # the simulator may reuse its dicts
+            # If the simulator sets `__all__` in one dict only, the other one is set such that an ended episode is over.
             terminateds.setdefault(ALL, ended[0] or (any(ended) and not truncateds.get(ALL, True)))
             truncateds.setdefault(ALL, any(ended) and not terminateds[ALL])
         over = terminateds[ALL], truncateds[ALL]
@@ -199,11 +199,11 @@ class Episode:
             acting = self._acting if needs_actions(self.env.rules, self._mode, over=True) else []
             return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
         self.ended_for_now, self.fast = True, None
-        # Simulators that use the same arrays and dicts again would overwrite them with the next episode's.
+        # Simulators that reuse their arrays and dicts would overwrite them in the next episode.
         return Transition(*copied_dicts((observations, rewards, terminateds, truncateds, infos)), self._alive, ())
 
     def begin_next(self, last: Transition) -> Transition:
-        """Begin the next episode in a step: the rewards, flags and infos of `last` with the first observations."""
+        """Begin the next episode in a step: the first observations, with the rewards, flags and infos of `last`."""
         first = self.reset({})
         return Transition(
             first.observations, last.rewards, last.terminateds, last.truncateds, last.infos, first.alive, first.acting,
@@ -211,12 +211,12 @@ class Episode:
         )  # fmt: skip
 
     def postpone_reset(self, keywords: Mapping[str, Any]) -> None:
-        """Count as truncated until the next reset, which gets these keywords: the simulator is new."""
+        """Postpone the reset of a new simulator, with these keywords; until then, the episode counts as truncated."""
         self._postponed, self._over, self.fast = keywords, (False, True), None
 
     @property
     def awaits_reset(self) -> bool:
-        """Whether a postponed reset has not been done: the simulator has no episode yet."""
+        """Whether a postponed reset is still due: the simulator has not begun an episode."""
         return self._postponed is not None and self._early is None
 
     def reset_early(self) -> None:
@@ -240,16 +240,16 @@ class Episode:
     def _seen_and_not_ended(
         self, observations: Iterable[AgentID], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
     ) -> list[AgentID]:
-        """The agents that are alive after a step; notes which have ended, and which have come back after their end."""
+        """The agents alive after a step; notes agents that have ended, and agents that have come back since."""
         ended = {agent for flags in (terminateds, truncateds) for agent, flag in flags.items() if flag and agent != ALL}
         seen = [*dict.fromkeys([*self._alive, *observations])]
         if self._flagged:
             back = self._flagged.intersection(observations) - ended
-            if back and not self._dict_rules:  # a simulator that keeps to PettingZoo's API lists them again
+            if back and not self._dict_rules:  # under PettingZoo's API, the simulator lists such agents again
                 back.intersection_update(self.env.agents_left() or ())
             if back:
                 self._flagged -= back
-                seen = self._ranked(seen)  # as if they had never been away, for the compiled code
+                seen = self._ranked(seen)  # for compiled code, in the order as if they had never left
         self._flagged |= ended
         return [agent for agent in seen if agent not in self._flagged]
 
@@ -280,27 +280,27 @@ class Episode:
             self.fast = self._fast_step, self._all_go_on, False, None
 
     def standing(self) -> Standing:
-        """What this object knows besides its environment, between two steps; `take_lives` comes first."""
+        """The state of this object between two steps, without the environment; call `take_lives` first."""
         return Standing(
             [*self._alive], [*self._acting], [*self._flagged], self._takes_turns, self._over, self._postponed,
             self._early, self._before_early, self.seeding,
         )  # fmt: skip
 
     def stand(self, standing: Standing) -> None:
-        """Go on from what `standing` has returned, with the environment of that time."""
+        """Restore a result of `standing`; `env` is the environment of that time."""
         alive, acting, flagged, self._takes_turns, self._over, self._postponed = standing[:6]
         self._alive, self._acting, self._flagged = [*alive], [*acting], {*flagged}
         self._early, self._before_early = standing.early, standing.before_early
         if (
             self.seeding is not None and standing.seeding is not None
-        ):  # else episodes have no derived seeds, or had none
+        ):  # else episodes have no derived seeds now, or had none then
             self.seeding = standing.seeding
         self.fast = None
         if self._over is None:
             self._note_fast()
 
     def _lives(self) -> bytes | None:
-        """A byte for each possible agent, as of `Codec.lives`, and one more; None if there are others."""
+        """A byte for each possible agent, as in `Codec.lives`, and one more; None if other agents have appeared."""
         possible = self.env.possible_agents
         lives = dict.fromkeys(possible, 0)
         for agents, bit in ((self._alive, _ALIVE), (self._flagged, _ENDED)):
@@ -311,13 +311,13 @@ class Episode:
         return bytes([*lives.values(), 0])
 
     def take_lives(self, lives: bytes) -> None:
-        """Take over who is alive after steps that compiled code has carried out."""
+        """Note which agents are alive after steps that compiled code has carried out."""
         pairs = [*zip(self.env.possible_agents, lives, strict=True)]
         self._alive = [agent for agent, bits in pairs if bits & _ALIVE]
         self._flagged = {agent for agent, bits in pairs if bits & _ENDED}
 
     def _all_go_on(self) -> bool:
-        """Whether the adapter tells after a step that all agents are still alive and act."""
+        """Whether all agents are still alive and act after a step, by the adapter's methods."""
         alive, remaining = self.env.alive(), None if self._dict_rules else self.env.agents_left()
         return (
             self.env.turn() is None
@@ -352,19 +352,19 @@ class Episode:
         remaining = self._alive if still_in is None else still_in
         if remaining and (not self._flagged or any(agent not in self._flagged for agent in remaining)):
             return _NOT_ENDED
-        # If no agent had been seen yet, those that have flags now count.
+        # If no agent had been seen before, the agents that have flags now count.
         agents = before or [agent for agent in terminateds if agent != ALL]
         terminated = all(terminateds.get(agent, False) for agent in agents)
         return terminated, not terminated
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """The seed of the episode that begins as the `number`-th without a seed of its own since `seed` was passed."""
+    """The seed of the `number`-th episode that began without a seed since `seed` was passed."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1)[0] >> 1)
 
 
 def followed_by(step: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
-    """A simulator's step, and what comes after it."""
+    """A simulator's step, followed by a call of `after`."""
 
     def stepped(actions: dict[Any, Any]) -> Any:
         result = step(actions)
@@ -375,7 +375,7 @@ def followed_by(step: Callable[..., Any], after: Callable[[], None]) -> Callable
 
 
 def merged_options(earlier: Any, later: Any) -> Any:
-    """Options of a reset: later ones over earlier ones, by key; None for neither."""
+    """Options of a reset: later options override earlier ones, by key; None if both are None."""
     if not earlier or later is None:
         return earlier if later is None else later
     return {**earlier, **later}
@@ -387,7 +387,7 @@ def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
 
 
 def dicts_of(transition: Transition) -> Dicts:
-    """The five dicts of a transition, with what an automatic reset adds to the infos; the others are not copied."""
+    """The five dicts of a transition, with the additions of an automatic reset to infos; other dicts are not copied."""
     observations, rewards, terminateds, truncateds, infos, _, _, final, reset_infos = transition
     infos = {**infos}
     if final is not None:
@@ -405,7 +405,7 @@ def with_final(
 ) -> None:
     """Add the final observations and the infos of an automatic reset to the infos of the step before it, in place.
 
-    `infos` are the parent's own copy; mappings that are no dicts become dicts. Empty `reset_infos` are left out.
+    `infos` belong to the parent; mappings of other classes become dicts. Empty `reset_infos` are left out.
     """
     not_empty = {key: info for key, info in reset_infos.items() if info is not None and not is_empty_info(info)}
     add_to_infos(infos, FINAL_OBS, final_observations)
@@ -417,13 +417,13 @@ def add_to_infos(infos: dict[Any, Any], name: str, additions: Mapping[Any, Any])
     for key, value in additions.items():
         info = infos.get(key)
         if info is None or isinstance(info, Mapping):
-            # Simulators return one dict for several agents.
+            # Simulators may return one dict for several agents.
             infos[key] = copy.copy(info) if isinstance(info, dict) else dict(info or {})
             infos[key].setdefault(name, value)
 
 
 def no_rewards(agents: Iterable[AgentID], reward_spaces: Mapping[AgentID, Space[Any]]) -> dict[AgentID, Any]:
-    """Rewards of zero: 0.0, or an array of zeros for each agent whose rewards are vectors."""
+    """Rewards of zero: 0.0 for each agent, or an array of zeros if the agent's rewards are vectors."""
     if not reward_spaces:
         return dict.fromkeys(agents, 0.0)
     return {agent: zeros(reward_spaces[agent]) if agent in reward_spaces else 0.0 for agent in agents}
@@ -458,7 +458,7 @@ def recycled(dicts: Dicts) -> Dicts:
 
 
 def renewed(interrupted: Dicts, fresh: Dicts) -> Dicts:
-    """The dicts of a step with `SAME_STEP`, from the old episode's and those of the fresh environment's reset."""
+    """The dicts of a step with `SAME_STEP`: those of the old episode, with the reset of the fresh environment."""
     infos = dict(interrupted[4])
     with_final(infos, interrupted[0], fresh[4])
     return (fresh[0], *interrupted[1:4], infos)

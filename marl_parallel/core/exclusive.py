@@ -1,4 +1,4 @@
-"""Exclusive use: one call at a time of a `ParallelEnv`."""
+"""A guard that allows one call of a `ParallelEnv` at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class CallGuard(dict[str, tuple[str, int]]):
-    """The call in progress under the key `CALL`: its method and its thread; empty if there is none.
+    """The call in progress under the key `CALL`: its method and its thread; empty between calls.
 
     Without it, two threads that step the same environments would read each other's results. `check_open` raises if
     everything has been closed.
@@ -32,7 +32,7 @@ class CallGuard(dict[str, tuple[str, int]]):
         return None
 
     def refuse(self, entry: tuple[str, int], first: tuple[str, int]) -> NoReturn:
-        """Raise the error of the call `entry`, which came in the middle of the call `first`."""
+        """Raise the error of the call `entry`, which came during the call `first`."""
         self._check_open()
         (name, thread), (first_name, first_thread) = entry, first
         if thread == first_thread:
@@ -55,8 +55,8 @@ def exclusive(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @functools.wraps(method)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
             # `setdefault` is atomic, and each entry is a new object. The `finally` calls nothing, so Python handles no
-            # signal in it: Ctrl-C at any moment leaves the guard empty. Between `acquire` and `try` of a lock, it would
-            # leave the lock locked.
+            # signal in it: Ctrl-C at any moment leaves the guard empty. With a lock, Ctrl-C between `acquire` and `try`
+            # would leave the lock locked.
             owner: Any = args[0]
             guard, entry = owner._guard, (name, get_ident())
             try:

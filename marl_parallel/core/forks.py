@@ -1,4 +1,4 @@
-"""Forks of a simulator's method that come back from it: only the parent goes on, the child ends."""
+"""Ends child processes that a simulator's method forked and that return from the method; the parent goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NoReturn
 def end_forked_copy(error: BaseException | None) -> NoReturn:
     """End this process, which a simulator's method forked and then left with this error, or by returning.
 
-    Else two processes would read one queue and write to one block. It writes why to stderr, and cleans nothing up.
+    Else two processes would read one queue and write to one block. Writes the reason to stderr; cleans nothing up.
     """
     code, text = 1, ""
     if isinstance(error, SystemExit):
@@ -34,9 +34,9 @@ def end_forked_copy(error: BaseException | None) -> NoReturn:
 
 
 def end_returning_copy(*_: object) -> NoReturn:
-    """End this forked process; it replaces a function that is called when a simulator's method is left."""
+    """End this forked process; replaces a function that workers call when a simulator's method returns or raises."""
     error, caller = sys.exc_info()[1], sys._getframe(1)
-    # The innermost exception that is being handled may have been raised before the method was called.
+    # The innermost exception being handled may be older than the call of the method.
     if error is not None and (error.__traceback__ is None or error.__traceback__.tb_frame is not caller):
         error = None
     end_forked_copy(error)

@@ -20,23 +20,23 @@ States = tuple[Any, ...]
 
 
 def seed_generators(seed: int) -> None:
-    """Seed all of them."""
+    """Seed all process-wide generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     seed_torch(seed)
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's, if torch is loaded."""
+    """Seed torch's generator, if torch is loaded."""
     if (torch := _torch()) is not None:
         torch.default_generator.manual_seed(seed)
 
 
 @contextlib.contextmanager
 def seeding_new_torch(seed: int | None) -> Iterator[None]:
-    """Seed torch's as soon as torch has been imported, if that happens in this block; not if `seed` is None.
+    """Seed torch's generator as soon as this block imports torch; not if `seed` is None.
 
-    What imports torch may draw from it or seed it next.
+    So the code that imports torch may draw from the generator, or seed it again.
     """
     if seed is None or _torch() is not None:
         yield
@@ -50,7 +50,7 @@ def seeding_new_torch(seed: int | None) -> Iterator[None]:
 
 
 class _TorchFinder(MetaPathFinder):
-    """Finds torch as without it, and seeds its generator when the module has been executed."""
+    """Finds torch with the other finders, and seeds its generator once the module has been executed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -88,14 +88,14 @@ def unpredictable_seed() -> int:
 
 
 def current_states() -> States:
-    """The states of all of them."""
+    """The states of all process-wide generators."""
     torch = _torch()
     of_torch = None if torch is None else torch.default_generator.get_state()
     return random.getstate(), np.random.get_state(legacy=False), of_torch
 
 
 def restore_states(states: States) -> None:
-    """Give them the states that `current_states` has returned."""
+    """Set the generators to states that `current_states` has returned."""
     python, numpy, of_torch = states
     random.setstate(python)
     np.random.set_state(numpy)
@@ -104,7 +104,7 @@ def restore_states(states: States) -> None:
 
 
 def fingerprints() -> dict[str, int]:
-    """By generator, as users call it, a number that changes when it is drawn from or seeded."""
+    """By generator, under the name that users know, a number that changes with each draw and each seed."""
     states: dict[str, Any] = {"random": random.getstate(), "numpy.random": pickle.dumps(np.random.get_state())}
     if (torch := _torch()) is not None:
         states["torch"] = pickle.dumps(np.asarray(torch.default_generator.get_state()))
@@ -112,13 +112,13 @@ def fingerprints() -> dict[str, int]:
 
 
 def _torch() -> Any:
-    """Torch, if it has been imported, also completely."""
+    """Torch, if it has been imported completely; else None."""
     torch = sys.modules.get("torch")
     return torch if hasattr(torch, "default_generator") else None
 
 
 class _NumpyState(NamedTuple):
-    """A state of `numpy.random`: its bit generator, the memory of that, and whether a normal number waits beside it."""
+    """A state of `numpy.random`: its bit generator, the memory of that, and whether a second normal number waits."""
 
     generator: Any
     memory: bytes
@@ -127,18 +127,18 @@ class _NumpyState(NamedTuple):
 
 
 class _NumpyStates:
-    """Reads and writes states of `numpy.random`, whose own functions take 50 times as long as a copy of its memory.
+    """Reads and writes states of `numpy.random` by copying its memory, 50 times as fast as NumPy's own functions.
 
-    They are used from the first time on that a normal number waits, which is not in this memory: these come in pairs.
+    NumPy draws normal numbers in pairs. Its functions are used once a second one waits, which is outside this memory.
     """
 
     def __init__(self) -> None:
         self._generator: Any = None
-        self._memory: memoryview | None = None  # of its key and position; None if these are not what is expected
+        self._memory: memoryview | None = None  # the memory of its key and position; None for an unexpected layout
         self._may_wait = False  # whether simulators are known to draw normal numbers
 
     def present(self, last: _NumpyState | None) -> _NumpyState:
-        """The present state; `last` is the one that was written, or read, before simulators may have drawn."""
+        """The present state; `last` is the state written or read before simulators could draw."""
         memory = self._of_generator()
         content = b"" if memory is None else bytes(memory)
         is_last = last is not None and last.generator is self._generator and last.memory == content
@@ -149,7 +149,7 @@ class _NumpyStates:
         return _NumpyState(self._generator, content, bool(whole["has_gauss"]), whole)
 
     def write(self, state: _NumpyState, present: _NumpyState) -> None:
-        if state.generator is not present.generator:  # a simulator has chosen another one
+        if state.generator is not present.generator:  # a simulator has chosen another generator
             mtrand.set_bit_generator(state.generator)
         memory = self._of_generator()
         if memory is None or state.has_gauss or present.has_gauss or state.generator is not present.generator:
@@ -179,9 +179,9 @@ def _memory_at(address: int, size: int) -> memoryview:
 
 
 class GeneratorStates:
-    """States of the generators for each environment of a worker, and one, None, for everything else in the process.
+    """States of the generators for each environment of a worker, and under None for the rest of the process.
 
-    The generators have the state of the environment that was chosen last.
+    The generators have the state of the environment that `switch` chose last.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class GeneratorStates:
         self._states: dict[int | None, tuple[Any, _NumpyState, Any]] = {}
 
     def switch(self, env_id: int | None) -> None:
-        """Give the generators the state of an environment; one that has none yet goes on with the present one."""
+        """Set the generators to the state of an environment; without a state, it goes on with the present one."""
         if env_id == self._present:
             return
         before = self._states.get(self._present)
@@ -206,12 +206,12 @@ class GeneratorStates:
                 torch.default_generator.set_state(of_torch)
 
     def of(self, env_id: int) -> States:
-        """The present states of an environment, which the generators have from now on."""
+        """The states of an environment; switches the generators to them."""
         self.switch(env_id)
         return current_states()
 
     def put(self, env_id: int, states: States) -> None:
-        """Give an environment other states, which the generators have from now on."""
+        """Give an environment other states, and switch the generators to them."""
         self.switch(env_id)
         restore_states(states)
-        self._states.pop(env_id, None)  # a normal number may wait now beside the same memory
+        self._states.pop(env_id, None)  # the memory may be the same, but a normal number may wait now

@@ -1,4 +1,4 @@
-"""Infos in arrays over environments; the dicts of each environment are made when somebody looks."""
+"""Infos in arrays over environments; the dicts of each environment are made on first access."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class InfoArrays(NamedTuple):
 
     Attributes:
         env_ids: int32 `(n,)`: the environments.
-        infos: Of agents: arrays `(n, k, ...)` by key, or dicts of such arrays; or a list of these for each agent.
-        common: Of environments: `(n, ...)` by key.
+        infos: Infos of agents: arrays `(n, k, ...)` by key, or dicts of such arrays; or a list of these for each agent.
+        common: Infos of environments: `(n, ...)` by key.
         present: bool `(n, k)`: which agents have infos; None if all have.
         informed: bool `(n,)`: which rows have infos; None if all have.
-        plain: The keys whose values are Python's numbers in dicts, not NumPy's; None unless the infos are those of a
-            block, whose dicts are the same as without compiled code.
+        plain: The keys whose values in dicts are Python numbers, not NumPy numbers; None unless the infos are read from
+            a block, whose dicts are the same as without compiled code.
     """
 
     env_ids: NDArray[np.int32]

@@ -1,14 +1,14 @@
-"""Records of `logging` in worker processes, which go to the loggers of the same names in the caller's process.
+"""Sends log records of worker processes to the loggers of the same names in the caller's process.
 
     worker                                                     caller
     Logger.callHandlers -> RecordSender -> Ring, in shared --- RecordRings.deliver -> getLogger(name).handle(record)
                                            memory
 
-A ring is a queue that outlives its worker, so the records before a death are there after it. Nobody waits: a record for
-which there is no room is dropped and counted.
+A ring is a queue that outlives its worker, so records from before a crash can be read after it. The worker never waits:
+a record that finds no room is dropped and counted.
 
-`callHandlers` is replaced in the worker since a handler of the root logger would miss loggers that do not propagate,
-and simulators remove handlers (`basicConfig(force=True)`, `dictConfig`).
+The worker replaces `callHandlers`, since a handler of the root logger would miss loggers that do not propagate, and
+simulators remove handlers (`basicConfig(force=True)`, `dictConfig`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from marl_parallel.core.worker_status import WorkerStatus
 # -- queues in shared memory -------------------------------------------------------------------------------------------
 
 RING_NBYTES = 1 << 18
-"""The room for the records of one worker: some 500 of them, or fewer long ones."""
+"""Bytes for the records of one worker: some 500 records, or fewer long ones."""
 _LONGEST_NBYTES = RING_NBYTES // 4
 _FRAME = struct.Struct("=2I")  # before each record: its size and checksum
 _NUMBERS = 3  # of each ring, 8 bytes each
@@ -42,8 +42,8 @@ _NUMBERS = 3  # of each ring, 8 bytes each
 class Ring:
     """The records of one worker: a circular buffer that one process writes and one reads.
 
-    `written` and `dropped` are written by the worker, `read` by the caller. They count bytes, and lost records. Some
-    processors show another process a count before the bytes that it counts, hence the checksums.
+    The worker writes `written` (bytes) and `dropped` (records), the caller writes `read` (bytes). Some processors show
+    another process a count before the bytes that it counts, hence the checksums.
     """
 
     def __init__(self, buffer: mmap.mmap, start: int, most: int, worker: int) -> None:
@@ -69,12 +69,12 @@ class Ring:
                 first = min(nbytes, RING_NBYTES - place)
                 self._bytes[place : place + first] = data[:first]
                 self._bytes[: nbytes - first] = data[first:]
-                numbers[self._written] = written + nbytes  # at last, so that a death leaves no part of a record
+                numbers[self._written] = written + nbytes  # last, so that a crash never leaves a partial record
             finally:
                 self._is_writing = False
 
     def take(self) -> list[bytes]:
-        """Take all records that are here."""
+        """Take all records in the ring."""
         records = []
         while (read := self._numbers[self._read]) < self._numbers[self._written]:
             nbytes, checksum = _FRAME.unpack(self._bytes_at(read, _FRAME.size))
@@ -92,11 +92,11 @@ class Ring:
 
     @property
     def dropped(self) -> int:
-        """How many records there was no room for."""
+        """How many records found no room."""
         return int(self._numbers[self._dropped])
 
     def clear(self) -> int:
-        """Empty it for another worker; returns how many records the last one has dropped."""
+        """Empty the ring for another worker; returns how many records the last worker has dropped."""
         dropped = self.dropped
         for number in (self._written, self._dropped, self._read):
             self._numbers[number] = 0
@@ -109,15 +109,15 @@ class Ring:
 class RecordRings:
     """The rings of all workers, in a part of a buffer that begins at `start`: a multiple of 8.
 
-    Workers have written or dropped records since `deliver` if `counts.tobytes()` differs from `seen`. A caller compares
-    them once a batch, hence no method.
+    Workers have written or dropped records since `deliver` if `counts.tobytes()` differs from `seen`. Callers compare
+    the two themselves, since a method call per batch would cost more.
     """
 
     def __init__(self, buffer: mmap.mmap, start: int, most: int) -> None:
         self.counts, self.seen = memoryview(buffer)[start : start + 16 * most], bytes(16 * most)
         self.start, self.most = start, most
         self._rings = [Ring(buffer, start, most, worker) for worker in range(most)]
-        self._records: deque[tuple[logging.LogRecord, bool]] = deque()  # taken, and not handed to loggers yet
+        self._records: deque[tuple[logging.LogRecord, bool]] = deque()  # taken, but not handed to loggers yet
         self._dropped_before = 0  # by workers that have been replaced
         self._reported = 0  # how many dropped records a message has named
 
@@ -127,7 +127,7 @@ class RecordRings:
         return most * (8 * _NUMBERS + RING_NBYTES)
 
     def clear(self, worker: int) -> None:
-        """Prepare the ring of a worker that starts; records of the one before go out with the next `deliver`."""
+        """Prepare the ring for a new worker; the next `deliver` hands out the records of the worker before."""
         self._take(worker)
         self._dropped_before += self._rings[worker].clear()
 
@@ -137,8 +137,8 @@ class RecordRings:
     def deliver(self, *, warn: bool) -> None:
         """Hand all records to the loggers of this process, oldest first.
 
-        With `warn`, say once that some were dropped; in the middle of a call, more may follow. What a handler raises is
-        printed, as `logging` itself does.
+        With `warn`, warn once if records were dropped; pass False during a call, when more may follow. An exception of
+        a handler is printed, as `logging` itself does.
         """
         self.seen = self.counts.tobytes()
         for worker in range(self.most):
@@ -161,8 +161,8 @@ class RecordRings:
             self._reported = dropped
             own_logger.warning(
                 "%d log records of simulators were dropped so far: workers log faster than this program takes their "
-                "records, which it does in each call. Raise the levels of their loggers, or pass log_dir= to have all "
-                "of them in files",
+                "records (in each of its calls). Raise the levels of their loggers, or pass log_dir= to write all "
+                "records to files",
                 dropped,
             )
 
@@ -177,12 +177,12 @@ class RecordRings:
         return self._dropped_before + sum([ring.dropped for ring in self._rings])
 
 
-_MESSAGE = "message"  # in place of an attribute: a message with its arguments
+_MESSAGE = "message"  # a key in place of an attribute: the message with its arguments
 _reporter = logging.Handler()  # its `handleError` prints an exception as all handlers do
 
 
 def _time_of(record: logging.LogRecord) -> float:
-    """When a record was made; 0 for one that a simulator has made by hand without a time."""
+    """When a record was made; 0 if a simulator made it by hand without a time."""
     return record.created if isinstance(record.created, int | float) else 0.0
 
 
@@ -190,7 +190,7 @@ def _unpickled(data: bytes) -> tuple[logging.LogRecord, bool]:
     """A record, and whether the worker has printed it."""
     attributes, values, is_printed = pickle.loads(data)
     for name, value in values.items():
-        with contextlib.suppress(Exception):  # only the worker has its class: it stays text
+        with contextlib.suppress(Exception):  # if only the worker has its class, it stays text
             if name == _MESSAGE:
                 attributes["msg"], attributes["args"] = loads(value)
             else:
@@ -210,8 +210,8 @@ _LINE = "%(asctime)s %(levelname)s %(name)s (env %(env_id)s): %(message)s"
 class RecordSender:
     """Writes the records of this process into a ring, and calls the handlers that simulators have configured.
 
-    Handlers that write to stdout and stderr are left out where the caller's process has handlers for the record, which
-    show it there. With `to_file`, stdout and stderr are a file: each record has a line in it.
+    Handlers for stdout and stderr are left out if handlers in the caller's process show the record. With `to_file`,
+    stdout and stderr are a file, which gets a line for each record.
     """
 
     def __init__(self, ring: Ring, worker: int, status: WorkerStatus, settings: WorkerSettings, to_file: bool) -> None:
@@ -275,13 +275,13 @@ def _is_standard(handler: logging.Handler) -> bool:
 
 
 def _pickled(record: logging.LogRecord, *, is_printed: bool) -> bytes:
-    """A record for `_unpickled`: an exception as text; each value that is not plain as text, and pickled by itself."""
+    """A record for `_unpickled`: an exception is text; a value that is not plain is text, and pickled by itself."""
     attributes = {str(name): value for name, value in vars(record).items()}
     attributes["exc_info"], values = None, dict[str, bytes]()
     if record.exc_info and not record.exc_text:
         attributes["exc_text"] = _formatter.formatException(record.exc_info)
     args = [part for pair in record.args.items() for part in pair] if type(record.args) is dict else record.args or ()
-    # A mapping of another class may be one that only this process has.
+    # Only this process may have the class of another mapping.
     if isinstance(args, Mapping) or any(type(value) not in _PLAIN for value in (record.msg, *args)):
         attributes.update(msg=record.getMessage(), args=())
         with contextlib.suppress(Exception):  # what does not pickle stays text

@@ -1,7 +1,7 @@
 """Requests of the parent, and replies of its workers.
 
-Everything here pickles with plain `pickle`: what comes from a simulator (constructors, infos, results, exceptions)
-travels inside as bytes, so that a backend never has to look into it.
+Plain `pickle` can pickle all of them: values of simulators (constructors, infos, results, exceptions) travel inside as
+bytes, and a backend never looks into them.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ class Message(Enum):
     ATTACH = 2  # lay out the block, a `Block`
     SEED = 3  # return the seeds that the environments use
     RESET = 4  # begin new episodes
-    STEP = 5  # read the actions in the block, step, and reset where the episode is over and the mode says so
+    STEP = 5  # read the actions in the block, step, and do the automatic resets of the mode
     STATE = 6  # write the global state into the block
-    RENDER = 7  # render one frame of each
+    RENDER = 7  # render one frame of each environment
     CALL = 8  # call a method, or get an attribute, looked for through wrappers
     ASSIGN = 9  # set an attribute, looked for through wrappers
     CLOSE = 10  # close the environments; the last request a worker gets
-    REBUILD = 11  # close the environment, if it is still there, and construct it again
+    REBUILD = 11  # close the environment, if it still exists, and construct it again
     TRACE = 12  # store slices of time from now on, or return them
     OUTPUTS = 13  # from now on, write more than the records with each reset and step
-    PREPARE = 14  # construct an environment that is to take the place of another, and begin its first episode
-    ADOPT = 15  # write the first transition of that episode into the record of the other one
+    PREPARE = 14  # construct an environment that will replace another one, and begin its first episode
+    ADOPT = 15  # write the first transition of that episode into the record of the replaced environment
     OPTIONS = 16  # from now on, begin episodes with these options of `reset`
     SAVE = 17  # return the environments as bytes
-    LOAD = 18  # make environments of such bytes, beside the present ones
-    REPLACE = 19  # put these in the place of the present ones, or drop them
-    RESULT = 20  # the answer to a request that has been carried out
-    EXCEPTION = 21  # the answer to a request in which environments have raised
+    LOAD = 18  # make environments from such bytes, beside the present ones
+    REPLACE = 19  # replace the present environments by the loaded ones, or drop the loaded ones
+    RESULT = 20  # the reply to a request that was carried out
+    EXCEPTION = 21  # the reply to a request in which environments raised exceptions
 
-    __hash__ = object.__hash__  # that of `Enum` is written in Python
+    __hash__ = object.__hash__  # faster than the hash of `Enum`, which is written in Python
 
 
 class Request(NamedTuple):
@@ -46,9 +46,9 @@ class Request(NamedTuple):
 
     message: Message
     env_ids: Sequence[int] | None = None  # which of its environments, in this order; None for all of them
-    payload: Any = None  # by environment, or whatever the message needs; None for most steps
-    each: bool = False  # whether each environment gets a reply of its own as soon as it is done; else one for all
-    settings: bytes | None = None  # of the caller's process, to be taken over first; None if they have not changed
+    payload: Any = None  # a dict by environment, or another value that the message needs; None for most steps
+    each: bool = False  # whether each environment replies as soon as it is done; else one reply for all
+    settings: bytes | None = None  # of the caller's process, to apply first; None if unchanged
 
 
 class Failure(NamedTuple):
@@ -59,7 +59,7 @@ class Failure(NamedTuple):
     traceback: str
     exception: bytes | None  # pickled; None if it does not pickle
     partially_written: bool = False  # whether its record may be partially written
-    to_do: str = ""  # what to do about it if a restart cannot help, as with a wrong `adapter=`
+    to_do: str = ""  # the advice if a restart cannot help, as with a wrong `adapter=`
     kinds: Sequence[str] = ()  # by `name_of`, the type of the exception and that type's bases
 
 
@@ -76,7 +76,7 @@ class Reply(NamedTuple):
 
     message: Message  # RESULT, or EXCEPTION if there are `failures`
     request: Message  # what was requested
-    env_ids: Sequence[int] | None  # the environments it was about; None for all of the worker's
+    env_ids: Sequence[int] | None  # its environments; None for all environments of the worker
     results: Mapping[int, Any]  # by environment, for those with a result beyond what is in the block
     failures: Mapping[int, Failure]  # by environment, for those that failed
     completed: float  # when, in seconds of the worker's clock
@@ -98,11 +98,11 @@ def answer(
 
 
 class Lost(NamedTuple):
-    """In place of a reply: the worker is gone."""
+    """Comes in place of a reply if the worker is gone."""
 
     exitcode: int | None  # minus the signal's number if a signal ended it; None if unknown
-    stack: str  # at a native crash; empty if there is none
-    reason: str = ""  # why it is gone, if more is known than the exit code
+    stack: str  # of a native crash; empty without one
+    reason: str = ""  # the cause, if more is known than the exit code
 
 
 STEP_ALL = Request(Message.STEP)
@@ -115,29 +115,29 @@ STEPPED = Reply(Message.RESULT, Message.STEP, None, {}, {}, 0.0)
 
 
 SEEDS_GENERATORS = "seeds_generators"
-"""A key in the keywords of `RESET`: the caller passed its seed, which also seeds process-wide generators if each
-environment has its own. The seed that `ParallelEnv(seed=)` implies does not: they keep what the constructor left."""
+"""A key in the keywords of `RESET`: the caller passed the seed, which also seeds process-wide generators if each
+environment has its own. A seed from `ParallelEnv(seed=)` does not: they keep their states after the constructor."""
 
 
 class Pickled(NamedTuple):
     """A value that was pickled by value, without its large arrays: see `array_file.py`."""
 
     pickled: bytes
-    spans: Sequence[tuple[int, int]] = ()  # places and sizes of its arrays in the file that `Backend.array_file` gives
+    spans: Sequence[tuple[int, int]] = ()  # places and sizes of its arrays in the file of `Backend.array_file`
 
 
 class Construction(NamedTuple):
     """The payload of `ACCESS`: what a worker builds."""
 
-    # By environment; those that cannot be pickled are themselves here, for workers in the caller's process.
+    # By environment. Unpicklable constructors travel as they are, to workers in the caller's process.
     constructors: Mapping[int, Any]  # `Pickled`, or the constructor
-    seeds: Mapping[int, int | None]  # by environment; None: it keeps a seed of its own
+    seeds: Mapping[int, int | None]  # by environment; None for an environment with a seed of its own
     mode: AutoresetMode
-    adapter: Any  # as the constructors: None, a name, or a function that makes a `MultiAgentEnv` of a simulator
-    restarts: bool = False  # whether failed environments are rebuilt, so that their earlier results must not be lost
-    traced: bool = False  # whether the worker begins to trace, if it does not do so yet
+    adapter: Any  # like a constructor: None, a name, or a function that makes a `MultiAgentEnv` from a simulator
+    restarts: bool = False  # whether failed environments are rebuilt, so earlier results must not be lost
+    traced: bool = False  # whether the worker traces from now on
     rebuilds: int = 0  # how often these environments have been rebuilt
-    described: bytes = b""  # the pickled `Schema` of all environments, for those that are rebuilt
+    described: bytes = b""  # the pickled `Schema` of all environments, for rebuilds
     isolate_rng: bool = False  # whether each environment has process-wide generators of its own
     derived_seeds: bool = False  # whether resets without a seed get a derived one, see `episode.derived_seed`
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
@@ -148,9 +148,9 @@ class Block(NamedTuple):
     """The payload of `ATTACH`: how the block is laid out, and what is written there."""
 
     num_records: int  # the number of environments
-    arrays: bool  # whether values are there at all; else all travel pickled
-    compiled: bool  # whether the caller has compiled code, and reads what it writes
-    infos: bool  # whether infos of simple values are there
+    arrays: bool  # whether the block has values; else all values travel pickled
+    compiled: bool  # whether the caller has compiled code, which reads what the worker's writes
+    infos: bool  # whether the block has infos of simple values
 
 
 class Outputs(NamedTuple):
@@ -161,27 +161,27 @@ class Outputs(NamedTuple):
 
 
 class Rebuild(NamedTuple):
-    """The payload of `REBUILD` and `PREPARE`, by environment; a `Refusal` is the result if its spaces differ.
+    """The payload of `REBUILD` and `PREPARE`, by environment; the result is a `Refusal` if the spaces differ.
 
-    Else the result of `REBUILD` is like that of a reset, and `PREPARE` has none.
+    Else `REBUILD` has the result of a reset, and `PREPARE` has no result.
     """
 
     construction: Construction  # for this environment
-    block: Block  # for a worker that is new itself
-    reset: bool  # whether its first episode begins at once; else with whatever resets it next
-    keywords: bytes | None = None  # pickled, of the caller's reset that failed, if one did; its seed is not used again
+    block: Block  # for a new worker
+    reset: bool  # whether its first episode begins at once; else with its next reset
+    keywords: bytes | None = None  # pickled, of the caller's reset that failed, if any; its seed is not used again
     outputs: Outputs = Outputs()  # the last payload of `OUTPUTS`
     options: bytes | None = None  # the last payload of `OPTIONS` for this environment
 
 
 class Saved(NamedTuple):
-    """The result of `SAVE`, and the payload of `LOAD` by environment, there with the last two."""
+    """The result of `SAVE`, and the payload of `LOAD` by environment; only `LOAD` sets the last two."""
 
     pickled: bytes
-    needs_constructor: bool  # whether a new environment is constructed, into which this is loaded
-    needs_arrays: bool  # whether large arrays of the constructor are not in it
+    needs_constructor: bool  # whether loading constructs a new environment first
+    needs_arrays: bool  # whether it refers to large arrays of the constructor
     isolated: bool  # whether it has the states of process-wide generators
-    draws: bool  # whether these have been drawn from in its worker, and are not in it
+    draws: bool  # whether its worker has drawn from these, and their states are not in it
     built: tuple[int | None, int]  # the seed of the constructor, and how often the environment had been rebuilt
     construction: Construction | None = None  # for this environment
     options: bytes | None = None  # as of `OPTIONS`
@@ -191,7 +191,7 @@ class Seeding(NamedTuple):
     """How a seed reached a constructor."""
 
     passed: bool  # whether it got the seed
-    bound: bool  # whether it had one bound, such as by `functools.partial`
+    bound: bool  # whether it had a seed bound, such as by `functools.partial`
     open: bool  # whether it has a bare `**kwargs`
 
     @property
@@ -215,9 +215,9 @@ class Answer(NamedTuple):
 
 
 class Refusal(Exception):
-    """Raised in a worker, and sent in place of a result: the request is impossible, and has changed nothing."""
+    """Raised in a worker, and sent in place of a result, if a request is impossible; it has changed nothing."""
 
     def __init__(self, kind: type[Exception], text: str) -> None:
         super().__init__(kind, text)
         self.kind = kind  # of the error that the caller gets
-        self.text = text  # its message; of a missing module, the module's name
+        self.text = text  # the message, or the name of a missing module

@@ -1,8 +1,8 @@
 """Pickling for messages between processes: values, definitions that only the caller has, and registered environments.
 
 Some modules exist in the caller's process only: a script, a notebook, a test that was loaded from its file. Their
-definitions travel by value. A worker that cannot import a module names it in a `Refusal`, and the caller sends it by
-value too. Constructors may use ids that only the caller's script registers, so the registries travel as well.
+definitions travel by value. A worker that cannot import a module names it in a `Refusal`, and the caller then sends
+it by value too. Constructors may use ids that only the caller's script registers, so the registries travel as well.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ Leftovers: TypeAlias = dict[str, Any]
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle any value that can be pickled, classes and functions of a script included."""
+    """Pickle a value; classes and functions of a script are pickled by value."""
     try:
         pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
-        # Plain pickle is several times faster, but knows nothing that was defined in a script or a function.
+        # Plain pickle is several times faster, but cannot pickle definitions of a script or inside a function.
         return dumps_by_value(value)
-    # Plain pickle refers to the script by name: that of another process may be another one, or have changed.
+    # Plain pickle refers to the script by name: another process may have another script, or another version of it.
     if any(name.encode() in pickled for name in SCRIPTS):
         return dumps_by_value(value)
     return pickled
 
 
 def dumps_by_value(value: Any, pickler: Callable[[io.BytesIO, int], pickle.Pickler] | None = None) -> bytes:
-    """Pickle with cloudpickle: by value, where no other process can import a definition.
+    """Pickle with cloudpickle: definitions that no other process can import are pickled by value.
 
     `pickler` makes a `ByValuePickler` of another class, from a file and the protocol.
     """
-    # Cloudpickle takes the script of a process that multiprocessing has spawned for a module that can be imported.
+    # Cloudpickle would treat the script of a process spawned by multiprocessing as an importable module.
     script = sys.modules.get("__mp_main__")
     with io.BytesIO() as file, by_value([] if script is None else [script]):
         (pickler or ByValuePickler)(file, pickle.HIGHEST_PROTOCOL).dump(value)
@@ -72,12 +72,12 @@ def dumps_by_value(value: Any, pickler: Callable[[io.BytesIO, int], pickle.Pickl
 
 
 def loads(pickled: bytes) -> Any:
-    """Unpickle the bytes of a function of this module."""
+    """Unpickle bytes that a function of this module has pickled."""
     return pickle.loads(pickled)
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values of the caller's are equal, with arrays in them too; values without a `==` by their pickles."""
+    """Whether two values of the caller are equal, also with arrays inside; without a `==`, compares their pickles."""
     if one is other:
         return True
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
@@ -92,12 +92,12 @@ def same(one: Any, other: Any) -> bool:
         return (
             isinstance(one, list) == isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
         )
-    with contextlib.suppress(Exception):  # whatever `==` of tensors and tables raises
+    with contextlib.suppress(Exception):  # `==` of tensors and tables may raise anything
         if one == other:
             return True
     try:
         return dumps(one) == dumps(other)
-    except Exception:  # whatever pickle raises
+    except Exception:  # pickle may raise anything
         return False
 
 
@@ -110,7 +110,7 @@ def _code_with_its_file(code: CodeType) -> tuple[Any, ...]:
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, except that code keeps its file, and that known classes keep their attributes.
 
-    It also knows what `reducers.py` has, and says which definitions are attributes of the script's `__main__`.
+    It also uses `reducers.py`, and marks definitions that are attributes of the script's `__main__`.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
@@ -123,7 +123,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, functools.cached_property):  # derived types, too
             return reduce_cached_property(obj)
         if isinstance(obj, ModuleType) and obj.__name__ in SCRIPTS:
-            return importlib.import_module, (obj.__name__,)  # each process has its own
+            return importlib.import_module, (obj.__name__,)  # each process imports its own module
         reduced = super().reducer_override(obj)
         if type(reduced) is not tuple or len(reduced) != 6:
             return reduced
@@ -133,12 +133,12 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 name = obj.__qualname__ if _found_through(obj) is obj else None
                 state, set_state = (set_state, state, name), _set_state_of_function
             return create, arguments, state, items, pairs, set_state
-        # A class by value: how to create it, its attributes, and how to set these (see `object.__reduce__`).
+        # A class by value: a function to create it, its attributes, and a function to set them (`object.__reduce__`).
         state = (set_state, state, obj.__qualname__, _found_through(obj))
         return _known_or_new, (_id_of(obj), create, arguments), state, items, pairs, _set_state_of_new
 
 
-# Classes and cached functions that have travelled by value, from here or to here.
+# Classes and cached functions that this process has sent or received by value.
 _known: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _ids: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _incomplete: WeakSet[Any] = WeakSet()  # created, but without attributes so far
@@ -187,10 +187,10 @@ def _set_attributes(definition: Any, attributes: Mapping[str, Any]) -> None:
 
 
 class _ScriptOfWorker(ModuleType):
-    """The `__main__` of a worker process: its attributes are the definitions of the caller's script that have come.
+    """The `__main__` of a worker process: its attributes are the definitions received from the caller's script.
 
-    So simulators can pickle the classes of the script, and look for them there. It has no file: a process that a
-    simulator spawns must not run the caller's script.
+    So simulators can find and pickle the classes of the script. The module has no file: a process that a simulator
+    spawns must not run the caller's script.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -199,7 +199,7 @@ class _ScriptOfWorker(ModuleType):
         raise AttributeError(f"module '__main__' of this worker has no attribute {name!r}")
 
 
-# Functions of the script whose name another one has in `__main__`: each environment may have a function of its own.
+# Functions of the script whose name is taken in `__main__`: each environment may have its own function of one name.
 _namesakes: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _numbers = itertools.count(2)
 
@@ -215,9 +215,9 @@ def _script_of_worker() -> _ScriptOfWorker | None:
 
 
 def _found_through(definition: Any) -> Any:
-    """The attribute of this process's script through which plain pickle finds a definition; None if it does not.
+    """The attribute of this process's script by which plain pickle finds a definition; None if it cannot.
 
-    It is the definition itself, or the class around it.
+    The attribute is the definition itself, or the class around it.
     """
     path, script = getattr(definition, "__qualname__", None), sys.modules.get("__main__")
     if not isinstance(path, str) or getattr(definition, "__module__", None) not in SCRIPTS or script is None:
@@ -238,7 +238,7 @@ def _set_state_of_function(
     script = _script_of_worker()
     if script is None:
         return
-    for key, value in used.items():  # constants and modules, for simulators that look for them in `__main__`
+    for key, value in used.items():  # constants and modules: simulators may look for them in `__main__`
         if not key.startswith("__"):  # `__file__`, for instance
             vars(script).setdefault(key, value)
     if name is not None and vars(script).setdefault(name, function) is not function:
@@ -247,7 +247,7 @@ def _set_state_of_function(
 
 
 def where_unpicklable(value: Any) -> str:
-    """A sentence that names the part of a value that cannot be pickled; empty if there is no more to say."""
+    """A sentence that names the part of a value that cannot be pickled; empty if the part is unknown."""
 
     def pickles(part: Any) -> bool:
         try:
@@ -261,7 +261,7 @@ def where_unpicklable(value: Any) -> str:
 
 
 def dumps_for_workers(value: Any, what: str, local_modules: Sequence[ModuleType]) -> bytes:
-    """Pickle a value of the caller's for workers that cannot import the modules `local_modules`; errors name `what`."""
+    """Pickle a value of the caller for workers that cannot import `local_modules`; errors name `what`."""
     try:
         pickled = dumps(value)
         if any(module.__name__.encode() in pickled for module in local_modules):
@@ -275,7 +275,7 @@ def dumps_for_workers(value: Any, what: str, local_modules: Sequence[ModuleType]
 
 @contextlib.contextmanager
 def by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
-    """Let cloudpickle send the definitions of these modules by value; several threads may do so at a time."""
+    """Let cloudpickle send the definitions of these modules by value; several threads may use this at a time."""
     with _registering:
         registered = cloudpickle.list_registry_pickle_by_value()
         ours = [module for module in modules if _uses[module.__name__] or module.__name__ not in registered]
@@ -299,7 +299,7 @@ _uses: Counter[str] = Counter()  # of modules that are registered at present
 def add_missing_modules(local_modules: list[ModuleType], results: Mapping[int, Any], what: str) -> list[int]:
     """Add to `local_modules` the modules that workers could not import; returns the environments to try again.
 
-    Raises `ModuleNotFoundError` for a module that is not here either, or has been sent without success.
+    Raises `ModuleNotFoundError` for a module that this process lacks too, or has sent without success.
     """
     tried, again = [*local_modules], []
     for env_id, result in results.items():
@@ -345,8 +345,8 @@ def dump_registrations() -> bytes:
 
 
 def install_registrations(pickled: bytes) -> None:
-    """Register in this process the specs that `dump_registrations` pickled in another."""
-    # A simulator that is imported later registers its environments again, with a warning for each.
+    """Register in this process the specs that `dump_registrations` has pickled in another process."""
+    # A simulator that is imported later registers its environments again, each with a warning.
     warnings.filterwarnings("ignore", r".*Overriding environment .* in (the \w+ )?registry", UserWarning)
     received: Mapping[str, Mapping[str, bytes]] = pickle.loads(pickled)
     for name, registry in _registries():
@@ -354,7 +354,7 @@ def install_registrations(pickled: bytes) -> None:
         for env_id, spec in received.get(name, {}).items():
             if known.get(env_id) == spec:
                 continue
-            with contextlib.suppress(Exception):  # the simulator of another constructor: pettingzoo.make names the id
+            with contextlib.suppress(Exception):  # another constructor's simulator; pettingzoo.make names a missing id
                 registry[env_id] = _PickledSpec(env_id, spec) if registry is gymnasium.registry else loads(spec)
 
 
@@ -387,19 +387,19 @@ def _pickled(registry: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether another process with the same `sys.path` finds a module; not so a test that was loaded by file."""
+    """Whether another process with the same `sys.path` finds a module; False for a test that was loaded by file."""
     if module in SCRIPTS:
         return True  # `dumps_by_value` sends what a script defines by value
     top = module.partition(".")[0]
     for finder in sys.meta_path:
-        with contextlib.suppress(Exception):  # a finder of another project may fail on names that are not its own
+        with contextlib.suppress(Exception):  # another project's finder may fail on unknown names
             if finder.find_spec(top, None) is not None:
                 return True
     return False
 
 
 class _PickledSpec(EnvSpec):
-    """A spec that becomes a plain `EnvSpec` when more than its id is read: that may import its simulator."""
+    """A spec that becomes a plain `EnvSpec` once more than its id is read: unpickling may import its simulator."""
 
     pickled: bytes
 

@@ -1,4 +1,4 @@
-"""Actions and transitions in and out of the records of the block; what does not fit there is pickled.
+"""Reads and writes actions and transitions in the records of the block; values that do not fit are pickled.
 
 The parent writes actions and reads transitions, the worker reads actions and writes transitions::
 
@@ -11,12 +11,12 @@ Columns are described in `columns.py`. The headers, in bytes, for the n agents t
     of actions:        form 1 | present n
     of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
 
-The form tells whether every agent has an action; if not, `present` tells which have one. Actions out of arrays over
-environments are what Gymnasium's vector environments pass: NumPy's scalars where an array would have no axis. The
-presence of an agent has bits for the dicts that it is in, and for whether it is alive and acts.
+The form tells whether every agent has an action; if not, `present` tells which agents have one. Actions from arrays
+over environments are like the actions of Gymnasium's vector environments: NumPy scalars replace arrays without axes.
+The presence of an agent has bits for the dicts that contain it, and for whether it is alive and acts.
 
-Compiled code (`codec.py`, with the other bits of codes) writes and reads what is numeric. The rest, and everything
-without it, is done here: arrays are in the block, all else is pickled.
+Compiled code (`codec.py`, with the other bits of codes) writes and reads numeric records. This file handles the other
+records, and all records without compiled code: arrays are in the block, all else is pickled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from marl_parallel.core.spaces import DoesNotFit, Mismatch, as_scalars, check_re
 from marl_parallel.core.transition import Transition, are_empty
 
 SOME, ALL_IN_ORDER, STACKED = 0, 1, 2
-"""The forms of actions: some or all agents have one; a bit if they come out of arrays over environments."""
+"""The forms of actions: some or all agents have one; a bit for actions from arrays over environments."""
 
 _CODE_NBYTES = 8
 
@@ -58,7 +58,7 @@ class ActionRecords:
         self._with_scalars = {agent: space for agent, space in declared.items() if has_scalars(space)}
 
     def write(self, record: int, actions: Mapping[Any, Any]) -> Leftovers | None:
-        """Write what fits, and return the rest, to be pickled; `Mismatch` if an action is not of its space."""
+        """Write the actions that fit, and return the others to be pickled; `Mismatch` if a space does not match."""
         written, leftovers = self._columns.write(record, actions, "action")
         if written == self._agents and not leftovers and written:
             self._forms[record] = ALL_IN_ORDER
@@ -69,18 +69,18 @@ class ActionRecords:
         return leftovers or None
 
     def mark_present(self, present: NDArray[np.bool_] | None) -> None:
-        """Set which actions count in records that were written by columns: `(records, agents)`; None for all."""
+        """Set which actions count, `(records, agents)`, in records written by columns; None for all."""
         if present is not None:
             self._present[...] = present
         self._forms[...] = STACKED | (ALL_IN_ORDER if present is None else SOME)
 
     def mark_stacked(self, records: Sequence[int]) -> None:
-        """Set that the actions in these records come out of arrays over environments."""
+        """Mark that the actions in these records come from arrays over environments."""
         if self._with_scalars:
             self._forms[[*records]] |= STACKED
 
     def read(self, record: int, leftovers: Leftovers | None) -> dict[Any, Any]:
-        """The actions of one record, arrays in memory of their own; `leftovers` is what `write` returned."""
+        """The actions of one record, with copies of arrays; `leftovers` is the result of `write`."""
         agents, form = self._agents, int(self._forms[record])
         if not form & ALL_IN_ORDER:
             agents = [agent for agent, is_present in zip(agents, self._present[record].tolist()) if is_present]
@@ -97,29 +97,29 @@ class ActionRecords:
 # -- transitions -------------------------------------------------------------------------------------------------------
 
 PICKLED, FINAL, INFOS = 64, 4, 2
-"""Bits of a code: all but arrays is pickled, so that `presence` tells which observations are in the block; final
-observations are in the block; infos are pickled. The others are compiled code's."""
+"""Bits of a code: all values except arrays are pickled, and `presence` tells which observations are in the block; final
+observations are in the block; infos are pickled. The other bits belong to compiled code."""
 
-# The first of each is the most frequent; a reward is stored as a double, exactly, or travels pickled.
+# The most frequent type comes first. A reward that a double does not hold exactly travels pickled.
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
-"""The types of rewards that a double holds exactly, whatever the number."""
+"""The types of rewards of which a double holds each number exactly."""
 REWARD_TYPES: tuple[type, ...] = (
     *FLOATS, int, bool, np.bool_,
     np.int64, np.int32, np.int16, np.int8, np.uint64, np.uint32, np.uint16, np.uint8,
 )  # fmt: skip
 VECTOR_TAG = len(REWARD_TYPES)
-"""The tag of a reward that is a vector, in a column of its own."""
+"""The tag of a reward that is a vector, and lies in a column of vectors."""
 
 _NAMES = "observations", "rewards", "terminateds", "truncateds", "infos", "alive", "acting", "final_observations"
 BITS = {name: 1 << place for place, name in enumerate(_NAMES)}
-"""Bits of an agent's presence: in which dicts it is, and whether it is alive and acts."""
+"""Bits of an agent's presence: which dicts contain it, and whether it is alive and acts."""
 
 
 class TransitionRecords:
     """Transitions in the records of all environments; observations are read as copies, or as views of the block.
 
-    Compiled code, if there is any, writes and reads what is numeric and of agents that are known. The rest, and
-    everything without it, is written here: arrays into the block, all else pickled.
+    Compiled code writes and reads numeric transitions of known agents. This class writes the other transitions, and all
+    transitions without compiled code: arrays into the block, all else pickled.
 
     Attributes:
         tags, presence: Views of all headers, `(records, agents)`.
@@ -135,7 +135,7 @@ class TransitionRecords:
         self.presence = view(at + 11 * n + 2, np.uint8, (n,))
 
     def write(self, record: int, transition: Transition) -> Leftovers | None:
-        """Write what fits, and return the rest, to be pickled; `Mismatch` if a value is not of its space."""
+        """Write the values that fit, and return the others to be pickled; `Mismatch` if a space does not match."""
         written = 0 if self._codec is None else self._codec.put(record, transition)
         if written == 0 and self._codec is not None:
             written = self._codec.put(record, self._conformed(transition))
@@ -166,7 +166,7 @@ class TransitionRecords:
                 except Mismatch as error:
                     raise Mismatch(f"the reward of agent {agent!r}: {error}") from error
         leftovers |= {"rewards": {**rewards}, "terminateds": {**terminateds}, "truncateds": {**truncateds}}
-        for name, those in (("alive", alive), ("acting", acting)):  # in the block: leftovers may not be unpickled
+        for name, those in (("alive", alive), ("acting", acting)):  # in the block, as leftovers may stay pickled
             for agent in those:
                 if agent in self._places:
                     presence[self._places[agent]] |= BITS[name]
@@ -177,7 +177,7 @@ class TransitionRecords:
         return leftovers
 
     def _conformed(self, transition: Transition) -> Transition:
-        """A transition with observations cast to their spaces, as far as that goes."""
+        """A transition with observations cast to their spaces, as far as possible."""
 
         def cast(values: dict[Any, Any] | None) -> dict[Any, Any] | None:
             declared = self._layout.schema.observation_spaces
@@ -189,7 +189,7 @@ class TransitionRecords:
         return transition._replace(observations=observations, final_observations=cast(transition.final_observations))
 
     def is_whole(self, record: int) -> bool:
-        """Whether nothing but infos is pickled."""
+        """Whether at most infos are pickled."""
         return not int(self._codes[record]) & PICKLED
 
     def has_leftovers(self, record: int) -> bool:
@@ -197,7 +197,7 @@ class TransitionRecords:
         return bool(int(self._codes[record]) & (PICKLED | INFOS))
 
     def read(self, record: int, leftovers: Leftovers | None) -> Transition:
-        """What `write` or compiled code has written; `leftovers` did not fit. The lists are not to be changed."""
+        """The transition in a record, as this file or compiled code wrote it, with `leftovers`. Lists are read-only."""
         leftovers, code = leftovers or {}, int(self._codes[record])
         if not code & PICKLED and self._codec is not None:
             parts = Transition(*self._codec.parts(record, self._copy))
@@ -224,11 +224,11 @@ class TransitionRecords:
         return in_order(values | leftovers[name], self._layout.schema.possible_agents) if name in leftovers else values
 
     def is_final(self, record: int) -> bool:
-        """Whether a record has the end of an episode and the beginning of the next one."""
+        """Whether a record has the end of one episode and the beginning of the next one."""
         return bool(int(self._codes[record]) & FINAL)
 
     def observed(self, record: int) -> dict[AgentID, Any]:
-        """The observations in a record, without those that are pickled; arrays are views."""
+        """The observations in a record, without pickled ones; arrays are views."""
         return self._layout.observations.read(record, self._agents_with(record, "observations"), False)
 
     def _agents_with(self, record: int, name: str) -> list[AgentID]:
@@ -245,7 +245,7 @@ WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.
 
 
 class RecordPlaces(NamedTuple):
-    """Where records and their parts are: the numbers of a `Layout` that `RecordSlices` needs."""
+    """The offsets of records and their parts: the numbers of a `Layout` that `RecordSlices` needs."""
 
     num_records: int
     stride: int
@@ -259,9 +259,9 @@ class RecordPlaces(NamedTuple):
 
 
 class RecordSlices:
-    """The same part of several records as an array `(records, bytes)`, a copy.
+    """Copies of the same part of several records, as arrays `(records, bytes)`.
 
-    Each end has a block of its own; what one end has written, the other writes into its own.
+    Parent and worker each have a block. One side sends slices of its block; the other writes them into its own block.
     """
 
     def __init__(self, layout: Layout | RecordPlaces, buffer: Any) -> None:
@@ -276,7 +276,7 @@ class RecordSlices:
         self._records[_rows(env_ids), : slices.shape[1]] = slices
 
     def results(self, env_ids: Sequence[int], message: Message, *, states: bool = False) -> NDArray[np.uint8]:
-        """What a worker has written to carry out a request; `states` if each reset and step writes states."""
+        """The parts that a worker writes for a request; with `states`, also the states of each reset and step."""
         rows, start = _rows(env_ids), self._layout.transition_header
         codes = np.ascontiguousarray(self._records[rows, start : start + _CODE_NBYTES]).view(np.uint64)
         whole = states or message is Message.STATE or bool((codes & np.uint64(FINAL)).any())
@@ -291,7 +291,7 @@ class RecordSlices:
         return self._records[_rows(env_ids)].tobytes()
 
     def put_records(self, env_ids: Sequence[int], records: bytes) -> None:
-        """Write the results out of whole records."""
+        """Write the results that whole records contain."""
         whole = np.frombuffer(records, np.uint8).reshape(len(env_ids), self._layout.stride)
         self.put_results(env_ids, whole[:, self._layout.transition_header :])
 

@@ -1,8 +1,8 @@
-"""How to pickle by value what Python pickles by name or not at all: `functools.lru_cache` and the like.
+"""Pickles by value some objects that Python pickles by name or cannot pickle, such as those of `functools.lru_cache`.
 
 The definitions of a script travel by value. A decorated function that is an object implemented in C would travel as a
-name, which no other process can look up in its own `__main__`. So it is taken apart: the function it wraps, and its
-parameters. What it has cached stays here.
+name, which no other process can look up in its own `__main__`. So it is taken apart: the function that it wraps, and
+the parameters. Its cached results stay here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CachedFunction: type = type(functools.lru_cache(maxsize=1)(lambda: None))
 
 
 def can_be_imported(definition: Any) -> bool:
-    """Whether another process finds a definition by module and name; not one that travels by value."""
+    """Whether another process finds a definition by module and name; False for one that travels by value."""
     module_name, path = getattr(definition, "__module__", None), getattr(definition, "__qualname__", None)
     if not isinstance(module_name, str) or not isinstance(path, str) or module_name in SCRIPTS:
         return False
@@ -46,7 +46,7 @@ def can_be_imported(definition: Any) -> bool:
 def parts_of_cached(cached: Any) -> tuple[Callable[..., Any], Mapping[str, Any], dict[str, Any]]:
     """The function that `functools.lru_cache` wraps, its parameters, and the attributes of the wrapper."""
     attributes = {name: value for name, value in vars(cached).items() if name != "cache_parameters"}
-    # `functools.update_wrapper` may have replaced `__wrapped__`. Only the garbage collector knows the function then.
+    # `functools.update_wrapper` may have replaced `__wrapped__`; then only the garbage collector finds the function.
     referents = [one for one in gc.get_referents(cached) if callable(one)]
     function = next((one for one in referents if one is attributes.get("__wrapped__")), None)
     if function is None:
@@ -55,12 +55,12 @@ def parts_of_cached(cached: Any) -> tuple[Callable[..., Any], Mapping[str, Any],
 
 
 def new_cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
-    """A `functools.lru_cache` with nothing in it."""
+    """An empty `functools.lru_cache` around a function."""
     return functools.lru_cache(**parameters)(function)
 
 
 def reduce_cached_property(value: functools.cached_property[Any]) -> Reduced:
-    """Until Python 3.11 it has a lock."""
+    """Reduce a cached property, which has a lock until Python 3.11."""
     attributes = {name: one for name, one in vars(value).items() if name != "lock"}
     return _new_cached_property, (type(value), attributes, "lock" in vars(value))
 
@@ -72,10 +72,10 @@ def _new_cached_property(kind: Any, attributes: Mapping[str, Any], has_lock: boo
 
 
 def _reduce_ufunc(ufunc: np.ufunc) -> Any:
-    """The ufuncs of `numpy.frompyfunc`, which `numpy.vectorize` keeps, too, have names that no module knows."""
+    """Reduce ufuncs of `numpy.frompyfunc` (and `numpy.vectorize`), whose names no module has."""
     function = next((one for one in gc.get_referents(ufunc) if callable(one)), None)
     if not ufunc.__name__.endswith(" (vectorized)") or function is None:
-        return copyreg.dispatch_table[np.ufunc](ufunc)  # NumPy's: by name
+        return copyreg.dispatch_table[np.ufunc](ufunc)  # NumPy's ufuncs: by name
     return _new_ufunc, (function, ufunc.nin, ufunc.nout, ufunc.identity)
 
 
@@ -84,7 +84,7 @@ def _new_ufunc(function: Callable[..., Any], nin: int, nout: int, identity: Any)
 
 
 def _reduce_key(key: Any) -> Reduced:
-    """What `functools.cmp_to_key` returns, or a key of one object that it has made."""
+    """Reduce a result of `functools.cmp_to_key`, or the key that such a result makes of one object."""
     compare = next(one for one in gc.get_referents(key) if callable(one) and not isinstance(one, type))
     return _new_key, (compare, *([key.obj] if hasattr(key, "obj") else []))
 
@@ -99,7 +99,7 @@ def _reduce_weak_dict(weak: Any) -> Reduced:
 
 
 def _reduce_new_type(new_type: Any) -> Any:
-    """`typing.NewType`, which annotations refer to."""
+    """Reduce a `typing.NewType`, which annotations refer to."""
     if can_be_imported(new_type):
         return new_type.__qualname__
     return _new_type, (new_type.__name__, new_type.__supertype__, new_type.__module__)
@@ -113,17 +113,17 @@ def _new_type(name: str, supertype: Any, module: str) -> Any:
 
 
 def _reduce_type_parameter(parameter: Any) -> Any:
-    """`typing.ParamSpec` and `TypeVarTuple`; cloudpickle knows `TypeVar` only."""
+    """Reduce a `typing.ParamSpec` or `TypeVarTuple`; cloudpickle knows only `TypeVar`."""
     return parameter.__name__ if _is_in_module(parameter) else (type(parameter), (parameter.__name__,))
 
 
 def _reduce_alias(alias: Any) -> Any:
-    """`type Name = ...` of Python 3.12."""
+    """Reduce a `type Name = ...` of Python 3.12."""
     return alias.__name__ if _is_in_module(alias) else (type(alias), (alias.__name__, alias.__value__))
 
 
 def _is_in_module(definition: Any) -> bool:
-    """As `can_be_imported`, for what has no `__qualname__`."""
+    """As `can_be_imported`, for definitions without a `__qualname__`."""
     module = sys.modules.get(definition.__module__)
     return definition.__module__ not in SCRIPTS and getattr(module, definition.__name__, None) is definition
 

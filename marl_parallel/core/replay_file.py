@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "marl_parallel-replays"
-"""The default folder, in the current one."""
+"""The default folder, inside the current folder."""
 VERSION = 3
 _MAGIC = b"marl_parallel replay "
 
 
 class BadReplay(ValueError):
-    """A file cannot be replayed."""
+    """Raised for a file that cannot be replayed."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,20 @@ class Crash:
 
     env_id: int
     error: str  # the type of the error
-    method: str  # that failed; empty if it is not known
-    step: int  # the number of steps in the episode, with the one that failed
+    method: str  # the method that failed; empty if unknown
+    step: int  # the number of steps in the episode, including the one that failed
     first_step: int  # the first step whose actions are in the file
     mode: str  # the auto-reset mode
     constructor_seed: int
     restarts: int  # how often the environment had been rebuilt
-    seed: int  # the last one passed to a reset by the caller, or to a rebuilt environment
-    number: int  # how many episodes have begun since without a seed
-    takes_seed: bool  # whether the simulator's `reset` takes one
-    isolate_rng: bool  # whether derived seeds are also those of the process-wide generators
-    seeds_generators: bool  # whether `seed` is, too, if `number` is zero: the caller passed it to this reset
+    seed: int  # the last seed that the caller passed to a reset, or that a rebuilt environment got
+    number: int  # how many episodes have begun without a seed since then
+    takes_seed: bool  # whether the simulator's `reset` takes a seed
+    isolate_rng: bool  # whether derived seeds also seed the process-wide generators
+    seeds_generators: bool  # whether `seed` does so too, if `number` is zero: the caller passed it to this reset
     arrays: bool  # whether values travelled through shared memory
     report: str  # the text of the error
-    written: str  # when
+    written: str  # the time
     versions: dict[str, str]
     sys_path: list[str]
     folder: str  # the current one
@@ -62,7 +62,7 @@ _PICKLED = [one.name for one in fields(Crash) if one.type == "bytes"]
 
 
 def write_crash(crash: Crash, path: Path) -> None:
-    """Write a file, whole or not at all, and only for this user; `OSError` if that is impossible."""
+    """Write a file that only this user can read, whole or not at all; `OSError` if that fails."""
     pickled = {name: getattr(crash, name) for name in _PICKLED}
     header = {one.name: getattr(crash, one.name) for one in fields(crash) if one.name not in pickled}
     header["nbytes"] = [len(part) for part in pickled.values()]
@@ -82,15 +82,13 @@ def write_crash(crash: Crash, path: Path) -> None:
 
 
 def read_crash(path: Path) -> Crash:
-    """Read a file without unpickling anything; `BadReplay` if it is none, or not whole, or of another version."""
+    """Read a file without unpickling anything; `BadReplay` if it is not a whole replay file of this version."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise BadReplay(f"{path} cannot be read: {error.strerror or error}") from error
     if not content.startswith(_MAGIC):
-        raise BadReplay(
-            f"{path} is not a replay file: marl_parallel writes these, as env-*.replay, if replay= is passed"
-        )
+        raise BadReplay(f"{path} is not a replay file: ParallelEnv(replay=...) writes replay files, named env-*.replay")
     first, _, rest = content.partition(b"\n")
     written_as = first.removeprefix(_MAGIC).decode(errors="replace")
     if written_as != str(VERSION):
@@ -99,7 +97,7 @@ def read_crash(path: Path) -> Crash:
             "release that wrote it"
         )
     line, _, body = rest.partition(b"\n")
-    truncated = f"{path} is not whole: it was copied or written only partly"
+    truncated = f"{path} is incomplete or was changed after it was written: copy the original file again"
     try:
         header = json.loads(line)
         sizes, checksum = header.pop("nbytes"), header.pop("crc32")

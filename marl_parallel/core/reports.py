@@ -26,10 +26,10 @@ logger = logging.getLogger("marl_parallel")
 
 
 class LongCall(NamedTuple):
-    """An environment, or a worker, that has been in the same call for long."""
+    """An environment or a worker that has been in one call for a long time."""
 
     worker: int
-    running: Running | None  # None if the worker has not begun what was requested
+    running: Running | None  # None if the worker has not begun the request
     activity: Activity
     seconds: float
 
@@ -39,11 +39,11 @@ WARNS_AFTER_S = 1.0
 
 
 FIRST_CONSTRUCTION = '; a fault in the first construction is always raised, also with on_error="restart"'
-"""The advice where environments are restarted, but only once all have been constructed."""
+"""The advice with `on_error="restart"`, for errors before all environments have been constructed."""
 
 
 def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> EnvError:
-    """The error of an environment that raised; the original exception is its cause and `original`, if it pickles."""
+    """The error of an environment that raised; its cause and `original` is the exception, if that pickles."""
     method, stack = failure.method, with_code(failure.traceback)
     to_do = failure.to_do or f"fix the simulator, or its arguments{_restart(method, advice)}"
     text = (
@@ -55,7 +55,7 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
         try:
             original = loads(failure.exception)
         except Exception as reason:
-            # It unpickles in the worker, but not here; its text is in the message in any case.
+            # It unpickles in the worker, but not here; the message has its text all the same.
             logger.debug("the exception of environment %d does not unpickle: %s", env_id, reason)
     error = EnvError(text, env_ids=(env_id,), worker=worker, original=original, method=method, remote_traceback=stack)
     error.__cause__ = original
@@ -66,7 +66,7 @@ def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
     """The error of an environment whose results cannot be unpickled here."""
     text = (
         f"environment {env_id} (worker {worker}) returned observations, infos or results that cannot be unpickled "
-        f"here: {type(error).__name__}: {error}. Return plain numbers, texts and arrays, or classes that unpickle here."
+        f"here: {type(error).__name__}: {error}. Return plain numbers, texts and arrays, or objects that unpickle here."
     )
     return EnvError(text, env_ids=(env_id,), worker=worker, method="unpickle")
 
@@ -120,7 +120,7 @@ def too_large(
     running: Running | None,
     log_tail: str,
 ) -> WorkerCrashed:
-    """The error of a worker that was killed because of its memory; it counts as a fault of the environment `env_id`."""
+    """The error of a worker killed because of its memory; counts as a fault of the environment `env_id`."""
     during, counts, alone = "no environment was running", "", ""
     if running is not None:
         during = f"environment {running.env_id} was in {running.activity.method}"
@@ -140,7 +140,7 @@ def too_large(
 
 
 def long_call(share: Sequence[int], long: LongCall, stack: str, to_do: str = "") -> str:
-    """The warning about an environment, or the environments of a worker, in one call for long."""
+    """The warning about an environment, or the environments of a worker, in one call for a long time."""
     worker, running, activity, seconds = long
     time = f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     what = f"worker {worker} ({environments(share)}) has been waiting for {time} to start its {activity.method}"
@@ -178,7 +178,7 @@ def first_line(error: BaseException) -> str:
 
 
 def environments(env_ids: Sequence[int]) -> str:
-    """Neighbouring env ids in words."""
+    """Neighbouring env ids in words, such as "environments 0 to 3"."""
     return f"environment {env_ids[0]}" if len(env_ids) == 1 else f"environments {env_ids[0]} to {env_ids[-1]}"
 
 
@@ -197,7 +197,7 @@ def _section(heading: str, stack: str) -> str:
 
 
 def with_code(stack: str) -> str:
-    """A worker's stack with the code of frames that are not in a file: only this process has a notebook's cells."""
+    """A worker's stack, with the code of frames in notebook cells, which only this process has."""
     lines = []
     for line in stack.splitlines(keepends=True):
         lines.append(line)
@@ -214,14 +214,14 @@ def end_of_log(log_tail: str) -> str:
 
 
 def manner_of_death(lost: Lost) -> tuple[str, str]:
-    """How a process died, and what to do about it."""
+    """How a process died, and the advice for that."""
     alone = 'run that environment alone, with backend="serial"'
     if lost.reason:
-        return lost.reason, "find out what ended it, before you start the run again"
+        return lost.reason, "find out what ended it before you start the run again"
     if lost.exitcode is None:
         return "cause unknown", alone
     if lost.exitcode >= 0:
-        return f"exit code {lost.exitcode}", f"find what ends the process in the simulator, such as os._exit; {alone}"
+        return f"exit code {lost.exitcode}", f"find what in the simulator ends the process, such as os._exit; {alone}"
     number = -lost.exitcode
     name = signal.Signals(number).name if number in [*signal.Signals] else "a signal"
     manner = f"{name} (signal {number})"
@@ -233,13 +233,13 @@ def manner_of_death(lost: Lost) -> tuple[str, str]:
     if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"):
         return manner, f"fix the native code that broke, or report it to its authors; to find it, {alone}"
     if name == "SIGTERM":
-        survival = "workers survive a SIGTERM from outside, unless a simulator sets another handler, or the default one"
+        survival = "workers survive a SIGTERM from outside unless a simulator sets a handler for it, or the default one"
         return manner, f"find out what sent that signal, and which simulator calls signal.signal: {survival}; {alone}"
     return manner, f"find out what sent that signal; {alone}"
 
 
 def _runs_simulator(frames: Sequence[re.Match[str]]) -> int:
-    """2 for a worker's thread, 1 for another one of ours, else 0."""
+    """2 for a worker's thread, 1 for another thread of this package, else 0."""
     if any(frame["path"] == _WORKER for frame in frames):
         return 2
     return int(any(frame["path"].startswith(_OURS) for frame in frames))
@@ -265,7 +265,7 @@ def place(stack: str) -> str:
     """
     latest = stack.rpartition("Traceback (most recent call last):")[2]
     threads = [list(_FRAME.finditer(part)) for part in _THREAD.split(latest)]
-    # The thread that runs the simulator, else another one of ours, else the first one.
+    # The thread that runs the simulator, else another thread of this package, else the first thread.
     frames = max(threads, key=lambda frames: (_runs_simulator(frames), bool(frames)))
     if frames and frames[0]["traceback"]:
         frames.reverse()

@@ -1,10 +1,10 @@
-"""A simulator as bytes, from which another process makes it again: what `save_state` and `load_state` do in a worker.
+"""Saves a simulator as bytes, and loads it in another process: `save_state` and `load_state` in a worker.
 
-The simulator is pickled with its adapter and wrappers, except for what a pickle would lose::
+The simulator is pickled with its adapter and wrappers. These objects are treated in another way::
 
     objects that pickle only the arguments of their constructor (EzPickle)    with all attributes
     views of arrays                                                          as views of the same memory
-    unchanged large arrays of the constructor                                as a reference; nothing is copied
+    unchanged large arrays of the constructor                                as a reference, without a copy
     fonts, clocks, surfaces of pygame; locks                                 made again
     classes of the caller's script                                           by name: the script may have changed
 
@@ -44,33 +44,33 @@ PAIRS = (
     ("save_state", "restore"),
     ("clone_state", "restore_state"),
 )
-"""Methods by which a layer of a simulator saves itself, and loads that; the first pair that it has counts."""
+"""Methods by which a layer of a simulator saves and loads its state; the first pair that a layer has is used."""
 
-_ARRAY, _LAYER = "array", "layer"  # what a pickle refers to
+_ARRAY, _LAYER = "array", "layer"  # the kinds of references in a pickle
 
 
 class SavedSimulator(NamedTuple):
-    """A simulator and what belongs to it, pickled."""
+    """A pickled simulator, with its adapter and wrappers."""
 
     pickled: bytes
-    needs_constructor: bool  # whether it is loaded into a new environment
+    needs_constructor: bool  # whether loading needs a new environment
     needs_arrays: bool  # whether it refers to arrays of its constructor
 
 
 class CannotBeSaved(Exception):
-    """The text says what cannot be pickled, and where it is."""
+    """The simulator cannot be pickled; the text says which part, and where it is."""
 
 
 class CannotBeLoaded(Exception):
-    """The text says why."""
+    """The simulator cannot be loaded; the text says why."""
 
 
 class Loaded(NamedTuple):
-    """A simulator that has been made again."""
+    """A loaded simulator."""
 
     env: MultiAgentEnv
-    more: Any  # what was saved with it
-    uses_pygame: bool  # whether it has objects of pygame, which become invalid when another one calls pygame.quit()
+    more: Any  # the value that was saved with it
+    uses_pygame: bool  # whether it has objects of pygame, which pygame.quit() of another one makes invalid
 
 
 Layers: TypeAlias = Mapping[int, tuple[Any, tuple[str, str]]]
@@ -105,7 +105,7 @@ def _dump(
 
 
 def load_simulator(saved: SavedSimulator, arrays: ConstructorArrays, construct: Callable[[], MultiAgentEnv]) -> Loaded:
-    """Make a simulator again; `construct` makes and resets a new one, if one is needed. Raises `CannotBeLoaded`."""
+    """Load a simulator; `construct` makes and resets a new one, if needed. Raises `CannotBeLoaded`."""
     layers: list[Any] = []
     fresh: MultiAgentEnv | None = None
     if saved.needs_constructor:
@@ -120,7 +120,7 @@ def load_simulator(saved: SavedSimulator, arrays: ConstructorArrays, construct: 
 
 
 def close_quietly(env: MultiAgentEnv) -> None:
-    """Close an environment that is dropped; its own error would hide the reason."""
+    """Close an environment and ignore its errors, which would hide the reason for dropping it."""
     with contextlib.suppress(Exception):
         env.close()
 
@@ -136,9 +136,7 @@ def _load(saved: SavedSimulator, arrays: ConstructorArrays, layers: Sequence[Any
     for number, state in states.items():
         kind, pair = kinds[number]
         if attributes.type_name(layers[number]) != kind:
-            raise CannotBeLoaded(
-                f"its constructor makes a {attributes.type_name(layers[number])} where there was a {kind}"
-            )
+            raise CannotBeLoaded(f"its constructor makes a {attributes.type_name(layers[number])} in place of a {kind}")
         try:
             getattr(layers[number], pair[1])(state)
         except Exception as error:
@@ -150,7 +148,7 @@ def _load(saved: SavedSimulator, arrays: ConstructorArrays, layers: Sequence[Any
 
 
 def _pair_of(layer: Any) -> tuple[str, str] | None:
-    """The methods by which a layer saves itself; not those of another layer that it forwards."""
+    """The methods by which a layer saves itself, without methods that it forwards from another layer."""
     for pair in PAIRS:
         if all(callable(getattr(type(layer), name, None)) for name in pair):
             required = [_required(getattr(layer, name)) for name in pair]
@@ -160,7 +158,7 @@ def _pair_of(layer: Any) -> tuple[str, str] | None:
 
 
 def _required(method: Any) -> int | None:
-    """How many arguments a method requires; None if that is not known."""
+    """How many arguments a method requires; None if unknown."""
     try:
         parameters = attributes.signature(method).parameters.values()
     except (TypeError, ValueError):
@@ -208,7 +206,7 @@ def _where(source: Any, arrays: ConstructorArrays, layers: Layers, states: Mappi
 
 
 def _attributes_of(layers: Layers, value: Any) -> Mapping[str, Any] | None:
-    """What `path_to_unpicklable` looks into: not into layers that save themselves."""
+    """The attributes that `path_to_unpicklable` searches: none for layers that save themselves."""
     return {} if id(value) in _numbers(layers) else _attributes_of_ez_pickle(value)
 
 
@@ -264,7 +262,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         if pid[0] == _LAYER:
             if pid[1] >= len(self._layers):
-                raise CannotBeLoaded("its constructor makes an environment with fewer wrappers than there were")
+                raise CannotBeLoaded("its constructor makes fewer wrappers than when the state was saved")
             return self._layers[pid[1]]
         _, place, dtype, shape, strides, writeable = pid
         array: NDArray[Any] = np.ndarray(shape, dtype, *self._arrays.at(place), strides)
@@ -273,7 +271,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _is_found_by_name(definition: Any) -> bool:
-    """Whether this process's script, or its copy in a worker, has a definition by its name."""
+    """Whether this process's script, or the `__main__` of a worker, has a definition under its name."""
     module, path = getattr(definition, "__module__", None), definition.__qualname__
     if module not in SCRIPTS or "#" in path or "<" in path:
         return False
@@ -284,7 +282,7 @@ def _is_found_by_name(definition: Any) -> bool:
 
 
 def _attributes_of_ez_pickle(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object that would pickle only the arguments of its constructor; None for others."""
+    """The attributes of an object that would pickle only its constructor's arguments; None for other objects."""
     name = getattr(getattr(type(value), "__getstate__", None), "__qualname__", "")
     return vars(value) if name == "EzPickle.__getstate__" else None
 
@@ -298,7 +296,7 @@ def _set_attributes(value: Any, attributes_: Mapping[str, Any]) -> None:
 
 
 def _reduced_view(array: NDArray[Any]) -> Any:
-    """A view of another array as such; None for other arrays, which have memory of their own."""
+    """Reduce a view of another array to a view; None for an array with memory of its own."""
     whole = array.base
     if type(whole) is not np.ndarray or array.dtype.hasobject or whole.dtype.hasobject or not array.nbytes:
         return None
@@ -345,7 +343,7 @@ def _reduce_clock(clock: Any) -> Any:
 def _reduce_free_font(font: Any) -> Any:
     try:
         return _new_of_pygame, ("freetype", "Font", (font.path, font.size))
-    except RuntimeError:  # the close of another environment has ended pygame: this font cannot be used any more
+    except RuntimeError:  # the close of another environment has ended pygame, so this font is unusable
         return _new_of_pygame, ("freetype", "Font", (None, 24))
 
 
@@ -395,4 +393,4 @@ _RESOURCES: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("pygame.freetype", "Font"): _reduce_free_font,
     ("pygame.surface", "Surface"): _reduce_surface,
 }
-"""By the module and the name of a class, how its objects are reduced."""
+"""By the module and the name of a class, the function that reduces its objects."""

@@ -1,6 +1,6 @@
-"""What the environments of a batch have in common: agents and spaces, compared and pickled.
+"""The common agents and spaces of the environments in a batch: compares and pickles them.
 
-A `Box` keeps four arrays of its shape. In most boxes each of them is one constant, and travels as that constant.
+A `Box` keeps four arrays of its shape. In most boxes, the elements of an array are equal; one element travels for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from marl_parallel.core.pickling import ByValuePickler, dumps_by_value, loads
 
 
 def common_schema(described: Sequence[Schema]) -> Schema:
-    """What all environments have in common; raises `ValueError` if they differ in rules, agents or spaces."""
+    """The description of all environments; raises `ValueError` if they differ in rules, agents or spaces."""
     first = described[0]
     for env_id, other in enumerate(described):
         if other is not first and (text := difference(first, other)):  # several environments may share one description
@@ -30,7 +30,7 @@ def common_schema(described: Sequence[Schema]) -> Schema:
 
 
 def difference(first: Schema, other: Schema) -> str | None:
-    """What another description has against the first one: "the action space of agent ...: ... against ..."."""
+    """How another description differs from the first one: "the action space of agent ...: got ..., expected ..."."""
     if other.rules is not first.rules:
         return _against("rules", other.rules.value, first.rules.value)
     if other.possible_agents != first.possible_agents:
@@ -48,8 +48,8 @@ def difference(first: Schema, other: Schema) -> str | None:
 
 def _against(what: str, theirs: Any, ours: Any) -> str:
     if str(theirs) == str(ours):  # such as a class and its base class
-        ours = "what looks the same, but is of another class, or has one in it"
-    return f"{what}: {theirs} against {ours}"
+        ours = "something that looks the same, but is of another class or contains another class"
+    return f"{what}: got {theirs}, expected {ours}"
 
 
 def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> list[tuple[Space[Any], list[int]]]:
@@ -68,14 +68,14 @@ def alike(declared: Mapping[AgentID, Space[Any]], agents: Sequence[AgentID]) -> 
 
 
 def equal(ours: Space[Any] | None, theirs: Space[Any] | None, *, classes: bool = False) -> bool:
-    """As `ours == theirs`, but quick for large boxes that are bit for bit the same.
+    """Like `ours == theirs`, but fast for large boxes that are bitwise equal.
 
     With `classes`, all parts must have the same classes, too: values of a derived class may travel in another way.
     """
     kind, other = type(ours), type(theirs)
     if ours is theirs:
         return True
-    # By name: a class that is made in the constructor is another one in each environment.
+    # By name: a class that is defined in the constructor is a new class in each environment.
     if classes and (kind.__module__, kind.__qualname__) != (other.__module__, other.__qualname__):
         return False
     if classes or (kind is other and kind in (spaces.Dict, spaces.Tuple)):
@@ -84,16 +84,16 @@ def equal(ours: Space[Any] | None, theirs: Space[Any] | None, *, classes: bool =
         if isinstance(ours, spaces.Tuple) and isinstance(theirs, spaces.Tuple):
             pairs = zip(ours, theirs)
             return len(ours) == len(theirs) and all(equal(one, another, classes=classes) for one, another in pairs)
-    # Gymnasium leaves equality to each kind of space; of one that has none, only the kind can be compared.
+    # Gymnasium leaves `==` to each class of spaces; without it, only the classes can be compared.
     if classes and kind.__eq__ is object.__eq__:
         return True
     return (kind is other is spaces.Box and _same_box(ours, theirs)) or bool(ours == theirs)
 
 
 def check_pickled_agents(agents: Iterable[AgentID], kind: str) -> None:
-    """Raise `InvalidAgents` for agents that are other keys of a dict once they have been pickled.
+    """Raise `InvalidAgents` for agents that are another key of a dict after they have been pickled.
 
-    `kind` is what declares them. The caller receives agents pickled, and so do simulators in actions.
+    `kind` names the class that declares them. Agents travel pickled to the caller, and to simulators in actions.
     """
     for agent in agents:
         if type(agent) in (str, int):
@@ -107,14 +107,14 @@ def check_pickled_agents(agents: Iterable[AgentID], kind: str) -> None:
             raise InvalidAgents(
                 f"{kind} declares the agent {agent!r}, which does not survive pickling ({reason}): the ids of agents "
                 "travel between workers and your program. Name agents by strings, numbers, tuples of them or enums, or "
-                "by objects that are equal if their values are, such as those of a frozen dataclass"
+                "by objects that are equal if their values are equal, such as objects of a frozen dataclass"
             )
 
 
 _LARGE = 1024
 """Bytes; smaller arrays are pickled as they are."""
 _CHUNK = 1 << 16
-"""Elements that are compared at a time, so that temporary arrays stay in the cache and differences end it early."""
+"""Elements to compare at a time: temporary arrays stay in the cache, and the first difference ends the comparison."""
 
 
 def _same_box(ours: Any, theirs: Any) -> bool:
@@ -133,15 +133,15 @@ def _same_elements(ours: NDArray[Any], theirs: NDArray[Any]) -> bool:
 
 
 def dumps_compactly(value: Any) -> bytes:
-    """Pickle something with cloudpickle, each large array of one constant as that constant.
+    """Pickle a value with cloudpickle; a large array of equal elements is pickled as one element.
 
-    `pickle.loads` makes all arrays again in full: writable, contiguous and with memory of their own.
+    `pickle.loads` makes all arrays in full: writable, contiguous and with memory of their own.
     """
     return dumps_by_value(value, CompactPickler)
 
 
 class CompactPickler(ByValuePickler):
-    """Pickles large arrays of one constant, which are writable and contiguous, as that constant."""
+    """Pickles a large, writable, contiguous array of equal elements as one element."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not np.ndarray or obj.nbytes < _LARGE:
@@ -149,8 +149,8 @@ class CompactPickler(ByValuePickler):
         if obj.dtype.kind not in "biuf" or obj.dtype.itemsize not in (1, 2, 4, 8):
             return NotImplemented
         first = obj[(slice(0, 1),) * obj.ndim].tobytes()
-        if any(obj.strides):  # else it is one element, broadcast
-            # As integers: zeros of both signs differ in their bits only, and so does one NaN from another.
+        if any(obj.strides):  # else the array is one element, broadcast
+            # Compared as integers: positive and negative zeros, and different NaNs, differ only in their bits.
             bits = obj.ravel("K").view(f"u{obj.dtype.itemsize}")
             if not _same_elements(bits, np.broadcast_to(np.frombuffer(first, bits.dtype), bits.shape)):
                 return NotImplemented
@@ -159,5 +159,5 @@ class CompactPickler(ByValuePickler):
 
 def _filled(shape: tuple[int, ...], dtype: np.dtype[Any], constant: bytes) -> NDArray[Any]:
     if not any(constant):
-        return np.zeros(shape, dtype)  # takes no time, and memory only once it is written to
+        return np.zeros(shape, dtype)  # takes no time, and memory only when it is written to
     return np.full(shape, np.frombuffer(constant, dtype)[0], dtype)

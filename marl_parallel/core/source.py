@@ -1,8 +1,8 @@
-"""`Source`: what a `BatchRunner` sends requests to; `Transitions`: the caller's side of what comes back.
+"""`Source` carries out the requests of a `BatchRunner`; `Transitions` are the caller's side of the results.
 
 A pool of workers (`pool/pool.py`) is a source, and its block (`block_transitions.py`) has the transitions. A simulator
-that steps many environments by itself (`sources/native.py`) is both. Nothing above needs to know which of them it has,
-except for what only workers can do: `BatchRunner.workers` is None where there are none.
+that steps many environments by itself (`sources/native.py`) is both. The code above uses both in the same way, except
+for features that need workers: `BatchRunner.workers` is None without workers.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.types import EnvError, Stats
 
 StackedMasks: TypeAlias = dict[AgentID, tuple[NDArray[Any] | None, NDArray[np.bool_]]]
-"""By agent, views of its action masks, `(num_envs, ...)`, and the rows that the simulator reported; other rows hold
-anything. The views are None for masks of a form that does not stack."""
+"""By agent, views of its action masks, `(num_envs, ...)`, and which rows the simulator reported; other rows have any
+values. The views are None for masks that cannot be stacked."""
 
 
 class Source(ABC):
-    """Environments that are reset and stepped by requests. After a fault, everything is closed, unless it is survived.
+    """Environments that requests reset and step. A fault closes everything, unless an extension deals with it.
 
     Attributes:
-        name: What errors call it.
-        shares: The environments of each worker; of all, where there are none.
+        name: The name of the source in errors.
+        shares: The environments of each worker; without workers, one share of all environments.
         batch_size: How many results arrive at a time.
         partial: Whether some environments can be stepped or reset alone.
         reseeds: Whether a reset can seed environments.
-        reset_replaces_automatic_one: Whether a reset right after the end of an episode takes the place of the automatic
-            one, so that it serves where automatic resets are not wanted.
-        in_flight: How many environments have been sent to and not received.
-        seeds_stale: Whether environments may use other seeds than those they declared last.
+        reset_replaces_automatic_one: Whether a reset right after the end of an episode replaces the automatic reset, so
+            that callers without automatic resets can use it.
+        in_flight: How many environments have been sent and not received.
+        seeds_stale: Whether environments may use other seeds than the seeds that they declared last.
         is_lean: Whether `step_all` may be called.
         closed: Whether `close` has begun.
-        freed: Whether it has freed everything, or is doing so.
-        closed_by: What has closed everything, in words; "" for the caller's `close`.
-        guard: The calls of the `BatchRunner`, once there is one.
+        freed: Whether `close` has freed everything, or is freeing it.
+        closed_by: The cause of the close, in words; "" for the caller's `close`.
+        guard: The guard of the `BatchRunner`'s calls, once a runner exists.
     """
 
     name: str
@@ -79,9 +79,9 @@ class Source(ABC):
 
     @abstractmethod
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
-        """Begin a `STEP` or `RESET` of environments that are not in flight; `payloads` are what they need for it.
+        """Begin a `STEP` or `RESET` of environments that are not in flight; `payloads` are the arguments.
 
-        With `together`, all of them are received at once, which is faster.
+        With `together`, all their results are received at once, which is faster.
         """
 
     @abstractmethod
@@ -93,27 +93,27 @@ class Source(ABC):
         *,
         window: float | None = None,
     ) -> Results:
-        """Wait for so many results, or for those of `env_ids`; then for `window` seconds for all others in flight."""
+        """Wait for `at_least` results, or the results of `env_ids`; then `window` seconds for all others in flight."""
 
     @abstractmethod
     def check_resets(self, env_ids: Sequence[int]) -> None:
-        """Raise `ValueError` if these environments cannot be reset at once."""
+        """Raise `ValueError` unless these environments can be reset in one call."""
 
     @abstractmethod
     def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
-        """Carry out another request in some environments, while nothing is in flight: the results by environment."""
+        """Carry out a request other than a step or reset while nothing is in flight; returns results by environment."""
 
     @abstractmethod
     def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
-        """Begin what `execute_in` does, and return; `finish_in` comes next, and nothing else before it."""
+        """Begin a request as `execute_in` does, and return; the next call must be `finish_in`."""
 
     @abstractmethod
     def finish_in(self, timeout: float | None) -> dict[int, Any]:
-        """The results of `begin_in`; `TimeoutError` after so many seconds, which loses nothing."""
+        """Wait for the results of `begin_in`; `TimeoutError` after `timeout` seconds, which loses nothing."""
 
     @abstractmethod
     def stats(self) -> Stats:
-        """What has been done so far."""
+        """Counts and times so far."""
 
     def check_open(self, error: str = "") -> None:
         """Raise `ClosedEnvironmentError` if everything has been closed; by default, its text says why."""
@@ -140,7 +140,7 @@ class Source(ABC):
 
     @abstractmethod
     def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> EnvError | None:
-        """Free everything; `ask` environments to close first. Returns the first error of their `close`. Idempotent."""
+        """Free everything, and with `ask`, close the environments first; returns their first error. Idempotent."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -148,13 +148,13 @@ class Source(ABC):
 
 
 class Transitions(ABC):
-    """Actions of many environments in, their transitions out, and where each environment stands.
+    """Writes actions of many environments, reads their transitions, and knows the state of each environment.
 
     Attributes:
         env_ids: All environments.
         mode: The auto-reset mode.
-        copies: Whether observations belong to the caller, and are no views of shared memory.
-        statistics: Of episodes.
+        copies: Whether observations are copies, which belong to the caller; else views of shared memory.
+        statistics: The statistics of episodes.
     """
 
     env_ids: tuple[int, ...]
@@ -166,7 +166,7 @@ class Transitions(ABC):
     def write_actions(
         self, env_ids: Sequence[int], actions: Sequence[Mapping[Any, Any]], *, stacked: bool = False
     ) -> Any:
-        """Take one dict of actions for each environment; returns the payload of their step."""
+        """Write one dict of actions for each environment; returns the payload of the step."""
 
     @abstractmethod
     def read(self, env_ids: Sequence[int], leftovers: Any, /) -> Columns:
@@ -174,18 +174,18 @@ class Transitions(ABC):
 
     @abstractmethod
     def masks(self, env_id: int) -> dict[AgentID, Any]:
-        """By agent, the latest action masks that the simulator reported, in new arrays, also of agents that do not act.
+        """The latest action masks that the simulator reported, by agent, in new arrays; also of agents that do not act.
 
         {} if the next action does not count.
         """
 
     @abstractmethod
     def stacked_masks(self) -> tuple[StackedMasks, list[int]]:
-        """The action masks by agent, and the environments in which only `masks` knows them."""
+        """The action masks by agent, and the environments whose masks only `masks` returns."""
 
     def mask_array(self, agents: Sequence[AgentID]) -> tuple[NDArray[np.int8], list[int]] | None:
-        """The action masks as one view `(num_envs, agents, choices)`, and the environments in which only `masks` knows
-        them. A negative first entry: not reported. None if masks are not together, or if these are not all agents.
+        """The action masks as one view `(num_envs, agents, choices)`, and the environments whose masks only `masks`
+        returns. An unreported mask has a negative first entry. None if masks are not in one array, or agents missing.
         """
         return None
 
@@ -207,7 +207,7 @@ class Transitions(ABC):
     @property
     @abstractmethod
     def has_reset(self) -> Sequence[bool]:
-        """Whether it has been reset at least once, for each environment."""
+        """Whether each environment has been reset at least once."""
 
     @abstractmethod
     def begin(self, env_ids: Iterable[int]) -> None:
@@ -215,4 +215,4 @@ class Transitions(ABC):
 
     @abstractmethod
     def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
-        """The global states, stacked, after a request for them has returned what it `pickled`, by environment."""
+        """The global states, stacked; `pickled` are the results of the request for them, by environment."""

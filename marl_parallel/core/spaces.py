@@ -1,7 +1,7 @@
 """Spaces and their values: trees of dicts and tuples, with arrays and numbers as leaves.
 
 `tree_map` walks every kind of tree: spaces, values, and stacks of values (`stacking.py`). `conform` casts one value to
-its space. `padded_space` joins unequal spaces; others are compared in `schema.py`.
+its space. `padded_space` joins unequal spaces. `schema.py` compares spaces.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _SEQUENCES = (list, tuple)
 
 
 class Mismatch(ValueError):
-    """A value that is not what its space declares; the text names what was expected, and the value.
+    """A value does not match its space; the text names the expected value and the actual one.
 
     Attributes:
-        path: The keys of the part within its tree, as `['eyes'][1]`; empty for the whole value.
+        path: The keys that lead to the part in its tree, such as `['eyes'][1]`; empty for the whole value.
     """
 
     path = ""
 
 
 class Unreadable(Mismatch):
-    """A reward or a flag that raises when it is read as a number or a truth value."""
+    """A reward or a flag raises an exception when it is read as a number or a truth value."""
 
 
 def unreadable(what: str, expected: str, value: Any, error: Exception) -> Unreadable:
-    """The error that `what` was to be `expected`, but reading it raised `error`."""
+    """The error for a value `what`: `expected` says what it must be, and reading it raised `error`."""
     reason = f"which raises {type(error).__name__}: {error}"
     return Unreadable(f"{what} must be {expected}, got {_REPR.repr(value)} of type {type(value).__name__}, {reason}")
 
 
-_REPR = reprlib.Repr()  # also of objects whose own `repr` raises
+_REPR = reprlib.Repr()  # works for objects whose `repr` raises
 _REPR.maxother = 200
 
 
@@ -61,7 +61,7 @@ def tree_map(
         function: Takes one leaf of each tree.
         tree: Dicts, lists and tuples of leaves; or a space, whose leaves are those of `leaves`.
         others: Trees of the same form.
-        form: Called with each dict or tuple of `tree` and the parts of the others there; raises if the form differs.
+        form: Called with each dict or tuple of `tree` and the same parts of `others`; raises if the form differs.
 
     Returns:
         A tree of the same form: dicts for `spaces.Dict`, tuples for `spaces.Tuple`. None stays None.
@@ -73,7 +73,7 @@ def tree_map(
         {'x': 6}
     """
     kind = type(tree)
-    if kind is np.ndarray or kind in _FIXED_SIZE:  # the most frequent; `isinstance` of a `spaces.Dict` takes long
+    if kind is np.ndarray or kind in _FIXED_SIZE:  # the most frequent; `isinstance` with `spaces.Dict` is slow
         return function(tree, *others)
     if kind is spaces.Dict or kind is spaces.Tuple:
         tree = tree.spaces
@@ -93,7 +93,7 @@ def tree_map(
 
 
 def check_form(tree: Any, others: Iterable[Any], remark: str = "") -> None:
-    """Raise `Mismatch` if one has other keys or another length than `tree`; a list may stand for a tuple."""
+    """Raise `Mismatch` if one of `others` has other keys or another length; a list may replace a tuple."""
     for other in others:
         if isinstance(tree, dict):
             if not isinstance(other, Mapping) or other.keys() != tree.keys():
@@ -114,7 +114,7 @@ def check_same_form(tree: Any, value: Any) -> None:
 
 
 def leaves(space: Space[Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Space[Any]]]:
-    """The leaves of a space, each with its path; a class derived from `Dict` or `Tuple` is a leaf, of any form."""
+    """The leaves of a space, each with its path; a space of a class derived from `Dict` or `Tuple` is a leaf."""
     if type(space) is not spaces.Dict and type(space) is not spaces.Tuple:
         yield path, space
         return
@@ -128,7 +128,7 @@ def fits_block(space: Space[Any]) -> bool:
 
 
 def unfit_leaf(space: Space[Any]) -> str:
-    """The first leaf of a space whose values have no fixed size, with its path; empty if there is none."""
+    """The first leaf of a space whose values have no fixed size, with its path; empty if all sizes are fixed."""
     for path, leaf in leaves(space):
         if type(leaf) not in _FIXED_SIZE:
             return f"{''.join(f'[{key!r}]' for key in path)}, {leaf}" if path else str(leaf)
@@ -162,15 +162,15 @@ def starts_elsewhere(space: Space[Any]) -> bool:
 
 
 def to_start(space: Space[Any], values: Any) -> Any:
-    """Values of `from_zero(space)`, one or stacked, as those of the space: integers of its dtype.
+    """Convert values of `from_zero(space)`, one or stacked, to values of the space: integers of its dtype.
 
-    Values that do not match the space stay as they are: the simulator, or its checks, refuse them.
+    Values that do not match the space stay as they are: the simulator or its checks refuse them.
     """
     return _moved(space, values, 1)
 
 
 def to_zero(space: Space[Any], values: Any) -> Any:
-    """The opposite of `to_start`."""
+    """Convert values of `space` to values of `from_zero(space)`."""
     return _moved(space, values, -1)
 
 
@@ -197,13 +197,13 @@ def _moved(space: Any, values: Any, sign: int) -> Any:
 
 
 def padded_space(parts: Sequence[Any], kinds: Container[type] = (*_FIXED_SIZE, spaces.Dict, spaces.Tuple)) -> Any:
-    """The smallest space of which values of all these spaces are a part, with zeros after them.
+    """The smallest space that holds the values of all these spaces, padded with zeros at the end of each axis.
 
     Boxes need the same dtype and number of axes, `Discrete` spaces the same start, dicts and tuples the same keys.
 
     Args:
         parts: Spaces of any kinds.
-        kinds: Those that are padded; spaces of other kinds must be equal.
+        kinds: The kinds of spaces that are padded; spaces of other kinds must be equal.
 
     Raises:
         ValueError: There is no such space.
@@ -234,7 +234,7 @@ def padded_space(parts: Sequence[Any], kinds: Container[type] = (*_FIXED_SIZE, s
 
 
 def padded_array(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Zeros after the values along each axis; an array of another number of axes, or a larger one, as it is."""
+    """Pad an array with zeros at the end of each axis; an array with other axes, or a larger one, stays as it is."""
     missing = [whole - size for whole, size in zip(shape, array.shape)]
     if array.ndim != len(shape) or min(missing, default=0) < 0 or not any(missing):
         return array
@@ -247,12 +247,12 @@ def padded_array(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 def conform(space: Space[Any], value: Any, *, strict: bool = False) -> Any:
     """Give the arrays in a value the dtype that their space declares; everything else stays as it is.
 
-    It follows the value, not the space: other keys are kept, and a list may stand for a tuple.
+    The result has the form of the value, not of the space: it keeps unknown keys, and a list may replace a tuple.
 
     Args:
         space: The declared space.
         value: The value of the simulator or the caller; None stays None.
-        strict: Whether missing keys and another length are errors, as in actions; else such parts are left alone.
+        strict: Whether missing keys and another length raise, as in actions; else such parts stay as they are.
 
     Raises:
         Mismatch: An array has another shape, or a dtype that cannot be cast without loss of meaning.
@@ -285,7 +285,7 @@ def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArra
     """Turn a value into an array of exactly this dtype and shape; raises `Mismatch` if that would change numbers."""
     try:
         array = np.asarray(value)
-    except Exception as error:  # whatever its `__array__` raises
+    except Exception as error:  # `__array__` may raise anything
         raise _mismatch(dtype, shape, f"{type(value).__name__} ({error})") from error
     if array.shape != shape:
         has_numbers = array.dtype.kind in "biufc" or isinstance(value, np.ndarray)
@@ -293,7 +293,7 @@ def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArra
     if array.dtype == dtype:
         return array
     if array.dtype.kind in "bui" and dtype.kind in "bui":
-        # NumPy would wrap some integers round and refuse others; what counts is that the numbers stay the same.
+        # NumPy would wrap some integers around and refuse others; the check is that the numbers stay equal.
         cast = array.astype(dtype)
         if not np.array_equal(cast, array):
             raise _mismatch(dtype, shape, f"{array.dtype} values that {dtype} cannot hold")
@@ -304,7 +304,7 @@ def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArra
 
 
 def described(value: Any) -> str:
-    """What a value that is not an array of numbers is, for an error message."""
+    """Describe a value that is not an array of numbers, for an error message."""
     if not isinstance(value, Mapping):
         return f"{_REPR.repr(value)} of type {type(value).__name__}"
     keys = ", ".join(_REPR.repr(key) for key in value)
@@ -316,12 +316,12 @@ def _mismatch(dtype: np.dtype[Any], shape: tuple[int, ...], got: str) -> Mismatc
 
 
 def has_scalars(space: Space[Any]) -> bool:
-    """Whether a part of a space has arrays without axes, as a `Box` of shape `()`."""
+    """Whether a part of a space has arrays without axes, such as a `Box` of shape `()`."""
     return any(type(leaf) in ARRAY_SPACES and leaf.shape == () for _, leaf in leaves(space))
 
 
 def as_scalars(space: Space[Any], value: Any) -> Any:
-    """A value with NumPy's scalars in place of arrays without axes, as Gymnasium's `iterate` has them."""
+    """A value with NumPy scalars in place of arrays without axes, as Gymnasium's `iterate` returns them."""
     if type(space) is spaces.Dict and isinstance(value, dict):
         return {key: as_scalars(space[key], part) if key in space.spaces else part for key, part in value.items()}
     if type(space) is spaces.Tuple and isinstance(value, tuple) and len(value) == len(space):
@@ -341,7 +341,7 @@ _OWN_TYPES = (bool, int, float, complex, str, bytes, list, tuple, dict, np.ndarr
 def check_reward(agent: Any, reward: Any) -> None:
     """Raise `Unreadable` if a reward of another library's type, such as a tensor, raises when it is read as numbers.
 
-    Values that are no numbers at all, such as texts, are no error: they travel as they are.
+    Values that are not numbers, such as texts, do not raise: they travel as they are.
     """
     if isinstance(reward, _OWN_TYPES) or not (hasattr(reward, "__float__") or hasattr(reward, "__array__")):
         return
@@ -352,7 +352,7 @@ def check_reward(agent: Any, reward: Any) -> None:
 
 
 def copied(tree: Any) -> Any:
-    """A tree with copies of its arrays; other leaves stay."""
+    """A tree with copies of its arrays; other leaves stay the same objects."""
     return tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 

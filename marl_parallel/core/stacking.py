@@ -15,7 +15,7 @@ from marl_parallel.core.spaces import copied as copied
 
 
 def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
-    """Zeros with these leading axes; for a space without a fixed form, an array of objects, each None."""
+    """Zeros with these leading axes; an array of None for a space without a fixed form."""
     if isinstance(space, spaces.Dict | spaces.Tuple):  # of a derived class too, which `tree_map` takes for a leaf
         return tree_map(lambda part: zeros(part, shape), space.spaces)
     if isinstance(space, spaces.Discrete):
@@ -26,7 +26,7 @@ def zeros(space: Space[Any], shape: tuple[int, ...]) -> Any:
 
 
 def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
-    """Stacked values of these leading axes, cast to the dtype of their space, or `Mismatch`."""
+    """Cast stacked values with these leading axes to the dtype of their space; raises `Mismatch`."""
 
     def of_leaf(leaf: Space[Any], array: Any) -> NDArray[Any]:
         return as_array(array, np.dtype(leaf.dtype), (*shape, *(leaf.shape or ())))
@@ -35,9 +35,9 @@ def conform(space: Space[Any], values: Any, shape: tuple[int, ...]) -> Any:
 
 
 def picked(space: Space[Any], values: Any, rows: Sequence[int], count: int) -> Sequence[Any]:
-    """Some of `count` stacked values, one by one, in the dtypes of their space; the other values may be anything.
+    """The values at `rows` of `count` stacked values, in the dtypes of their space; other rows may be anything.
 
-    Raises `Mismatch` if there is another number of values, or those of `rows` are of another form, shape or dtype.
+    Raises `Mismatch` for another number of values, or if a value of `rows` has another form, shape or dtype.
     """
 
     def of_leaf(leaf: Space[Any], stack: Any) -> Any:
@@ -55,7 +55,7 @@ def picked(space: Space[Any], values: Any, rows: Sequence[int], count: int) -> S
 
 
 def whole(space: Space[Any], values: Any) -> Any:
-    """Whole numbers, also those of floats, in the dtype of the space, if that has integers and holds these numbers.
+    """Whole numbers, also in floats, in the dtype of the space, if that is an integer dtype that holds them.
 
     Any other values stay as they are.
     """
@@ -80,7 +80,7 @@ def one_by_one(stacked: Any, count: int) -> Sequence[Any]:
 
 
 def put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
-    """Put one value into its place, the environment and the row; `ValueError` if it does not fit there."""
+    """Put one value into its place (environment, row); `ValueError` if it does not fit."""
 
     def put_leaf(array: NDArray[Any], part: Any) -> None:
         array[place] = part if array.dtype == object else as_array(part, array.dtype, array.shape[2:])
@@ -93,7 +93,7 @@ def put(stacked: Any, place: tuple[int, int], value: Any, whose: str) -> None:
 
 
 def placed(whole: Any, rows: NDArray[Any], values: Any) -> Any:
-    """A copy of stacked values with others in some rows."""
+    """A copy of stacked values, with other values in some rows."""
 
     def place(array: NDArray[Any], part: NDArray[Any]) -> NDArray[Any]:
         array = array.copy()
@@ -113,7 +113,7 @@ def clear(stacked: Any, place: Any) -> None:
 
 
 def column(stacked: Any, row: int) -> Any:
-    """The values at one place of the second axis: views; values of no fixed form as a tuple."""
+    """Views of the values at one place of the second axis; a tuple for values without a fixed form."""
     if type(stacked) is np.ndarray and not stacked.dtype.hasobject:  # the most frequent
         return stacked[:, row]
     return tree_map(lambda array: tuple(array[:, row]) if array.dtype.hasobject else array[:, row], stacked)

@@ -1,4 +1,4 @@
-"""Returns and lengths of episodes, added up where transitions are read."""
+"""Adds up the returns and lengths of episodes as transitions are read."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Sums(NamedTuple):
 
 
 class EpisodeStatistics:
-    """The running episode of each environment, and those that the latest step has finished.
+    """The running episode of each environment, and the episodes that the latest step has finished.
 
-    An agent takes part in a step in which it has a reward, or its flag is set. Compiled code adds the steps that it
-    reads. `vectors` are the agents whose rewards are vectors; for others, an array of one number counts as that number.
+    An agent takes part in a step if it has a reward or its flag is set. Compiled code adds the steps that it reads.
+    `vectors` are the agents whose rewards are vectors; for others, an array of one number counts as that number.
 
-    An agent that comes back after its end begins another life in the same episode. With `in_infos`, the totals are
-    those of the present life, and those of earlier ones are kept aside; an episode has the sums of all lives.
+    An agent that comes back after its end begins another life in the same episode. With `in_infos`, the totals belong
+    to the present life, and the sums of earlier lives are stored apart; an episode has the sums of all lives.
 
     Attributes:
-        totals: float64 `(num_envs, 2 * agents + 1)`: the sums of rewards, in how many steps each agent took part, and
-            the number of steps. The last two are -1 if the next transition is a reset, which does not count.
+        totals: float64 `(num_envs, 2 * agents + 1)`: each agent's sum of rewards, each agent's number of steps, and
+            the number of steps. Both kinds of counts are -1 if the next transition is a reset, which does not count.
         ended: By environment, how many episodes have ended.
-        any_finished: Whether `finished` has any.
+        any_finished: Whether `finished` has episodes.
         dead: By environment, the agents whose statistics have been in infos; they may come back.
         in_infos: Whether infos have the statistics of each agent that ends, once for each life.
         listeners: Called with each episode that has ended.
@@ -58,7 +58,7 @@ class EpisodeStatistics:
         in_infos: bool = False,
     ) -> None:
         self._finished: list[FinishedEpisode] = []
-        self._columns: list[tuple[Any, ...]] = []  # episodes that have ended, in arrays: made when they are asked for
+        self._columns: list[tuple[Any, ...]] = []  # ended episodes in arrays; `finished` converts them when it is read
         self.any_finished = False
         self.ended = [0] * num_envs
         self.listeners: list[Callable[[FinishedEpisode], None]] = []
@@ -75,7 +75,7 @@ class EpisodeStatistics:
         self.dead: dict[int, set[AgentID]] = {}  # the agents whose statistics have been in infos; they may come back
         # Sums and steps of the earlier lives of agents, and of rewards that they had between two lives.
         self._earlier: dict[int, dict[AgentID, tuple[Any, int]]] = {}
-        self._loaded: dict[int, Sums] = {}  # those of `load` that count after the next transition
+        self._loaded: dict[int, Sums] = {}  # sums from `load`, which count after the next transition
 
     @property
     def finished(self) -> list[FinishedEpisode]:
@@ -103,7 +103,7 @@ class EpisodeStatistics:
         return Sums(self._agents, self.totals[env_id].tolist(), self.ended[env_id], others, dead, earlier)
 
     def load(self, env_id: int, sums: Sums) -> None:
-        """Have the sums of an environment be these after its next transition, which does not count."""
+        """Set the sums of an environment, after its next transition, which does not count."""
         self._reset(env_id, -1)
         self.ended[env_id], self._loaded[env_id] = sums.ended, sums
 
@@ -118,7 +118,7 @@ class EpisodeStatistics:
             now = self._places.get(agent)
             if now is not None:
                 self._returns[env_id, now], self._lengths[env_id, now] = totals[place], totals[n + place]
-            elif totals[n + place]:  # it has no place in the block here
+            elif totals[n + place]:  # the agent has no place in the block here
                 others[agent] = [totals[place], int(totals[n + place])]
         for of_envs, value in ((self._others, others), (self.dead, sums.dead), (self._earlier, sums.earlier)):
             if value:
@@ -138,9 +138,9 @@ class EpisodeStatistics:
         truncateds: Mapping[Any, Any],
         alive: Collection[AgentID],
     ) -> dict[Any, dict[str, Any]]:
-        """Add a step of one environment, whose episode may have ended; `alive` are the agents that go on after it.
+        """Add a step of one environment, whose episode may have ended; `alive` are the agents alive after it.
 
-        Returns what is added to its infos, by key; nothing unless `in_infos`.
+        Returns the additions to its infos, by key; an empty dict unless `in_infos`.
         """
         totals: list[float] = self.totals[env_id].tolist()
         if totals[-1] < 0:
@@ -151,7 +151,7 @@ class EpisodeStatistics:
         totals[-1] += 1
         n = len(self._agents)
         if dead := self.dead.get(env_id):
-            # Those with steps have come back in a step that compiled code has added.
+            # Dead agents with steps came back in a step that compiled code has added.
             dead -= {agent for agent in dead if agent in alive or self._life(env_id, agent, totals)[1]}
         everyone = [*rewards] == self._agents and len({**rewards, **terminateds, **truncateds}) == n + 1
         if everyone and {*map(type, rewards.values())} <= _FLOATS:  # the most frequent case
@@ -172,7 +172,7 @@ class EpisodeStatistics:
         return parts
 
     def note_alive(self, env_id: int, alive: Collection[AgentID]) -> None:
-        """Note who is alive after a step that compiled code has added: some may have come back."""
+        """Note which agents are alive after a step that compiled code has added: some may have come back."""
         if dead := self.dead.get(env_id):
             dead.difference_update(alive)
 
@@ -183,7 +183,7 @@ class EpisodeStatistics:
     def _add_some(
         self, env_id: int, totals: list[float], rewards: Mapping[Any, Any], flagged: Sequence[AgentID]
     ) -> None:
-        """Add the rewards of the agents that take part to `totals`, in place, or to those of others."""
+        """Add the rewards of the agents that take part, in place: to `totals`, or to `_others`."""
         for agent in {**rewards, **dict.fromkeys(flagged)}:
             reward, place = _summand(rewards.get(agent)), self._places.get(agent)
             if np.shape(reward) == (1,) and agent not in self._vectors:
@@ -255,7 +255,7 @@ class EpisodeStatistics:
         return _sum((totals[place], int(totals[len(self._agents) + place])), (others[0], others[1]))
 
     def _end_life(self, env_id: int, agent: AgentID, totals: list[float]) -> None:
-        """Put an agent's sums aside, in place of those in `totals`."""
+        """Move an agent's sums from `totals` to its earlier lives."""
         earlier = self._earlier.setdefault(env_id, {})
         earlier[agent] = _sum(earlier.get(agent, _NOTHING), self._life(env_id, agent, totals))
         self._others.get(env_id, {}).pop(agent, None)
@@ -266,7 +266,7 @@ class EpisodeStatistics:
         """The statistics of the `flagged` agents, of each once in a life; at the episode's end (None), of all others
         that have taken part since, and the environment's own.
 
-        The return of an environment is the sum over its agents; NaN if some of these are vectors of other lengths.
+        The return of an environment is the sum over its agents; NaN if these are vectors of different lengths.
         """
         parts: dict[Any, dict[str, Any]] = {}
         dead = self.dead.setdefault(env_id, set())
@@ -301,10 +301,10 @@ def _flagged(terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]) -> l
 
 
 def _summand(reward: Any) -> Any:
-    """A reward as a number or an array of numbers; 0.0 for None, and NaN for what cannot be added up."""
+    """A reward as a number or an array of numbers; 0.0 for None, and NaN for a value that cannot be added."""
     if type(reward) is float:
         return reward
     try:
         return 0.0 if reward is None else np.array(reward, np.float64)[()]
-    except Exception:  # whatever an object's `__float__` or `__array__` raises
+    except Exception:  # `__float__` and `__array__` may raise anything
         return np.nan

@@ -1,6 +1,6 @@
 """A transition: the dicts of one step of one environment, with copies and checks of them.
 
-What a transition means is decided in `episode.py`; how it travels, in `records.py`.
+`episode.py` decides what a transition means; `records.py` transports it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINAL_OBS, RESET_INFO = "final_obs", "reset_info"
 """The keys that an automatic reset adds to infos: the old episode's last observation, and the infos of the reset."""
 
 EPISODE = "episode"
-"""The key of statistics in infos, with `episode_stats`."""
+"""The key of episode statistics in infos, with `episode_stats`."""
 
 Values: TypeAlias = dict[Any, Any]
 """One of the five dicts."""
@@ -33,12 +33,12 @@ class Transition(NamedTuple):
     """The result of one reset or step of one environment.
 
     Attributes:
-        observations: By agent: after an automatic reset, of the new episode.
-        rewards: Of the step.
-        terminateds: Of the step, with `__all__`.
-        truncateds: Of the step, likewise.
-        infos: Of the step, as the simulator returned them.
-        alive: Agents seen in this episode that have neither terminated nor truncated, or have come back since.
+        observations: Observations by agent; after an automatic reset, those of the new episode.
+        rewards: Rewards of the step, by agent.
+        terminateds: Flags of the step, by agent and for `__all__`.
+        truncateds: Flags of the step, by agent and for `__all__`.
+        infos: Infos of the step, as the simulator returned them.
+        alive: Agents seen in this episode that have not terminated or truncated, or have come back since.
         acting: The agents that act next; in the order of `possible_agents`, then as they came.
         final_observations: The old episode's last observations, if the new one has begun in the same step.
         reset_infos: The infos of that reset.
@@ -72,9 +72,9 @@ _IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, bytes, *_NUM
 
 
 def copied_dicts(dicts: Dicts) -> Dicts:
-    """The five dicts of a step in memory of their own, whatever the simulator does to its own afterwards.
+    """Copies of the five dicts of a step, safe from later writes of the simulator.
 
-    One object in several places is one in the copies, too; what can neither be copied nor pickled stays as it is.
+    An object in several places has one copy. An object that cannot be copied or pickled stays as it is.
     """
     memo: dict[int, Any] = {}
     observations, rewards, terminateds, truncateds, infos = [_copied(part, memo) for part in dicts]
@@ -83,7 +83,7 @@ def copied_dicts(dicts: Dicts) -> Dicts:
 
 def _copied(values: Values, memo: dict[int, Any]) -> Values:
     try:
-        # As `copy.deepcopy`, which takes three times as long for simple values. A derived class matters in infos only.
+        # Like `copy.deepcopy`, which takes three times as long for simple values. Derived classes matter only in infos.
         kinds = {*map(type, values.values())} if type(values) is dict else set()
         if kinds and kinds <= _IMMUTABLE:
             return {**values}
@@ -110,8 +110,8 @@ def checked_flags(flags: Values, what: str) -> Values:
     """The flags of a step, one value each; arrays of one element become the NumPy scalar they hold.
 
     Raises:
-        AdapterMismatch: Several flags in place of one: a list is true whatever is in it, and would end every episode.
-        Unreadable: A flag that is neither true nor false.
+        AdapterMismatch: A flag is a sequence of flags, which would be true even if all of them are False.
+        Unreadable: A flag cannot be read as true or false.
     """
     if _FLAG_TYPES.issuperset(map(type, flags.values())):
         return flags

@@ -1,4 +1,4 @@
-"""Where in a value is what cannot be pickled: the globals, attributes and arguments that lead to it."""
+"""Finds the part of a value that cannot be pickled: the globals, attributes and arguments that lead to it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def path_to_unpicklable(
     pickles: Callable[[Any], bool],
     attributes_of: Callable[[Any], Mapping[str, Any] | None] = lambda _: None,
 ) -> str:
-    """The way to the innermost part that cannot be pickled, for an error message: "global 'config', attribute 'lock'".
+    """The path to the innermost part that cannot be pickled, for an error message: "global 'config', attribute 'lock'".
 
-    Empty if it is the value itself, or so deep inside that nobody would read it. `attributes_of` returns the attributes
-    of objects of which all are pickled, whatever they say themselves.
+    Empty if that part is the value itself, or too deep inside. `attributes_of` returns the attributes of an object
+    whose attributes are all pickled, even if its class pickles only some.
     """
     path: list[str] = []
     seen = [value]  # which keeps their ids
@@ -40,7 +40,7 @@ def path_to_unpicklable(
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is pickled together with a value, each with a name."""
+    """The parts that are pickled together with a value, each with a name."""
     if isinstance(value, FunctionType):
         for name in _names(value.__code__):
             if name in value.__globals__:
@@ -79,7 +79,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _parts_of_object(value: Any) -> Iterator[tuple[str, Any]]:
     try:
         reduced = value.__reduce_ex__(4)
-    except Exception:  # this is what cannot be pickled
+    except Exception:  # this object cannot be pickled
         return
     if not isinstance(reduced, tuple):
         return

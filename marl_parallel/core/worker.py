@@ -1,4 +1,4 @@
-"""A worker: carries out requests on its environments. The same object in a process, in a thread, or in line.
+"""`Worker`: carries out requests on its environments, in a process, in a thread, or in the caller's thread.
 
 How a step goes::
 
@@ -11,9 +11,9 @@ How a step goes::
                                 _advance      begin_next if the episode has ended, TransitionRecords.write;
                                               returns what does not fit, pickled
 
-`_carry_out` catches whatever a simulator raises and sends it as a `Failure`; the other environments go on. A crash
-ends the process: the parent sees in the `WorkerStatus`, which `Episode` writes, what was running. A worker does not
-know how requests and replies travel, nor what a transition means (`episode.py`).
+`_carry_out` catches all exceptions of a simulator and sends them as a `Failure`; the other environments go on. A crash
+ends the process: the `WorkerStatus`, which `Episode` writes, shows the parent what was running. The backend transports
+requests and replies; `episode.py` decides what a transition means.
 """
 
 from __future__ import annotations
@@ -101,16 +101,16 @@ _AS_SAVED = (
 
 
 class Worker:
-    """Carries out requests, one after the other.
+    """Carries out requests one after another.
 
     Args:
-        status: The status that it writes.
+        status: The status that the worker writes.
         attach: Returns the memory of the block for a layout.
-        own_process: Whether it seeds the process-wide generators for each constructor, since nobody else uses them.
-        in_line: Whether it runs in the caller's own thread, where a KeyboardInterrupt is the caller's.
-        arrays: Returns the descriptor of `Backend.array_file`, if there is one.
-        moment: Where compiled code reads the time, a float64 array of one number; None for `time.monotonic`. Another
-            clock of the status needs it.
+        own_process: Whether the worker has its own process, and so seeds process-wide generators for each constructor.
+        in_line: Whether the worker runs in the caller's own thread, where a KeyboardInterrupt belongs to the caller.
+        arrays: Returns the descriptor of `Backend.array_file`, if the backend has one.
+        moment: The time for compiled code, a float64 array of one number; None for `time.monotonic`. Required if the
+            status has another clock.
     """
 
     def __init__(
@@ -128,25 +128,25 @@ class Worker:
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
         self._seeds: dict[int, int | None] = {}
-        self._all: tuple[int, ...] = ()  # its environments
+        self._all: tuple[int, ...] = ()  # all environments of the worker
         self._layout: Layout | None = None
         self._restarts = False
         self._generators: GeneratorStates | None = None  # if each environment has states of its own
         self._has_generators = False  # whether the process-wide generators have been seeded here
-        self._registrations = b""  # those that have been installed
-        self._fingerprints: dict[str, int] = {}  # of these, after the last constructor; if environments share them
-        self._draws = False  # whether they have been drawn from since
+        self._registrations = b""  # the installed ones
+        self._fingerprints: dict[str, int] = {}  # of generators that environments share, after the last constructor
+        self._draws = False  # whether environments have drawn from shared generators since
         self._built: dict[int, tuple[int | None, int]] = {}  # as of `Saved`
         self._arrays_of: dict[int, ConstructorArrays] = {}
         self._checksums: dict[tuple[int, int], int] = {}  # of `ConstructorArrays`
         self._loaded: dict[int, _Beside] = {}  # environments that `LOAD` has made
-        self._closed: set[int] = set()  # environments in whose place these are about to be put
+        self._closed: set[int] = set()  # present environments that are closed already, before loaded ones replace them
         self._saved: dict[
             int, bytes
         ] = {}  # leftovers of an episode's last step, whose automatic reset has not ended yet
-        self._partially_written: int | None = None  # the environment whose record may be
+        self._partially_written: int | None = None  # the environment whose record may be partially written
         self.outputs = Outputs()  # what each reset and step writes besides the transitions
-        self.settings = WorkerSettings()  # those of the caller, in a process of its own
+        self.settings = WorkerSettings()  # the caller's settings, in a process of its own
         self._rollout: RolloutBuffer | None = None
         self._send: Callable[[Reply], None]
         self._codec: Any = None
@@ -158,7 +158,7 @@ class Worker:
         return {env_id: episode.env.source for env_id, episode in self._episodes.items()}
 
     def execute(self, request: Request, send: Callable[[Reply], None]) -> None:
-        """Carry out a request in each environment it names, and `send` the reply, or one for each environment."""
+        """Carry out a request in its environments, and `send` one reply, or one for each environment."""
         self._send, env_ids = send, request.env_ids
         parts = [(env_id,) for env_id in env_ids] if request.each and env_ids is not None else (env_ids,)
         try:
@@ -177,7 +177,7 @@ class Worker:
             self.settings.apply(settings)
         elif message is not Message.STEP:
             self.settings.look_again()
-        # Send leftovers and failures ahead of the one reply for all: the death of this process does not lose them.
+        # Leftovers and failures are sent before the one reply for all, so that a crash does not lose them.
         prompt = self._restarts and not each and (message is Message.STEP or message is Message.RESET)
         ids = self._all if env_ids is None else tuple(env_ids)
         handler: Callable[[int, Any], Any] = getattr(self, f"_{message.name.lower()}")
@@ -194,7 +194,7 @@ class Worker:
                 if codec is None:
                     result = handler(ids[place], payload)
                 else:
-                    # With generators of their own, environments are stepped one by one.
+                    # Environments with their own generators are stepped one by one.
                     until = len(ids) if self._generators is None else place + 1
                     rest = codec.run(ids[:until], place, self._episodes, *self._status.for_codec, after)
                     if rest is None:
@@ -252,11 +252,11 @@ class Worker:
         env, seeding, self._arrays_of[env_id] = self._construct(env_id, construction)
         if self._own_process:
             self.settings.look_again()
-        if construction.traced != is_traced(self._status):  # a standby, in which a trace has begun or ended
+        if construction.traced != is_traced(self._status):  # in a standby, a trace may have begun or ended
             trace(self._status, construction.traced)
         self._built[env_id] = seed, construction.rebuilds
         self._episodes[env_id] = self._new_episode(env_id, env, construction)
-        self._all = tuple(sorted(self._seeds))  # however they came: the pool knows who is before whom
+        self._all = tuple(sorted(self._seeds))  # sorted, in whatever order they were constructed
         self._restarts = construction.restarts
         return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source))
 
@@ -277,7 +277,7 @@ class Worker:
         self._note_draws()
         with self._status.during(env_id, Activity.CONSTRUCTOR), seeding_new_torch(generators_seed):
             if generators_seed is not None:
-                seed_generators(generators_seed)  # modules that are imported now may draw, too
+                seed_generators(generators_seed)  # modules imported now may also draw
             if self._own_process and construction.settings:
                 self.settings.apply(construction.settings)
             if self._own_process and construction.registrations != self._registrations:
@@ -294,7 +294,7 @@ class Worker:
                 check_pickled_agents(env.possible_agents or env.observation_spaces, lookup.type_name(simulator))
             except BaseException as error:
                 if not isinstance(simulator, type):
-                    with contextlib.suppress(Exception):  # it would hide why it could not be adapted
+                    with contextlib.suppress(Exception):  # its error would hide why the adapter failed
                         simulator.close()
                 if isinstance(error, NotAnEnvironment | InvalidAgents):
                     raise Refusal(TypeError if isinstance(error, TypeError) else ValueError, str(error)) from None
@@ -316,8 +316,8 @@ class Worker:
     def _generators_seed(self, seed: int | None, isolate_rng: bool) -> int | None:
         """The seed of the process-wide generators for a constructor; None to leave them as they are.
 
-        With `seed="own"`, they are only kept from being equal in all workers: a process may inherit them from the one
-        that it was forked from, and isolated environments would begin with the states of their neighbours.
+        With `seed="own"`, the seed is unpredictable, so that workers differ: a forked process inherits its parent's
+        states, and isolated environments would begin with the states of their neighbours.
         """
         if not (self._own_process or isolate_rng):
             return None
@@ -334,7 +334,7 @@ class Worker:
         buffer = self._open_block(layout)
         layout.bind(buffer)
         self._actions = ActionRecords(layout, buffer)
-        if compiled:  # else the caller could not read what compiled code writes
+        if compiled:  # else the caller cannot read records of compiled code
             self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block, moment=self._moment)
         self._transitions = TransitionRecords(layout, buffer, codec=self._codec)
         self._layout = layout
@@ -343,12 +343,12 @@ class Worker:
         construction, block, reset, pickled, outputs, options = payload[env_id]
         try:
             self._close(env_id, None)
-        except BaseException as error:  # others of a broken simulator's close() would hide what broke it
+        except BaseException as error:  # errors of a broken simulator's close() would hide the cause
             if self._in_line and isinstance(error, KeyboardInterrupt):
                 raise
         self._episodes.pop(env_id, None)
         built = self._access(env_id, construction)
-        # Before the block is laid out for this one: the others' records are there, too.
+        # Before the block is laid out for this environment: the records of the others are in the block, too.
         if built.description != construction.described:
             text = difference(loads(construction.described), loads(built.description))
             if text is not None:
@@ -384,14 +384,14 @@ class Worker:
             if self._generators is not None and keywords.get(SEEDS_GENERATORS):
                 seed_generators(keywords["seed"])
         env, transition = self._episodes[env_id].env, self._episodes[env_id].reset(self._accepted(env_id, keywords))
-        if not env.possible_agents:  # else they have been checked
+        if not env.possible_agents:  # else the agents have been checked
             check_pickled_agents(transition.observations, lookup.type_name(env.source))
         return self._write_all(env_id, transition)
 
     def _write_all(self, env_id: int, transition: Transition) -> bytes | None:
         """`_write`, and the global state if workers write it, before the next environment begins.
 
-        If that one ends the process, the result of this one is used: it is complete.
+        So if the next environment ends the process, the result of this one is complete, and is used.
         """
         leftovers = self._write(env_id, transition)
         self._output_state(env_id)
@@ -434,7 +434,7 @@ class Worker:
         return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, leftovers)))
 
     def _go_on(self, env_id: int, where: str, value: Any) -> bytes | None:
-        """Complete a step where compiled code has stopped, as `run` in `_codec.c` says."""
+        """Complete a step at which compiled code has stopped; see `run` in `_codec.c`."""
         if where == "c":
             return self._step(env_id, None)
         if where == "r":
@@ -447,7 +447,7 @@ class Worker:
             raise
 
     def _take_lives(self, env_id: int) -> None:
-        """Let an episode know who is alive after the steps that compiled code has carried out."""
+        """Tell an episode which agents are alive after steps that compiled code has carried out."""
         episode = self._episodes[env_id]
         if self._codec is None or episode.fast is None or (rules := episode.fast[3]) is None:
             return
@@ -483,7 +483,7 @@ class Worker:
         self._saved.pop(env_id, None)
         if (leftovers := self._write(env_id, transition)) is not None:
             self._saved[env_id] = leftovers
-            if self._own_process:  # which may die in the reset; the reply names no environment, since none is done yet
+            if self._own_process:  # the reset may crash it; the reply names no environment, since none is done
                 self._send(answer(Message.STEP, (), {env_id: leftovers}, {}, self._status.clock(), last=False))
 
     def _state(self, env_id: int, _: Any) -> bytes | None:
@@ -500,7 +500,7 @@ class Worker:
         try:
             column.write(env_id, 0, state)
         except DoesNotFit as error:
-            raise TypeError(f"state() returned {state!r}") from error
+            raise TypeError(f"state() must return a value of state_space, got {state!r}") from error
         return None
 
     def _render(self, env_id: int, _: Any) -> bytes:
@@ -526,7 +526,7 @@ class Worker:
                 result = member
         try:
             pickled = dumps(result)
-            loads(pickled)  # some things pickle, but do not unpickle
+            loads(pickled)  # some values pickle, but do not unpickle
         except Exception as error:
             raise Refusal(TypeError, f"the result of {name!r} cannot be pickled: {error}") from None
         return Answer(pickled)
@@ -542,7 +542,7 @@ class Worker:
     def _options(self, env_id: int, payload: Mapping[int, bytes | None]) -> None:
         pickled = payload[env_id]
         if pickled is not None:
-            _unpickled(lambda: loads(pickled), "options")  # each reset unpickles them again
+            _unpickled(lambda: loads(pickled), "options")  # a check; each reset unpickles them again
         self._episodes[env_id].set_options(pickled)
 
     def _save(self, env_id: int, _: Any) -> Saved:
@@ -562,7 +562,7 @@ class Worker:
         saved = payload[env_id]
         construction = saved.construction
         assert construction is not None
-        # The present environments go on with these, if the load fails. Other threads may be drawing from the same ones.
+        # The present environments go on with these states if the load fails. Other threads may draw meanwhile.
         has_own = self._generators is not None or self._own_process or self._in_line
         before, fingerprints_before = current_states() if has_own else None, self._fingerprints
         try:
@@ -622,13 +622,13 @@ class Worker:
         return _Beside(saved, loaded, arrays)
 
     def _replace(self, env_id: int, takes_place: bool) -> None:
-        """Let a loaded environment take the place of the present one, or drop it.
+        """Replace the present environment by the loaded one, or drop the loaded one.
 
-        All present ones are closed first: that may end a library for the whole process, which loaded ones use.
+        All present ones are closed first: a close may shut down a library, such as pygame, that loaded ones use.
         """
         if not takes_place:
             if (beside := self._loaded.pop(env_id, None)) is not None and not beside.loaded.uses_pygame:
-                close_quietly(beside.loaded.env)  # pygame would end for the present ones, too
+                close_quietly(beside.loaded.env)  # with pygame, its close would end pygame for the present ones
             return
         for other in [one for one in self._loaded if one not in self._closed]:
             self._closed.add(other)
@@ -682,14 +682,14 @@ class _Beside(NamedTuple):
 
 
 def _received(payload: Any, arrays_fd: int, what: str, arrays: ConstructorArrays | None = None) -> Any:
-    """A constructor or an adapter, pickled or itself; `arrays` notes where its large arrays are."""
+    """Unpickle a constructor or an adapter, unless it came as it is; `arrays` notes where its large arrays are."""
     if not isinstance(payload, Pickled):
         return payload
     return _unpickled(lambda: array_file.loads(payload, arrays_fd, arrays), what, UnpicklingError)
 
 
 def _unpickled(load: Callable[[], Any], what: str = "arguments", kind: type[Exception] = TypeError) -> Any:
-    """What `load` unpickles; `Refusal` if it cannot be unpickled here."""
+    """Return the value that `load` unpickles; raises `Refusal` if that fails here."""
     try:
         return load()
     except ModuleNotFoundError as error:
@@ -699,7 +699,7 @@ def _unpickled(load: Callable[[], Any], what: str = "arguments", kind: type[Exce
     except Exception as error:
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
         if kind is UnpicklingError and any("importlib._bootstrap" in file for file in frames):
-            raise  # a module that it needs cannot be loaded: the traceback says where
+            raise  # the import of a module failed: the traceback says where
         text = "".join(traceback.format_exception_only(error)).strip()
         raise Refusal(kind, f"the {what} can be pickled but not unpickled: {text}") from None
 
@@ -715,11 +715,11 @@ def _failure(error: BaseException, doing: Activity | Message, partially_written:
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
         method, error = error.method, error.__cause__
         to_do = f"let {method} return a space as soon as the simulator is constructed"
-    # Our own frames above the simulator's are left out; all of them stay if there are no others.
+    # Frames of this package above the simulator's frames are left out, unless there are no others.
     below = error.__traceback__
     while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):
         below = below.tb_next
-    error = error.with_traceback(below or error.__traceback__)  # a class may refuse to set attributes
+    error = error.with_traceback(below or error.__traceback__)  # a class may refuse new attributes
     lines = traceback.format_exception(error)
     try:
         exception = dumps(error)

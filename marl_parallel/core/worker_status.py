@@ -1,4 +1,4 @@
-"""What a worker is doing now and has done so far, as numbers in shared memory; and the timeline of a trace.
+"""`WorkerStatus`: what a worker is doing and has done, as numbers in shared memory; and the timeline of a trace.
 
 The worker writes its `WorkerStatus`, and the parent reads it at any time without a request. Each number is written
 whole. There is no lock, so two numbers may be read a moment apart. During a trace, a status also stores slices of time,
@@ -27,7 +27,7 @@ from marl_parallel.types import StepTimes, WorkerStats
 
 
 class Activity(IntEnum):
-    """What an environment can be doing; `method` and `timeout` (without `_timeout`) are the names in errors."""
+    """The activities of environments; `method` and `timeout` (without `_timeout`) are the names in errors."""
 
     START, CONSTRUCTOR, RESET, STEP, STATE, RENDER, CALL, CLOSE = range(8)
 
@@ -46,19 +46,19 @@ _STEP, _RESET = int(Activity.STEP), int(Activity.RESET)
 
 
 class Running(NamedTuple):
-    """An environment in the middle of something."""
+    """An environment that is carrying out an activity."""
 
     env_id: int
     activity: Activity
     since: float  # in seconds of the status's clock
-    inside: bool  # whether the simulator has not returned yet; else its result is being written
+    inside: bool  # whether the simulator is still running; else its result is being written
 
 
 # Numbers of 8 bytes: what is running and since when; whether requests are discarded (1) or the parent ends the worker
 # (2); seconds in simulators, in transport and waiting; the number of parts of requests begun; steps and resets that
 # have ended. The worker writes one at a time, since `struct.pack_into` writes zeros first, which the parent would read.
-# `_ENV` is an environment's number plus one while its simulator runs, minus that from when it returns until the next
-# one's runs, that plus `_SETTLED` when the request has been carried out, and 0 before anything has started.
+# `_ENV` is an environment's number plus one while its simulator runs, and minus this number after its return until the
+# next simulator runs. When the request is done, it is this number plus `_SETTLED`. It is 0 before anything has started.
 _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _TRANSPORT, _WAITING, _PARTS, _STEPS, _RESETS = range(10)
 _SETTLED = 1 << 40
 _TIMES = 16  # the counts of `StepTimes`
@@ -73,10 +73,10 @@ def duration_place(seconds: float) -> int:
 
 
 class WorkerStatus:
-    """A worker's status, over a buffer of `NBYTES` zeroed bytes, aligned to 8, that worker and parent share.
+    """A worker's status, in a zeroed buffer of `NBYTES` bytes, aligned to 8, that worker and parent share.
 
     Attributes:
-        clock: Returns the time in seconds; of the worker's side, that of `Backend.clock` in its process.
+        clock: Returns the time in seconds; in the worker, the clock that corresponds to `Backend.clock`.
     """
 
     NBYTES = 8 * (_TIMES + StepTimes.SIZE)
@@ -118,13 +118,13 @@ class WorkerStatus:
         return now
 
     def add_steps(self, seconds: float, steps: int) -> None:
-        """Add steps for which compiled code has written what `enter` and `leave` do."""
+        """Add steps that compiled code has carried out; it writes the numbers of `enter` and `leave` itself."""
         self._inside += seconds
         self._steps += steps
 
     @contextlib.contextmanager
     def during(self, env_id: int, activity: Activity) -> Iterator[None]:
-        """`enter` and `leave` around a block of code; also within another one, which then goes on."""
+        """`enter` and `leave` around a block of code; may be nested."""
         outer, outer_activity = self._ints[_ENV], self._ints[_ACTIVITY]
         is_within = 0 < outer < _SETTLED
         if is_within:
@@ -163,11 +163,11 @@ class WorkerStatus:
     # -- written by the parent ---------------------------------------------------------------------------------------
 
     def discard(self) -> None:
-        """Let the worker begin nothing but a CLOSE from now on: no caller receives other results."""
+        """Let the worker begin only a CLOSE from now on: no caller receives other results."""
         self._ints[_DISCARDED] = 1
 
     def end(self) -> None:
-        """As `discard`, and let a SIGTERM end the worker."""
+        """Call `discard`, and let a SIGTERM end the worker."""
         self._ints[_DISCARDED] = 2
 
     def copy(self) -> bytes:
@@ -175,7 +175,7 @@ class WorkerStatus:
         return bytes(self._view)
 
     def copy_from(self, others: bytes, ahead: float) -> None:
-        """Copy another machine's status, but what the parent writes; this clock is `ahead` by so many seconds.
+        """Copy another machine's status, except the parent's numbers; this clock is `ahead` by so many seconds.
 
         A status that arrives after a newer one is ignored, so that no count ever decreases.
         """
@@ -194,12 +194,12 @@ class WorkerStatus:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the parent ends the worker: a SIGTERM is its own."""
+        """Whether the parent is ending the worker, so that a SIGTERM comes from the parent."""
         return self._ints[_DISCARDED] == 2
 
     @property
     def latest(self) -> Activity:
-        """The activity that began last in the present request, also if it has ended; `START` for none."""
+        """The latest activity in the present request, even if it has ended; `START` for none."""
         return Activity(self._ints[_ACTIVITY])
 
     @property
@@ -211,13 +211,13 @@ class WorkerStatus:
 
     @property
     def settled(self) -> int | None:
-        """The environment that was running last, if the request has been carried out."""
+        """The environment that ran last, if the request has been carried out; else None."""
         env = self._ints[_ENV]
         return env - _SETTLED - 1 if env >= _SETTLED else None
 
     @property
     def state(self) -> tuple[int, float]:
-        """It changes whenever anything begins or ends."""
+        """A value that changes whenever an activity or a request begins or ends."""
         return self._ints[_ENV], self._floats[_SINCE]
 
     @property
@@ -234,7 +234,7 @@ class WorkerStatus:
 
 
 def _progress(ints: memoryview) -> tuple[int, int]:
-    """Counts that never decrease in a process: parts of requests begun, and steps and resets that have ended."""
+    """Counts that never decrease in a process: parts of requests begun, and steps and resets done."""
     return ints[_PARTS], ints[_STEPS] + ints[_RESETS]
 
 
@@ -265,7 +265,7 @@ SLICES = -1
 """In place of an environment's number in the results of a CLOSE: the slices that the worker has stored."""
 
 _FIELDS = 4  # of a slice: environment, activity, begin, end; both in seconds of the status's clock
-_REQUEST = -1.0  # in place of an activity: the worker carried out a request, whose other slices come before this one
+_REQUEST = -1.0  # in place of an activity: a request, whose other slices come before this slice
 
 
 class TracedStatus(WorkerStatus):
@@ -295,7 +295,7 @@ def is_traced(status: WorkerStatus) -> bool:
 
 
 def trace(status: WorkerStatus, on: bool) -> array[float] | None:
-    """Let a status store slices from now on, or no more; returns the slices when it ends."""
+    """Let a status begin or stop storing slices; returns the slices when it stops."""
     slices: array[float] | None = vars(status).pop("slices", None)
     status.__class__ = TracedStatus if on else WorkerStatus
     if isinstance(status, TracedStatus):
@@ -322,7 +322,7 @@ class Tracer:
         self._open: set[str] = set()
 
     def during(self, name: str) -> AbstractContextManager[None] | None:
-        """A context whose time is a slice of the caller's, for a call; None if it is in one of this name."""
+        """A context that stores its time as a slice of the caller's lane; None inside a slice of the same name."""
         return None if name in self._open else self._slice(name)
 
     @contextlib.contextmanager
@@ -337,7 +337,7 @@ class Tracer:
                 self._parent_slices.append((name, began, self._clock()))
 
     def add(self, worker: int, slices: array[float], ahead: float) -> None:
-        """Add the slices of a worker, whose clock this one is `ahead` of by so many seconds."""
+        """Add the slices of a worker; the clock here is `ahead` of its clock by so many seconds."""
         lane = worker + 1
         simulators: list[tuple[float, float]] = []  # of the present request
         waiting_since: float | None = None

@@ -1,1 +1,1 @@
-"""Simulators that step many environments by themselves: `native.py` says what one has, the others wrap libraries."""
+"""Simulators that step many environments themselves: `native.py` has the base class, the others wrap libraries."""

@@ -1,14 +1,14 @@
 """EnvPool as a `NativeSimulator`: many environments of one task in EnvPool's own threads.
 
 Its inputs and results are flat lists of arrays: one row for each environment or, in tasks with several players, one for
-each player, with `players.env_id` for its environment. This module calls three methods of EnvPool's C++ pools, since
-the public ones make dicts, which takes a tenth of the time of a batch of a small task, and none of them resets some
-environments without waiting. EnvPool aborts the process if an array has a wrong shape or dtype, so all arrays are
+each player, with `players.env_id` for its environment. This module calls three private methods of EnvPool's C++
+pools. The public ones make dicts, which takes a tenth of the time of a batch of a small task, and none of them resets
+some environments without waiting. EnvPool aborts the process if an array has a wrong shape or dtype, so all arrays are
 checked before.
 
 Tasks with several players are of two kinds. In most, each player that is present acts. In turn-based games, such as
-those of PGX, all players are observed and rewarded, and an environment takes one action: that of the player whose id is
-`info:current_player`. `info:legal_action_mask` is the mask of that player.
+those of PGX, all players are observed and rewarded, and an environment takes one action: the action of the player whose
+id is `info:current_player`. `info:legal_action_mask` is the mask of this player.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TURN, _LEGAL = "info:current_player", "info:legal_action_mask"
 
 
 def library() -> Any:
-    """EnvPool's module; raises `ImportError` if it cannot be imported or is of another release."""
+    """EnvPool's module; raises `ImportError` if it cannot be imported or its release is not supported."""
     try:
         import envpool
     except ImportError as error:
@@ -66,7 +66,7 @@ def task_name(name: str) -> str:
 def open_pool(
     name: str, seeds: Sequence[int], arguments: Mapping[str, Any], frame_skip: int | None = None
 ) -> NativeSimulator:
-    """Make a pool; arguments and errors are those of `ParallelEnv.from_envpool`."""
+    """Make a pool, with the arguments and errors of `ParallelEnv.from_envpool`."""
     if arguments.get("render_mode") == "human" and len(seeds) > 1:
         raise ValueError(f'render_mode="human" shows one environment, but num_envs={len(seeds)}: pass "rgb_array"')
     envpool, task = library(), task_name(name)
@@ -90,7 +90,7 @@ def open_pool(
 
 
 def wrap_pool(pool: Any) -> EnvPool:
-    """A pool that `envpool.make_gymnasium` has made; `TypeError` for anything else."""
+    """Wrap a pool that `envpool.make_gymnasium` has made; `TypeError` for anything else."""
     library()
     if not all(hasattr(pool, name) for name in ("_state_keys", "_action_keys", "action_space", "config")):
         raise TypeError(f"expected the name of a task, or a pool made by envpool.make_gymnasium; got {type(pool)}")
@@ -104,13 +104,13 @@ class EnvPool(NativeSimulator):
     """A pool of EnvPool.
 
     Players are the agents `agent_0`, `agent_1` and so on, by `info:players.id` if the task has it, else by their order.
-    Infos of players become infos of agents; those of an environment with several players become `__common__`.
+    Infos of players become infos of agents; infos of an environment with several players become `__common__`.
 
     Args:
         pool: What `envpool.make_gymnasium` returns.
         seeds: The seed of each environment.
-        name: Of the task, in error messages.
-        make: Makes an equal pool with other seeds; None if that is unknown, so that the pool cannot be seeded again.
+        name: The name of the task in error messages.
+        make: Makes the same pool with other seeds; None if the arguments are unknown: the pool cannot be seeded again.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class EnvPool(NativeSimulator):
         of_agents = {key for key in infos if self._players == 1 or infos[key] in self._of_players}
         self._infos = _nested({key: infos[key] for key in infos if key in of_agents})
         self._common = _nested({key: infos[key] for key in infos if key not in of_agents})
-        # The arrays to send; of each, the path to it in an action, and the dtype and shape of one player's.
+        # The arrays to send: for each, its path in an action, and the dtype and shape of one player's part.
         specs = pool.spec.action_array_spec
         self._action_keys = [*pool._action_keys]
         names = sorted({*self._action_keys} - {*_IDS})
@@ -200,7 +200,7 @@ class EnvPool(NativeSimulator):
         states: list[NDArray[Any]] = self._pool._recv()
         at, present, turns, masks = self._at, None, None, None
         env_ids, elapsed, truncated = states[at["info:env_id"]], states[at["elapsed_step"]], states[at["trunc"]]
-        terminated = states[at["done"]] > truncated  # one and not the other
+        terminated = states[at["done"]] > truncated  # done, but not truncated
         terminations, truncations = terminated[:, None], truncated[:, None]
         places = self._places(states) if self._players > 1 else None
 
@@ -240,7 +240,7 @@ class EnvPool(NativeSimulator):
         )  # fmt: skip
 
     def _places(self, states: Sequence[NDArray[Any]]) -> tuple[NDArray[np.intp], NDArray[Any]]:
-        """Of each player's row: the row of its environment, and the number of its agent."""
+        """For each player's row, the row of its environment and the number of its agent."""
         at, row_of = self._at, np.zeros(self.num_envs, np.intp)
         env_ids = states[at["info:env_id"]]
         row_of[env_ids] = np.arange(len(env_ids))
@@ -260,11 +260,11 @@ class EnvPool(NativeSimulator):
         return getattr(self._pool, name)
 
     def close(self) -> None:
-        # Its threads end with the last reference to it: not before another thread has returned from `receive`.
+        # The pool's threads end with the last reference to it: not before another thread has returned from `receive`.
         self._pool = None
 
     def abandon(self) -> None:
-        # Its threads are not in this process, and deleting the pool would wait for them. So it is never deleted.
+        # The pool's threads are not in this process, and deleting the pool would wait for them: never delete it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pool))
 
 

@@ -51,17 +51,16 @@ def open_pool(name: str, num_envs: int, seeds: Sequence[int], arguments: Mapping
 class JaxMarlPool(NativeSimulator):
     """Environments of a JaxMARL `MultiAgentEnv`.
 
-    An episode ends where `dones["__all__"]` is True, which counts as a termination: JaxMARL does not tell truncations
-    apart. Infos are those of the environment, under `__common__`; so are observations under keys that are no agents,
-    such as the `world_state` of SMAX (infos of first observations are then zeros). `get_avail_actions` and
-    `get_legal_moves` are action masks. Spaces have the dtype and shape of the observations that the environment
-    returns, where it declares others.
+    An episode ends where `dones["__all__"]` is True, which counts as a termination: JaxMARL reports no truncations.
+    The environment's infos are under `__common__`. So are observations whose keys are not agents, such as the
+    `world_state` of SMAX (infos of first observations are then zeros). `get_avail_actions` and `get_legal_moves` are
+    action masks. Where returned observations do not match a declared space, the space gets their dtype and shape.
 
     Args:
         env: Made by `jaxmarl.make`.
         num_envs: The number of environments.
         seeds: The seed of each environment; None for 0, 1, ...
-        name: In error messages.
+        name: The name in error messages.
 
     Example:
         >>> from marl_parallel import ParallelEnv
@@ -240,7 +239,7 @@ def _zeros(space: Space[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 
 def _observed_space(declared: Any, seen: Any) -> Space[Any]:
-    """The space of observations of a shape and dtype, with the declared bounds if they fit these."""
+    """The space with the shape and dtype of the observations `seen`, and the declared bounds if they fit."""
     if isinstance(seen, Mapping):
         parts = getattr(declared, "spaces", declared)
         return spaces.Dict([(key, _observed_space(parts[key], part)) for key, part in seen.items()])
@@ -267,4 +266,4 @@ def _action_space(declared: Any) -> Space[Any]:
     if kind == "Box":
         low, high = (np.broadcast_to(bound, declared.shape) for bound in (declared.low, declared.high))
         return spaces.Box(low, high, declared.shape, np.dtype(declared.dtype).type)
-    raise ValueError(f"JaxMARL declares the action space {declared}, which has no form in arrays")
+    raise ValueError(f"JaxMARL declares the action space {declared}, which cannot be converted to arrays")

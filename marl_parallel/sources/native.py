@@ -46,27 +46,27 @@ EnvIds = NDArray[np.int32]
 class Received(NamedTuple):
     """Transitions of `n` environments with `k` possible agents, one row for each environment.
 
-    The arrays belong to the receiver; the flags of a single agent may be those of its environment. Absent agents have
-    zeros, and flags that are False. The fields up to `common` are required; the others are None by default.
+    The arrays belong to the receiver; the flags of a single agent may be a view of its environment's. Absent agents
+    have zeros, and flags that are False. The fields up to `common` are required; the others are None by default.
 
     Attributes:
         env_ids: int32 `(n,)`: the environments.
-        observations: For each group of agents with equal observation spaces, in the order of their first agents: arrays
-            `(n, agents of the group, ...)` in the form of the space.
+        observations: For each group of agents with equal observation spaces, ordered by the first agent of each group:
+            arrays `(n, agents of the group, ...)` in the form of the space.
         rewards: `(n, k)`, of any dtype; zeros for the first observation of an episode.
         terminations, truncations: bool `(n, k)`.
         terminated, truncated: bool `(n,)`: whether the episode ended, or was cut off.
         elapsed: Integers `(n,)`: steps since the episode began; zero for its first observation only.
-        present: bool `(n, k)`: which agents were observed and rewarded; always None if all are.
-        infos: Of agents: arrays `(n, k, ...)` by key, or dicts of such arrays. The keys are always the same. Or, if
-            agents have different ones, a list with such arrays `(n, ...)` by key for each agent.
+        present: bool `(n, k)`: which agents were observed and rewarded; None, in each result, if all agents always are.
+        infos: The agents' infos: arrays `(n, k, ...)` by key, or dicts of such arrays. The keys are always the same. If
+            agents have different keys: a list with, for each agent, arrays `(n, ...)` by key.
         common: Infos of whole environments with several agents: arrays `(n, ...)` by key, or dicts of such arrays.
         turns: bool `(n, k)`: which agents may act next, as far as they are alive and present. None if all these may;
             turn-based games have one in each row.
         action_masks: For each group of agents with equal action spaces: zeros and ones or bool `(n, agents of the
-            group, choices)`, one where a choice is allowed; or None. Rows of agents that do not act hold anything. None
-            if the simulator has no masks beside those that observations and infos have under `action_mask`.
-        informed: bool `(n,)`: which rows have infos, own and common ones; None if all have.
+            group, choices)`, one where a choice is allowed; or None. Rows of agents that do not act may hold
+            anything. None if masks are only in observations or infos, under `action_mask`.
+        informed: bool `(n,)`: which rows have infos, of agents or common; None if all have.
     """
 
     env_ids: EnvIds
@@ -104,7 +104,7 @@ class NativeSimulator(ABC):
 
     Attributes:
         name: The simulator's name in error messages.
-        schema: The agents, with two spaces of fixed size for each: a `marl_parallel.adapters.Schema`.
+        schema: The agents and the two spaces of each, of fixed size: a `marl_parallel.adapters.Schema`.
         num_envs: The number of environments.
         batch_size: The number of rows that one `receive` returns; `num_envs` if one call steps all, as in VMAS.
         seeds: The seed of each environment.
@@ -132,7 +132,7 @@ class NativeSimulator(ABC):
         """Start to reset some environments."""
 
     def reseed(self, seeds: Sequence[int]) -> None:
-        """Seed all environments again, with one seed below 2**31 for each; the `reset` of all follows."""
+        """Seed all environments again, with one seed below 2**31 for each; a `reset` of all follows."""
         raise NotImplementedError
 
     @abstractmethod
@@ -142,7 +142,7 @@ class NativeSimulator(ABC):
         Args:
             actions: For each group of agents with equal action spaces: arrays `(n, agents of the group, ...)` in the
                 form and dtype of the space. Rows of agents that do not act hold any numbers.
-                The arrays may belong to the caller: copy what is read after this returns, and write nothing.
+                The arrays may belong to the caller: copy what you read after `send` returns, and never write into them.
             env_ids: int32 `(n,)`: the environment of each row.
         """
 
@@ -168,7 +168,7 @@ class NativeSimulator(ABC):
 
 
 def check_simulator(simulator: NativeSimulator) -> None:
-    """Raise an error for a simulator without a required attribute, or one that does not fit the others."""
+    """Raise an error if a simulator lacks a required attribute, or its attributes contradict each other."""
     required = ("name", "schema", "num_envs", "batch_size", "seeds")
     if missing := [name for name in required if not hasattr(simulator, name)]:
         raise TypeError(
@@ -185,8 +185,8 @@ def check_simulator(simulator: NativeSimulator) -> None:
 class SimulatorSource(Source, Transitions):
     """A native simulator as both the `Source` and the `Transitions` of a `BatchRunner`; it counts as one worker.
 
-    The payload of a step is what `NativeSimulator.send` takes, and the leftovers of results are a `Received`. A
-    simulator that raises closes everything.
+    The payload of a step is what `NativeSimulator.send` takes, and the leftovers of results are a `Received`. If the
+    simulator raises, everything is closed.
     """
 
     seeds_stale = False
@@ -220,7 +220,7 @@ class SimulatorSource(Source, Transitions):
         self.marks = {"acting": none, "alive": none, "flagged": none, "over": np.zeros(len(none), np.bool_)}
         self._agent_lists: dict[str, list[list[AgentID]]] = {}  # of `marks`
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
-        # The environments that have reported them, bool (num_envs,); None for those in which the agent acts.
+        # By agent, the environments that have reported a mask, bool (num_envs,); None: those in which the agent acts.
         self._reported: dict[AgentID, NDArray[np.bool_] | None] = {}
         self._mask_places = {
             view.agents[at]: (group, row) for group, (_, columns) in enumerate(groups) for row, at in enumerate(columns)
@@ -278,7 +278,7 @@ class SimulatorSource(Source, Transitions):
             raise ValueError(f"window={window!r}, but native simulators return whole batches: pass None")
         in_flight = len(self._pending)
         if timeout is not None:
-            raise ValueError(f"timeout={timeout:g}, but {self.name} waits for as long as it takes: pass None")
+            raise ValueError(f"timeout={timeout:g}, but {self.name} cannot stop waiting for results: pass None")
         if at_least != in_flight and self.partial:
             raise ValueError(
                 f"min_envs={at_least}, but {self.name} with batch_size equal to num_envs returns all {in_flight} that "
@@ -306,11 +306,11 @@ class SimulatorSource(Source, Transitions):
                 frames = self._simulator.render()
             return {env_id: frames[env_id] for env_id in env_ids}
         if message is Message.ASSIGN:
-            raise AttributeError(f"environments of {self.name} have no attributes of their own that could be set")
+            raise AttributeError(f"the environments of {self.name} share all attributes, so none can be set")
         name = loads(payload)[0]
         if not isinstance(name, str):
             raise TypeError(
-                f"environments of {self.name} are not objects of their own, so no function can be called with them"
+                f"the environments of {self.name} share one object, so no function can be called with each of them"
             )
         try:
             value = self._simulator.attribute(name)
@@ -330,7 +330,7 @@ class SimulatorSource(Source, Transitions):
 
     @contextlib.contextmanager
     def _in_simulator(self, message: Message, env_ids: Sequence[int]) -> Iterator[None]:
-        """Measure the time in the simulator. If it raises, close, except for frames: other results may be missing."""
+        """Measure the time in the simulator. If it raises, except in `render`, close: results may be missing."""
         started = time.perf_counter()
         try:
             yield
@@ -373,8 +373,8 @@ class SimulatorSource(Source, Transitions):
     def _check_whole_batches(self, count: int, what: str) -> None:
         if count % self.batch_size:
             raise ValueError(
-                f"{what}, but {self.name} returns batch_size={self.batch_size} at a time: their number must "
-                "be a multiple of that, or send() and recv(min_envs=env.batch_size)"
+                f"{what}, but {self.name} returns batch_size={self.batch_size} at a time: pass a multiple of "
+                "batch_size environments, or use send() and recv(min_envs=env.batch_size)"
             )
 
     def _start(self, message: Message, env_ids: Sequence[int], payload: Any) -> EnvIds:
@@ -432,13 +432,13 @@ class SimulatorSource(Source, Transitions):
             self._has_reset[env_id] = True
 
     def note_received(self, received: Received) -> bool:
-        """Note where these transitions leave their environments; returns whether they are all, in order."""
+        """Update `marks` by these transitions; returns whether they are of all environments, in order."""
         ids, old = received.env_ids, self.marks
         over = received.terminated | received.truncated
         in_order = ids.tobytes() == self._all.tobytes()
         self.statistics.add_arrays(received, over, in_order=in_order)
         self._copy_masks(received)
-        if len(self._agents) == 1 and received.present is None and received.turns is None:  # it lives to the end
+        if len(self._agents) == 1 and received.present is None and received.turns is None:  # it lives until the end
             flagged = over[:, None]
             alive = acting = ~flagged
         else:
@@ -569,7 +569,7 @@ class SimulatorSource(Source, Transitions):
 
 
 def _one_by_one(env_ids: Sequence[int], agent: AgentID, space: Space[Any], values: Sequence[Any]) -> Any:
-    """Stack actions of which one is wrong; or for which NumPy finds no common dtype, though all are right."""
+    """Stack actions one by one: one of them is wrong, or all are valid but NumPy finds no common dtype."""
     checked = []
     for env_id, value in zip(env_ids, values):
         try:
@@ -580,12 +580,12 @@ def _one_by_one(env_ids: Sequence[int], agent: AgentID, space: Space[Any], value
 
 
 class SimulatorArrays(ArrayView):
-    """What a `SimulatorSource` receives; not copied if all environments were stepped."""
+    """The arrays that a `SimulatorSource` receives; they are not copied if all environments were stepped."""
 
     def __init__(self, pool: SimulatorSource) -> None:
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
-        # Groups with `Discrete` values, which simulators may return in another dtype than that of the space.
+        # Groups with `Discrete` values, which simulators may return in another dtype than the space's.
         self._to_cast = [
             any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(space)) for space, _ in self.groups
         ]
@@ -614,7 +614,7 @@ class SimulatorArrays(ArrayView):
         return self._latest
 
     def last(self) -> Arrays:
-        return self._latest  # with what the caller has written into it since: a copy would cost each step
+        return self._latest  # includes what the caller has written into it since: a copy in each step would take time
 
     def read_some(self, env_ids: Sequence[int], received: Received, last: Arrays) -> Arrays:
         self._pool.note_received(received)

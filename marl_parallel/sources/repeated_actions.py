@@ -1,4 +1,4 @@
-"""`RepeatedActions`: each action several times, for native simulators without a `frame_skip` of their own."""
+"""`RepeatedActions`: repeats each action, for native simulators without a `frame_skip` of their own."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from marl_parallel.sources.native import EnvIds, NativeSimulator, Received
 
 
 class RepeatedActions(NativeSimulator):
-    """Steps another simulator several times with the same actions; its rewards are added up.
+    """Steps another simulator several times with the same actions, and adds up the rewards.
 
-    Observations, flags and infos are those of the last step. An environment whose episode ends before is not stepped
-    further, and one whose episode begins is stepped once.
+    Observations, flags and infos come from the last step. An environment whose episode ends earlier is not stepped
+    further. An environment whose episode begins is stepped once.
 
     Args:
-        simulator: With one agent, who is always present; it steps some environments without the others.
+        simulator: A simulator with one agent that is always present; it can step some environments without the others.
         times: How often each action is carried out.
 
     Raises:
-        ValueError: Another kind of simulator.
+        ValueError: The simulator is of another kind.
     """
 
     def __init__(self, simulator: NativeSimulator, times: int) -> None:

@@ -1,7 +1,7 @@
 """VMAS as a `NativeSimulator`: many environments of one scenario, stepped at once in tensors of torch.
 
-On the CPU, arrays of observations, rewards and infos share the memory of VMAS's tensors, or of their stack; so do the
-tensors of `StackedVecEnv.torch` with these arrays.
+On the CPU, arrays of observations, rewards and infos share the memory of VMAS's tensors, or of their stack. The
+tensors of `StackedVecEnv.torch` share the memory of these arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_pool(scenario: str, num_envs: int, seeds: Sequence[int], arguments: Map
 
     Raises:
         ValueError: VMAS has no such scenario.
-        TypeError: An argument is set here.
+        TypeError: `arguments` has an argument that is set here.
     """
     names = [*vmas.scenarios, *vmas.debug_scenarios, *vmas.mpe_scenarios]
     if scenario not in names:
@@ -53,7 +53,7 @@ def open_pool(scenario: str, num_envs: int, seeds: Sequence[int], arguments: Map
     }
     for name in fixed:
         if name in arguments:
-            raise TypeError(f"env_kwargs has {name!r}, which is set for VMAS here")
+            raise TypeError(f"env_kwargs has {name!r}, which this package sets for VMAS: leave it out")
     keywords = dict(arguments)
     render_mode = keywords.pop("render_mode", None)
     return VmasPool(vmas.make_env(scenario, **keywords, **fixed), seeds, f"VMAS's {scenario}", render_mode)
@@ -63,12 +63,12 @@ class VmasPool(NativeSimulator):
     """The environments of one VMAS `Environment`.
 
     VMAS steps all environments at once, and begins new episodes one at a time, unless all begin together. One
-    generator draws for all of them, and for all VMAS environments of the process: the seed of environment 0 seeds it.
+    generator draws for all VMAS environments of the process: the seed of environment 0 seeds it.
 
     Args:
         env: Made by `vmas.make_env(..., terminated_truncated=True, dict_spaces=False)`. Nothing else may step it.
         seeds: The seed of each environment; the first one is VMAS's.
-        name: In error messages.
+        name: The name in error messages.
         render_mode: `"rgb_array"`, or None for no frames.
 
     Example:
@@ -206,7 +206,7 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 def _columns(infos: list[dict[str, Any]]) -> Any:
-    """Infos of all agents in arrays `(n, agents, ...)` by key, or of each agent apart if they differ."""
+    """Infos of all agents in arrays `(n, agents, ...)` by key, or a dict for each agent if they differ."""
     forms = [tree_map(lambda tensor: (tensor.shape, tensor.dtype), info) for info in infos]
     if all(form == forms[0] for form in forms):
         return tree_map(lambda *tensors: _array(torch.stack(tensors, dim=1)), *infos)
@@ -223,7 +223,7 @@ def _chosen(where: torch.Tensor, ours: Any, others: Any) -> Any:
 
 
 def _space_of(space: Any) -> Space[Any]:
-    """Gymnasium's space of one of gym, from which VMAS has its spaces."""
+    """Convert a space of gym, which VMAS uses, to Gymnasium's."""
     kind = type(space).__name__
     if kind == "Box":
         return spaces.Box(space.low, space.high, space.shape, space.dtype.type)
@@ -233,4 +233,4 @@ def _space_of(space: Any) -> Space[Any]:
         return spaces.MultiDiscrete(space.nvec)
     if kind == "Dict":
         return spaces.Dict([(key, _space_of(part)) for key, part in space.spaces.items()])
-    raise ValueError(f"VMAS declares {space}, which has no form in arrays of fixed size")
+    raise ValueError(f"VMAS declares {space}, which cannot be converted to arrays of fixed size")

@@ -1,7 +1,7 @@
 """Facades: a `ParallelEnv` with the interface of a training library, made as `Facade(env)`.
 
-Facades reshape and rename, and decide nothing about episodes. They are imported on first use, so that each needs only
-its own library.
+Facades reshape and rename values, and decide nothing about episodes. They are imported on first use, so that each
+needs only its own library.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from marl_parallel.vector.tianshou import TianshouVecEnv as TianshouVecEnv
     from marl_parallel.vector.torchrl import TorchRLEnv as TorchRLEnv
 
-# By module: its names; and, if they need the extra of the module's name, the title and the packages of their library.
+# By module: its names. If they need the extra of the module's name: the title and the packages of its library.
 _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
     "agilerl": (["AgileRLVecEnv"], "AgileRL", ["agilerl"]),
     "gymnasium": (["GymnasiumVectorEnv", "NormalizePresentObservation", "NormalizePresentReward"], "", []),

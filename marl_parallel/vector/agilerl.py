@@ -1,4 +1,4 @@
-"""`AgileRLVecEnv`: dicts by agent of arrays, with NaN for absent agents, as AgileRL has them."""
+"""`AgileRLVecEnv`: dicts by agent of arrays, with NaN for absent agents, as AgileRL expects."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     (the array is float64 then); observations of floats (integers have no NaN and are zeros). Observations that are
     single numbers have the shape `(num_envs, 1)`. Choices of `Discrete(n, start=s)` and of `MultiDiscrete` count
     from 0, in actions and observations; the simulator gets and returns s, s + 1, ... All arrays are the caller's own,
-    also with the `copy=False` of `env`.
+    also if `env` has `copy=False`.
 
     In the step that ends an episode, observations are the new episode's. Agents that were observed or rewarded in this
-    step and have no flag of their own get the environment's. Infos are the reset's, with the old episode's last as
-    `final_obs` and `final_info`.
-    `infos[agent]` has an array for each key, and a mask under `_key`, as Gymnasium's vector infos.
+    step and have no flag of their own get the environment's. Infos are the reset's, with the old episode's last
+    observations and infos as `final_obs` and `final_info`.
+    `infos[agent]` has an array for each key, and a mask under `_key`, as in Gymnasium's vector infos.
     `env_defined_actions` is NaN in environments that define none. Infos of the environment, such as the mark of a
-    restart, `infos[agent]["__common__"]`, are in every agent's.
+    restart, `infos[agent]["__common__"]`, are in every agent's infos.
 
     Args:
         env: Made with `auto_reset=True`. No other facade may step it. Training functions close it in the end.
@@ -53,10 +53,10 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     Attributes:
         agents: All possible agents, always.
         present: By agent, `(num_envs,)`, bool: where it was observed or rewarded at the last reset or step.
-        acting: Likewise, where it acts next.
+        acting: By agent, `(num_envs,)`, bool: where it acts next.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`, or its agents are no strings, or actions are dicts or tuples.
+        TypeError, ValueError: As `ArrayStepper`, or agents are not strings, or actions are dicts or tuples.
 
     Example:
         >>> from agilerl.algorithms import IPPO
@@ -96,7 +96,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes; returns observations and infos, by agent. Arguments are those of `ParallelEnv.reset`."""
+        """Begin new episodes; returns observations and infos, by agent. Arguments are as in `ParallelEnv.reset`."""
         arrays = self._stepper.reset(seed, options)
         return self._observations(arrays), self._infos(arrays)
 
@@ -104,12 +104,12 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """Begin new episodes and return; `reset_wait` has the results. Arguments and errors are those of `reset`."""
+        """Begin new episodes and return; `reset_wait` returns the results. Arguments and errors are as in `reset`."""
         self._stepper.send_reset(seed, options)
 
     @exclusive("reset_wait")
     def reset_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent]:
-        """The results of `reset_async`; arguments and errors are those of `ArrayStepper.receive_reset`."""
+        """The results of `reset_async`; arguments and errors are as in `ArrayStepper.receive_reset`."""
         arrays = self._stepper.receive_reset(timeout)
         return self._observations(arrays), self._infos(arrays)
 
@@ -119,7 +119,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
         Args:
             actions: By agent, arrays or tensors `(num_envs, ...)`. Rows of agents that do not act are ignored, agents
-                that act in no environment may be left out, and a row of NaN is no action. Errors are those of
+                that act in no environment may be left out, and a row of NaN means no action. Errors are as in
                 `ArrayStepper.step`.
         """
         arrays: dict[str, NDArray[Any]] = {}
@@ -145,7 +145,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def step_async(self, actions: Sequence[Mapping[str, Any]]) -> None:
         """Begin to step all environments and return; `actions` has a dict by agent for each.
 
-        Errors are those of `step`.
+        Errors are as in `step`.
         """
         if isinstance(actions, Mapping):
             raise TypeError("step_async takes a list with a dict of actions for each environment; step takes a dict")
@@ -153,7 +153,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
 
     @exclusive("step_wait")
     def step_wait(self, timeout: float | None = None) -> StepReturn:
-        """The results of `step_async`; arguments and errors are those of `ArrayStepper.receive`."""
+        """The results of `step_async`; arguments and errors are as in `ArrayStepper.receive`."""
         return self._results(self._stepper.receive(timeout))
 
     def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -175,7 +175,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         return observations, infos
 
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
-        """Close the environment; arguments are those of `ParallelEnv.close`. Discards a step in flight."""
+        """Close the environment; arguments are as in `ParallelEnv.close`. Discards a step in flight."""
         self._stepper.close(terminate=terminate, **kwargs if timeout is None else {**kwargs, "timeout": timeout})
 
     def _of_env(self, actions: Mapping[str, Any]) -> ByAgent:
@@ -201,7 +201,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         return dict(zip(self.agents, array.T))
 
     def _flags_by_agent(self, flags: NDArray[np.bool_], flagged: NDArray[np.bool_]) -> ByAgent:
-        """NaN where not `flagged`; bool for an agent that is flagged everywhere, as AgileRL's own."""
+        """NaN where not `flagged`; bool for an agent that is flagged everywhere, as in AgileRL."""
         if flagged.all():
             return self._by_agent(flags)
         floats = np.where(flagged, flags, np.nan)
@@ -255,7 +255,7 @@ def _array(value: Any) -> NDArray[Any]:
 
 
 def _nan_rows(array: NDArray[Any]) -> NDArray[np.bool_] | None:
-    """Which rows are NaN all over; None if none are."""
+    """Which rows have only NaN; None if no row does."""
     if array.dtype.kind != "f" or not array.size:
         return None
     nan: NDArray[np.bool_] = np.isnan(array.reshape(len(array), -1)).all(axis=1)
@@ -263,9 +263,9 @@ def _nan_rows(array: NDArray[Any]) -> NDArray[np.bool_] | None:
 
 
 def _formed(space: Space[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:
-    """Rows that are flat or have other axes of length 1, in the shape of their space; whole floats as integers.
+    """Convert rows to the shape of their space, if they are flat or differ in axes of length 1; floats to integers.
 
-    Choices, which AgileRL counts from 0, are those of the space.
+    AgileRL counts choices from 0; the result has the choices of the space.
     """
     if space is None or space.shape is None:
         return rows

@@ -39,14 +39,14 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
     `reward_space`, as in MO-Gymnasium.
 
     The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
-    need an action. If the observation space declares an `action_mask`, or for kinds of environments with masks of their
-    own, as PyMARL's, `infos["action_mask"]` has the masks of all rows, as in `ArrayStepper.action_masks`: bool
+    need an action. If the observation space declares an `action_mask`, or the kind of environment has masks of its own,
+    as PyMARL's, `infos["action_mask"]` has the masks of all rows, as in `ArrayStepper.action_masks`: bool
     `(num_envs, num_choices)`. A row is done when its agent dies, and all rows of an environment are when its episode
-    ends. With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos have the
-    reset's, and `final_obs` and `final_info` in rows that are done, as Gymnasium's. With `False` (DISABLED) the rows of
-    an environment whose episode is over are zeros and stay done until `reset(options={"reset_mask": env.over})`. With
-    the `episode_stats` of `env`, `infos["episode"]` has the returns `"r"` and lengths `"l"` of rows whose agent's own
-    part of an episode ends, in the form of Gymnasium's `RecordEpisodeStatistics`.
+    ends. With `auto_reset="NEXT_STEP"` all of Gymnasium's vector wrappers apply. With `True` (SAME_STEP) infos are the
+    reset's, with `final_obs` and `final_info` in rows that are done, as in Gymnasium. With `False` (DISABLED) the rows
+    of an environment whose episode is over are zeros and stay done until `reset(options={"reset_mask": env.over})`.
+    With the `episode_stats` of `env`, `infos["episode"]` has the returns `"r"` and lengths `"l"` of rows whose agent's
+    own part of an episode ends, in the form of Gymnasium's `RecordEpisodeStatistics`.
 
     Args:
         env: No other facade may step it. With `copy=False`, observations are valid until the next step or reset.
@@ -60,7 +60,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
         present: bool `(num_envs,)`: the rows that are data, as in the latest infos.
         envs: With `backend="serial"`, the simulators; else an `AttributeError`.
         over: bool `(num_envs,)`: the rows of environments whose episode is over and that have not been reset.
-        reward_space: Of one row, if rewards are vectors; None if they are numbers.
+        reward_space: The space of one row's vector reward; None if rewards are numbers.
 
     Raises:
         TypeError, ValueError: As `ArrayStepper`, or the agents' spaces differ.
@@ -110,7 +110,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
                 rest is for each environment's own `reset`.
 
         Raises:
-            TypeError, ValueError: Seeds or a mask of another form, or that differ between the rows of an environment.
+            TypeError, ValueError: Seeds or a mask have another form, or differ between the rows of an environment.
         """
         seed, options, env_ids = self._reset_arguments(seed, options)
         arrays = self._stepper.reset(seed, options, env_ids)
@@ -121,14 +121,14 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
     def reset_async(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        """Begin to reset and return; `reset_wait` has the results. Arguments and errors are those of `reset`."""
+        """Begin to reset and return; `reset_wait` returns the results. Arguments and errors are as in `reset`."""
         seed, options, env_ids = self._reset_arguments(seed, options)
         self._stepper.send_reset(seed, options, env_ids)
         self._resetting = env_ids
 
     @exclusive("reset_wait")
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """The results of `reset_async`; arguments and errors are those of `step_wait`."""
+        """The results of `reset_async`; arguments and errors are as in `step_wait`."""
         arrays = self._stepper.receive_reset(timeout)
         self._rows.note_reset(self._resetting)
         return self._rows.flat_observations(arrays), self._infos(arrays)
@@ -186,7 +186,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
         return tuple(seed for seed in self.env.seed() for _ in self.agents)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the environment; keywords are those of `ParallelEnv.close`."""
+        """Close the environment; keywords are as in `ParallelEnv.close`."""
         self._stepper.close(**kwargs)
 
     def __del__(self) -> None:
@@ -227,7 +227,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
         self._rows.load(states, after=after)
 
     def _infos(self, arrays: Arrays, done: Sequence[int] = ()) -> dict[str, Any]:
-        """Infos by row; those of rows that are `done` have the last observation and info, as Gymnasium's SAME_STEP."""
+        """Infos by row; rows that are `done` have the last observation and info, as in Gymnasium's SAME_STEP."""
         infos: dict[str, Any] = {}
         if not done and type(arrays.infos) is InfoColumns and arrays.infos.are_alike:
             infos = self._rows.infos(arrays.infos)
@@ -261,7 +261,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
 class NormalizePresentObservation(wrappers.NormalizeObservation):
     """Gymnasium's `NormalizeObservation` around a `GymnasiumVectorEnv`: rows of absent agents do not count.
 
-    Arguments and attributes are those of Gymnasium's.
+    Arguments and attributes are as in Gymnasium.
 
     Example:
         >>> from marl_parallel import make
@@ -287,7 +287,7 @@ class NormalizePresentObservation(wrappers.NormalizeObservation):
 class NormalizePresentReward(wrappers.NormalizeReward):
     """Gymnasium's `NormalizeReward` around a `GymnasiumVectorEnv`: rows of absent agents do not count.
 
-    Arguments and attributes are those of Gymnasium's. Nor do steps that only reset a row (`NEXT_STEP`).
+    Steps that only reset a row (`NEXT_STEP`) do not count, either. Arguments and attributes are as in Gymnasium.
 
     Example:
         >>> from marl_parallel import make

@@ -95,22 +95,22 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         return np.array(self._runner.transitions.over, np.bool_)
 
     def observation_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in all environments."""
+        """The batched observation space of one agent, for all environments."""
         return self._batched[0][agent]
 
     def action_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in all environments."""
+        """The batched action space of one agent, for all environments."""
         return self._batched[1][agent]
 
     def single_observation_space(self, agent: AgentID) -> Space[Any]:
-        """Of one agent in one environment; so are the other `single_` methods."""
+        """The observation space of one agent in one environment; other `single_` methods are similar."""
         return self._runner.schema.observation_spaces[agent]
 
     def single_action_space(self, agent: AgentID) -> Space[Any]:
         return self._runner.schema.action_spaces[agent]
 
     def reward_space(self, agent: AgentID) -> Space[Any] | None:
-        """Of one agent in all environments; None for an agent whose rewards are numbers."""
+        """The batched reward space of one agent, for all environments; None if its rewards are numbers."""
         space = self.single_reward_space(agent)
         return None if space is None else batch_space(space, self.num_envs)
 
@@ -126,9 +126,9 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         options: dict[str, Any] | None = None,
         env_ids: Sequence[int] | None = None,
     ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes; returns observations and infos, by agent. Arguments are those of `ParallelEnv.reset`.
+        """Begin new episodes; returns observations and infos, by agent. Arguments are as in `ParallelEnv.reset`.
 
-        The observations of environments that are not in `env_ids` stay.
+        Observations of environments that are not in `env_ids` stay as they are.
         """
         observations, _, _, _, infos = self._results(self._stepper.reset(seed, options, env_ids))
         return observations, infos

@@ -1,7 +1,7 @@
 """PyMARL's and EPyMARL's `ParallelRunner` on a `ParallelEnv`: connections in place of its pipes.
 
-The runner sends a command to each environment and then receives each reply. `PyMARLConnections` keeps what is sent, and
-carries it out when the first reply is received: one step of the `ParallelEnv` for all environments.
+The runner sends a command to each environment and then receives each reply. `PyMARLConnections` keeps commands, and
+carries them out when the first reply is received: one step of the `ParallelEnv` for all environments.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class _Sent(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """In place of a reply: what `recv` raises."""
+    """An error in place of a reply; `recv` raises it."""
 
     error: Exception
 
 
 class _Seen(NamedTuple):
-    """What a step or reset has shown, with one row for each environment."""
+    """The states, masks and observations of a step or reset, with one row for each environment."""
 
     states: NDArray[Any]
     masks: NDArray[np.bool_]
@@ -67,16 +67,16 @@ class _Seen(NamedTuple):
 class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     """One connection for each environment, with the protocol of the pipes in PyMARL's `ParallelRunner`.
 
-    What is sent waits until the first `recv`; then everything is carried out together, each environment's commands in
-    their order. A step that a fault has interrupted is the end of an episode at its limit: `terminated` is True, the
-    reward 0, `info` is `{"episode_limit": True, "restarted": True}`, and observations, masks and state repeat the
-    previous reply. `docs/frameworks/pymarl.md` shows what changes in the runner.
+    Commands wait until the first `recv`; then all are carried out together, each environment's commands in their order.
+    A step that a fault interrupts ends its episode as at the episode limit: `terminated` is True, the reward 0, `info`
+    is `{"episode_limit": True, "restarted": True}`, and observations, masks and state repeat the previous reply.
+    `docs/frameworks/pymarl.md` shows what changes in the runner.
 
     Args:
         env: Its environments have PyMARL's interface (`adapter="pymarl"`), and `auto_reset` is False.
 
     Raises:
-        ValueError: The environments have another interface, or the auto-reset mode is another one.
+        ValueError: The environments have another interface, or `auto_reset` is not False.
 
     Example:
         >>> from marl_parallel import ParallelEnv
@@ -126,14 +126,14 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         numbers = range(env.num_envs)
         self._sent: list[deque[_Sent]] = [deque() for _ in numbers]
         self._replies: list[deque[Any]] = [deque() for _ in numbers]
-        # What each has seen last: no array that a caller has got, if a restart may repeat it.
+        # What each has shown last; copies, if a restart may repeat it, since callers may change their arrays.
         self._latest: list[_Seen | None] = [None for _ in numbers]
         self._may_step = [False] * len(numbers)  # whether an episode is running, as far as has been carried out
         self._open = [True] * len(numbers)
-        # Of each, at its latest reset that has been carried out; -1 if it has been rebuilt since, in the same call.
+        # The restarts of each at its latest reset that was carried out; -1 if it was rebuilt later in the same call.
         self._restarts = [0] * len(numbers)
         self._sees_states = self._has_states_written()
-        self._is_team = self._has_one_reward()  # None: the first step shows it
+        self._is_team = self._has_one_reward()  # None: the first step decides
 
     # -- a sequence of connections -------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     # -- what the simulators are ---------------------------------------------------------------------------------------
 
     def _check_interface(self) -> None:
-        """Raise `ValueError` unless the environments are those of PyMARL."""
+        """Raise `ValueError` unless the environments have PyMARL's interface."""
         schema = self._runner.schema
         action_spaces = [schema.action_spaces[agent] for agent in self._agents]
         try:
@@ -193,7 +193,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         )
 
     def _has_states_written(self) -> bool:
-        """Have workers write states with each step, where they can."""
+        """Make workers write states with each step, if they can; returns whether they do."""
         try:
             self._runner.write_states()
         except NotImplementedError:
@@ -267,7 +267,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         for sent in reversed(self._sent[env_id]):
             if sent.command == _STEP:
                 raise AlreadyPendingCallError(
-                    f"environment {env_id}: a step was sent before whose reply has not been received; recv() it first",
+                    f"environment {env_id}: the reply to an earlier step has not been received; call recv() first",
                     "send",
                 )
             if sent.command == _RESET:
@@ -287,7 +287,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         return actions.reshape(-1)
 
     def close_one(self, env_id: int) -> None:
-        """Close a connection, and with the last one the environments; nothing if it is closed."""
+        """Close a connection, and the environments with the last one; does nothing if it is closed."""
         if not self._open[env_id]:
             return
         try:
@@ -307,7 +307,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
     def _carry_out(self) -> None:
         """Carry out all commands, equal ones of several environments together, each environment's in their order.
 
-        Calls come before resets and steps, so that these are of as many environments as possible.
+        Calls come before resets and steps, so that resets and steps cover as many environments as possible.
         """
         while next_of := {env_id: sent[0].command for env_id, sent in enumerate(self._sent) if sent}:
             command = min(next_of.values(), key=_ORDER.index)
@@ -353,20 +353,20 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             self._replies[env_id].append({**reply, "reward": reward, "terminated": over[env_id], "info": info})
 
     def _has_team_reward(self, stepped: Sequence[int], rewards: Sequence[Sequence[float]]) -> bool:
-        """Whether agents share a reward, as these environments, which have been stepped, show."""
+        """Whether agents share a reward, judged by these environments, which have been stepped."""
         for env_id in stepped:
             if self._runner.reports_restart(env_id):  # rebuilt after its step
                 continue
             (is_team,) = self.env.call(OfAdapter("common_reward"), env_ids=[env_id])
-            # An adapter of somebody's own may not know it.
+            # A custom adapter may not know it.
             self._is_team = len({*rewards[env_id]}) == 1 if is_team is None else is_team
             return self._is_team
-        return all(len({*rewards[env_id]}) == 1 for env_id in stepped)  # a later step shows it
+        return all(len({*rewards[env_id]}) == 1 for env_id in stepped)  # a later step decides
 
     def _reset(self, env_ids: list[int]) -> None:
         arrays = self._stepper.reset(env_ids=None if len(env_ids) == len(self._sent) else env_ids)
         for env_id in env_ids:
-            self._latest[env_id] = None  # of the episode before
+            self._latest[env_id] = None  # it was of the episode before
         seen = self._seen(arrays, env_ids)
         kept, reply_of = self._kept(seen), seen.replies()
         for env_id in env_ids:
@@ -381,16 +381,16 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         return seen.copied() if self._runner.restarts else seen
 
     def _seen(self, arrays: Arrays, env_ids: Sequence[int]) -> _Seen:
-        """The states, masks and observations, in new arrays; of other environments, states may be zeros."""
+        """The states, masks and observations, in new arrays; states of other environments may be zeros."""
         (observations,) = arrays.observations
         states = self._runner.states_seen()[0].copy() if self._sees_states else self._states(env_ids)
         return _Seen(states, self._stepper.action_masks(self._agents), observations)
 
     def _states(self, env_ids: Sequence[int]) -> NDArray[Any]:
-        """The states of these, where steps do not write them.
+        """The states of these environments, if steps do not write states.
 
-        A simulator that has been rebuilt has none before its reset, and its next step reports the fault. Until then,
-        it is the last state of its episode that is known, or zeros.
+        A simulator that has been rebuilt has no state before its reset, and its next step reports the fault. Until
+        then, its state is the last known one of its episode, or zeros.
         """
         space = self._runner.schema.state_space
         assert space is not None
@@ -409,9 +409,9 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         return states
 
     def _call(self, command: str, env_ids: list[int]) -> None:
-        """Call a method of simulators. A fault raises no error if environments are restarted, which logs it.
+        """Call a method of simulators. A fault raises no error if environments are restarted: the log reports it.
 
-        A simulator that has been rebuilt is not called before its reset, except `get_env_info`, and the reply is {}:
+        Before its reset, a simulator that has been rebuilt is called only for `get_env_info`; other replies are {}:
         SMAC's `get_stats` divides by its number of battles, which is 0.
         """
         results = self._results(command, env_ids)
@@ -443,7 +443,7 @@ class PyMARLConnection:
 
     Attributes:
         env_id: Which environment.
-        connections: Those of all environments, with their `parallel_env`.
+        connections: The `PyMARLConnections` of all environments, with their `parallel_env`.
     """
 
     def __init__(self, connections: PyMARLConnections, env_id: int) -> None:
@@ -456,27 +456,27 @@ class PyMARLConnection:
             message: The command and its data, as a tuple or list: `("step", actions)` with one integer for each agent,
                 `("reset", None)`, `("get_env_info", None)` and `("get_stats", None)`, which have replies;
                 `("render", None)` and `("save_replay", None)`, which have none; `("close", None)`, which closes this
-                connection. The last one that is closed ends the workers.
+                connection. Closing the last connection ends the workers.
 
         Raises:
             ResetNeeded: A step, but the environment was never reset, or its episode is over.
             AlreadyPendingCallError: A step, but an earlier one has not been received.
             ValueError, TypeError: An unknown command, or actions that are not integers, one for each agent.
-            ClosedEnvironmentError: This connection, or all, have been closed.
+            ClosedEnvironmentError: This connection has been closed, or all have.
         """
         self.connections.put(self.env_id, message)
 
     def recv(self) -> Any:
         """The reply to the first command that has none yet.
 
-        A step's is a dict with `state`, `avail_actions` (agents, actions), `obs` (agents, size), `reward`, `terminated`
-        and `info`; a reset's one with the first three; the others' are what the simulator's method returns.
+        The reply to a step is a dict with `state`, `avail_actions` (agents, actions), `obs` (agents, size), `reward`,
+        `terminated` and `info`; to a reset, a dict with the first three; to others, the simulator's result.
 
         Raises:
             NoAsyncCallError: No command that has a reply was sent.
             AttributeError: The simulator has no such method.
             ParallelEnvError: A fault, as in `ParallelEnv.step`; everything is closed.
-            ClosedEnvironmentError: This connection, or all, have been closed.
+            ClosedEnvironmentError: This connection has been closed, or all have.
         """
         return self.connections.get(self.env_id)
 
@@ -496,8 +496,8 @@ def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) ->
     """Connections for PyMARL's and EPyMARL's `ParallelRunner`, in place of its processes and pipes.
 
     Environments keep the seeds that they have (`seed="own"`) and are reset by the runner (`auto_reset=False`). In
-    worker processes, each has `random`, `numpy.random` and torch's generator for itself, as in a process of its own
-    (`isolate_rng=True`).
+    worker processes, each has its own states of `random`, `numpy.random` and torch's generator, as in a process of its
+    own (`isolate_rng=True`).
 
     Args:
         env_fns: One function for each environment that returns it, as `functools.partial(env_fn, **env_args)`.
@@ -507,8 +507,8 @@ def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) ->
         One connection for each environment, see `PyMARLConnections`.
 
     Raises:
-        TypeError: An option is not an argument of `ParallelEnv`, or is one that the runner needs as it is.
-        ValueError, ParallelEnvError: As of `ParallelEnv`.
+        TypeError: An option is not an argument of `ParallelEnv`, or is an argument that the runner requires as it is.
+        ValueError, ParallelEnvError: As in `ParallelEnv`.
 
     Example:
         ```text

@@ -47,8 +47,8 @@ EnvDicts = list[dict[Any, Any]]
 class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ignore[misc]
     """Many environments as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
 
-    `ParallelMultiAgentEnvRunner` makes one. The dicts are those of `ParallelEnv`, without entries of agents that are
-    dead and observations of agents whose turn it is not. `infos[i]["__common__"]`, such as the mark of a restart, is
+    `ParallelMultiAgentEnvRunner` makes one. The dicts are as in `ParallelEnv`, without entries of dead agents and
+    without observations of agents whose turn it is not. `infos[i]["__common__"]`, such as the mark of a restart, is
     copied into the info of each agent that observes, as RLlib drops other keys. Choices of `Discrete(n, start=s)` and
     of `MultiDiscrete` count from 0, in spaces, actions and observations; the simulator gets and returns s, s + 1, ...
 
@@ -59,11 +59,11 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
     Attributes:
         envs: A `MultiAgentEnv` for each environment, with its spaces and agents. It cannot be stepped.
-        single_observation_spaces: Of each agent that declares one; `single_observation_space` is their `Dict`.
-        single_action_spaces: Likewise, with `single_action_space`.
+        single_observation_spaces: By agent, if it declares one; `single_observation_space` is a `Dict` of them.
+        single_action_spaces: By agent, if it declares one; `single_action_space` is a `Dict` of them.
 
     Raises:
-        TypeError, ClosedEnvironmentError: `env` is no `ParallelEnv`, or closed.
+        TypeError, ClosedEnvironmentError: `env` is not a `ParallelEnv`, or is closed.
         ValueError: It has another auto-reset mode, or `copy=False`; or `scalarize` does not fit the rewards.
 
     Example:
@@ -101,8 +101,8 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     ) -> tuple[EnvDicts, EnvDicts]:
         """Begin new episodes; returns observations and infos, one dict by agent for each environment.
 
-        Arguments and errors are those of `ParallelEnv.reset`. `RuntimeError` if another facade steps this environment.
-        Results in flight are dropped.
+        Arguments and errors are as in `ParallelEnv.reset`. Raises `RuntimeError` if another facade steps this
+        environment. Results in flight are dropped.
         """
         self._runner.check_claim(self._claim)
         observed, informed = self.env.reset(seed=seed, options=options, drain=True)
@@ -115,9 +115,9 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
     def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
         """Step all environments; those whose episode is over begin the next one, with rewards 0.0 and flags False.
 
-        Takes and returns one dict by agent for each environment, as `ParallelEnv.step`, and raises the same errors;
-        `RuntimeError` if another facade steps this environment; and `ValueError` if an agent has come back after its
-        end while others went on, for which RLlib's episodes have no place. All environments have been stepped then.
+        Takes and returns one dict by agent for each environment, as `ParallelEnv.step`, and raises the same errors.
+        Raises `RuntimeError` if another facade steps this environment. Raises `ValueError` if an agent has come back
+        after its end while others went on: RLlib's episodes cannot hold this. All environments have been stepped then.
         """
         self._runner.claim(self._claim)
         were_over = [*self._runner.transitions.over]
@@ -158,7 +158,7 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
         return [{a: as_number(self._rules, a, reward) for a, reward in of_env.items()} for of_env in rewards]
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the environment; called by `close`, once. Keywords are those of `ParallelEnv.close`."""
+        """Close the environment; called by `close`, once. Keywords are as in `ParallelEnv.close`."""
         self._runner.release()
         self.env.close(**kwargs)
 
@@ -167,20 +167,20 @@ class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ig
 
 
 def _is_converted(space: Space[Any]) -> bool:
-    """Whether actions of RLlib's, which are int64 and count from 0, are other ones for the simulator."""
+    """Whether RLlib's actions, which are int64 and count from 0, must be converted for the simulator."""
     return starts_elsewhere(space) or any(
         isinstance(leaf, spaces.Discrete) and leaf.dtype != np.int64 for _, leaf in leaves(space)
     )
 
 
 def _from_zero(declared: Mapping[AgentID, Space[Any]]) -> dict[AgentID, Space[Any]]:
-    """Spaces by agent, whose choices count from 0; agents with the same space still have the same."""
+    """Spaces by agent, whose choices count from 0; agents that share a space object still share one."""
     made = {id(space): from_zero(space) for space in declared.values()}
     return {agent: made[id(space)] for agent, space in declared.items()}
 
 
 def _joined(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict:
-    """The same as one space."""
+    """The spaces of `_from_zero` as one `Dict`."""
     if isinstance(declared, GroupSpaces):
         return declared.mapped(from_zero).as_space()
     return spaces.Dict([*_from_zero(declared).items()])
@@ -215,7 +215,7 @@ class EpisodeFilter:
         """Filter the five dicts of a step; `was_over`: whether the next episode began in this step."""
         over = self._transitions.over[self._env_id]
         if was_over:
-            # Over again: restarted before it could begin. Its observations are the last of the old episode.
+            # Over at once: restarted before it could begin. Its observations are the last of the old episode.
             observations, infos = self.begin({} if over else dicts[0], dicts[4])
             return observations, *dicts[1:4], infos
         if not self._has_begun and over:  # no observations either: RLlib's episode has ended before
@@ -250,7 +250,7 @@ class EpisodeFilter:
         self._has_begun = False  # RLlib's episode, which may end before the environment's
 
     def _to_act(self, observations: dict[AgentID, Any]) -> dict[AgentID, Any]:
-        """The observations without those of agents that are alive and do not act."""
+        """The observations, without agents that are alive and do not act."""
         acting = self._transitions.acting[self._env_id]
         if len(acting) >= len(observations):
             return observations
@@ -259,7 +259,7 @@ class EpisodeFilter:
 
 
 def _with_common(infos: dict[Any, Any], observations: dict[AgentID, Any]) -> dict[Any, Any]:
-    """Infos, with the environment's copied into the info of each agent that observes."""
+    """Infos, with the environment's infos copied into the info of each agent that observes."""
     if COMMON not in infos:
         return infos
     by_agent = {agent: infos.get(agent) or {} for agent in observations}
@@ -301,7 +301,7 @@ class StandIn(MultiAgentEnv):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"a stand-in for one environment has no attribute {name!r}; if the environment has it, get_attr({name!r}) "
-            "of the RLlibVectorMultiAgentEnv returns that of all environments"
+            "of the RLlibVectorMultiAgentEnv returns its value in each environment"
         )
 
 
@@ -315,7 +315,7 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     `scalarize`; the environments do not see it.
     By default remote runners share the CPUs of the machine evenly, or each uses `num_cpus_per_env_runner` if that is
     more; a local runner uses all. RLlib's check of each environment runs in its worker, unless `disable_env_checking`
-    is set. `docs/facades.md` has its seeds and restarts.
+    is set. `docs/facades.md` describes its seeds and restarts.
 
     Raises:
         ValueError: `env_config["parallel_env"]` has arguments that RLlib or the runner sets.

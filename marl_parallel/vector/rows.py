@@ -4,8 +4,8 @@ With k agents, row `i * k + j` is agent j of environment i. The end of an enviro
 `core/episode.py`, is the end of each of its agents that has not ended before.
 
 Infos are laid out as in Gymnasium's vector environments: every key holds an array over all rows, and `_key` a mask of
-the rows that have it; dicts within likewise. Unlike there, the result does not depend on the order of infos: numbers of
-several types make an array that holds them all, and values that do not fit one array make an array of objects.
+the rows that have it, also in nested dicts. Unlike in Gymnasium, the result does not depend on the order of infos:
+numbers of several types make an array that holds them all; values that do not fit one array make an array of objects.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _KINDS = {bool: "b", np.bool_: "b", int: "i", np.int64: "i", float: "f", np.floa
 
 
 class AgentRows:
-    """Agents with equal spaces, as rows or columns of arrays, and which are dead in the episode of their environment.
+    """Agents with equal spaces, as rows or columns of arrays; notes which are dead in their environment's episode.
 
-    A row is flagged whenever its agent dies, and once more when the episode of its environment ends. Indices of columns
-    are slices, which make views, if they are evenly spaced. `vectors_for` names a facade that takes vector rewards.
+    A row is flagged whenever its agent dies, and once more when the episode of its environment ends. Evenly spaced
+    columns are indexed by a slice, which makes views. `vectors_for` names a facade that takes vector rewards.
 
     Attributes:
         dead: bool `(num_envs, agents)`: which agents have died and have not come back.
-        were_dead: bool `(num_envs, agents)`: which agents took no part in the latest step, as they were dead. One that
-            has come back in that step took part.
-        any_dead: Whether there are any in `dead`.
+        were_dead: bool `(num_envs, agents)`: which agents took no part in the latest step, since they were dead. An
+            agent that came back in that step took part.
+        any_dead: Whether any agent is in `dead`.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class AgentRows:
             for agent in agents:
                 if not equal(declared[agent], declared[agents[0]]):
                     raise ValueError(
-                        f"rows need equal spaces, but the {what} space of {agent!r} is {declared[agent]}, that of "
-                        f"{agents[0]!r} {declared[agents[0]]}; {advice}"
+                        f"rows need equal spaces, but the {what} space of {agent!r} is {declared[agent]}, and of "
+                        f"{agents[0]!r} it is {declared[agents[0]]}; {advice}"
                     )
         column_of = {agent: column for column, agent in enumerate(view.agents)}
         columns = [column_of[agent] for agent in agents]
         self._group, _ = view.places[agents[0]]
         members = np.array([view.places[agent][1] for agent in agents])
         self.columns = evenly_spaced(columns) or columns  # among all agents
-        self._member_of, self._members = members, evenly_spaced(members.tolist()) or members  # among those of the group
+        self._member_of, self._members = members, evenly_spaced(members.tolist()) or members  # among the group's agents
         self.space, self.action_space = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
         self.reward_space = schema.reward_spaces.get(agents[0]) if vectors_for else None
         for agent in agents if vectors_for else ():
             if (other := schema.reward_spaces.get(agent)) != self.reward_space:
                 raise ValueError(
                     f"{vectors_for} stacks the rewards of {[*agents]}, but the reward_space of {agent!r} is {other}, "
-                    f"that of {agents[0]!r} {self.reward_space}; use PettingZooVecEnv, or other agents"
+                    f"and of {agents[0]!r} it is {self.reward_space}; use PettingZooVecEnv, or other agents"
                 )
         self._stepper = stepper
         self.dead = self.were_dead = np.zeros((self.num_envs, len(agents)), np.bool_)
@@ -113,7 +113,7 @@ class AgentRows:
         return Stacked(self.agents, stacked(self.action_space, rows, self.num_envs, len(self.agents)))
 
     def observations(self, observations: Sequence[Any]) -> Any:
-        """The observations in those of all groups, `(num_envs, agents, ...)`; views, if members are a slice."""
+        """These agents' observations, `(num_envs, agents, ...)`, from all groups'; views, if members are a slice."""
         return tree_map(lambda array: array[:, self._members], observations[self._group])
 
     def flat_observations(self, arrays: Arrays) -> Any:
@@ -143,18 +143,18 @@ class AgentRows:
         self.any_dead = bool(self.dead.any())
 
     def saved(self, env_id: int) -> tuple[list[bool], list[bool]]:
-        """Who was dead in an environment before the latest step, and after it; for `load`."""
+        """Which agents of an environment were dead before the latest step, and after it; for `load`."""
         return self.were_dead[env_id].tolist(), self.dead[env_id].tolist()
 
     def load(self, saved: Mapping[int, tuple[list[bool], list[bool]] | None], *, after: bool) -> None:
-        """Go on from what `saved` has returned, before the latest step or `after` it; nobody is dead for None."""
+        """Restore what `saved` has returned, before the latest step or `after` it; for None, no agent is dead."""
         self.dead = self.dead.copy()
         for env_id, of_env in saved.items():
             self.dead[env_id] = False if of_env is None else of_env[after]
         self.any_dead = bool(self.dead.any())
 
     def flags(self, arrays: Arrays) -> Flags:
-        """The flags of rows, from those of their agents and of their environments; notes who is dead."""
+        """The flags of rows, from the flags of agents and environments; notes which agents are dead."""
         terminations, truncations = self.of(arrays.terminations), self.of(arrays.truncations)
         self.were_dead = self.dead
         if arrays.shared_flags and not self.any_dead:
@@ -237,7 +237,7 @@ def came_back(
         return back
     all_alive = stepper.runner.transitions.alive
     alive = {env_id: {*all_alive[env_id]} for env_id in {env_id for env_id, _ in places}}
-    # Observations and `alive` are those of the next episode; under PettingZoo's rules, nobody was left in the old one.
+    # Observations and `alive` are the next episode's; under PettingZoo's rules, no agent was left in the old one.
     begins = over if stepper.mode is AutoresetMode.SAME_STEP else np.zeros_like(over)
     may_be_back = stepper.runner.schema.rules is Rules.DICT
     for env_id, place in places:
@@ -255,7 +255,7 @@ def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> 
     if not same_step:
         return part | arrays.observed
     over = arrays.terminated | arrays.truncated
-    part |= arrays.observed & ~over[:, None]  # after the end of an episode, observations are those of the next one
+    part |= arrays.observed & ~over[:, None]  # after the end of an episode, observations are the next one's
     for env_id in np.flatnonzero(over).tolist():
         part[env_id] |= [_is_seen_last(arrays, env_id, agent, column) for column, agent in enumerate(agents)]
     return part
@@ -264,7 +264,7 @@ def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> 
 def _is_seen_last(arrays: Arrays, env_id: int, agent: AgentID, column: int) -> bool:
     """Whether an agent was observed in the last step of an episode, with SAME_STEP.
 
-    In a restart, the last observations known include those of agents that had ended in the step before.
+    In a restart, the last known observations include agents that had ended in the step before.
     """
     infos = arrays.infos.get(env_id, {})
     info = infos.get(agent)
@@ -315,7 +315,7 @@ def vector_infos(infos: Iterable[tuple[int, Mapping[Any, Any]]], num_rows: int) 
         mask = np.zeros(num_rows, np.bool_)
         mask[rows] = True
         joined: Any = None
-        if key != FINAL_OBS:  # observations, which are easier to use one by one
+        if key != FINAL_OBS:  # last observations are easier to use one by one
             types = {*map(type, values)}
             if all(issubclass(one, dict) for one in types):
                 joined = vector_infos(zip(rows, values), num_rows)
@@ -357,7 +357,7 @@ def _of_numbers(rows: list[int], values: list[Any], types: set[type], num_rows: 
 def infos_by_agent(
     infos: Mapping[int, Mapping[Any, Any]], agents: Sequence[AgentID], num_envs: int
 ) -> dict[Any, dict[Any, Any]]:
-    """Infos of all environments by agent, and by the keys that are no agents, also those whose values are no dicts."""
+    """Infos of all environments by agent, and by other keys, whose values need not be dicts."""
     if isinstance(infos, InfoColumns):
         arrays = infos.arrays
         rows = None if len(arrays.env_ids) == num_envs else arrays.env_ids
@@ -413,7 +413,7 @@ def _placed(
 
 
 def agent_info(env_id: int, infos: Mapping[Any, Any], agent: AgentID) -> Mapping[Any, Any]:
-    """The info of one agent; empty if it is missing or None. Raises `ValueError` if it is no dict."""
+    """The info of one agent; empty if it is missing or None. Raises `ValueError` if it is not a dict."""
     info = infos.get(agent)
     if type(info) is not dict and info is not None and not isinstance(info, Mapping):
         raise ValueError(f"environment {env_id}: the infos of agent {agent!r} must be a dict, got {info!r}")
@@ -421,7 +421,7 @@ def agent_info(env_id: int, infos: Mapping[Any, Any], agent: AgentID) -> Mapping
 
 
 def env_infos(infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[Any, Any]:
-    """The infos of an environment itself: the entries under keys that are no agents."""
+    """The infos of an environment itself: the entries under keys that are not agents."""
     known = {*agents}
     return {key: info for key, info in infos.items() if key not in known}
 
@@ -448,7 +448,7 @@ def agent_infos(
 
 
 def divided(info: Mapping[Any, Any], of_env: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """The last info of an episode, one of `agent_infos`, and that of the reset in the same step."""
+    """Divide a row of `agent_infos`: the last info of an episode, and the info of the reset in the same step."""
     last = {key: value for key, value in info.items() if key not in (FINAL_OBS, RESET_INFO)}
     final = {
         key: value[RESET_INFO] for key, value in of_env.items() if isinstance(value, Mapping) and RESET_INFO in value

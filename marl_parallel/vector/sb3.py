@@ -1,6 +1,6 @@
 """`SB3VecEnv`: every agent of every environment as one environment of a Stable-Baselines3 `VecEnv`.
 
-Below it are a normaliser, a rollout buffer and an evaluation for it, which leave the rows of absent agents out.
+The module also has a normaliser, a rollout buffer and an evaluation, which leave the rows of absent agents out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from marl_parallel.vector.stepper import ArrayFacade, Scalarize
 __doctest_requires__ = ["stable_baselines3"]
 
 Indices = int | Iterable[int] | None
-"""Of rows; None for all of them."""
+"""Numbers of rows; None for all rows."""
 
 _BUFFER = "SB3RolloutBuffer"
 _ADVICE = "make them equal with a wrapper, or use PettingZooVecEnv"
@@ -44,9 +44,9 @@ StepReturn = tuple[Any, NDArray[np.float64], NDArray[np.bool_], list[dict[str, A
 
 
 class _LastInfo(dict[str, Any]):
-    """The info of a row that is done, whose `episode` is final: `VecMonitor` takes every end for that of an episode.
+    """The info of a row that is done. Its `episode` is final: `VecMonitor` takes every end for the end of an episode.
 
-    What else a `VecMonitor` adds to `episode`, its `info_keywords`, is kept.
+    The `info_keywords` that a `VecMonitor` adds to `episode` are kept.
 
     Attributes:
         complete: Whether `SB3VecEnv` has written everything; what is set from then on comes from a wrapper.
@@ -83,22 +83,22 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
     """A `VecEnv` with a row for each agent of each environment, for parameter sharing.
 
     With k agents, row `i * k + j` is agent j of environment i. Actions and observations are in the form of the agents'
-    space, batched: an array `(num_envs, ...)`, or a dict of them. Whole numbers may come as floats, as
-    Stable-Baselines3 samples those of `MultiBinary` spaces. Choices of `Discrete(n, start=s)` and of `MultiDiscrete`
+    space, batched: an array `(num_envs, ...)`, or a dict of them. Whole numbers may be floats, as in
+    Stable-Baselines3's samples of `MultiBinary` spaces. Choices of `Discrete(n, start=s)` and of `MultiDiscrete`
     count from 0, in actions and observations; the simulator gets and returns s, s + 1, ... Rewards are float64 and
-    dones bool, `(num_envs,)`, infos a list of dicts. All arrays are the caller's own, also with the `copy=False` of
-    `env`.
+    dones bool, `(num_envs,)`, infos a list of dicts. All arrays are the caller's own, also if `env` has
+    `copy=False`.
 
     A row is done when its agent dies, and when its environment's episode ends. Then its info has the agent's last
     observation as `terminal_observation`, and the observation that is returned is the new episode's first, or zeros
     if the environment goes on without the agent. Infos of the environment, such as the mark of a restart in
     `infos[row]["__common__"]`, are in the info of each of its rows. The infos of a reset are in `reset_infos`.
 
-    At the end of an agent's own episode, its death or that of its environment, its info has the return and length as
-    `episode`, in the form of Stable-Baselines3's `Monitor`. The second end of the row of a dead agent has none, also
-    with a `VecMonitor` around: it keeps `episode` as it is here, and adds its `info_keywords`. They are None in rows
-    for which the simulator returned nothing, as in a step that a restart ended. The row of an agent that comes back
-    after its end is data again, and its next end has a return and a length of its own.
+    When an agent's own episode ends, by its death or with its environment's episode, its info has the return and length
+    as `episode`, in the form of Stable-Baselines3's `Monitor`. The second end of a dead agent's row has no `episode`,
+    also inside a `VecMonitor`, which keeps `episode` and adds its `info_keywords`. These are None in rows for which the
+    simulator returned nothing, as in a step that a restart ended. The row of an agent that comes back after its end is
+    data again, and its next end has a return and a length of its own.
 
     **Rows of absent agents are trained on**, as episodes of return 0, unless `SB3RolloutBuffer` leaves them out; see
     `docs/facades.md`.
@@ -147,7 +147,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
         self._returns, self._lengths = np.zeros((2, env.num_envs, self._per_env))  # of rows, since their episode began
         self._has_stats = (
             self._stepper.runner.transitions.statistics.in_infos
-        )  # without what `scalarize` makes of rewards
+        )  # computed from rewards before `scalarize`
         self._start = time.time()
 
     # -- stepping --------------------------------------------------------------------------------------------------
@@ -156,12 +156,12 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
     def reset(self) -> Any:
         """Begin new episodes, with the seed of `seed` and the options of `set_options`; discards a step in flight.
 
-        Returns observations of all rows; infos are in `reset_infos`. Errors are those of `ParallelEnv.reset`.
+        Returns observations of all rows; infos are in `reset_infos`. Errors are as in `ParallelEnv.reset`.
         """
         by_env = [options or None for options in self._options[:: self._per_env]]
         options = by_env if any(by_env) else None
         if self._stepper.in_flight:
-            self._stepper.runner.check_reset(self._seeds[0], options, None)  # what is refused discards nothing
+            self._stepper.runner.check_reset(self._seeds[0], options, None)  # wrong arguments discard nothing
             self._stepper.receive()
         arrays = self._stepper.reset(self._seeds[0], options)
         self._reset_seeds()
@@ -251,13 +251,13 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
     def action_masks(self) -> NDArray[np.bool_]:
         """The action masks of all rows, for `sb3_contrib.MaskablePPO`: bool `(num_envs, num_choices)`, True = allowed.
 
-        All True in rows of agents for whom the simulator reports no mask. Shapes and errors are those of
+        Rows of agents for which the simulator reports no mask are all True. Shapes and errors are as in
         `ArrayStepper.action_masks`.
         """
         return stacking.flat(self._stepper.action_masks(self.agents))
 
     def _infos(self, arrays: Arrays) -> list[dict[str, Any]]:
-        """The infos of each row: its agent's, and those of its environment; notes which agents are present and act."""
+        """The infos of each row, from its agent and its environment; notes which agents are present and act."""
         self.present, self.acting = arrays.present.ravel(), arrays.acting.ravel()
         self.observed, self.rewarded = arrays.observed.ravel(), arrays.rewarded.ravel()
         rows: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
@@ -289,7 +289,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
     # -- calls to environments -------------------------------------------------------------------------------------
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        """An attribute of each row's environment; a method is called, as by `ParallelEnv.get_attr`."""
+        """Get an attribute of each row's environment; a method is called, as in `ParallelEnv.get_attr`."""
         try:
             return self.env_method(attr_name, indices=indices)
         except AttributeError:
@@ -316,7 +316,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
     ) -> list[Any]:
         """Call a method once in each environment of these rows; returns a result for each row.
 
-        Of `action_masks`, which `sb3_contrib` calls, the results are the rows of this class's own.
+        For `action_masks`, which `sb3_contrib` calls, the results are the rows of this class's `action_masks`.
         """
         if method_name == "action_masks" and self._has_choices:
             return [*self.action_masks()[[*self._get_indices(indices)]]]
@@ -360,7 +360,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
         rows = [*self._get_indices(indices)]
         unknown = [row for row in rows if not -self.num_envs <= row < self.num_envs]
         if unknown:
-            raise IndexError(f"there is no row {unknown[0]}: there are {self.num_envs}")
+            raise IndexError(f"there is no row {unknown[0]}: there are {self.num_envs} rows")
         return [row % self.num_envs // self._per_env for row in rows]
 
 
@@ -368,7 +368,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
 
 
 class _NotSaved:
-    """What a saved model has in place of its `SB3VecEnv`."""
+    """The placeholder for the `SB3VecEnv` in a saved model."""
 
 
 def _innermost(env: Any) -> Any:
@@ -389,7 +389,7 @@ def _check_rows(what: str, argument: str, env: Any) -> None:
 class SB3VecNormalize(VecNormalize):
     """A `VecNormalize` around an `SB3VecEnv` whose means and variances leave the rows of absent agents out.
 
-    Arguments, methods and files are those of `VecNormalize`.
+    Arguments, methods and files are as in `VecNormalize`.
 
     Example:
         >>> from marl_parallel import make
@@ -443,17 +443,17 @@ class SB3RolloutBuffer(RolloutBuffer):
     It is a `DictRolloutBuffer`, too, if observations are dicts; and a `MaskableRolloutBuffer` or
     `MaskableDictRolloutBuffer` if `sb3_contrib` is installed and actions are `Discrete` or `MultiDiscrete`.
 
-    A model that is saved does not keep `acting_in`. To train it further, load it with
+    A saved model does not keep `acting_in`. To train it further, load it with
     `PPO.load(path, env, rollout_buffer_kwargs={"acting_in": env})`. After `model.set_env(env)`, set
     `model.rollout_buffer.acting_in = env`.
 
     Args:
-        buffer_size: That of `RolloutBuffer`; the algorithm passes it, and all arguments but `acting_in`.
-        observation_space: Likewise.
-        action_space: Likewise.
-        *arguments: Likewise.
+        buffer_size: As in `RolloutBuffer`; the algorithm passes it, and all arguments but `acting_in`.
+        observation_space: As in `RolloutBuffer`.
+        action_space: As in `RolloutBuffer`.
+        *arguments: As in `RolloutBuffer`.
         acting_in: The `SB3VecEnv` that the model steps, or a wrapper around it. Stable-Baselines3 can save only models
-            with an `SB3VecEnv` or a `VecNormalize` here; another wrapper is a warning.
+            with an `SB3VecEnv` or a `VecNormalize` here; another wrapper causes a warning.
         **keywords: As `arguments`.
 
     Raises:
@@ -529,7 +529,7 @@ class SB3RolloutBuffer(RolloutBuffer):
         super().reset()
         self._acted = np.zeros((self.buffer_size, self.n_envs), np.bool_)
         if self._acting_in is not None:
-            self._acting = self._acting_in.acting  # who acts on the observations that come next
+            self._acting = self._acting_in.acting  # the agents that act on the next observations
 
     def add(self, *arguments: Any, **keywords: Any) -> None:
         if self._acting_in is None:
@@ -565,7 +565,7 @@ def evaluate_policy(
     return_episode_rewards: bool = False,
     use_masking: bool = True,
 ) -> Any:
-    """As the `evaluate_policy` of Stable-Baselines3 and `sb3_contrib`, with the true returns of agents that die.
+    """Evaluate a model as Stable-Baselines3 and `sb3_contrib` do, with the true returns of agents that die.
 
     Args:
         model: Has a method `predict`.
@@ -575,9 +575,9 @@ def evaluate_policy(
             end.
         deterministic: Whether actions are the most likely ones.
         callback: Called after each step with `locals()` and `globals()`.
-        reward_threshold: `AssertionError` if the mean return is not above this.
+        reward_threshold: Raise `AssertionError` if the mean return is not above this.
         return_episode_rewards: Whether to return the returns and lengths of all agents' episodes, two lists.
-        use_masking: Whether to pass the action masks to `predict`, if it takes `action_masks` as that of `MaskablePPO`.
+        use_masking: Whether to pass the action masks to `predict`, if it takes `action_masks` as in `MaskablePPO`.
 
     Returns:
         The mean and the standard deviation of the returns; or two lists.
@@ -614,7 +614,7 @@ def evaluate_policy(
             if remaining[row // per_env] and "episode" in infos[row]:
                 episode_rewards.append(infos[row]["episode"]["r"])
                 episode_lengths.append(infos[row]["episode"]["l"])
-        for finished in rows.env.finished_episodes:  # all agents may be dead, and come back, before
+        for finished in rows.env.finished_episodes:  # before that, all agents may die and come back
             remaining[finished.env_id] = max(remaining[finished.env_id] - 1, 0)
         if callback is not None:
             callback(locals(), globals())

@@ -1,7 +1,7 @@
-"""`ShareVecEnv`: the vector environment of MAPPO (on-policy) and HARL, and drop-ins for those that they construct.
+"""`ShareVecEnv`: the vector environment of MAPPO (on-policy) and HARL, and drop-ins for their own classes.
 
 Everything is an array over environments and agents, `(num_envs, agents, ...)`, with a share observation for the critic
-of each agent, and action masks. Infos are lists of dicts, which are made when somebody looks at them.
+of each agent, and action masks. Infos are lists of dicts, which are made on first access.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ResultsT = TypeVar("ResultsT")
 
 
 class _OfAgents(list[dict[Any, Any]]):
-    """The infos of the agents of one environment; a key gives the value in the first one's.
+    """The infos of one environment's agents, as a list; a string index reads the first agent's info.
 
     on-policy's football environment has one info for all, which its runner reads as `infos[i]["score_reward"]`.
     """
@@ -64,10 +64,10 @@ class _OfAgents(list[dict[Any, Any]]):
 class ShareInfos(Sequence[list[dict[Any, Any]]]):
     """The infos of a step: for each environment a list with one dict for each agent, made on first access.
 
-    An agent's dict has its own infos, those of its environment (`__common__`), and `"bad_transition"`. In the step that
+    An agent's dict has its own infos, its environment's (`__common__`), and `"bad_transition"`. In the step that
     ends an episode, the first agent's dict also has `"original_obs"`, `"original_state"` and
-    `"original_avail_actions"`, for all agents. In a restart, keys that its infos do not have are those of the step
-    before, or zeros in the first step of an episode: trainers read the simulator's counters at each end.
+    `"original_avail_actions"`, for all agents. In a restart, missing keys have the values of the step before, or zeros
+    in the first step of an episode: trainers read the simulator's counters at the end of each episode.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
         if env_id < 0:
             env_id += len(self)
         if not 0 <= env_id < len(self):
-            raise IndexError(f"infos of environment {index}, but there are {len(self)} environments")
+            raise IndexError(f"there are no infos of environment {index}: there are {len(self)} environments")
         made = self._made[env_id]
         if made is None:
             made = self._made[env_id] = self._of_agents(env_id)
@@ -128,7 +128,7 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
         return _OfAgents(rows)
 
     def _flat(self, env_id: int, infos: Mapping[Any, Any]) -> list[dict[Any, Any]]:
-        """For each agent, its infos and those of its environment."""
+        """For each agent, its own infos and its environment's."""
         of_env = env_infos(infos, self._agents)
         common = of_env.get(COMMON)
         if isinstance(common, Mapping):
@@ -138,7 +138,7 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
 
 
 def _blank(value: Any) -> Any:
-    """The same with zeros and False in place of numbers, flags and arrays of them."""
+    """The same value with zeros and False in place of numbers and flags, also in arrays."""
     if isinstance(value, Mapping):
         return {key: _blank(one) for key, one in value.items()}
     if isinstance(value, bool | int | float | np.number | np.bool_):
@@ -147,12 +147,12 @@ def _blank(value: Any) -> Any:
 
 
 class _Joined:
-    """Joins arrays of parts of the agents, `(n, agents of the part, ...)`, to one of all agents, `(n, agents, ...)`.
+    """Joins arrays of parts of the agents, `(n, agents of the part, ...)`, into one array `(n, agents, ...)`.
 
     Where shapes differ, the result is padded with zeros, or an array of objects, `(n, agents)`.
 
     Args:
-        parts: The places of each part's agents among all.
+        parts: The places of each part's agents among all agents.
         shapes: The shape of one agent's value, by part.
         pad: Whether different shapes are padded.
     """
@@ -185,7 +185,7 @@ class _Observed:
     """The observations of a group of agents as one array: a `Box`, or the Boxes of a `Dict` without its action mask.
 
     Attributes:
-        space: Of one agent.
+        space: The space of one agent's array.
     """
 
     def __init__(self, facade: str, agent: AgentID, space: Space[Any]) -> None:
@@ -219,8 +219,8 @@ class _Acted:
 
     Attributes:
         agents: The agents.
-        places: Their places among all.
-        space: Theirs, with `Discrete` spaces from 0.
+        places: Their places among all agents.
+        space: Their action space; a `Discrete` space begins at 0.
     """
 
     def __init__(self, facade: str, agents: tuple[AgentID, ...], places: list[int], space: Space[Any]) -> None:
@@ -240,7 +240,7 @@ class _Acted:
             )
 
     def stacked(self, actions: Any, acting: NDArray[np.bool_]) -> Stacked:
-        """Their part of the actions, `(num_envs, agents, d)`, or lists of lists of arrays, for an `ArrayStepper`."""
+        """Pick their actions, from `(num_envs, agents, d)` or lists of lists of arrays, for an `ArrayStepper`."""
         whole = len(self.places) == acting.shape[1]
         if type(actions) is np.ndarray and not actions.dtype.hasobject:
             acted = actions if whole else actions[:, self._columns]
@@ -287,7 +287,7 @@ class _Acted:
         return indices[..., 0] if discrete else indices
 
     def _checked(self, acted: NDArray[Any], acting: NDArray[np.bool_]) -> NDArray[Any]:
-        """Indices as whole numbers; `ValueError` for one that is no choice, of an agent that acts."""
+        """Indices as whole numbers; `ValueError` if the index of an agent that acts is not a choice."""
         indices = acted
         if acted.dtype.kind not in "iu":
             with np.errstate(invalid="ignore"):
@@ -328,7 +328,7 @@ def _lengths(actions: Any) -> tuple[int, ...]:
 
 
 class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
-    """What `ShareVecEnv` and the drop-ins with four values have in common."""
+    """Base of `ShareVecEnv`, and of the drop-ins whose `step` returns four values."""
 
     _has_share: ClassVar[bool]
 
@@ -346,7 +346,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         shapes = [observed.space.shape for observed in self._observed]
         positions = [places for _, places in view.groups]
         if pad and len({*map(len, shapes)}) > 1:
-            raise ValueError(f"{name}: pad=True needs observations with one number of axes; their shapes are {shapes}")
+            raise ValueError(f"{name}: pad=True needs observations with equal numbers of axes, got shapes {shapes}")
         self._join = _Joined(positions, shapes, pad=pad)
         self._acted = [
             _Acted(name, tuple(view.agents[place] for place in places), places, space)
@@ -361,7 +361,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             self._write_states(name)
         self._set_spaces(pad=pad)
         self._keeps_masks = runner.restarts and self._has_share  # for the next step, which may be a restart
-        self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)  # who has died, or has not come yet
+        self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)  # agents that have died, or not appeared yet
         self._any_absent = False
         self._latest_infos: Mapping[int, Mapping[Any, Any]] = {}  # where restarts are possible
         self._at_begin = set(self._stepper.env_ids)  # the environments whose episode has had no step yet
@@ -382,7 +382,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         self._is_per_agent = runner.schema.state_per_agent
 
     def _set_spaces(self, *, pad: bool) -> None:
-        """Set the lists of spaces: the simulator's own if it has such lists, which its trainer may read further."""
+        """Set the lists of spaces: the simulator's own if it has any, since its trainer may read more of these."""
         schema = self._stepper.runner.schema
         by_group = zip(self._stepper.view.groups, self._observed)
         observed = {place: one.space for (_, places), one in by_group for place in places}
@@ -426,7 +426,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
     # -- resets and steps ------------------------------------------------------------------------------------------
 
     def _begun(self, arrays: Arrays) -> None:
-        """Note which agents are there after a reset of all environments."""
+        """Note which agents are present after a reset of all environments."""
         self._at_begin = set(self._stepper.env_ids)
         self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)
         self._note_first(arrays, [*self._stepper.env_ids])
@@ -455,7 +455,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         return arrays
 
     def _note_first(self, arrays: Arrays, env_ids: Sequence[int]) -> None:
-        """Note which agents are not there yet at the beginning of the episodes of some environments."""
+        """Note which agents are still absent at the beginning of the episodes of some environments."""
         self._absent[env_ids] = ~arrays.observed[env_ids]
         if self._absent[env_ids].any():
             alive = self._stepper.runner.transitions.alive
@@ -482,7 +482,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         return [acted.stacked(actions, acting) for acted in self._acted]
 
     def _dones(self, arrays: Arrays) -> tuple[NDArray[np.bool_], NDArray[np.bool_] | None, list[int]]:
-        """Who is done; whose end is a truncation, or None if no episode has ended; and the episodes that have ended."""
+        """The agents that are done; those truncated, or None if no episode has ended; the environments that ended."""
         flagged = arrays.terminations | arrays.truncations
         if not self._any_absent and (arrays.plain or (arrays.none_over and not flagged.any())):
             return flagged, None, []
@@ -500,12 +500,12 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         dones = self._absent | over[:, None]
         if ended:
             self._note_first(arrays, ended)
-        # All done would mean that the episode is over.
+        # If all agents were done, trainers would take the episode for over.
         dones[dones.all(axis=1) & ~over] = False
         return dones, bad, ended
 
     def _observations(self, observations: Sequence[Any]) -> tuple[NDArray[Any], list[NDArray[Any]]]:
-        """The observations of all agents, and those of each group, as arrays."""
+        """The observations of all agents as one array, and of each group as an array."""
         groups = [observed(of_group) for observed, of_group in zip(self._observed, observations)]
         return self._join(groups), groups
 
@@ -538,14 +538,14 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         return masks
 
     def _choices(self, masks: Sequence[NDArray[np.bool_]]) -> NDArray[Any]:
-        """Masks as integers; where nothing is allowed, all is: these trainers cannot draw from nothing."""
+        """Masks as integers; where nothing is allowed, everything is: these trainers need a choice to draw from."""
         drawable = [np.asarray(mask | ~mask.any(axis=2, keepdims=True), np.int64) for mask in masks]
         return self._join_masks(drawable)
 
     # -- the ends of episodes --------------------------------------------------------------------------------------
 
     def _originals(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Callable[[], dict[str, Any]]]:
-        """By environment whose episode has ended, what makes the entries of its last observations."""
+        """For each environment whose episode has ended, a function that makes the `original_...` entries of infos."""
         states = self._stepper.runner.states_seen()[1][ended] if self._has_state and ended else None
         last_masks = self._last_masks
 
@@ -562,7 +562,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
                 return entries
             final = [self._final_masks(infos, acted) for acted in self._acted]
             if last_masks is not None and has_restarted(infos) and not any(known for _, known in final):
-                entries["original_avail_actions"] = last_masks[env_id].copy()  # the step did not end
+                entries["original_avail_actions"] = last_masks[env_id].copy()  # the step was interrupted
             else:
                 entries["original_avail_actions"] = self._choices([masks for masks, _ in final])[0]
             return entries
@@ -600,12 +600,12 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         return ShareInfos(arrays.infos, self.agents, self.num_envs, bad, originals, before)
 
     def _before_restarts(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Mapping[Any, Any]]:
-        """The infos of the step before, of the environments that have been restarted; notes those of this step.
+        """The infos of the step before, of the environments that have been restarted; notes the infos of this step.
 
-        In the first step of an episode, they are blank: what trainers count at each end has been counted.
+        In the first step of an episode, they are blank: trainers have already counted the episode before.
         """
         restarted = [env_id for env_id in ended if has_restarted(arrays.infos.get(env_id, {}))]
-        # A restart's own are not kept: the next step may be a restart, too.
+        # The infos of a restart are not kept: the next step may be a restart, too.
         without = {env_id: infos for env_id, infos in arrays.infos.items() if env_id not in restarted}
         before, any_infos = {}, [*without.values(), *self._latest_infos.values()]
         for env_id in restarted:
@@ -647,13 +647,13 @@ class ShareVecEnv(_VecEnv[ShareResults]):
     """A `ParallelEnv` as the vector environment of MAPPO (on-policy) and HARL, with k agents.
 
     `step` returns six values: observations `(num_envs, k, d)`, share observations `(num_envs, k, s)`, rewards
-    `(num_envs, k, 1)`, dones `(num_envs, k)`, infos and available actions `(num_envs, k, n)`. The share observations
-    are the simulator's `state()`, for all agents or one for each, or the observations of all agents one after the
+    `(num_envs, k, 1)`, dones `(num_envs, k)`, infos and available actions `(num_envs, k, n)`. Share observations
+    are the simulator's `state()`, one for all agents or one for each, or the observations of all agents, one after the
     other.
 
-    An agent that has died is done until the episode ends, so that `np.all(dones, axis=1)` marks the ends. The
-    observations are then the next episode's. Infos are a sequence of lists of dicts, `infos[i][j]`, made when you look.
-    Each dict has `"bad_transition"`, True where an episode ends by truncation, also by a restart. At an end,
+    An agent that has died is done until the episode ends, so that `np.all(dones, axis=1)` marks the ends of episodes.
+    The observations are then the next episode's. Infos are a sequence of lists of dicts, `infos[i][j]`, made on first
+    access. Each dict has `"bad_transition"`, True where an episode ends by truncation, also by a restart. At an end,
     `infos[i][0]` has `"original_obs"`, `"original_state"` and `"original_avail_actions"` of all agents.
 
     Available actions are int64, 1 = allowed, if all action spaces are `Discrete`; else an array `(num_envs,)` of None.
@@ -676,8 +676,8 @@ class ShareVecEnv(_VecEnv[ShareResults]):
         num_envs: The number of environments.
         n_agents: The number of agents.
         agents: The agents, in the order of arrays.
-        observation_space, share_observation_space, action_space: Lists with a space for each agent; those of the
-            simulator, if it has such lists itself.
+        observation_space, share_observation_space, action_space: Lists with a space for each agent; the simulator's own
+            lists, if it has any.
 
     Raises:
         TypeError, ValueError: As `ArrayStepper`; or a space is of another kind, or cannot be padded.
@@ -708,7 +708,7 @@ class ShareVecEnv(_VecEnv[ShareResults]):
     def reset(self, seed: Seeds = None, options: Options = None) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Begin new episodes; returns observations, share observations and available actions.
 
-        Arguments are those of `ArrayStepper.reset`.
+        Arguments are as in `ArrayStepper.reset`.
         """
         arrays = self._stepper.reset(seed, options)
         self._begun(arrays)
@@ -721,7 +721,7 @@ class ShareVecEnv(_VecEnv[ShareResults]):
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Go on from what `save_state` has returned; returns what `reset` returns.
 
-        Arguments and errors are those of `ParallelEnv.load_state`.
+        Arguments and errors are as in `ParallelEnv.load_state`.
         """
         observations, groups = self._observations(self._loaded(states, env_ids).observations)
         return observations, self._share(groups), self._available()
@@ -740,14 +740,14 @@ class ShareVecEnv(_VecEnv[ShareResults]):
 
 
 class ShareSubprocVecEnv(ShareVecEnv):
-    """A drop-in for `ShareSubprocVecEnv` of on-policy and HARL: a changed import is the whole change.
+    """A drop-in for `ShareSubprocVecEnv` of on-policy and HARL; only the import changes.
 
     The environments keep the seeds that their constructors give them (`seed="own"`), and generators of their own
-    (`isolate_rng=True`), as in a process of their own. They share worker processes: up to one for each CPU.
+    (`isolate_rng=True`), as in a process of their own. They share worker processes, at most one for each CPU.
 
     Args:
         env_fns: A constructor for each environment, called in its worker.
-        spaces: Not used, as there.
+        spaces: Not used, as in the original.
         share: As in `ShareVecEnv`.
         pad: As in `ShareVecEnv`.
         scalarize: As in `ShareVecEnv`.
@@ -780,8 +780,8 @@ class ShareSubprocVecEnv(ShareVecEnv):
 class ShareDummyVecEnv(ShareVecEnv):
     """A drop-in for `ShareDummyVecEnv` of on-policy and HARL, which steps environments in this process.
 
-    Arguments are those of `ShareSubprocVecEnv`, without `spaces`. Exceptions can be survived with
-    `on_error="restart"`, crashes cannot.
+    Arguments are as in `ShareSubprocVecEnv`, without `spaces`. `on_error="restart"` restarts environments after
+    exceptions, but a crash ends this program.
 
     Attributes:
         envs: The simulators, as `env_fns` have returned them. A restart replaces them.
@@ -815,12 +815,12 @@ class ShareDummyVecEnv(ShareVecEnv):
 class SubprocVecEnv(_VecEnv[PlainResults]):
     """A drop-in for on-policy's `SubprocVecEnv`, whose `step` returns four values; only the import changes.
 
-    As `ShareSubprocVecEnv`, without share observations and available actions: `reset` returns observations, and `step`
-    observations, rewards, dones and infos. Actions are indices, or one-hot vectors as on-policy's runners send them.
+    Like `ShareSubprocVecEnv`, without share observations and available actions: `reset` returns observations; `step`
+    returns observations, rewards, dones and infos. Actions are indices, or one-hot vectors as from on-policy's runners.
 
     Args:
         env_fns: A constructor for each environment, called in its worker.
-        spaces: Not used, as there.
+        spaces: Not used, as in the original.
         pad: As in `ShareVecEnv`.
         scalarize: As in `ShareVecEnv`.
         options: Other arguments of `ParallelEnv`, such as `on_error="restart"`.
@@ -853,7 +853,7 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
 
     @exclusive("reset")
     def reset(self, seed: Seeds = None, options: Options = None) -> NDArray[Any]:
-        """Begin new episodes; returns observations. Arguments are those of `ArrayStepper.reset`."""
+        """Begin new episodes; returns observations. Arguments are as in `ArrayStepper.reset`."""
         arrays = self._stepper.reset(seed, options)
         self._begun(arrays)
         return self._observations(arrays.observations)[0]
@@ -862,7 +862,7 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
     def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> NDArray[Any]:
         """Go on from what `save_state` has returned; returns observations.
 
-        Arguments and errors are those of `ParallelEnv.load_state`.
+        Arguments and errors are as in `ParallelEnv.load_state`.
         """
         return self._observations(self._loaded(states, env_ids).observations)[0]
 
@@ -896,7 +896,7 @@ def _rendered(mode: str | None, simulator: Any) -> Any:
     render = getattr(simulator, "render", None)
     try:
         takes = inspect.signature(render).parameters if callable(render) else {}
-    except ValueError:  # compiled code does not say
+    except ValueError:  # compiled code may have no signature
         return None
     if "mode" not in takes and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
         return None
@@ -912,7 +912,7 @@ def open_parallel_env(
     takes = inspect.signature(ParallelEnv).parameters
     for key in options:
         if key not in takes:
-            raise TypeError(f"{facade} takes no argument {key!r}; it takes those of ParallelEnv: {', '.join(takes)}")
+            raise TypeError(f"{facade} takes no argument {key!r}; it takes ParallelEnv's arguments: {', '.join(takes)}")
     if options.get("backend") == "thread":  # threads cannot have generators for each environment
         defaults = {**defaults, "isolate_rng": False}
     return ParallelEnv(env_fns, **{**defaults, **options})
@@ -920,7 +920,7 @@ def open_parallel_env(
 
 @contextlib.contextmanager
 def closed_on_error(env: ParallelEnv) -> Iterator[None]:
-    """Close an environment if what is done with it raises."""
+    """Close an environment if the code in this context raises."""
     try:
         yield
     except BaseException:

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from marl_parallel.vector.tensors import StackedTensors
 
 Grouped: TypeAlias = Any
-"""A value of the only group; or a dict with one for each group, by its name."""
+"""The value of the only group; with several groups, a dict of values by group name."""
 
 Infos: TypeAlias = Any
-"""A mapping by environment, without environments that have none; with `infos="list"`, a list of one dict for each."""
+"""Infos by env id, only of environments that have any; with `infos="list"`, a list with a dict per environment."""
 
 StepReturn = tuple[Grouped, Grouped, Grouped, Grouped, Infos]
 
@@ -43,12 +43,12 @@ class _Part(NamedTuple):
     members: list[int]  # their places in the group
 
     def place(self, shape: tuple[int, ...]) -> Any:
-        """The index of their values in the padded ones, for values of this shape."""
+        """The index of these agents' values, of this shape, in the padded array."""
         return (slice(None), self.members, *map(slice, shape))
 
 
 class _Group(NamedTuple):
-    """Agents whose values are stacked, in parts; several parts are padded."""
+    """Agents whose values are stacked; agents with different spaces are several parts, which are padded."""
 
     columns: Any  # of the group's agents, among all agents: a slice or a list; None if these are all of them
     parts: list[_Part]
@@ -68,7 +68,7 @@ class _Group(NamedTuple):
         return self.of(arrays.rewards) if rows.reward_space is None else rows.rewards(arrays)
 
     def joined(self, space: Space[Any], values: Sequence[Any], dtype: Any = None) -> Any:
-        """Stacked values of all parts, `(n, agents of the part, ...)`, as one in the form of a space, padded."""
+        """Join the stacked values of all parts, `(n, agents of the part, ...)`, into one padded value of the space."""
         if len(values) == 1:
             return values[0]
 
@@ -82,9 +82,9 @@ class _Group(NamedTuple):
         return tree_map(join, space, *values)
 
     def divided(self, actions: Any, env_ids: Sequence[int], acting: NDArray[np.bool_]) -> list[Stacked]:
-        """The actions of each part, without padding; `Mismatch` if they have another form or are padding.
+        """The actions of each part, without padding; `Mismatch` if actions have another form or choose padding.
 
-        `acting` is `(num_envs, agents of the group)`: whose actions count.
+        `acting` is `(num_envs, agents of the group)`: the agents whose actions count.
         """
 
         def own(leaf: Space[Any], values: Any, part: _Part) -> Any:
@@ -132,7 +132,8 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
     name. With k agents in a group, arrays have the shape `(num_envs, k, ...)`.
 
     Every auto-reset mode has the same attributes. In the step that ends an episode, `final_observations` and
-    `final_state` are its last ones. With `auto_reset=True`, `observations` and `state` are the next episode's first.
+    `final_state` are the last ones of that episode. With `auto_reset=True`, `observations` and `state` are then the
+    first ones of the next episode.
 
     Args:
         env: No other facade may step it. With `copy=False`, observations are valid until the next reset or step.
@@ -157,9 +158,9 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         group_map: The agents of each group, by its name.
         single_observation_space, single_action_space: Grouped; the spaces of one agent.
         observation_padding: Grouped; bool `(k, *shape)`, or a tree: which entries of observations are not padding.
-        state_space: Of one environment's global state; None without `with_state`.
+        state_space: The space of one environment's global state; None without `with_state`.
         present: Grouped; bool `(num_envs, k)`: which rows of the latest rewards are data.
-        present_next: Grouped; likewise of observations.
+        present_next: Grouped; bool `(num_envs, k)`: which rows of the latest observations are data.
         acting: Grouped; bool `(num_envs, k)`: which agents act next.
         plain: Whether in the latest reset or step all agents were present and act next, and no flag is set.
         terminated, truncated: bool `(num_envs,)`: the flags of environments.
@@ -167,8 +168,8 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         final_observations: Grouped; the last observations of the episodes that have ended. Valid where `done`.
         present_final: Grouped; bool `(num_envs, k)`: which rows of `final_observations` are data.
         state: The global states, `(num_envs, *state_space.shape)`; None without `with_state`.
-        final_state: The last states of the episodes that have ended, likewise. Valid where `done`. Of an environment
-            that was restarted, the last one known.
+        final_state: The last states of the episodes that have ended, in the form of `state`. Valid where `done`. After
+            a restart, the last known state.
 
     Raises:
         TypeError, ValueError: As `ArrayStepper`; or `group_map` does not have every agent once, or a group's spaces
@@ -247,9 +248,9 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         self.final_state: NDArray[Any] | None = None
 
     def narrow(self, env_ids: range) -> None:
-        """From now on, step only some neighbouring environments, beside copies of this object that step the others.
+        """From now on, step only a range of environments, while copies of this object step the others.
 
-        Only `step_async` and `step_wait` may be called, after the `reset` of the original; errors are those of
+        Only `step_async` and `step_wait` may be called, after the `reset` of the original; errors are as in
         `ArrayStepper.narrow`.
         """
         self._stepper = self.stepper = copy.copy(self.stepper)
@@ -265,7 +266,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         if len(lots) > 1 and not pad:
             other = lots[1][0]
             raise ValueError(
-                f"group {name!r}: the spaces of {other!r} are {pairs[other]}, those of {agents[0]!r} "
+                f"group {name!r}: the spaces of {other!r} are {pairs[other]}, but the spaces of {agents[0]!r} are "
                 f"{pairs[agents[0]]}; pass pad=True, or other groups"
             )
         rows = [AgentRows(self.stepper, lot, vectors_for=type(self).__name__) for lot in lots]
@@ -292,9 +293,9 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
     ) -> tuple[Grouped, Infos]:
         """Begin new episodes; returns observations, and infos by environment, in the form of the argument `infos`.
 
-        Arguments are those of `ArrayStepper.reset`.
+        Arguments are as in `ArrayStepper.reset`.
 
-        The observations of environments that are not in `env_ids` stay.
+        Observations of environments that are not in `env_ids` stay as they are.
         """
         observations, _, _, _, infos = self._results(self.stepper.reset(seed, options, env_ids))
         return observations, infos
@@ -347,7 +348,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         return observations, rewards, self._of_groups(terminations), self._of_groups(truncations), infos
 
     def _final(self, arrays: Arrays, ended: Sequence[int]) -> tuple[Grouped, Grouped]:
-        """The last observations of old episodes, which are in the infos, and the rows that have one."""
+        """The last observations of old episodes, from infos, and the rows that have one."""
         view = self.stepper.view
         final = [stacking.zeros(space, (self.num_envs, len(columns))) for space, columns in view.groups]
         has_final = np.zeros((self.num_envs, len(view.agents)), np.bool_)
@@ -403,19 +404,19 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         return self._only.of(array) if self._only is not None else self._grouped(lambda group: group.of(array))
 
     def stacked(self, observations: list[Any]) -> Grouped:
-        """Observations of the groups of the `ArrayStepper`'s view, `(n, agents, ...)`, grouped: views, if possible."""
+        """Group observations of the `ArrayStepper`'s view, `(n, agents, ...)` by its groups; views if possible."""
         return self._grouped(lambda group: group.observations(observations))
 
     @property
     def action_masks(self) -> Grouped:
         """Grouped; bool `(num_envs, k, n)`: which actions are legal, of `Discrete` or `MultiDiscrete` actions.
 
-        All are where an agent has no mask; those of padding never are. See `ArrayStepper.action_masks`, and its errors.
+        All actions are legal where an agent has no mask; padding never is. See `ArrayStepper.action_masks` for errors.
         """
         return self._grouped(lambda group: group.masks(self.stepper.action_masks))
 
     def torch(self, device: Any = "cpu", *, pin: bool = False) -> StackedTensors:
-        """The same environment with torch tensors in place of arrays; arguments are those of `StackedTensors`."""
+        """The same environment with torch tensors in place of arrays; arguments are as in `StackedTensors`."""
         from marl_parallel.vector.tensors import StackedTensors
 
         return StackedTensors(self, device, pin=pin)

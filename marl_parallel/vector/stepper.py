@@ -41,13 +41,13 @@ Rules: TypeAlias = Mapping[AgentID, Callable[[NDArray[Any]], float]]
 
 
 class OfParallelEnv:
-    """What all facades have: `parallel_env`, also as `env`, and a line that describes it."""
+    """Base of all facades: `parallel_env`, also as `env`, and a `repr`."""
 
     env: ParallelEnv
 
     @property
     def parallel_env(self) -> ParallelEnv:
-        """The `ParallelEnv` that it steps."""
+        """The `ParallelEnv` that this facade steps."""
         return self.env
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class ArrayStepper(OfParallelEnv):
     `ParallelEnv` raises `AlreadyPendingCallError`. `docs/extending.md` shows how to write a facade.
 
     Args:
-        env: All its agents are known beforehand and declare both spaces.
+        env: The `ParallelEnv`. All its agents are known beforehand and declare both spaces.
         facade: The object that steps. While it lives and is not closed, no other facade may step `env`.
         modes: The auto-reset modes that the facade supports; none for all.
         copy: Whether observations are arrays of the facade's own; None for the `copy` of `env`.
@@ -72,7 +72,7 @@ class ArrayStepper(OfParallelEnv):
 
     Attributes:
         env: The `ParallelEnv`.
-        env_ids: The environments that it steps: all, or those of `narrow`.
+        env_ids: The environments that it steps: all, or the range passed to `narrow`.
         runner: Its `BatchRunner`, with `schema`, and by environment `transitions.acting`, `.alive` and `.over`.
         view: Its `ArrayView`: `agents` are the columns, `groups` the agents with equal observation spaces.
         mode: The auto-reset mode.
@@ -81,7 +81,7 @@ class ArrayStepper(OfParallelEnv):
             `receive_reset`.
 
     Raises:
-        TypeError, ClosedEnvironmentError: `env` is no `ParallelEnv`, or closed.
+        TypeError, ClosedEnvironmentError: `env` is not a `ParallelEnv`, or is closed.
         ValueError: Its auto-reset mode is not supported, agents are not known beforehand, one declares no space,
             results of all environments never come together, or `scalarize` is missing or does not fit the rewards.
 
@@ -120,29 +120,29 @@ class ArrayStepper(OfParallelEnv):
             for agent in schema.possible_agents:
                 if agent not in declared:
                     raise NoSpaceDeclared(
-                        f"{name} needs a space for everything, but {agent!r} declares no {kind} space", kind
+                        f"{name} needs both spaces of every agent, but {agent!r} declares no {kind} space", kind
                     )
         self._reward_spaces = schema.reward_spaces
         self._rules = {} if vectors and scalarize is None else reward_rules(name, scalarize, self._reward_spaces)
         self.runner.check_batch_size(name, partial_resets=partial_resets)
         self._copies = transitions.copies if copy is None else copy
         self.env_ids = self.runner.env_ids
-        self._some: tuple[int, ...] | None = None  # those of `narrow`
+        self._some: tuple[int, ...] | None = None  # the range passed to `narrow`
         self.view = self.runner.view(copy=self._copies)
         self.latest: Arrays | None = None
         self.in_flight = False
         self._resetting: tuple[tuple[int, ...], Arrays | None] | None = None  # the reset in flight
 
     def narrow(self, env_ids: range) -> None:
-        """From now on, step only some neighbouring environments, beside copies of this object that step the others.
+        """From now on, step only a range of environments, while copies of this object step the others.
 
-        Arrays have rows of these only. Only `send` and `receive` may be called, after the `reset` of the original.
+        Arrays have rows of this range only. Only `send` and `receive` may be called, after the `reset` of the original.
 
         Raises:
-            ValueError: Native simulators, which have no workers.
+            ValueError: Native simulators, which step all environments at once.
         """
         if self.runner.workers is None:
-            raise ValueError("a native simulator steps all its environments at once, not some apart from the others")
+            raise ValueError("a native simulator steps all its environments at once: it cannot step only some of them")
         self.env_ids = self._some = tuple(env_ids)
         self.view = self.runner.view(copy=self._copies, env_ids=env_ids)
 
@@ -157,8 +157,8 @@ class ArrayStepper(OfParallelEnv):
 
         Raises:
             RuntimeError: Another facade steps this environment.
-            ValueError: As `ParallelEnv.reset`, or a value has no place in an array.
-            ResetNeeded: Only some are to be reset, and the others have never been.
+            ValueError: As `ParallelEnv.reset`, or a value does not fit its array.
+            ResetNeeded: Only some are to be reset, but the others have never been reset.
         """
         last = self._last_before_reset("reset", env_ids)
         ids, leftovers = self.runner.reset(seed, options, env_ids)
@@ -167,7 +167,7 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("reset_async")
     def send_reset(self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None) -> None:
-        """Begin to reset and return; `receive_reset` has the result. Arguments and errors are those of `reset`."""
+        """Begin to reset and return; `receive_reset` returns the result. Arguments and errors are as in `reset`."""
         last = self._last_before_reset("reset_async", env_ids)
         self.runner.check_idle("reset_async")
         self.runner.send_reset(seed, options, env_ids)
@@ -183,7 +183,7 @@ class ArrayStepper(OfParallelEnv):
 
         Args:
             env_ids: Which environments; None for all.
-            facade_state: Returns what the facade itself knows of an environment, which must pickle.
+            facade_state: Returns the facade's own state of an environment, which must be picklable.
         """
         saved, name = self.runner.save_state(env_ids), self._name
         return [to_bytes(state.with_facade(name, facade_state(env_id))) for env_id, state in saved.items()]
@@ -199,12 +199,12 @@ class ArrayStepper(OfParallelEnv):
             env_ids: Which environments; None for all. The others' observations stay.
 
         Returns:
-            The arrays of the latest reset or step at that time. And by environment what `own` has returned, None for a
-            state that a facade of another class has saved.
+            The arrays of the latest reset or step at that time; and by environment what `facade_state` returned, or
+            None for a state that a facade of another class has saved.
 
         Raises:
             RuntimeError: Another facade steps this environment.
-            ResetNeeded: Only some are to be loaded, and the others have never been reset.
+            ResetNeeded: Only some are to be loaded, but the others have never been reset.
         """
         last = self._last_before_reset("load_state", env_ids)
         loaded, leftovers = self.runner.load_state(states, env_ids)
@@ -213,7 +213,7 @@ class ArrayStepper(OfParallelEnv):
         return self._noted(arrays), {env_id: state.facade.get(self._name) for env_id, state in loaded.items()}
 
     def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
-        """What the arrays of a reset have of the others; None if all are reset."""
+        """The arrays from which a reset takes the rows of other environments; None if all are reset."""
         self.runner.check_claim(self._facade)
         if env_ids is not None and self.latest is None and len(env_ids) < self.runner.num_envs:
             self.runner.check_idle(name)  # the reset of all may be in flight
@@ -234,8 +234,8 @@ class ArrayStepper(OfParallelEnv):
 
         Raises:
             RuntimeError: Another facade steps this environment.
-            ValueError: Actions are missing or do not fit their space, or `env_ids` are unknown or doubled; nothing has
-                been stepped. Or a value has no place in an array; all has been stepped.
+            ValueError: Actions are missing or do not fit their space, or `env_ids` are unknown or repeated; nothing has
+                been stepped. Or a result does not fit its array; everything has been stepped.
             ResetNeeded, AlreadyPendingCallError: An environment was never reset, or a step is in flight.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
@@ -253,9 +253,9 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("step_async")
     def send(self, actions: Actions) -> None:
-        """Begin to step all environments and return; `receive` has the result.
+        """Begin to step all environments and return; `receive` returns the result.
 
-        Arguments and errors are those of `step`.
+        Arguments and errors are as in `step`.
         """
         self._check_may_step("step_async")
         self.runner.send(self.env_ids, self.view.write(actions), together=True)
@@ -263,10 +263,10 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("step_async")
     def send_some(self, actions: Sequence[Mapping[Any, Any]], env_ids: Sequence[int]) -> None:
-        """Begin to step some environments, while others may be in flight; `receive_some` has the results.
+        """Begin to step some environments, while others may be in flight; `receive_some` returns the results.
 
         Args:
-            actions: A dict by agent for each of `env_ids`, as for `ParallelEnv.send`. Errors are those of `send`, too.
+            actions: A dict by agent for each of `env_ids`, as for `ParallelEnv.send`. Errors are as in `send`.
             env_ids: Which environments.
         """
         self.runner.claim(self._facade)
@@ -278,7 +278,7 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("reset_async")
     def send_some_resets(self, env_ids: Sequence[int], seed: Seeds = None, options: Options = None) -> None:
-        """Begin to reset some environments, while others may be in flight; `receive_some` has the results."""
+        """Begin to reset some environments, while others may be in flight; `receive_some` returns the results."""
         self.runner.check_claim(self._facade)
         self.runner.send_reset(seed, options, env_ids)
         self.runner.claim(self._facade)
@@ -289,7 +289,7 @@ class ArrayStepper(OfParallelEnv):
     ) -> tuple[tuple[int, ...], tuple[int, ...], Arrays]:
         """Wait for some results of `send_some` and `send_some_resets`.
 
-        Arguments and errors are those of `ParallelEnv.recv`.
+        Arguments and errors are as in `ParallelEnv.recv`.
 
         Returns:
             The environments that were stepped, those that were reset, and the arrays, of which only the rows of these
@@ -328,7 +328,7 @@ class ArrayStepper(OfParallelEnv):
 
     @exclusive("reset_wait")
     def receive_reset(self, timeout: float | None = None) -> Arrays:
-        """Wait for the result of `send_reset`, and return it. Arguments and errors are those of `receive`."""
+        """Wait for the result of `send_reset`, and return it. Arguments and errors are as in `receive`."""
         self.runner.check_open()
         if self._resetting is None:
             raise NoAsyncCallError(
@@ -350,19 +350,19 @@ class ArrayStepper(OfParallelEnv):
     def action_masks(self, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
         """The action masks of some agents as one array; True = allowed.
 
-        They are those that the simulator reported last, also for agents that do not act: PettingZoo's turn-based games
-        report that nothing is allowed for them. All entries are True where it reported none, where an environment is in
-        flight, and where a mask is not made for the action space.
+        Masks are the last ones that the simulator reported, also for agents that do not act: PettingZoo's turn-based
+        games report that these may do nothing. All entries are True where the simulator reported no mask, where an
+        environment is in flight, and where a mask does not match the action space.
 
         Args:
             agents: Agents with equal action spaces, which are `Discrete` or `MultiDiscrete` with one axis.
 
         Returns:
             A new bool array `(num_envs, len(agents), num_choices)`. `num_choices` is `n` of a `Discrete` space, and
-            `sum(nvec)` of a `MultiDiscrete` one: the choices of its first entry, then those of the second, ...
+            `sum(nvec)` of a `MultiDiscrete` one: the choices of its first entry, then of its second, ...
 
         Raises:
-            ValueError: Other action spaces, an unknown agent, or none.
+            ValueError: The action spaces are other ones, an agent is unknown, or `agents` is empty.
             ClosedEnvironmentError: After `close`.
 
         Example:
@@ -386,7 +386,7 @@ class ArrayStepper(OfParallelEnv):
         self.view.note(env_id, observations, rewards)
 
     def own(self, observation: Any) -> Any:
-        """A last observation (`final_obs`) in arrays of the caller's own, also if those of `env` are views."""
+        """A last observation (`final_obs`) in arrays of the caller's own: a copy if `env` returns views."""
         return observation if self.runner.transitions.copies else stacking.copied(observation)
 
     def close(self, **keywords: Any) -> None:
@@ -422,7 +422,7 @@ class ArrayStepper(OfParallelEnv):
                 env_id = int(np.flatnonzero(missing)[0])
                 raise ValueError(
                     f"environment {env_id}: the reward of agent {agent!r} is {arrays.rewards[env_id, place]!r}, but "
-                    f"its reward_space is {self._reward_spaces[agent]}; a wrapper that returns numbers declares so by "
+                    f"its reward_space is {self._reward_spaces[agent]}; a wrapper that returns numbers must set "
                     "`reward_space = None`"
                 )
         return arrays
@@ -435,8 +435,8 @@ def simulators(facade: OfParallelEnv) -> list[Any]:
     backend = None if runner.workers is None else runner.workers.pool.backend
     if not isinstance(backend, SerialBackend):
         raise AttributeError(
-            f"envs is only there with backend='serial', but this {type(facade).__name__} has {runner.source.name}, "
-            "whose simulators are out of reach: use get_attr, set_attr or call"
+            f"envs is available only with backend='serial', but this {type(facade).__name__} has {runner.source.name}, "
+            "whose simulators cannot be accessed: use get_attr, set_attr or call"
         )
     return [simulator for _, simulator in sorted(backend.simulators().items())]
 
@@ -453,7 +453,7 @@ def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -
 
 
 class ForwardedCalls(OfParallelEnv):
-    """Methods of a facade that are those of its `ParallelEnv`; results have one entry for each environment."""
+    """Methods that a facade forwards to its `ParallelEnv`; results have one entry for each environment."""
 
     def render(self) -> tuple[Any, ...] | None:
         frames: tuple[Any, ...] | None = self.env.render()
@@ -491,21 +491,21 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
     def step(self, actions: ActionsT) -> ResultsT:
         """Step all environments; returns observations, rewards, terminations, truncations and infos.
 
-        Actions of agents that do not act are ignored. Errors are those of `ArrayStepper.step`.
+        Actions of agents that do not act are ignored. Errors are as in `ArrayStepper.step`.
         """
         return self._results(self._stepper.step(self._actions(actions)))
 
     @exclusive("step_async")
     def step_async(self, actions: ActionsT) -> None:
-        """Begin to step all environments and return; `step_wait` has the results.
+        """Begin to step all environments and return; `step_wait` returns the results.
 
-        Arguments and errors are those of `step`.
+        Arguments and errors are as in `step`.
         """
         self._stepper.send(self._actions(actions))
 
     @exclusive("step_wait")
     def step_wait(self, timeout: float | None = None) -> ResultsT:
-        """The results of `step_async`; errors are those of `step`.
+        """The results of `step_async`; errors are as in `step`.
 
         Args:
             timeout: Seconds to wait at most; None for no limit.
@@ -518,12 +518,12 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
 
     @exclusive("save_state")
     def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
-        """Save environments, and what this facade knows of them; as `ParallelEnv.save_state`."""
+        """Save environments, with this facade's own state of them; as `ParallelEnv.save_state`."""
         return self._stepper.save_state(env_ids, self._own_state)
 
     @exclusive("load_state")
     def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> Any:
-        """Go on from what `save_state` has returned; arguments and errors are those of `ParallelEnv.load_state`.
+        """Go on from what `save_state` has returned; arguments and errors are as in `ParallelEnv.load_state`.
 
         Returns observations and infos of the latest step or reset at that time, in the form of `step`.
         """
@@ -534,14 +534,14 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
         return observations, infos
 
     def _own_state(self, env_id: int) -> Any:
-        """What a facade knows of an environment besides the latest arrays; None for nothing."""
+        """The facade's own state of an environment, besides the latest arrays; None if it has none."""
         return None
 
     def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
-        """Go on from what `_own_state` has returned, by environment.
+        """Restore what `_own_state` has returned, by environment.
 
-        Called before the latest arrays become results once more, with what is known of the time before that step, and
-        `after` that.
+        Called twice: first to restore what was known before the latest step; then, `after` the latest arrays have been
+        converted to results again, to restore what was known after that step.
         """
 
 
@@ -565,7 +565,7 @@ def reward_rules(facade: str, scalarize: Scalarize | None, reward_spaces: Mappin
 def _reward_rule(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> Callable[[NDArray[Any]], float]:
     if isinstance(rule, Mapping):
         if agent not in rule:
-            raise ValueError(f"{facade}: scalarize= has nothing for agent {agent!r}; it has {[*rule]}")
+            raise ValueError(f"{facade}: scalarize= has no entry for agent {agent!r}; its keys are {[*rule]}")
         rule = rule[agent]
     if callable(rule):
 

@@ -28,12 +28,12 @@ _TENSORS = frozenset({
 class StackedTensors:
     """A `StackedVecEnv` with torch tensors in place of arrays; made by `StackedVecEnv.torch`.
 
-    All other attributes are those of the `StackedVecEnv`. On the CPU, tensors share the memory of its arrays, except
+    All other attributes are the `StackedVecEnv`'s. On the CPU, tensors share the memory of its arrays, except
     masks that must not be changed.
 
     Args:
         env: The `StackedVecEnv`.
-        device: Of the tensors.
+        device: The device of the tensors.
         pin: Whether observations are read into page-locked memory, from which CUDA copies while the CPU goes on. They
             are valid until the next reset or step.
 
@@ -53,7 +53,7 @@ class StackedTensors:
     def __init__(self, env: StackedVecEnv, device: torch.device | str = "cpu", *, pin: bool = False) -> None:
         self.env, self._device = env, torch.device(device)
         self._pinned: list[Any] | None = None
-        self._copied: Any = None  # an event: all that was copied from page-locked memory so far
+        self._copied: Any = None  # an event after all copies from page-locked memory so far
         if pin and has_cuda():
             groups = env.stepper.view.groups
             self._pinned = [stacking.zeros(space, (env.num_envs, len(columns))) for space, columns in groups]
@@ -96,7 +96,7 @@ class StackedTensors:
 
     @contextlib.contextmanager
     def _into_pinned(self) -> Iterator[None]:
-        """Have observations written into page-locked memory meanwhile, once all of it has been copied."""
+        """Read observations into page-locked memory in this context, once earlier copies from it have ended."""
         if self._pinned is None:
             yield
             return

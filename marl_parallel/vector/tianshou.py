@@ -29,7 +29,7 @@ from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, Scalarize
 __doctest_requires__ = ["tianshou"]
 
 Ids: TypeAlias = int | Iterable[int] | None
-"""Of environments; None for all."""
+"""Ids of environments; None for all."""
 
 StepReturn: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 """Observations, rewards, terminations, truncations and infos, one entry for each environment."""
@@ -41,15 +41,15 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
     """A vector environment for Tianshou's collectors and trainers, with one entry for each environment.
 
     An environment with one agent is the same as for Gymnasium. Several agents act as one: their actions are one action,
-    their observations one observation, and the reward is the sum of theirs. Actions of absent agents are ignored, and
-    their observations are zeros. Collectors reset environments; nothing is reset automatically.
+    their observations one observation, and the reward is the sum of their rewards. Actions of absent agents are
+    ignored, and their observations are zeros. Collectors reset environments; nothing is reset automatically.
 
     Args:
         env: No other facade may step it; its `auto_reset` is False.
         wait_num: How many environments `step` waits for, while the others continue (`is_async`). None for all.
         timeout: Seconds that `step` waits for `wait_num` environments; after that, for the first one. None for no
             limit.
-        scalarize: Turns vector rewards into numbers, as of `ArrayStepper`.
+        scalarize: Turns vector rewards into numbers, as in `ArrayStepper`.
 
     Attributes:
         action_space: A list with the action space of each environment: the agent's; with several agents, a
@@ -99,11 +99,11 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         schema, self._agents = self._stepper.runner.schema, tuple(self._stepper.view.agents)
         acted = {agent: schema.action_spaces[agent] for agent in self._agents}
         seen = {agent: schema.observation_spaces[agent] for agent in self._agents}
-        self._has_masks = bool(schema.mask_spaces)  # masks that are neither in observations nor in infos
+        self._has_masks = bool(schema.mask_spaces)  # masks outside observations and infos
         self._is_single = len(self._agents) == 1
         self._is_flat = not self._is_single and all(isinstance(space, spaces.Box) for space in seen.values())
         action_space = _action_space(acted)
-        # Collectors draw random actions from these: each environment has its own, as each had its own process.
+        # Collectors draw random actions from these. Each environment has its own, as in a process of its own.
         self._action_spaces = [copy.deepcopy(action_space) for _ in range(self.env_num)]
         self._observation_spaces = [_observation_space(seen, flat=self._is_flat)] * self.env_num
         self._action_shape = action_space.shape or ()
@@ -118,7 +118,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
     # -- attributes ----------------------------------------------------------------------------------------------------
 
     def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
-        """An attribute of each environment, as by `ParallelEnv.get_attr`."""
+        """Get an attribute of each environment, as in `ParallelEnv.get_attr`."""
         ids = self._ids(id)
         if key == "action_space":
             return [self._action_spaces[env_id] for env_id in ids]
@@ -127,7 +127,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         return [*self.env.call(key, env_ids=ids)]
 
     def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
-        """Set an attribute of each environment to the same value, as by `ParallelEnv.set_attr`."""
+        """Set an attribute of each environment to the same value, as in `ParallelEnv.set_attr`."""
         ids = self._ids(id)
         self.env.set_attr(key, [value] * len(ids), ids)
 
@@ -141,7 +141,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Begin new episodes; those of the other environments continue.
+        """Begin new episodes; episodes of other environments continue.
 
         Args:
             env_id: Which environments, in any order.
@@ -183,10 +183,10 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
 
         Args:
             action: One action for each of these environments; with `is_async`, None only receives.
-            id: Which environments, in any order. Without actions: those that must be among the results.
+            id: Which environments, in any order. Without actions: environments that must be in the results.
 
         Returns:
-            Observations, rewards, terminations, truncations and infos of these environments. With `is_async`, of those
+            Observations, rewards, terminations, truncations and infos of these environments. With `is_async`, of all
             that are ready: at least `wait_num`, if as many are being stepped. Each info has its `env_id`.
 
         Raises:
@@ -216,7 +216,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         return self._results(arrays, ids)
 
     def _receive(self, ids: Sequence[int]) -> StepReturn:
-        """Results of environments that are being stepped: at least those of `ids`, or of `wait_num` environments."""
+        """Results of environments that are being stepped: at least of `ids`, or of `wait_num` environments."""
         if not self.waiting_id or not {*ids} <= {*self.waiting_id}:
             which = f"environments {[*ids]} are not all" if ids else "no environment is"
             raise NoAsyncCallError(f"step() without actions, but {which} being stepped", "step")

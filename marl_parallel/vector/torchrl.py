@@ -1,6 +1,6 @@
 """`TorchRLEnv`: all environments as one TorchRL environment, with agents stacked in groups.
 
-Tensors share memory with the arrays of `ArrayStepper`, of which each group of agents is some columns.
+Tensors share memory with the arrays of `ArrayStepper`; the agents of a group are some of their columns.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     `infos`. Tensors are the caller's own.
 
     Groups with action masks also have `"action_mask"`: `[n, k, num_choices]`, bool, True = allowed, as in
-    `ArrayStepper.action_masks`, but where nothing is allowed, all is: TorchRL cannot draw from nothing. It is no part
-    of `"observation"`, and limits the action spec: random actions are legal.
+    `ArrayStepper.action_masks`, but where nothing is allowed, everything is: TorchRL needs a choice to draw from. The
+    mask is not part of `"observation"`. It limits the action spec, so that random actions are legal.
     With `return_state`, the root has the global `"state"`, `[n, ...]`.
 
     `Dict` spaces are nested tensordicts, `Tuple`s too, with the keys `"0"`, `"1"`, ...; `Discrete` observations are
     integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
-    Attributes and methods of the simulators are there as in TorchRL's `ParallelEnv`: `env.level` is a list of values,
-    and `env.twice(3)` of results, one for each environment.
+    Attributes and methods of the simulators are available as in TorchRL's `ParallelEnv`: `env.level` is a list of
+    values, and `env.twice(3)` a list of results, one for each environment.
 
     Only `_reset` resets environments, which TorchRL's loops call; see `docs/facades.md`. The seed of `set_seed` takes
     effect at each environment's next reset; native simulators, such as EnvPool, must then all be reset at once.
@@ -82,8 +82,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         group_map: The agents of each group, by its name; or a `MarlGroupMapType`. By default agents named `name_0`,
             `name_1` and so on are the group `name`, as in TorchRL's own wrapper, and any other is a group of its own.
             Agents of one name with different spaces become several groups, each named after its first agent.
-        device: Of the tensors; simulators stay on the CPU.
-        info_masks: Whether groups have action masks also if their observation spaces declare none: those of infos.
+        device: The device of the tensors; simulators stay on the CPU.
+        info_masks: Whether groups also have action masks, from infos, if their observation spaces declare none.
         return_state: Whether to return the global state, which takes a request to the simulators after each step.
         flatten: Whether the only agent's values are at the root, as in an environment without agents.
         categorical_actions: Whether actions of `Discrete` spaces are numbers; if not, they are one-hot.
@@ -92,12 +92,12 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         group_map: The agents of each group, by its name.
         num_workers: The number of environments, as in TorchRL's `ParallelEnv`.
         infos: By environment, the infos of the latest step, as in `ParallelEnv.step`, without environments that have
-            none. Infos of resets by `_reset` after it are under `reset_info` of each, except reports of restarts.
+            none. Infos of a later `_reset` are under `reset_info` in each entry, except reports of restarts.
 
     Raises:
-        TypeError, ValueError: As `ArrayStepper`, or a group has different spaces, or one without a form in tensors; no
-            group has an action space for `info_masks`, or environments no `state_space` for `return_state`; there are
-            several agents with `flatten`.
+        TypeError, ValueError: As `ArrayStepper`; or a group has different spaces, or a space that tensors cannot
+            represent; or no group has an action space for `info_masks`, environments have no `state_space` for
+            `return_state`, or there are several agents with `flatten`.
 
     Example:
         >>> from marl_parallel import make
@@ -156,9 +156,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
         self._sent: dict[int, Any] = {}  # by environment in flight, the row that was sent; None for a reset
-        self._rows_of: dict[int, Any] = {}  # likewise, of those whose results are in `_stepped`
+        self._rows_of: dict[int, Any] = {}  # by environment, the rows of the results in `_stepped`
         self._stepped: dict[int, TensorDictBase] = {}  # results that the caller has not received
-        self._begun: dict[int, TensorDictBase] = {}  # likewise of resets
+        self._begun: dict[int, TensorDictBase] = {}  # results of resets that the caller has not received
         n = env.num_envs
         actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
@@ -185,7 +185,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if self.device is not None:
             specs = [spec.to(self.device) for spec in specs]
         self.action_spec, self.observation_spec, self.reward_spec, self.done_spec = specs
-        self._forwards = True  # from now on, attributes that it does not have are those of the simulators
+        self._forwards = True  # from now on, unknown attributes are the simulators'
 
     # -- called by TorchRL -----------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> TensorDictBase:
-        mask: torch.Tensor | None = None  # the root's, or those of groups
+        mask: torch.Tensor | None = None  # the root's, or the groups'
         if tensordict is not None:
             mask = tensordict.get("_reset", None)
             of_groups = [tensordict.get((name, "_reset"), None) for name in self._groups]
@@ -259,7 +259,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     @exclusive("load_state")
     def load_state(self, states: Sequence[bytes]) -> TensorDictBase:
-        """As `ParallelEnv.load_state`, of all environments; returns what `reset` returns, with which a loop goes on."""
+        """As `ParallelEnv.load_state`, for all environments; returns what `reset` returns, so that a loop can go on."""
         arrays, facade_states = self._stepper.load_state(states)
         flagged = np.zeros_like(self._ended)
         for env_id, saved in facade_states.items():
@@ -287,7 +287,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     def async_reset_send(
         self, tensordict: TensorDictBase | None = None, env_index: int | Sequence[int] | None = None
     ) -> None:
-        """Begin to reset some environments, and return; `async_reset_recv` has the results.
+        """Begin to reset some environments, and return; `async_reset_recv` returns the results.
 
         Args:
             tensordict: Its `"env_index"` has the environments, if `env_index` is None.
@@ -325,8 +325,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             integer as `env_index`, of batch size `[]`.
 
         Raises:
-            ValueError: Fewer than `min_get` resets are in flight, or not those of `env_index`; or `max_get` is less
-                than `min_get`.
+            ValueError: Fewer than `min_get` resets are in flight, or not all of `env_index`; or `max_get` is less than
+                `min_get`.
             TimeoutError: Nothing is lost, and this can be called again.
         """
         in_flight = [env_id for env_id, sent in self._sent.items() if sent is None]
@@ -336,11 +336,11 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         return results[0] if isinstance(env_index, int) else results
 
     def async_step_send(self, tensordict: TensorDictBase, env_index: int | Sequence[int] | None = None) -> None:
-        """Begin to step some environments, and return; `async_step_recv` has the results.
+        """Begin to step some environments, and return; `async_step_recv` returns the results.
 
         Args:
             tensordict: With the actions, of batch size `[environments]`, or `[]` for one.
-            env_index: The environments, in the order of the rows; None for those of its `"env_index"`.
+            env_index: The environments, in the order of the rows; None for the `"env_index"` of `tensordict`.
 
         Raises:
             AlreadyPendingCallError: One of them is in flight.
@@ -373,8 +373,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         max_get: int | None = None,
         timeout: float | None = None,
     ) -> TensorDictBase:
-        """The results of all environments whose step is ready, at least `min_get`; arguments and errors are those of
-        `async_reset_recv`.
+        """The results of all environments whose step is ready, at least `min_get`.
+
+        Arguments and errors are as in `async_reset_recv`.
 
         Returns:
             The rows of `async_step_send`, with `"next"` as in `step`, and with `"env_index"`. Environments whose
@@ -406,12 +407,12 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             wanted = [*self._runner.checked_ids([env_index] if isinstance(env_index, int) else env_index)]
             if others := [env_id for env_id in wanted if env_id not in arrived and env_id not in in_flight]:
                 raise ValueError(
-                    f"env_index={env_index}, but of environments {others} nothing of this kind is in flight"
+                    f"env_index={env_index}, but environments {others} have no request of this kind in flight"
                 )
         else:
             wanted, min_get = [], 1 if min_get is None else min_get
             if not 1 <= min_get <= expected:
-                raise ValueError(f"min_get={min_get}, but {expected} of these are in flight")
+                raise ValueError(f"min_get={min_get}, but {expected} requests of this kind are in flight")
             if max_get is not None and max_get < min_get:
                 raise ValueError(f"max_get={max_get} is less than min_get={min_get}")
             if len(arrived) >= min_get and self._sent:  # those that wait for max_get; others may be ready by now
@@ -427,7 +428,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         return wanted or [*arrived][:max_get]
 
     def _take_arrived(self, at_least: int, timeout: float | None) -> None:
-        """Wait for so many results of any kind, and keep all that are ready in `_stepped` and `_begun`."""
+        """Wait for `at_least` results of any kind, and keep all that are ready in `_stepped` and `_begun`."""
         stepped, begun, arrays = self._stepper.receive_some(at_least, timeout)
         if not stepped and not begun:
             return
@@ -451,7 +452,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     def __getattr__(self, name: str) -> Any:
         """An attribute of the simulators, as a list with one value for each environment.
 
-        Of a method, a function that calls it in each environment and returns a list of the results.
+        For a method, a function that calls it in each environment and returns a list of the results.
 
         Raises:
             AttributeError: An environment has no such attribute, or its name begins with `_`.
@@ -496,7 +497,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             env_index = [int(one) for one in torch.as_tensor(index).reshape(-1)]
         ids = self._runner.checked_ids([env_index] if isinstance(env_index, int) else env_index)
         if waiting := [env_id for env_id in ids if env_id in self._stepped or env_id in self._begun]:
-            raise AlreadyPendingCallError(f"the results of environments {waiting} have not been received", "send")
+            raise AlreadyPendingCallError(f"results of environments {waiting} are ready: receive them first", "send")
         return ids
 
     # -- masks and results -----------------------------------------------------------------------------------------
@@ -515,7 +516,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         return flagged & ~self._ended
 
     def _tensors(self, arrays: Arrays, per_agent: NDArray[np.bool_] | bool = False) -> TensorDictBase:
-        """Observations and flags; `own`, `(num_envs, agents)`, marks the agents with a flag of their own."""
+        """Observations and flags; `per_agent`, `(num_envs, agents)`, marks the agents with a flag of their own."""
         self._ended |= per_agent
         self._own = np.broadcast_to(per_agent, self._ended.shape)
         terminated = np.where(per_agent, arrays.terminations, arrays.terminated[:, None])
@@ -591,7 +592,7 @@ def _grouped(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
             except Mismatch as error:
                 part = f"{error.path}, {error}" if error.path else error
                 raise ValueError(
-                    f"agent {agent!r}: the {kind} space {declared[agent]} has no form in tensors, because of {part}"
+                    f"agent {agent!r}: the {kind} space {declared[agent]} cannot become tensors, because of {part}"
                 ) from None
     both = {agent: spaces.Tuple((schema.observation_spaces[agent], schema.action_spaces[agent])) for agent in agents}
     if group_map is None:
@@ -612,7 +613,7 @@ def _grouped(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
 
 
 def _check_leaf(space: Space[Any]) -> None:
-    # Torch knows larger unsigned integers by name only: it can neither compare nor draw them.
+    # Torch has larger unsigned integers in name only: it cannot compare or draw them.
     if not fits_block(space) or space.dtype in (np.uint16, np.uint32, np.uint64):
         raise Mismatch(str(space))
 
@@ -636,7 +637,7 @@ def _by_name(agents: Sequence[AgentID], both: Mapping[AgentID, Space[Any]]) -> G
 
 
 def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The infos of a step, with those of the reset after it as `reset_info`; marks of restarts replace them."""
+    """The infos of a step, with the infos of the next reset as `reset_info`; marks of restarts are merged in."""
     result = dict(infos)
     for key, info in of_reset.items():
         before = result.get(key) or {}

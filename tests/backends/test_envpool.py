@@ -396,7 +396,7 @@ def test_torchrl_specs(task, make_pool):
 
 
 def test_torchrl_steps_all():
-    with pytest.raises(ValueError, match="6 environments and resets some of them, but these come 3 at a time: make"):
+    with pytest.raises(ValueError, match="and resets some of them, but this simulator returns 3 at a time: make"):
         TorchRLEnv(ParallelEnv.from_envpool("CartPole-v1", 6, batch_size=3))
 
 

@@ -324,11 +324,11 @@ def test_public_members(make_game):
         (
             lambda env: env.call(len),
             TypeError,
-            "environments of a pool are not objects of their own, so no function can be called with them",
+            "the environments of a pool share one object, so no function can be called with each of them",
         ),
         (lambda env: env.call("_recv"), AttributeError, "have no methods of their own"),
         (lambda env: env.get_attr("nothing"), AttributeError, "a pool has no attribute 'nothing'"),
-        (lambda env: env.set_attr("named", False), AttributeError, "no attributes of their own that could be set"),
+        (lambda env: env.set_attr("named", False), AttributeError, "share all attributes, so none can be set"),
         (lambda env: env.state(), NotImplementedError, "no global state"),
         (lambda env: env.start_trace("trace.json"), NotImplementedError, "a pool keeps no timeline"),
         (lambda env: env.recv(), NoAsyncCallError, "nothing is in flight"),
@@ -348,7 +348,7 @@ def test_recv_returns_batches_of_the_simulator(make_game):
     for number in (1, 5, 6, 0, None):
         with pytest.raises(ValueError, match=r"a pool returns (4|batch_size=4) at a time"):
             env.recv(min_envs=number)
-    with pytest.raises(ValueError, match="timeout=2, but a pool waits for as long as it takes"):
+    with pytest.raises(ValueError, match="timeout=2, but a pool cannot stop waiting for results"):
         env.recv(min_envs=4, timeout=2.0)
     first = env.recv(min_envs=4)
     with pytest.raises(ValueError, match="recv of all 2 in flight, but a pool returns batch_size=4"):
@@ -374,7 +374,7 @@ def test_batch_size_with_several_players(ask, make_game):
 
 
 def test_facade_needs_full_batches(make_game):
-    with pytest.raises(ValueError, match="steps all 6 environments at a time, but these come 4 at a time"):
+    with pytest.raises(ValueError, match="steps all 6 environments at a time, but this simulator returns 4 at a time"):
         PettingZooVecEnv(make_game(6, batch_size=4))
     PettingZooVecEnv(make_game(6, batch_size=3)).reset()
 

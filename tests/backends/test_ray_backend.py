@@ -202,7 +202,7 @@ def test_actor_that_does_not_set_memory_aside_in_time(single_node, monkeypatch):
         return ray.remote(lambda: time.sleep(60)).options(num_cpus=0).remote()
 
     monkeypatch.setattr(Actor, "control", frozen)
-    with pytest.raises(ParallelEnvError, match=r"workers \[0, 1\], did not set memory aside within 0.3 s") as caught:
+    with pytest.raises(ParallelEnvError, match=r"workers \[0, 1\], did not allocate memory within 0.3 s") as caught:
         ParallelEnv([Hunt] * 3, backend=backend, num_workers=2)
     assert caught.value.env_ids == (0, 1, 2)
 

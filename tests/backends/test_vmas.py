@@ -247,13 +247,13 @@ def test_names():
         ValueError, match=r"VMAS has no scenario 'balanc'; similar scenarios are balance.*It has asym_joint"
     ):
         make("vmas:balanc")
-    with pytest.raises(TypeError, match="env_kwargs has 'seed', which is set for VMAS here"):
+    with pytest.raises(TypeError, match="env_kwargs has 'seed', which this package sets for VMAS"):
         make("vmas:balance", env_kwargs={"seed": 3})
     with pytest.raises(
         TypeError, match=r"vmas:balance steps its environments by itself, .* only seed, not 'num_workers'"
     ):
         make("vmas:balance", num_workers=2)
-    with pytest.raises(TypeError, match="vmas:balance steps all its environments as one"):
+    with pytest.raises(TypeError, match="vmas:balance steps all its environments at once"):
         make("vmas:balance", wrappers=[lambda env: env])
     env = make("vmas:waterfall", 2, facade="stacked")
     assert isinstance(env, StackedVecEnv)

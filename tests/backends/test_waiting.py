@@ -120,8 +120,8 @@ def test_results_do_not_depend_on_how_processes_wait(num_workers):
     ("arguments", "text"),
     [
         ({"wait": "busy"}, "wait must be one of adaptive, block, spin, got 'busy'"),
-        ({"wait": "spin", "backend": "thread"}, 'it goes with backend="process" and "hybrid" only'),
-        ({"wait": "block", "backend": "serial"}, 'it goes with backend="process" and "hybrid" only'),
+        ({"wait": "spin", "backend": "thread"}, 'pass backend="process" or "hybrid", or leave wait out'),
+        ({"wait": "block", "backend": "serial"}, 'pass backend="process" or "hybrid", or leave wait out'),
     ],
 )
 def test_arguments_that_are_refused(arguments, text):

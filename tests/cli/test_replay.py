@@ -261,11 +261,11 @@ def damaged(content: bytes, how: str) -> bytes:
         ("another file", "is not a replay file"),
         ("empty", "is not a replay file"),
         ("newer", "has version 999 of this format"),
-        ("truncated", "is not whole"),
-        ("longer", "is not whole"),
+        ("truncated", "is incomplete or was changed"),
+        ("longer", "is incomplete or was changed"),
         ("flipped", "is damaged"),
-        ("no header", "is not whole"),
-        ("no mode", "is not whole"),
+        ("no header", "is incomplete or was changed"),
+        ("no mode", "is incomplete or was changed"),
     ],
 )
 def test_damaged_files(how, text, raised, replay):

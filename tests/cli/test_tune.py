@@ -126,7 +126,7 @@ def test_no_setting_within_the_memory_limit():
 
 
 def test_no_settings():
-    with pytest.raises(CommandError, match="nothing to try"):
+    with pytest.raises(CommandError, match="every setting has more environments"):
         search(grid((4,), (4,), max_envs=8), Landscape(0))
 
 
@@ -327,7 +327,7 @@ def test_action_masks_and_turns(tune):
         (["mpe2.simple_spread_v3", "--memory", "much"], ["'much'", "2GB"]),
         (["mpe2.simple_spread_v3", "--workers", "0"], ["--workers"]),
         (["mpe2.simple_spread_v3", "--envs-per-worker", "a"], ["--envs-per-worker"]),
-        (["mpe2.simple_spread_v3", "--workers", "2", "--max-envs", "1"], ["nothing to try", "--max-envs"]),
+        (["mpe2.simple_spread_v3", "--workers", "2", "--max-envs", "1"], ["every setting has more", "--max-envs"]),
         (["mpe2.simple_spread_v3", "--workers", "1", "--memory", "1MB", "--seconds", "0.01"], ["1 MB", "--workers"]),
     ],
     ids=lambda value: " ".join(value)[-20:] if isinstance(value, list) else None,

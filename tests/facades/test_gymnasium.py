@@ -387,7 +387,7 @@ def test_envs_are_the_simulators():
 def test_envs_of_other_backends(backend):
     env = GymnasiumVectorEnv(ParallelEnv([VariableAgents] * 2, backend=backend, num_workers=1))
     with pytest.raises(
-        AttributeError, match=r"envs is only there with backend='serial'.*use get_attr, set_attr or call"
+        AttributeError, match=r"envs is available only with backend='serial'.*use get_attr, set_attr or call"
     ):
         _ = env.envs
     assert not hasattr(env, "envs")

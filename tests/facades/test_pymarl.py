@@ -213,7 +213,7 @@ def test_commands_out_of_order():
         with pytest.raises(ValueError, match="environment 0: a step needs one integer for each of 3 agents, got"):
             first.send(("step", wrong))
     first.send(("step", [1, 1, 1]))
-    with pytest.raises(AlreadyPendingCallError, match="environment 0: a step was sent before"):
+    with pytest.raises(AlreadyPendingCallError, match="environment 0: the reply to an earlier step"):
         first.send(("step", [1, 1, 1]))
     first.send(("get_stats", None))
     assert first.recv()["terminated"] is False

@@ -278,7 +278,7 @@ def test_a_wrapper_that_cannot_be_saved_is_a_warning(tmp_path):
 @pytest.mark.parametrize("function", [copy.copy, copy.deepcopy])
 def test_an_environment_cannot_be_copied(function):
     env = opened()
-    with pytest.raises(TypeError, match="can be neither pickled nor copied"):
+    with pytest.raises(TypeError, match="cannot be pickled or copied"):
         function(env)
     env.close()
 

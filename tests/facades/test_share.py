@@ -742,7 +742,7 @@ def test_other_errors_say_what_to_do():
     with pytest.raises(NotImplementedError, match='or pass share="joined"'):
         make(maker, 1, facade="share", backend="serial", shared_memory=False)
     with pytest.raises(
-        TypeError, match="ShareSubprocVecEnv takes no argument 'on_eror'; it takes those of ParallelEnv"
+        TypeError, match="ShareSubprocVecEnv takes no argument 'on_eror'; it takes ParallelEnv's arguments"
     ):
         ShareSubprocVecEnv([maker], on_eror="restart")
     with pytest.raises(ValueError, match="isolate_rng=True is impossible with threads"):

@@ -374,7 +374,7 @@ def test_wrong_groups(parallel):
 
 @pytest.mark.parametrize("agent", NO_TENSORS)
 def test_spaces_without_a_tensor_form(agent, parallel):
-    with pytest.raises(ValueError, match=rf"'{agent}': the observation space .* has no form in tensors"):
+    with pytest.raises(ValueError, match=rf"'{agent}': the observation space .* cannot become tensors"):
         TorchRLEnv(parallel(one_space(agent)))
 
 
@@ -490,7 +490,7 @@ def test_vector_rewards_are_in_tensors():
 
 def test_vector_rewards_of_a_group_must_be_alike():
     parallel = ParallelEnv([functools.partial(Couriers, one_by_one=True)], False, backend="serial")
-    with pytest.raises(ValueError, match=r"the reward_space of 'bike' is .* that of 'van'"):
+    with pytest.raises(ValueError, match=r"the reward_space of 'bike' is .* and of 'van' it is"):
         TorchRLEnv(parallel, {"all": ["van", "bike", "drone"]})
     parallel.close()
 
@@ -498,7 +498,7 @@ def test_vector_rewards_of_a_group_must_be_alike():
 def test_refused_space_names_its_part():
     seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), mission=spaces.Text(3))
     parallel = ParallelEnv([functools.partial(DictRules, seen)], False, backend="serial")
-    with pytest.raises(ValueError, match=r"agent 'a': the observation space Dict.* has no form .* \['mission'\], Text"):
+    with pytest.raises(ValueError, match=r"'a': the observation space Dict.* cannot become .* \['mission'\], Text"):
         TorchRLEnv(parallel)
     parallel.close()
 

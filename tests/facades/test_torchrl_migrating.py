@@ -115,9 +115,9 @@ def test_one_environment_at_a_time():
         env.async_step_send(one, env_index=1)
     with pytest.raises(AlreadyPendingCallError):
         env.rand_step(first)
-    with pytest.raises(ValueError, match="min_get=2, but 1 of these are in flight"):
+    with pytest.raises(ValueError, match="min_get=2, but 1 requests of this kind are in flight"):
         env.async_step_recv(min_get=2)
-    with pytest.raises(ValueError, match="min_get=1, but 0 of these are in flight"):
+    with pytest.raises(ValueError, match="min_get=1, but 0 requests of this kind are in flight"):
         env.async_reset_recv()
     data = env.async_step_recv(timeout=60.0)
     assert data.batch_size == (1,)
@@ -198,9 +198,9 @@ def test_results_of_named_environments(tmp_path):
     assert one["next", "done"].shape == (1,)
     with pytest.raises(multiprocessing.TimeoutError):
         env.async_step_recv(env_index=[0, 3], timeout=0.05)
-    with pytest.raises(ValueError, match=r"env_index=2, but of environments \[2\] nothing of this kind is in flight"):
+    with pytest.raises(ValueError, match=r"env_index=2, but environments \[2\] have no request of this kind in flight"):
         env.async_step_recv(env_index=2)
-    with pytest.raises(ValueError, match="nothing of this kind is in flight"):
+    with pytest.raises(ValueError, match="have no request of this kind in flight"):
         env.async_reset_recv(env_index=3)
     for name in ("10", "30"):
         (tmp_path / name).touch()
@@ -219,7 +219,7 @@ def test_most_results_of_a_call(tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match="max_get=1 is less than min_get=2"):
         env.async_step_recv(2, max_get=1)
-    with pytest.raises(ValueError, match="min_get=5, but 4 of these are in flight"):
+    with pytest.raises(ValueError, match="min_get=5, but 4 requests of this kind are in flight"):
         env.async_step_recv(5)
     first = env.async_step_recv(3, max_get=3, timeout=60.0)["env_index"].tolist()
     assert sorted(first) == [0, 1, 2]

@@ -111,7 +111,7 @@ class CustomBox(spaces.Box):
 @pytest.mark.parametrize("below", [lambda space: space, lambda space: spaces.Dict(x=space)], ids=["alone", "below"])
 def test_spaces_of_different_kinds(below, kinds, two_worker_setup, build):
     declared = [below(kind(-1.0, 1.0, (2,), np.float32)) for kind in kinds]
-    with pytest.raises(ValueError, match=r"environment 1 differs .* agent 'alpha'.* against .* another class"):
+    with pytest.raises(ValueError, match=r"environment 1 differs .* agent 'alpha': got .*, expected .* another class"):
         build([functools.partial(Declaring, one, spaces.Discrete(2)) for one in declared], two_worker_setup)
 
 

@@ -150,9 +150,9 @@ def two():
         (
             lambda env: env.reset(env_ids=[True, False]),
             TypeError,
-            "must be numbers of environments, got a mask",
+            "must be integers, got a boolean mask",
         ),
-        (lambda env: env.reset(env_ids=np.array([True, False])), TypeError, "got a mask"),
+        (lambda env: env.reset(env_ids=np.array([True, False])), TypeError, "got a boolean mask"),
         (
             lambda env: env.reset(env_ids=[]),
             ValueError,
@@ -169,8 +169,8 @@ def two():
         (lambda env: env.call(3), TypeError, "name must be the name of a method or attribute, or a function; got 3"),
         (lambda env: env.close(timeout=-1), ValueError, "timeout must be positive"),
         (lambda env: env.close(timeout="soon"), TypeError, "timeout must be a number of seconds"),
-        (pickle.dumps, TypeError, "can be neither pickled nor copied"),
-        (copy.deepcopy, TypeError, "can be neither pickled nor copied"),
+        (pickle.dumps, TypeError, "cannot be pickled or copied"),
+        (copy.deepcopy, TypeError, "cannot be pickled or copied"),
     ],
 )
 def test_refused_call_has_no_effect(call, error, says, two):

@@ -178,7 +178,7 @@ class SeededAfterDrawing(Scenario):
 
 def test_environments_seeded_after_drawing_warn():
     (text,) = seed_warnings([lambda: SeededAfterDrawing()] * 2)
-    assert text.startswith("environments [0, 1] declare the same seed when they were made, 42, although")
+    assert text.startswith("environments [0, 1] declare the same seed when they were constructed, 42, although")
 
 
 class DrawsMapInReset(SeededAfterDrawing):

@@ -245,7 +245,7 @@ def test_other_spaces_are_named():
         env.load_state(states)
     text = "environment 0 (worker 0): its state cannot be loaded: the state differs from the environments here in the "
     assert str(caught.value).startswith(
-        text + "observation space of agent 'a': Box(-99.0, 99.0, (2,), float64) against"
+        text + "observation space of agent 'a': got Box(-99.0, 99.0, (2,), float64), expected"
     )
 
 

@@ -450,7 +450,7 @@ def test_counts_never_decrease(setup, build):
     ("wrong", "error", "text"),
     [
         ({"env": "Pong"}, TypeError, "must be a ParallelEnv or a facade"),
-        ({"writer": 3}, TypeError, "must have add_scalar"),
+        ({"writer": 3}, TypeError, "must have a method add_scalar"),
         ({"name": 3}, TypeError, "name must be a string"),
         ({"name": ""}, ValueError, "name is empty"),
         ({"window": 0}, ValueError, "at least 1, got 0"),

@@ -207,11 +207,11 @@ def test_masks_in_infos_belong_to_the_running_episode(mode, tmp_path):
     ("arguments", "message"),
     [
         ({"path": "lamp.avi"}, r"\.gif or \.mp4, got 'lamp\.avi'"),
-        ({"path": "nowhere/lamp.gif"}, "no folder '.*nowhere'"),
+        ({"path": "nowhere/lamp.gif"}, "the folder '.*nowhere' does not exist"),
         ({"steps": 0}, "steps"),
         ({"tile_width": 0}, "tile_width"),
         ({"fps": -1.0}, "fps must be a positive number"),
-        ({"fps": 51}, r"fps must be 50 at most in a \.gif"),
+        ({"fps": 51}, r"fps must be at most 50 in a \.gif"),
     ],
 )
 def test_wrong_arguments_write_nothing(arguments, message, tmp_path):
@@ -224,7 +224,7 @@ def test_wrong_arguments_write_nothing(arguments, message, tmp_path):
 
 
 def test_wrong_types_of_env_and_policy(tmp_path):
-    with pytest.raises(TypeError, match=r"recorded of a ParallelEnv, got Lamp: make one .* without facade="):
+    with pytest.raises(TypeError, match=r"env must be a ParallelEnv, got Lamp: make one .* without facade="):
         record_video(Lamp(), tmp_path / "lamp.gif", 2)
     with (
         lamps() as env,

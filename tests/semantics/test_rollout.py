@@ -362,7 +362,7 @@ def test_groups_of_a_rollout():
 
 def test_bad_input():
     parallel = ParallelEnv([MAKERS["spread"]] * ENVS, backend="serial")
-    with pytest.raises(TypeError, match="made of a StackedVecEnv, got ParallelEnv"):
+    with pytest.raises(TypeError, match="needs a StackedVecEnv, got ParallelEnv"):
         Rollout(parallel, 5)
     with StackedVecEnv(parallel) as env:
         with pytest.raises(ValueError, match="num_steps must be at least 1"):

@@ -393,7 +393,7 @@ def damaged(states: list[bytes]) -> list[Any]:
     [
         (damaged, ValueError, "environment 2: its state is damaged"),
         (lambda states: [*states[:2], b"hello"], ValueError, "environment 2: its state was not made by save_state"),
-        (lambda states: [*states[:2], None], TypeError, "environment 2: its state must be bytes of save_state"),
+        (lambda states: [*states[:2], None], TypeError, "environment 2: its state must be bytes that save_state"),
         (lambda states: states[:2], ValueError, "states"),
         (lambda states: states[0], TypeError, "states must be a list"),
         (lambda states: [states[0], states[1].replace(b"state 1", b"state 9", 1), states[2]], ValueError, "format 9"),
@@ -443,7 +443,7 @@ def test_states_of_other_environments(parallel):
     for other, mode, text in (
         (Wider, True, "environment 0 .*the observation space of agent 'boat'"),
         (Renamed, True, "environment 0: its state has the agents"),
-        (Voyage, False, "was saved with auto_reset='SAME_STEP', and cannot be loaded with 'DISABLED'"),
+        (Voyage, False, "was saved with auto_reset='SAME_STEP', and cannot be loaded with auto_reset='DISABLED'"),
     ):
         with pytest.raises(ValueError, match=text):
             parallel(other, 2, mode).load_state(states)

@@ -212,7 +212,7 @@ def test_rewards_in_rows_are_a_matrix(parallel):
 
 
 def test_rows_need_equal_reward_spaces(parallel):
-    with pytest.raises(ValueError, match=r"the reward_space of 'bike' is .* that of 'van'"):
+    with pytest.raises(ValueError, match=r"the reward_space of 'bike' is .* and of 'van' it is"):
         GymnasiumVectorEnv(parallel(functools.partial(Couriers, one_by_one=True), 2, True))
 
 
@@ -255,7 +255,7 @@ def test_scalarize(rule, shared_memory, parallel):
         (None, ValueError, "ScalarFacade takes rewards that are numbers, but agent 'van' declares vectors.*scalarize="),
         ([1.0], ValueError, r"have shape \(2,\), so scalarize= must be finite weights"),
         ([1.0, np.inf], ValueError, "must be finite weights"),
-        ({"van": [1, 1]}, ValueError, "nothing for agent 'bike'"),
+        ({"van": [1, 1]}, ValueError, "no entry for agent 'bike'"),
         ("sum", TypeError, "must be weights or a function"),
     ],
     ids=str,

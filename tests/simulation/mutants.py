@@ -227,8 +227,8 @@ MUTATIONS = [
     Mutation(
         "a rebuilt worker stops writing states and rollouts",
         "pool/rebuilds.py",
-        "keywords=keywords, outputs=self.outputs, options=record.options)",
-        "keywords=keywords, options=record.options)",
+        "keywords=keywords, outputs=self.outputs, options=record.options",
+        "keywords=keywords, options=record.options",
         blind=True,
         survives="the simulation has no states; test_a_restarted_environment_has_its_last_known_state fails",
     ),

@@ -1,7 +1,7 @@
-"""What a feature may do at each point of the pool: the base of restarts, recycling, timeouts, replays and others.
+"""`Extension`: the hooks of the pool, and the base class of restarts, recycling, timeouts, replays and others.
 
 The pool calls the hooks that an extension overrides, in the order in which the extensions were added. A hook that
-nobody overrides costs nothing. The order matters: timeouts and warnings come first, then settings and rebuilds, then
+none overrides costs nothing. The order matters: timeouts and warnings come first, then settings and rebuilds, then
 replays, which change nothing, then recycling, which takes resets and ends of episodes before restarts see them.
 
 The fast path is a step of all environments in which nothing goes wrong, while every extension `is_quiet`. The pool
@@ -41,10 +41,10 @@ HELD: Any = object()
 
 
 class Fault(NamedTuple):
-    """What has gone wrong in a worker."""
+    """A fault in a worker."""
 
     worker: int
-    env_id: int | None  # that failed; None if the whole worker is gone, or has to go
+    env_id: int | None  # the environment that failed; None if the whole worker is gone, or must be ended
     error: ParallelEnvError
     running: Running | None  # what the worker was doing
     kinds: Sequence[str] = ()  # of an exception, by `name_of`: its type and that type's bases
@@ -52,10 +52,10 @@ class Fault(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """What a fault has interrupted."""
+    """The request that a fault has interrupted, and its result for the caller."""
 
-    message: Message | None  # STEP, RESET (also one that was due); None for an idle environment
-    dicts: Dicts  # that the caller receives, without what the fresh environment adds
+    message: Message | None  # STEP, or RESET (also a reset that was due); None for an idle environment
+    dicts: Dicts  # for the caller, without the additions of the fresh environment
     keywords: bytes | None = None  # of the caller's reset, pickled
 
 
@@ -85,21 +85,21 @@ class Extension:
         return True
 
     def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
-        """The caller begins a step or reset of environments, whose slots are busy now; returns those that go out.
+        """The caller begins a step or reset of environments, whose slots are busy now; returns the env ids to send to.
 
-        The results of the others come from this extension. Not called in the fast path.
+        This extension provides the results of the others. Not called in the fast path.
         """
         return env_ids
 
     def before_post(self, worker: int, request: Request) -> Request:
-        """A request is about to be posted; returns what is posted. Not called in the fast path.
+        """A request is about to be posted; returns the request to post. Not called in the fast path.
 
         `request.env_ids` may be None: all environments of the worker.
         """
         return request
 
     def holds(self, slot: Slot) -> bool:
-        """Whether the result of a busy slot comes from this extension. Then results of its worker do not count."""
+        """Whether the result of a busy slot comes from this extension. Then results of its worker are ignored."""
         return False
 
     def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
@@ -112,51 +112,51 @@ class Extension:
         Args:
             slot: The environment. `slot.request` is STEP or RESET.
             leftovers: The values that are not in the record, pickled; None if all are in the record.
-            result: The same values unpickled, or what an earlier extension has returned.
-            completed: When the worker had carried out the request, in seconds of `Backend.clock`. All environments in
+            result: The same values unpickled, or the result of an earlier extension.
+            completed: When the worker finished the request, in seconds of `Backend.clock`. All environments in
                 one reply have the same time; with `Request.each`, each has its own. It is 0.0 if the reply is
                 `STEPPED`, which comes if something else has ended the fast path, such as a fault of another worker.
         """
         return result
 
     def on_last_step(self, slot: Slot, leftovers: bytes | None) -> None:
-        """A worker has sent the leftovers of an episode's last step, whose automatic reset has failed or goes on."""
+        """A worker has sent the leftovers of an episode's last step; the automatic reset failed or still runs."""
 
     def on_fault(self, fault: Fault) -> bool:
-        """Something has gone wrong; returns whether it has been dealt with. Else the error is raised."""
+        """A fault has happened; returns whether this extension has dealt with it. If none has, the error is raised."""
         return False
 
     def what_is_interrupted(self, slot: Slot) -> Interrupted | None:
-        """What a fault interrupts of an environment whose result this extension holds."""
+        """The request that a fault interrupts, if this extension holds the result of the environment; else None."""
         return None
 
     def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
-        """A worker may be ended in the middle of these environments: note what their records hold now."""
+        """A worker may be ended while it runs these environments: note the present contents of their records."""
 
     def on_end_called_off(self, slots: Sequence[Slot]) -> None:
         """The worker of `before_end` is not ended after all."""
 
     def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
-        """Environments are constructed again, and so many ends of their episodes are still to be received."""
+        """Environments are constructed again; the caller will still receive `ends` ends of their episodes."""
 
     def on_outdated(self, env_ids: Sequence[int]) -> None:
-        """What environments are constructed with has changed, such as their seeds."""
+        """The arguments of constructions have changed, such as the seeds of these environments."""
 
     def on_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
-        """An environment that this request has constructed before takes the place of another one."""
+        """An environment that this request constructed earlier replaces another one."""
 
     def on_replaced(self, worker: int) -> None:
         """A worker that was gone has been replaced by a new one with the same number."""
 
     def patience(self, now: float) -> float | None:
-        """How many seconds may pass before `look` is called; asked before each wait."""
+        """The most seconds before the next call of `look`; called before each wait."""
         return None
 
     def look(self, now: float) -> None:
-        """Do what the time demands; called after each wait."""
+        """Do work that depends on the time; called after each wait."""
 
     def on_raise(self, error: EnvError) -> None:
-        """This error is about to be raised, and everything closed."""
+        """This error is about to be raised, and everything is about to be closed."""
 
     def on_ctrl_c(self) -> None:
         """The caller has pressed Ctrl-C, and everything is about to be closed."""
@@ -171,14 +171,14 @@ class Extension:
         """All workers have ended."""
 
     def save(self, slot: Slot) -> Any:
-        """What is known of an environment that is not in flight, for `load`; it must pickle."""
+        """The state of this extension for an environment that is not in flight; must pickle. `load` restores it."""
         return None
 
     def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
-        """Go on from what `save` has returned, None if there was no such extension; its record has these leftovers."""
+        """Restore a result of `save`, None if it had no such extension; the record has these leftovers."""
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
-        """What is to be added to the statistics of some environments."""
+        """Additions to the statistics of some environments."""
         return WorkerStats()
 
 
@@ -193,5 +193,5 @@ class Hooks:
         }
 
     def of(self, hook: Callable[Concatenate[Any, P], R]) -> list[Callable[P, R]]:
-        """Those of one kind; `hook` is a method of `Extension`."""
+        """The overridden hooks of one kind; `hook` is a method of `Extension`."""
         return self._by_hook[hook]

@@ -1,4 +1,4 @@
-"""Warnings of calls of environments that take long."""
+"""Warnings about long calls of environments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LONG_AT_CTRL_C_S = 1.0
 class LongCalls(Extension):
     """Warns of calls of environments that take longer than `warn_after` seconds, then twice as long, and so on.
 
-    With None, it does so only at Ctrl-C, of all that have lasted for some time.
+    With None, it warns only at Ctrl-C, of all calls that have lasted for some time.
 
     Args:
         pool: The pool.
         warn_after: Seconds, or None.
-        limits: The timeouts of each activity, of which the warnings tell.
+        limits: The timeout of each activity, for the text of the warnings.
     """
 
     def __init__(self, pool: Pool, warn_after: float | None, limits: Mapping[Activity, float | None]) -> None:
@@ -53,7 +53,7 @@ class LongCalls(Extension):
             self._log(long)
 
     def _found(self, now: float, seconds: float | None = None) -> list[LongCall]:
-        """The calls to warn of now; with `seconds`, all that have lasted longer."""
+        """The calls to warn of now; with `seconds`, all calls that have lasted longer."""
         self._next_look = now + min(self._after, _LOOK_EVERY_S)
         backend, found = self._pool.backend, []
         backend.look()
@@ -64,7 +64,7 @@ class LongCalls(Extension):
             status = backend.statuses[worker]
             state, running = status.state, status.running
             if running is None and status.settled is not None and status.parts >= queue.posted:
-                continue  # its reply is here, or on its way
+                continue  # its reply has come, or is on its way
             if running is None and worker in backend.in_line:
                 continue  # it waits for the caller's own thread
             elapsed = now - max(queue.since, state[1])
@@ -81,6 +81,6 @@ class LongCalls(Extension):
         return found
 
     def _log(self, long: LongCall, to_do: str = "") -> None:
-        """Log where a worker is that has been in one call for long."""
+        """Log the stack of a worker that has been in one call for a long time."""
         stack = self._pool.backend.stack(long.worker, harmless=True)
         logger.warning("%s", reports.long_call(self._pool.queues[long.worker].environments, long, stack, to_do))

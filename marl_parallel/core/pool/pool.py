@@ -1,16 +1,16 @@
 """The worker pool of one `ParallelEnv`: requests go out, results come back, and faults are raised or dealt with.
 
-`send` and `recv` change the state of a slot; `run` is both in one call, and `execute` carries out everything that is
-neither a step nor a reset::
+`send` and `recv` change the state of a slot; `run` is both in one call. `execute` carries out all requests except steps
+and resets::
 
              send                     reply                     recv
       IDLE --------> BUSY -------------------------> DONE --------------> IDLE
                       |  an extension holds it back   ^
                       +-------------------------------+
 
-There is one loop, `wait_once`: it waits for replies, applies them to slots, and lets extensions look at the time. What
-is more than that is an extension (`extensions.py`): rebuilding and restarts, recycling, timeouts, warnings of long
-calls, replays, traces. Without one that deals with it, a fault is raised, and everything is closed.
+There is one loop, `wait_once`: it waits for replies, applies them to slots, and lets extensions look at the time. All
+other features are extensions (`extensions.py`): rebuilds and restarts, recycling, timeouts, warnings of long calls,
+replays, traces. If no extension deals with a fault, its error is raised, and everything is closed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stat
 
 ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
 _NO_EXTRAS: Mapping[int, Any] = {}
-_WAITING_FOR = {message: f"waiting for {message.name.lower()}" for message in Message}  # as slices of a trace say
+_WAITING_FOR = {message: f"waiting for {message.name.lower()}" for message in Message}  # names of slices in a trace
 _CLOSE_IN_LINE_WITHIN_S = 1.0
-_INTERRUPTED_WITHIN_S = 0.5  # how long `close` waits at least for a thread that it has interrupted in a call
+_INTERRUPTED_WITHIN_S = 0.5  # the least time that `close` waits for a thread that it has interrupted in a call
 
 
 _TREATED_APART = {one.method: one for one in (Activity.RESET, Activity.STATE)}
-"""The methods of a step or reset in which a failure is treated apart."""
+"""The methods of a step or reset, whose failures are handled separately."""
 
 
 class Pool(Source):
@@ -53,15 +53,15 @@ class Pool(Source):
         shares: The environments of each worker.
 
     Attributes:
-        queues: The requests before each worker.
-        called: When the present call, or the latest one, has begun.
+        queues: The queue of requests of each worker.
+        called: When the present or latest call began.
         survives_faults: Whether an extension replaces workers that are gone.
-        advice: What errors say about restarts.
+        advice: The advice about restarts in errors.
         is_lean: Whether `step_all` may be called: every slot is idle and has a result, and no extension needs to see
             the next ones.
-        around: Called with the name of what a call does; a context of the call, or None if it is in one already.
+        around: Called with the name of a part of a call; returns a context for it, or None inside one.
         latest: By environment, the pickled leftovers of its latest record that had any.
-        replaced: By environment, the `Snapshot` that its caller has received in place of its record, pickled.
+        replaced: By environment, the pickled `Snapshot` that the caller has received in place of the record.
     """
 
     def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
@@ -71,14 +71,14 @@ class Pool(Source):
         self.queues = {worker: WorkerQueue(share, worker, share) for worker, share in enumerate(shares)}
         self.batch_size = len(self.slots)  # any number of results may arrive at once
         self.called = 0.0
-        self.in_flight = 0  # how many environments have been sent to and not received
+        self.in_flight = 0  # how many environments have been sent and not received
         self.survives_faults = False
         self.advice = ADVICE
         self.seeds_stale = True
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None
         self.closed = False
-        self._closing = False  # whether a thread is closing everything at present
-        self.freed = False  # whether that has been done
+        self._closing = False  # whether a thread is closing everything now
+        self.freed = False  # whether everything has been freed
         self._final_stats: Stats | None = None  # once everything has been freed
         self._set_extensions([])
         self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
@@ -88,10 +88,10 @@ class Pool(Source):
         self.latest: dict[int, bytes] = {}
         self.replaced: dict[int, bytes] = {}
         self._results: dict[int, Any] = {}  # of `execute`, by environment
-        self._errors: list[ParallelEnvError] | None = None  # of faults in the present `execute` that were dealt with
+        self._errors: list[ParallelEnvError] | None = None  # of faults that the present `execute` dealt with
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
-        self._counting = threading.RLock()  # held where statistics move from a worker that ends: others may read them
+        self._counting = threading.RLock()  # held while statistics move from an ending worker: others may read them
 
     def extend(self, *extensions: Extension) -> None:
         """Add extensions."""
@@ -116,7 +116,7 @@ class Pool(Source):
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
         """Send `STEP` or `RESET` to environments that are not in flight, and return.
 
-        `payloads` are pickled, by environment. With `together`, all of them are received at once, which is faster.
+        `payloads` are pickled, by environment. With `together`, all results are received at once, which is faster.
         """
         self.alone(f"send {message.name.lower()}", self._send, message, env_ids, payloads, together)
 
@@ -128,12 +128,12 @@ class Pool(Source):
         *,
         window: float | None = None,
     ) -> Results:
-        """Wait for the results of so many environments, and take all that are here; or wait for all of `env_ids`.
+        """Wait for the results of `at_least` environments, and take all that have come; or wait for all of `env_ids`.
 
-        For `window` seconds, wait for all in flight.
+        Then wait `window` seconds for all others in flight.
 
         Raises:
-            TimeoutError: There were fewer within `timeout` seconds. Nothing is lost.
+            TimeoutError: Fewer results came within `timeout` seconds. Nothing is lost.
             ParallelEnvError: A fault; everything has been closed.
             ClosedEnvironmentError: Another thread has closed everything.
         """
@@ -152,10 +152,10 @@ class Pool(Source):
         return leftovers
 
     def execute(self, requests: Mapping[int, Request], owner: OnReply | None = None) -> dict[int, Any]:
-        """Carry out requests, by worker, other than steps and resets, while nothing is in flight.
+        """Carry out requests other than steps and resets, by worker, while nothing is in flight.
 
-        Returns the results by environment, unless an `owner` gets the replies. After a `ParallelEnvError` everything
-        has been closed, or the environments that failed have been rebuilt.
+        Returns the results by environment, unless an `owner` gets the replies. If this raises a `ParallelEnvError`,
+        everything has been closed, or the environments that failed have been rebuilt.
         """
         what = _WAITING_FOR[next(iter(requests.values())).message] if requests else ""
         results: dict[int, Any]
@@ -165,16 +165,16 @@ class Pool(Source):
         return results
 
     def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
-        """As `execute`: one request to environments; `payload` is the same for all, or a dict by environment."""
+        """`execute` one request in environments; `payload` is the same for all, or a dict by environment."""
         return self.execute(self.requests(message, env_ids, payload))
 
     def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
-        """Begin what `execute_in` does, and return; `finish_in` comes next, and nothing else before it."""
+        """Begin a request as `execute_in` does, and return; the next call must be `finish_in`."""
         self.is_lean = False  # until the next step or reset of all
         self.alone("", self._begin, self.requests(message, env_ids, payload), None)
 
     def finish_in(self, timeout: float | None) -> dict[int, Any]:
-        """The results of `begin_in`, as of `execute`; `TimeoutError` after so many seconds, which loses nothing."""
+        """Wait for the results of `begin_in`; `TimeoutError` after `timeout` seconds, which loses nothing."""
         results = self.alone("waiting", self._finish_all, timeout)
         if results is None:
             raise NotReadyInTime(
@@ -185,13 +185,13 @@ class Pool(Source):
         return cast("dict[int, Any]", results[0])
 
     def execute_in_each_worker(self, message: Message, payload: Any = None) -> dict[int, Any]:
-        """As `execute`: one request to one environment of each worker."""
+        """`execute` one request in one environment of each worker."""
         return self.execute(
             {worker: Request(message, share[:1], payload) for worker, share in self.present_shares().items()}
         )
 
     def alone(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function that changes the state of the pool, alone; close everything if it raises."""
+        """Call a function that changes the state of the pool, under the lock; close everything if it raises."""
         if self.around is not None and name and (context := self.around(name)):
             with context:
                 return self.alone(name, function, *arguments)
@@ -228,7 +228,7 @@ class Pool(Source):
         self.post(self.requests(message, env_ids, payloads, each=not together), together=alone)
 
     def pass_on(self, extension: Extension, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
-        """Send what an extension has kept from being sent: the env ids that go out, for all that the later ones do."""
+        """Pass on a request that an extension held back; returns the env ids that later extensions let go out."""
         for later in self._extensions[self._extensions.index(extension) + 1 :]:
             env_ids = later.before_send(message, env_ids, payloads)
         return env_ids
@@ -240,10 +240,10 @@ class Pool(Source):
         self.in_flight += len(env_ids)
 
     def step_all(self) -> Mapping[int, Any]:
-        """As `run` of a step of all environments, with the actions in the block; only if `is_lean`.
+        """`run` a step of all environments with the actions in the block; only if `is_lean`.
 
-        The most frequent call: it looks at no slot, unless something else happens than that all workers are done. Its
-        frame is that of `alone`.
+        This is the most frequent call, and it looks at no slot unless something goes wrong. It has the same frame as
+        `alone`.
         """
         if self.around is not None and (context := self.around(_WAITING_FOR[Message.STEP])):
             with context:
@@ -330,9 +330,9 @@ class Pool(Source):
         is_awaited: bool = True,
         together: bool = False,
     ) -> None:
-        """Post requests, by worker; `owner` gets the replies in place of the slots or of `execute`.
+        """Post requests, by worker; the replies go to `owner`, or to the slots or `execute`.
 
-        Calls other than steps and resets wait for them if `is_awaited`.
+        Calls other than steps and resets wait for these requests if `is_awaited`.
         """
         if not requests:
             return
@@ -361,7 +361,7 @@ class Pool(Source):
         if not self._wait_for(at_least, timeout, slots):
             return None
         done = [slot for slot in slots if slot.state is State.DONE]
-        done.sort(key=lambda slot: slot.completed)  # ties by number
+        done.sort(key=lambda slot: slot.completed)  # slots with equal times are sorted by number
         resets = [slot.env_id for slot in done if slot.request is Message.RESET]
         leftovers = {slot.env_id: slot.result for slot in done if slot.result is not None}
         for slot in done:
@@ -381,7 +381,7 @@ class Pool(Source):
         deadline = None if timeout is None else self.clock() + timeout
         ids = None if slots is self.slots else {slot.env_id for slot in slots}
         while True:
-            queues = [*self.queues.values()]  # also of workers that the slots have left
+            queues = [*self.queues.values()]  # with workers that the slots have left
             missing = at_least - (self._done if ids is None else sum([slot.state is State.DONE for slot in slots]))
             patience = None if deadline is None else max(deadline - self.clock(), 0.0)
             batches = sum([queue.one_reply if ids is None else queue.owes_one_reply(ids) for queue in queues])
@@ -422,13 +422,13 @@ class Pool(Source):
         return {} if errors else {env_id: self.read(env_id, results[env_id]) for env_id in sorted(results)}, errors
 
     def _awaited(self) -> int:
-        """How many workers have requests that calls wait for."""
+        """How many workers have requests for which calls wait."""
         return sum(any(is_awaited for *_, is_awaited in queue.requests) for queue in self.queues.values())
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def wait_once(self, patience: float | None, at_least: int) -> None:
-        """Wait for so many replies, at most so many seconds or until an extension wants to look, and apply them."""
+        """Wait for `at_least` replies and apply them; at most `patience` seconds, or until an extension must look."""
         now = self.clock()
         limits = [patience, *[ask(now) for ask in self._hooks.of(Extension.patience)]]
         shortest = min([one for one in limits if one is not None], default=None)
@@ -441,7 +441,7 @@ class Pool(Source):
             look(self.clock())
 
     def apply(self, replies: Sequence[tuple[int, Reply | Lost]]) -> None:
-        """Apply replies to slots. Failures come after results, in the order of environments, deaths come last."""
+        """Apply replies to slots: results first, then failures in the order of environments, then lost workers."""
         failures: dict[int, Failure] = {}
         for worker, reply in replies:
             queue = self.queues.get(worker)
@@ -490,7 +490,7 @@ class Pool(Source):
         results = reply.results
         for on_last_step in self._hooks.of(Extension.on_last_step):
             for env_id, leftovers in results.items():
-                if env_id in reply.failures or reply.env_ids == ():  # the automatic reset failed, or has not ended yet
+                if env_id in reply.failures or reply.env_ids == ():  # the automatic reset failed or still runs
                     on_last_step(self.slots[env_id], leftovers)
         env_ids = request.env_ids if reply.env_ids is None else reply.env_ids
         for env_id in self.queues[worker].share if env_ids is None else env_ids:
@@ -499,7 +499,7 @@ class Pool(Source):
                 self.take_result(slot, results.get(env_id), reply.completed)
 
     def expects_result(self, slot: Slot) -> bool:
-        """Whether the result of a slot is to come from its worker."""
+        """Whether the pool waits for a result of this slot from its worker."""
         return slot.state is State.BUSY and not any(holds(slot) for holds in self._hooks.of(Extension.holds))
 
     def take_result(self, slot: Slot, leftovers: bytes | None, completed: float) -> None:
@@ -519,7 +519,7 @@ class Pool(Source):
         self.finish(slot, completed, result)
 
     def finish(self, slot: Slot, completed: float, result: Any) -> None:
-        """Note that the result of a slot is here: its unpickled leftovers, or a `Snapshot`."""
+        """Note that the result of a slot has come: its unpickled leftovers, or a `Snapshot`."""
         self._done += slot.state is not State.DONE
         if type(result) is Snapshot:
             self.replaced[slot.env_id] = dumps(result)
@@ -528,7 +528,7 @@ class Pool(Source):
         slot.state, slot.completed, slot.result = State.DONE, completed, result
 
     def read(self, env_id: int, result: Any) -> Any:
-        """The result of a worker; bytes are a pickled value of the simulator."""
+        """Unpickle the result of a worker; bytes are a pickled value of the simulator."""
         if type(result) is not bytes:
             return result
         try:
@@ -561,13 +561,13 @@ class Pool(Source):
             del error  # as `fault` says
 
     def note_dealt_with(self, error: ParallelEnvError) -> None:
-        """Note that environments are rebuilt after a fault; a call or restart that is waited for raises the error."""
+        """Note that environments are rebuilt after a fault; a call or restart that waits for them raises the error."""
         self.is_lean, self.seeds_stale = False, True
         if self._errors is not None:
             self._errors.append(error)
 
     def see_results(self) -> None:
-        """Let the results of the next step be seen one by one."""
+        """Show extensions each result of the next step."""
         self.is_lean = False
 
     def slots_of(self, worker: int) -> list[Slot]:
@@ -586,12 +586,12 @@ class Pool(Source):
         return env_ids[: env_ids.index(last) + (running is None)]
 
     def what_is_interrupted(self, slot: Slot) -> Interrupted | None:
-        """What a fault interrupts of an environment whose result an extension holds; None if none does."""
+        """The request that a fault interrupts in an environment whose result an extension holds; else None."""
         held = [one for ask in self._hooks.of(Extension.what_is_interrupted) if (one := ask(slot)) is not None]
         return held[0] if held else None
 
     def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
-        """Have what the records of environments hold now noted: their worker may be ended."""
+        """Let extensions note the present records of environments, since their worker may be ended."""
         for before_end in self._hooks.of(Extension.before_end):
             before_end(slots, running)
 
@@ -601,29 +601,29 @@ class Pool(Source):
             on_end_called_off(slots)
 
     def note_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
-        """Note that environments are about to be constructed again; so many ends of episodes are to be received."""
+        """Note that environments will be constructed again; the caller still receives `ends` ends of episodes."""
         for on_rebuild in self._hooks.of(Extension.on_rebuild):
             on_rebuild(slots, ends)
         self.is_lean, self.seeds_stale = False, True
 
     def note_outdated(self, env_ids: Sequence[int]) -> None:
-        """Note that what environments are constructed with has changed, such as their seeds."""
+        """Note that the arguments of constructions have changed, such as the seeds of these environments."""
         for on_outdated in self._hooks.of(Extension.on_outdated):
             on_outdated(env_ids)
 
     def saved_by_extensions(self, slot: Slot) -> dict[str, Any]:
-        """What extensions know of an environment, by their names."""
+        """The states of extensions for an environment, by the names of the extensions."""
         saved = {type(one).__name__: one.save(slot) for one in self._extensions}
         return {name: value for name, value in saved.items() if value is not None}
 
     def load_extensions(self, slot: Slot, saved: Mapping[str, Any]) -> None:
-        """Have extensions go on from what `saved_by_extensions` has returned."""
+        """Restore a result of `saved_by_extensions`."""
         for one in self._extensions:
             one.load(slot, saved.get(type(one).__name__), self.latest.get(slot.env_id))
         self.is_lean, self.seeds_stale = False, True
 
     def note_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
-        """Note that the environment of a rebuild takes the place of another one."""
+        """Note that the environment of a rebuild replaces another one."""
         for on_taken_over in self._hooks.of(Extension.on_taken_over):
             on_taken_over(slot, rebuild)
         self.seeds_stale = True
@@ -631,11 +631,11 @@ class Pool(Source):
     # -- workers that come and go ----------------------------------------------------------------------------------
 
     def present_shares(self) -> dict[int, Sequence[int]]:
-        """The environments of each worker; while some move to other workers, there are more."""
+        """The environments of each worker; while environments move, more workers than usual."""
         return {worker: queue.share for worker, queue in self.queues.items() if queue.share}
 
     def position(self, worker: int) -> int:
-        """The place of a worker in statistics and traces: its number, or that of the one it has replaced."""
+        """The place of a worker in statistics and traces: its number, or the number of the worker that it replaced."""
         return self.queues[worker].position
 
     def set_share(self, worker: int, share: Sequence[int]) -> None:
@@ -647,7 +647,7 @@ class Pool(Source):
         self._step_all = {**others, worker: step} if share else others
 
     def replace(self, worker: int) -> None:
-        """Start a new worker in the place of one that is gone."""
+        """Start a new worker in the place of a worker that is gone."""
         queue = self.queues[worker]
         queue.requests.clear()
         queue.posted = 0
@@ -659,7 +659,7 @@ class Pool(Source):
             on_replaced(worker)
 
     def add(self, worker: int, env_ids: Sequence[int], beside: int) -> None:
-        """Start one more worker, to which environments may move from the worker `beside`; errors are the backend's."""
+        """Start one more worker, to which environments may move from the worker `beside`; the backend may raise."""
         self.backend.add(worker, env_ids, beside)
         if self.closed:  # by another thread
             self.backend.remove(worker, kill=True)
@@ -667,7 +667,7 @@ class Pool(Source):
         self.queues[worker] = WorkerQueue((), self.queues[beside].position, env_ids)
 
     def remove(self, worker: int, *, kill: bool) -> bool:
-        """Free a worker without environments; False if it has not ended yet, unless it is to be killed."""
+        """Free a worker without environments; returns False if it still runs and `kill` is False."""
         if not self.backend.remove(worker, kill=kill):
             return False
         with self._counting:
@@ -683,7 +683,7 @@ class Pool(Source):
         return tuple([slot.env_id for slot in self.slots if slot.request is not None])
 
     def stats(self) -> Stats:
-        """Counts and times so far, with those of workers that have been replaced."""
+        """Counts and times so far, including workers that have been replaced."""
         if self._final_stats is not None:
             return self._final_stats
         if not self.closed:
@@ -697,11 +697,11 @@ class Pool(Source):
         return sum([stats(self.shares[position]) for stats in self._hooks.of(Extension.stats)], done)
 
     def _done_by(self, worker: int) -> WorkerStats:
-        """The steps, resets and seconds of a worker and those that it has replaced after faults."""
+        """The steps, resets and seconds of a worker, and of the workers that it replaced after faults."""
         return self.queues[worker].past + self.backend.statuses[worker].stats
 
     def memory(self) -> list[int | None]:
-        """Bytes of memory of each worker and what its simulators have started; None if that is not known."""
+        """Bytes of memory of each worker and its child processes; None if unknown."""
         found: list[int | None] = [None] * len(self.shares)
         for worker, queue in [*self.queues.items()]:
             nbytes = None if self.closed else self.backend.memory(worker)
@@ -714,21 +714,21 @@ class Pool(Source):
     def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> EnvError | None:
         """Close all environments, end all workers and free everything. Idempotent.
 
-        With `ask`, all workers close their environments first, or these workers, within `timeout` seconds. Returns the
-        error of one that failed to close; everything has been freed all the same. If Ctrl-C interrupts it before that,
-        the next call frees the rest. If another thread does not leave its call in time, all is freed beside it.
+        With `ask`, all workers, or these workers, close their environments first, within `timeout` seconds. Returns the
+        first error of these closes; everything is freed all the same. If Ctrl-C interrupts this call, the next one
+        frees the rest. If another thread does not leave its call in time, everything is freed nevertheless.
         """
         if self.freed or self._closing:
-            return None  # `_closing`: by another thread, or by this one, which a signal handler has interrupted
+            return None  # another thread closes, or this one, interrupted by a signal handler
         deadline = self.clock() + timeout
         ask = False if self.closed else ask  # a close that Ctrl-C has interrupted: the rest is freed now
-        locked, error, patience = False, None, 0.0  # a worker without a request to close does not end by itself
+        locked, error, patience = False, None, 0.0  # workers without a CLOSE do not end by themselves
         try:
             self.closed, self._closing, self.is_lean = True, True, False
-            for status in getattr(self.backend, "statuses", ()):  # there are none if it did not start
+            for status in getattr(self.backend, "statuses", ()):  # a backend that did not start has none
                 status.discard()
             self.backend.interrupt()
-            # A thread that waits for results leaves soon; one in `on_restart` or a handler of logs may not.
+            # A thread that waits for results leaves soon; a thread in `on_restart` or a log handler may not.
             locked = self._lock.acquire(timeout=min(max(timeout, _INTERRUPTED_WITHIN_S), threading.TIMEOUT_MAX))
             if not locked:
                 logger.warning("%s", reports.in_use(max(timeout, _INTERRUPTED_WITHIN_S), self.backend.can_kill))
@@ -749,10 +749,10 @@ class Pool(Source):
         return error
 
     def _free(self, patience: float) -> None:
-        """End all workers, which have so many seconds to end by themselves, and free everything."""
+        """End all workers, after `patience` seconds to end by themselves, and free everything."""
         self.closed = True
         stuck = self.backend.stop(patience)
-        # A signal handler may have closed in the middle of a call: its `wait` must not go on for ever.
+        # A signal handler may close in the middle of a call, whose `wait` must not go on for ever.
         self.backend.interrupt()
         self.freed = True
         for after_close in self._hooks.of(Extension.after_close):
@@ -762,9 +762,9 @@ class Pool(Source):
                 "worker %d could not be ended and keeps running, because a thread cannot be killed. Its stack:\n%s",
                 worker, self.backend.stack(worker),
             )  # fmt: skip
-        if hasattr(self.backend, "statuses"):  # else it did not start
+        if hasattr(self.backend, "statuses"):  # else the backend did not start
             self._final_stats = self.stats()
-        self._set_extensions([])  # which refer to this object
+        self._set_extensions([])  # extensions refer to this object
 
     def _close_environments(self, deadline: float, workers: Collection[int]) -> EnvError | None:
         for before_close in self._hooks.of(Extension.before_close):
@@ -772,7 +772,7 @@ class Pool(Source):
         pending = {worker for worker, queue in self.queues.items() if queue.share and worker in workers}
         failures: dict[int, Failure] = {}
         for worker in pending:
-            self.queues[worker].requests.clear()  # the workers leave them out
+            self.queues[worker].requests.clear()  # workers skip discarded requests
         self.post({worker: Request(Message.CLOSE) for worker in pending})
         while pending and (remaining := deadline - self.clock()) > 0:
             limits = [
@@ -782,7 +782,7 @@ class Pool(Source):
             for worker, reply in self.backend.wait(max(min(limits), 0.0)):
                 if isinstance(reply, Lost):
                     pending.discard(worker)
-                elif reply.request is Message.CLOSE:  # others were in flight: discarded
+                elif reply.request is Message.CLOSE:  # other replies were in flight, and are dropped
                     pending.discard(worker)
                     self.queues[worker].requests.clear()
                     failures.update(reply.failures)
@@ -812,13 +812,13 @@ class Pool(Source):
             for on_raise in self._hooks.of(Extension.on_raise):
                 on_raise(error)
         self.note_cause(error)
-        in_line = self.backend.in_line  # nothing else frees what simulators have in this process
+        in_line = self.backend.in_line  # only a close frees what simulators hold in this process
         if isinstance(error, WorkerTimeout):
             while_closing = self.close(ask=in_line, timeout=_CLOSE_IN_LINE_WITHIN_S if in_line else 0.0)
         elif isinstance(error, ParallelEnvError):
             while_closing = self.close()
         else:
-            # Interrupted (Ctrl-C): it is not known which replies are still to come.
+            # Interrupted (Ctrl-C): it is unknown which replies will still come.
             try:
                 if isinstance(error, KeyboardInterrupt):
                     self._on_ctrl_c()
@@ -832,7 +832,7 @@ class Pool(Source):
             on_ctrl_c()
 
     def abandon(self) -> None:
-        """In a forked child of the owner: count as closed, and touch nothing that the owner still uses."""
+        """In a forked child process: count as closed, and touch nothing that the parent still uses."""
         self.note_fork()
         self.closed = self.freed = True
         self.backend.abandon()

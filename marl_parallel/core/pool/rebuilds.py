@@ -1,4 +1,4 @@
-"""How environments are constructed again: with which seed, with which options, and how often that has happened."""
+"""Constructs environments again: with which seeds and options, and how often so far."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from marl_parallel.types import WorkerStats
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """What is known of one environment."""
+    """The rebuilds and options of one environment."""
 
     count: int = 0  # how often it has been constructed again, for whatever reason
     restarts: Counter[str] = field(default_factory=Counter)  # after faults and on request, by `restart_kinds`
     remembered: dict[Any, Any] = field(default_factory=dict)  # options of resets, if the environment remembers them
-    options: bytes | None = None  # of every reset that passes none, pickled: those of `set_options`
+    options: bytes | None = None  # pickled, from `set_options`: for every reset that passes none
 
 
 class Rebuilds(Extension):
@@ -36,15 +36,15 @@ class Rebuilds(Extension):
     Args:
         pool: The pool.
         transitions: The environments' records.
-        construction: How all environments were constructed, and what else workers need.
+        construction: How all environments were constructed, and other values that workers need.
         block: The payload of ATTACH.
-        base_seed: Seeds are derived from it; None: there are none.
+        base_seed: Seeds are derived from it; None for no seeds.
         options_last: Whether environments remember the options of a reset.
-        settings: Those of the caller's process.
+        settings: The settings of the caller's process.
 
     Attributes:
         traced: Whether workers trace.
-        outputs: What workers write besides the transitions.
+        outputs: The outputs of workers besides transitions.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Rebuilds(Extension):
             self._records[env_id].options = pickled
 
     def remember_replaced(self, options: Mapping[int, bytes | None]) -> None:
-        """Note options that `set_options` has replaced: environments that remember options have them still."""
+        """Note options that `set_options` has replaced: environments that remember options still have them."""
         for env_id, pickled in options.items() if self._options_last else ():
             record = self._records[env_id]
             record.remembered = merged_options(record.remembered, _unpickled(pickled))
@@ -88,7 +88,7 @@ class Rebuilds(Extension):
         return merged_options(merged_options(earlier, _unpickled(record.options)), options)
 
     def remember_options(self, env_id: int, options: dict[Any, Any]) -> bool:
-        """Store merged options, if the environment remembers them; returns whether they are other ones than before."""
+        """Store merged options, if the environment remembers them; returns whether they have changed."""
         if not self._options_last:
             return False
         record = self._records[env_id]
@@ -100,7 +100,7 @@ class Rebuilds(Extension):
         return self._records[env_id].count
 
     def add(self, env_id: int, kind: str | None = None) -> None:
-        """Count a construction; `kind` is that of a restart, see `WorkerStats.restart_kinds`."""
+        """Count a construction; `kind` is the kind of a restart, see `WorkerStats.restart_kinds`."""
         self._records[env_id].count += 1
         if kind is not None:
             self._records[env_id].restarts[kind] += 1
@@ -112,7 +112,7 @@ class Rebuilds(Extension):
     def request(self, env_id: int, count: int, *, reset: bool = False, keywords: bytes | None = None) -> Rebuild:
         """The request to construct an environment again, for the `count`-th time.
 
-        Its first episode begins at once with `reset`, with the pickled keywords of a reset of the caller's; else later.
+        With `reset`, its first episode begins at once, with the pickled keywords of the caller's reset; else later.
         """
         seed = None
         if self.base_seed is not None:
@@ -128,7 +128,7 @@ class Rebuilds(Extension):
         record = self._records[env_id]
         passed = {} if keywords is None else loads(keywords)
         if record.remembered and passed.get("options") is None:  # else they have been merged
-            # At once, these count as passed; later, what `set_options` has set then is merged over them.
+            # If it resets at once, these count as passed; later, the `set_options` of that time is merged over them.
             options = merged_options(record.remembered, _unpickled(record.options)) if reset else record.remembered
             keywords = dumps({**passed, "options": options})
         return Rebuild(
@@ -136,7 +136,7 @@ class Rebuilds(Extension):
         )
 
     def rebuild(self, env_ids: Sequence[int]) -> None:
-        """Construct environments again, which are not in flight, and count them as never reset."""
+        """Construct environments that are not in flight again, and count them as never reset."""
         payload = {}
         for env_id in env_ids:
             self.add(env_id, "request")
@@ -170,7 +170,7 @@ def _unpickled(options: bytes | None) -> Any:
 
 
 def refusals(reply: Reply) -> dict[int, Failure]:
-    """The failures in the reply to a `REBUILD` or `PREPARE`; an environment whose spaces differ now is one."""
+    """The failures in the reply to a `REBUILD` or `PREPARE`; an environment with other spaces counts as one."""
     refused = {
         env_id: Failure("constructor", result.text, result.text, None)
         for env_id, result in reply.results.items()

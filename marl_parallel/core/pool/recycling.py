@@ -1,15 +1,15 @@
-"""Recycling: environments are replaced by new ones that have been constructed beside them, where their episodes end.
+"""Recycling: replaces environments at the ends of their episodes, by new ones that were constructed beside them.
 
 A worker past a limit gets one standby worker with the same environments. When these are ready, each environment moves
-at its own next end of an episode, or at the caller's reset; with `max_episodes`, after its own last one::
+at its next end of an episode, or at the caller's reset; with `max_episodes`, after its last episode::
 
     look -> Pool.add, PREPARE        the standby worker constructs and resets its environments
     end of the episode -> ADOPT      or the caller's RESET: the first result of the new one is the caller's
     all have moved -> CLOSE          the old worker ends
 
-Until the old worker has ended there is no further standby. An environment that is past its limit again goes on beside
-a slow neighbour: one that had not moved when the present call began, so that the order of replies does not matter. If
-all have moved, an environment that has had its `max_episodes` waits for the end of the old worker.
+The next standby starts only after the old worker has ended. An environment that is past its limit again goes on while
+a slow neighbour has not moved, as of the beginning of the present call, so that the order of replies does not matter.
+If all have moved, an environment that has had its `max_episodes` waits for the end of the old worker.
 
 A backend without further workers, and a worker in the caller's own thread, construct the new environment in place, and
 the caller waits.
@@ -47,10 +47,10 @@ _MB = 1e6
 
 
 class Prepared(Enum):
-    """How far an environment beside the present one is."""
+    """The state of an environment that is constructed beside the present one."""
 
     BEGUN = 1  # the request is in flight
-    OUTDATED = 2  # it is, and has to be repeated then
+    OUTDATED = 2  # the request is in flight, and must be repeated afterwards
     READY = 3
     FAILED = 4
 
@@ -59,35 +59,35 @@ class Phase(Enum):
     """Where an environment's move is; the caller waits for its result from WAITING to MOVING."""
 
     STAYS = 1
-    WAITING = 2  # the next episode is to begin in the new environment, which is not ready
-    MOVING = 3  # that has been requested
-    MOVED = 4  # its first transition is here
-    GOES_ON = 5  # there is no new environment: the result is that of the old one
+    WAITING = 2  # the next episode must begin in the new environment, which is not ready
+    MOVING = 3  # its first transition has been requested
+    MOVED = 4  # its first transition has come
+    GOES_ON = 5  # without a new environment: the result comes from the old one
 
 
 @dataclass(slots=True, eq=False)
 class _Record:
     """One environment."""
 
-    built: float  # when the present one was constructed, or took its place
-    first_episode: int = 0  # its number of ended episodes was this then
+    built: float  # when the present environment was constructed, or took its place
+    first_episode: int = 0  # the number of ended episodes at that time
     recycled: int = 0
     phase: Phase = Phase.STAYS
     ending: Snapshot | None = None  # with SAME_STEP, from WAITING on: the last step of the old environment
     result: tuple[bytes | None, float] = (
         None,
         0.0,
-    )  # with SAME_STEP, from WAITING on: the old one's leftovers, and when they came
-    request: Request | None = None  # otherwise: what the old one would have got, for it alone
+    )  # with SAME_STEP, from WAITING on: the old environment's leftovers, and when they came
+    request: Request | None = None  # else: the request that the old environment would have got, for it alone
 
 
 @dataclass(slots=True, eq=False)
 class _Standby:
-    """A worker with environments that are to take the place of others."""
+    """A worker with environments that will replace others."""
 
     worker: int
     since: float  # when the latest request to construct one was posted
-    environments: dict[int, Prepared] = field(default_factory=dict)  # those that have not moved
+    environments: dict[int, Prepared] = field(default_factory=dict)  # environments that have not moved
     is_due: bool = False  # whether they move at the next ends of episodes
 
     @property
@@ -96,7 +96,7 @@ class _Standby:
 
 
 class Recycling(Extension):
-    """Replaces environments as a `RecyclePolicy` and `Backend.leaving` say.
+    """Replaces environments as a `RecyclePolicy` and `Backend.leaving` require.
 
     Args:
         pool: The pool.
@@ -116,9 +116,9 @@ class Recycling(Extension):
         now = pool.clock()
         self._records = [_Record(now) for _ in pool.slots]
         self._standbys: dict[int, _Standby] = {}  # by the position of the workers whose environments move
-        self._closing: dict[int, tuple[int, float]] = {}  # by worker that all have left: its position, its deadline
+        self._closing: dict[int, tuple[int, float]] = {}  # by worker without environments: its position, its deadline
         self._in_place: dict[int, Prepared] = {}  # environments that are constructed where the old ones were
-        self._split: frozenset[int] = frozenset()  # positions where some had moved when the present call began
+        self._split: frozenset[int] = frozenset()  # positions of half-done moves when the present call began
         self._next_look, self._episodes_seen, self._next_asked, self._next_measurement = 0.0, -1, 0.0, 0.0
         self._sees_results = False  # whether one of the next results may be an end at which an environment moves
         self._memory: dict[int, int] = {}  # by worker, in bytes, at the last measurement
@@ -134,7 +134,7 @@ class Recycling(Extension):
         self._split = frozenset([one for one, standby in self._standbys.items() if queues[standby.worker].share])
         self._look_at_limits(now)
         if too_large := self._too_large():
-            self._next_look = 0.0  # `look` ends them: what `send` calls must raise no faults
+            self._next_look = 0.0  # `look` ends them, since hooks of `send` must not raise faults
         if too_large or self._sees_results or any(standby.is_due for standby in self._standbys.values()):
             self._pool.see_results()
 
@@ -151,7 +151,7 @@ class Recycling(Extension):
         self._next_look = self._next_asked = 0.0
 
     def _look_at_limits(self, now: float) -> None:
-        """Begin standbys where they are due or soon will be, and remove workers that all have left."""
+        """Begin standbys that are due, now or soon, and remove workers that all environments have left."""
         episodes = sum(self._ended)
         if episodes == self._episodes_seen and now < self._next_look:
             return
@@ -168,7 +168,7 @@ class Recycling(Extension):
             slots = [self._pool.slots[env_id] for env_id in share]
             standby = self._standbys.get(position)
             if standby is not None and standby.worker in self._leaving and not self._pool.queues[standby.worker].share:
-                self._give_up(position)  # another one is begun elsewhere
+                self._give_up(position)  # a new standby begins elsewhere
                 standby = None
             workers = {slot.worker for slot in slots}
             past = any(self._is_past_limit(worker, now) for worker in workers)
@@ -190,11 +190,11 @@ class Recycling(Extension):
         self._next_look = now + (_LOOK_FOR_ENDS_EVERY_S if is_ending else _LOOK_EVERY_S)
 
     def _waiting(self, env_ids: Iterable[int]) -> list[int]:
-        """Those of some environments that wait for a new one."""
+        """Which of some environments wait for a new one."""
         return [env_id for env_id in env_ids if self._records[env_id].phase is Phase.WAITING]
 
     def _episodes(self, slot: Slot) -> int:
-        """How many episodes of the present environment have ended, as far as its caller has received results."""
+        """How many episodes of the present environment have ended in results that the caller has received."""
         return self._ended[slot.env_id] - self._records[slot.env_id].first_episode
 
     def _is_past_age(self, slot: Slot, now: float) -> bool:
@@ -209,7 +209,7 @@ class Recycling(Extension):
         return any(self._is_past_age(slot, now) for slot in self._pool.slots_of(worker))
 
     def _is_soon(self, slots: Sequence[Slot], now: float) -> bool:
-        """Whether a standby must be begun now to be ready when one of these environments has had its episodes."""
+        """Whether a standby must begin now to be ready when one of these environments has had its episodes."""
         limit = self._policy.max_episodes
         if limit is None:
             return False
@@ -222,7 +222,7 @@ class Recycling(Extension):
         return False
 
     def _moves(self, slot: Slot, *, ends: int) -> bool:
-        """Whether an environment moves where the next episode begins; `ends` of its episodes are not counted yet."""
+        """Whether an environment moves before its next episode; `ends` ended episodes are not counted yet."""
         position, now = self._pool.position(slot.worker), self._pool.clock()
         limit = self._policy.max_episodes
         has_had_all = limit is not None and self._episodes(slot) + ends >= limit
@@ -248,16 +248,16 @@ class Recycling(Extension):
         return self._backend.has_standbys and position not in self._backend.in_line
 
     def _may_try(self, position: int, now: float) -> bool:
-        """Whether it is not too soon after a failure."""
+        """Whether enough time has passed since a failure."""
         return now >= self._retry.get(position, (0.0, 0.0))[0]
 
     def _may_begin(self, position: int, now: float) -> bool:
-        """Whether a worker may get a standby: not while another one is there that environments have left."""
+        """Whether a worker may get a standby: not while the previous worker of this position still runs."""
         busy = [worker for worker, queue in self._pool.queues.items() if queue.position == position]
         return len(busy) == 1 and self._may_try(position, now)
 
     def _begin_standby(self, position: int, now: float) -> None:
-        """Start a worker beside another one, and construct the same environments there."""
+        """Start a worker beside another worker, and construct the same environments there."""
         worker = next(one for one, queue in self._pool.queues.items() if queue.position == position)
         number, env_ids = 2 * position + len(self._pool.shares) - worker, tuple(self._pool.shares[position])
         try:
@@ -271,7 +271,7 @@ class Recycling(Extension):
         self._prepare(standby, env_ids)
 
     def _prepare(self, standby: _Standby, env_ids: Iterable[int]) -> None:
-        """Construct environments in a standby worker, once more if they are there already."""
+        """Construct environments in a standby worker; again if they have been constructed there."""
         payload = {}
         for env_id in env_ids:
             if standby.environments.get(env_id) in (Prepared.BEGUN, Prepared.OUTDATED):
@@ -330,9 +330,9 @@ class Recycling(Extension):
                 self._move(self._pool.slots[env_id], standby)
 
     def _note_failed(self, position: int, env_ids: Sequence[int], error: str) -> None:
-        """Let environments go on that could not be constructed in a standby; it is tried again, with other seeds.
+        """Keep environments whose replacements could not be constructed; the next attempt has other seeds.
 
-        Before any environment has moved there, the whole standby is given up. While an environment has never been
+        If no environment has moved there, the whole standby is given up. While an environment has never been
         reset, it keeps the count of rebuilds, on which the seed of its first reset depends.
         """
         self._warn(position, env_ids, error)
@@ -348,7 +348,7 @@ class Recycling(Extension):
             self._go_on(env_id)
 
     def _give_up(self, position: int) -> None:
-        """Remove a standby to which no environment has moved; those that wait for it go on."""
+        """Remove a standby to which no environment has moved; environments that wait for it go on."""
         standby = self._standbys.pop(position)
         self._pool.remove(standby.worker, kill=True)
         self._forget(standby.worker)
@@ -370,7 +370,7 @@ class Recycling(Extension):
         going_on = []
         for env_id in env_ids:
             slot, resets, over = self._pool.slots[env_id], message is Message.RESET, self._transitions.is_over(env_id)
-            if resets and slot.has_reset and not over:  # an episode ends that does not end by itself
+            if resets and slot.has_reset and not over:  # the reset ends a running episode
                 self._records[env_id].first_episode -= 1
                 self._episodes_seen = -1
             begins = resets or (over and self._transitions.mode is AutoresetMode.NEXT_STEP)
@@ -406,7 +406,7 @@ class Recycling(Extension):
         return first._replace(dicts=recycled(dicts), over=over)
 
     def _begin_move(self, slot: Slot) -> None:
-        """Let the next episode of an environment begin in the new one, as soon as this is ready."""
+        """Let the next episode of an environment begin in the new one, as soon as that is ready."""
         self._records[slot.env_id].phase = Phase.WAITING
         position = self._pool.position(slot.worker)
         if not self._has_standbys(position):
@@ -417,7 +417,7 @@ class Recycling(Extension):
             self._move(slot, standby)
 
     def _move(self, slot: Slot, standby: _Standby) -> None:
-        """Let the new environment in a standby take the place of the present one."""
+        """Replace the present environment by the new one in a standby."""
         pool, old_worker = self._pool, slot.worker
         del standby.environments[slot.env_id]
         slot.worker = standby.worker
@@ -430,7 +430,7 @@ class Recycling(Extension):
         self._take_over(slot)
 
     def _take_over(self, slot: Slot) -> None:
-        """Begin the episode that is due in the new environment."""
+        """Begin the due episode in the new environment."""
         record = self._records[slot.env_id]
         record.phase = Phase.MOVING
         record.recycled += 1
@@ -440,7 +440,7 @@ class Recycling(Extension):
         keywords = None
         if record.request is not None and record.request.message is Message.RESET:
             keywords = record.request.payload[slot.env_id]
-        if keywords is None or _is_empty(keywords):  # the first episode has begun with neither a seed nor options
+        if keywords is None or _is_empty(keywords):  # the first episode began without seed and options
             request = Request(Message.ADOPT, (slot.env_id,), each=True)
         else:
             request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
@@ -490,7 +490,7 @@ class Recycling(Extension):
                 self._take_over(slot)
 
     def _note_built(self, slot: Slot, *, ends: int) -> None:
-        """Note that an environment is new, and how many ends of the old one's episodes are still to be received."""
+        """Note that an environment is new; the caller still receives `ends` ends of the old one's episodes."""
         record = self._records[slot.env_id]
         record.built = self._pool.clock()
         record.first_episode = self._ended[slot.env_id] + ends
@@ -507,7 +507,7 @@ class Recycling(Extension):
 
     def _remove_closed(self, worker: int, *, kill: bool) -> None:
         if not kill and self._pool.queues[worker].requests:
-            return  # it has not answered: if it has died, the backend says so
+            return  # no reply yet; if it has died, the backend reports that
         if self._pool.remove(worker, kill=kill):
             del self._closing[worker]
             self._next_look = 0.0
@@ -552,9 +552,9 @@ class Recycling(Extension):
         self._forget(worker)
         position = self._pool.position(worker)
         standby = self._standbys.get(position)
-        if standby is not None and standby.worker == worker:  # those that were to move there are gone, too
+        if standby is not None and standby.worker == worker:  # the environments that would move there are gone, too
             standby.environments = dict.fromkeys(standby.environments, Prepared.FAILED)
-            self._episodes_seen = -1  # they are constructed again after those that are rebuilt
+            self._episodes_seen = -1  # they are constructed again after the rebuilds
 
     def before_close(self) -> None:
         for standby in self._standbys.values():
@@ -564,9 +564,9 @@ class Recycling(Extension):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _measure(self, now: float) -> None:
-        """Ask which workers leave their machines, and measure the memory of all if that is limited; once a second.
+        """Ask which workers leave their machines, and measure the memory of all if it is limited; once a second.
 
-        Memory is measured more rarely if that takes long.
+        Memory is measured less often if measuring takes long.
         """
         if now < self._next_asked:
             return
@@ -584,23 +584,23 @@ class Recycling(Extension):
         return self._memory.get(worker, 0) / _MB
 
     def _forget(self, worker: int) -> None:
-        """Forget what was measured of a worker that is gone: another one may get its number."""
+        """Forget the measurements of a worker that is gone: another worker may get its number."""
         self._memory.pop(worker, None)
         self._leaving -= {worker}
 
     def _too_large(self) -> list[int]:
-        """Workers with environments that have more memory than they may ever have."""
+        """Workers with environments that use more memory than `kill_above_mb`."""
         limit, queues = self._policy.kill_above_mb, self._pool.queues
         if limit is None:
             return []
         return [one for one in self._memory if self._memory_mb(one) > limit and one in queues and queues[one].share]
 
     def _kill_too_large(self) -> None:
-        """Replace workers that have more memory than they may ever have."""
+        """Replace workers that use more memory than `kill_above_mb`."""
         pool = self._pool
         for worker in self._too_large():
             if worker not in self._too_large():
-                continue  # while another one was replaced, all have left it
+                continue  # all environments left it while another worker was replaced
             megabytes, share = self._memory_mb(worker), pool.queues[worker].share
             pool.apply([(worker, reply) for reply in self._backend.end(worker)])
             if worker not in pool.queues:
@@ -608,8 +608,8 @@ class Recycling(Extension):
             # With these replies, all environments may have moved to their standby.
             share, status = pool.queues[worker].share or share, self._backend.statuses[worker]
             running, tail = status.running, self._backend.log_tail(worker)
-            # Which environment has filled the memory is not known: the fault counts once, against the one that was
-            # running, or that was running last.
+            # It is unknown which environment filled the memory: the fault counts once, against the environment that was
+            # running, or that ran last.
             counted = status.settled if running is None else running.env_id
             env_id = counted if counted is not None and counted in share else share[0]
             error = reports.too_large(worker, share, env_id, megabytes, self._policy.kill_above_mb, running, tail)
@@ -632,7 +632,7 @@ class Recycling(Extension):
 
 
 def _is_empty(keywords: bytes) -> bool:
-    """Whether the caller has passed nothing to a reset; what does not unpickle is the worker's to report."""
+    """Whether the caller has passed nothing to a reset; the worker reports keywords that do not unpickle."""
     try:
         return not loads(keywords)
     except Exception:

@@ -1,14 +1,14 @@
-"""Replays: what repeats an environment's failure, kept by the caller and written to a file when it fails.
+"""Replays: the caller keeps the requests of each environment, and writes them to a file when the environment fails.
 
 Each request is noted before it is posted, when the action records in the block are complete::
 
     STEP               the bytes of the action record, and the pickled leftovers
     RESET, REBUILD     a new episode: its seed and options; the steps before it are dropped
-    OPTIONS            the options of episodes that begin from then on
+    OPTIONS            the options of later episodes
     ADOPT              a new episode, in an environment that takes the place of another (`on_taken_over`)
     a fault            a file for each environment that failed; the report names it
 
-Episodes that begin without a seed of the caller's have a derived one (`episode.derived_seed`), so that each episode can
+Episodes that begin without a seed from the caller get a derived seed (`episode.derived_seed`), so that each episode can
 be repeated by itself.
 """
 
@@ -49,32 +49,32 @@ from marl_parallel.core.worker_status import Running
 from marl_parallel.types import EnvError, ParallelEnvError
 
 _REPLAYED = {"reset", "step", "state", "render", "call", "unpickle", ""}
-"""The methods whose failures have a file; no name where it is not known what was running."""
-_numbers = itertools.count()  # of the files of this process
+"""The methods whose failures have a file; the empty name if it is unknown what was running."""
+_numbers = itertools.count()  # in the names of this process's files
 
 
 @dataclass(slots=True, eq=False)
 class History:
-    """One environment since its last reset."""
+    """The requests to one environment since its last reset."""
 
     constructor_seed: int
-    steps: deque[tuple[bytes, bytes | None]]  # action records and leftovers, at most so many
+    steps: deque[tuple[bytes, bytes | None]]  # action records and leftovers, at most `most_steps`
     restarts: int = 0
-    seed: int = 0  # as of `Crash`
-    number: int = 0  # likewise
-    seeds_generators: bool = False  # as of `Crash`
+    seed: int = 0  # see `Crash`
+    number: int = 0  # see `Crash`
+    seeds_generators: bool = False  # see `Crash`
     options: Any = None
     standing: bytes | None = None  # the options of every reset that passes none, pickled
-    # Those of an episode that the latest step has begun, if `standing` has changed since, before `_catch_up`.
+    # The options of an episode that the latest step has begun, if `standing` has changed since, before `_catch_up`.
     begun_with: tuple[bytes | None] | None = None
     count: int = 0  # the steps of the episode
-    begun: bool = False  # whether there is an episode
+    begun: bool = False  # whether an episode has begun
     postponed: dict[str, Any] | None = None  # keywords of the reset of an environment that has been rebuilt
     saved: bool = False  # whether the failure has been written: an error may be seen twice
 
 
 class Histories(Extension):
-    """Notes what is sent to each environment, and writes a file where one fails.
+    """Notes the requests to each environment, and writes a file when one fails.
 
     Args:
         pool: The pool.
@@ -104,7 +104,7 @@ class Histories(Extension):
         seeds = [self._seed(construction, slot.env_id) for slot in pool.slots]
         self._histories = [History(seed, deque(maxlen=most_steps), seed=seed) for seed in seeds]
         self._view, self._code = memoryview(transitions.buffer).cast("B"), struct.Struct("=Q")
-        nbytes = transitions.layout.transition_header  # of an action record, which comes first
+        nbytes = transitions.layout.transition_header  # the size of an action record, which comes first
         self._places = [(start, start + nbytes) for start in transitions.layout.starts]
         self._next_step = construction.mode is AutoresetMode.NEXT_STEP
 
@@ -125,7 +125,7 @@ class Histories(Extension):
                 self._begin(history, _keywords(pickled))
         elif message is Message.REBUILD or message is Message.PREPARE:
             for env_id, rebuild in payload.items():
-                if message is Message.REBUILD or self._slots[env_id].worker == worker:  # else it takes its place later
+                if message is Message.REBUILD or self._slots[env_id].worker == worker:  # else it moves in later
                     self.on_taken_over(self._slots[env_id], rebuild)
         elif message is Message.OPTIONS:
             for env_id, pickled in payload.items():
@@ -150,7 +150,7 @@ class Histories(Extension):
             self._begin(history, keywords)
 
     def _note_steps(self, env_ids: Sequence[int], pickled: Mapping[int, bytes] | None) -> None:
-        """Note the steps of environments, with the actions in the block and what does not fit there."""
+        """Note the steps of environments: the actions in the block, and the pickled leftovers."""
         view, code, places = self._view, self._code.unpack_from, self._places
         for env_id in env_ids:
             start, stop = places[env_id]
@@ -177,7 +177,7 @@ class Histories(Extension):
     def _catch_up(self, env_id: int, history: History) -> None:
         """Begin the episode that the latest step has begun: its record has final observations.
 
-        The record of an environment that has been rebuilt and not been reset since is that of the old one.
+        If an environment was rebuilt and has not been reset since, its record still belongs to the old one.
         """
         if self._has_begun(env_id, history):
             self._begin(history, {})
@@ -221,22 +221,22 @@ class Histories(Extension):
             saved.steps = history.steps
             self._histories[slot.env_id] = history = saved
         history.steps.clear()
-        history.begun &= history.count == 0  # else the first steps of the episode are missing: no file of it
+        history.begun &= history.count == 0  # else the first steps of the episode are missing, and no file is written
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def on_fault(self, fault: Fault) -> bool:
-        if self._pool.queues[fault.worker].share:  # else its environments have taken no place yet, or have left
+        if self._pool.queues[fault.worker].share:  # else its environments have not moved in yet, or have left
             self._save(fault.error, fault.running)
         return False
 
     def on_raise(self, error: EnvError) -> None:
-        self._save(error, None)  # of a result that cannot be unpickled, too
+        self._save(error, None)  # also for a result that cannot be unpickled
 
     def _save(self, error: ParallelEnvError, running: Running | None) -> None:
         """Write a file for each environment that failed, once, and name it in the text of the error.
 
-        `running` is what the worker was doing. What cannot be written is logged.
+        `running` is the activity of the worker. A file that cannot be written is logged.
         """
         method: str = getattr(error, "method", "") or ("" if running is None else running.activity.method)
         if method not in _REPLAYED:
@@ -259,7 +259,7 @@ class Histories(Extension):
             try:
                 write_crash(self._crash(env_id, history, error, method), path)
             except Exception as reason:
-                # Such as a full disk; actions of the caller's may not unpickle. The fault itself is what counts.
+                # Such as a full disk, or actions that do not unpickle. The fault itself is more important.
                 logger.warning("no replay of environment %d could be written to %s: %s", env_id, path, reason)
             else:
                 commands.append(f"Replay it with: marl-parallel replay {shlex.quote(str(path))}")
@@ -269,10 +269,10 @@ class Histories(Extension):
     def _crash(self, env_id: int, history: History, error: ParallelEnvError, method: str) -> Crash:
         options, actions = history.options, self._actions(history)
         folder = ""
-        with contextlib.suppress(OSError):  # it has been removed
+        with contextlib.suppress(OSError):  # the folder has been removed
             folder = str(Path.cwd())
         versions = {"Python": platform.python_version(), "numpy": np.__version__}
-        with contextlib.suppress(PackageNotFoundError):  # it is a folder on the path, not installed
+        with contextlib.suppress(PackageNotFoundError):  # a folder on the path is not installed
             versions["marl_parallel"] = version("marl-parallel")
         schema = self._layout.schema
         return Crash(
@@ -316,7 +316,7 @@ class Histories(Extension):
 
 
 def _keywords(pickled: bytes | None) -> dict[str, Any]:
-    """The keywords of a reset; none if they do not unpickle, which the worker will report."""
+    """The keywords of a reset; empty if they do not unpickle, which the worker will report."""
     if pickled is None:
         return {}
     try:

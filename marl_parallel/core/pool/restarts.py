@@ -1,4 +1,4 @@
-"""Restarts: which faults environments survive, and what their callers receive.
+"""Restarts: which faults environments survive, and which results the caller receives.
 
 What happens at a fault::
 
@@ -48,24 +48,24 @@ _NO_DICTS: Dicts = ({}, {}, {}, {}, {})
 
 
 class _Unreported(NamedTuple):
-    """A fault of which the caller has not heard yet."""
+    """A fault that has not been reported to the caller yet."""
 
-    interrupted: Message | None  # as of `Interrupted`
+    interrupted: Message | None  # see `Interrupted`
     dicts: Dicts
     report: str = ""  # the text of the error
-    state: NDArray[Any] | None = None  # the last one known, if the step did not end; None without states
+    state: NDArray[Any] | None = None  # the last known state, if the step did not end; None without states
     next_result: Snapshot | None = None  # of an environment that was idle, once it has been rebuilt
 
 
 @dataclass(slots=True, eq=False)
 class _Record:
-    """What restarts know of one environment."""
+    """The restart state of one environment."""
 
     fault: _Unreported | None = None
     counted: int = 0  # how many faults count against it
-    recent: deque[float] = field(default_factory=deque)  # when the latest of these were
-    needs_reset: bool = False  # whether it has been rebuilt and has returned nothing since, so that no agent is alive
-    reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be torn
+    recent: deque[float] = field(default_factory=deque)  # the times of the latest of these faults
+    needs_reset: bool = False  # whether it was rebuilt and has returned nothing since: then no agent is alive
+    reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be partial
     latest: bytes | None = None  # the pickled leftovers of the latest result: the unpickled ones belong to the caller
     saved: bytes | None = (
         None  # the pickled leftovers of the last step of an episode whose automatic reset has not ended yet
@@ -83,17 +83,17 @@ class _Record:
 
 
 class _SavedRecord(NamedTuple):
-    """What is saved of a `_Record`, between two steps."""
+    """The part of a `_Record` that is saved, between two steps."""
 
     fault: _Unreported | None = None
     counted: int = 0
-    ages: Sequence[float] = ()  # of the latest faults that count, in seconds
+    ages: Sequence[float] = ()  # how long ago the latest counted faults were, in seconds
     needs_reset: bool = False
     reported: dict[AgentID, Any] | None = None
 
 
 class Restarts(Extension):
-    """What `on_error="restart"` adds to a pool.
+    """The extension of a pool for `on_error="restart"`.
 
     Args:
         pool: The pool.
@@ -130,7 +130,7 @@ class Restarts(Extension):
         return [env_id for env_id in env_ids if self._goes_out(self._pool.slots[env_id], message, payloads)]
 
     def _goes_out(self, slot: Slot, message: Message, payloads: Any) -> bool:
-        """Whether the worker gets a request; else the result is the report of a restart, or a rebuild comes first."""
+        """Whether to send a request; else the result is the report of a restart, or a rebuild comes first."""
         record = self._records[slot.env_id]
         if message is Message.RESET:
             if record.is_rebuilding:
@@ -154,7 +154,7 @@ class Restarts(Extension):
         self._note_result(record, leftovers)
         if slot.request is not Message.RESET or record.fault is None:
             return result
-        report = record.fault.report  # of an environment that was idle
+        report = record.fault.report  # the environment was idle
         self._set_fault(slot, None)
         snapshot = self._transitions.snapshot(slot.env_id, result)
         return snapshot._replace(dicts=with_report(snapshot.dicts, report))
@@ -210,7 +210,7 @@ class Restarts(Extension):
             if pool.expects_result(pool.slots[finished]):
                 pool.take_result(pool.slots[finished], None, pool.clock())
         slots = pool.slots_of(worker) if fault.env_id is None else [pool.slots[fault.env_id]]
-        if not slots:  # with these results, all have left the worker
+        if not slots:  # after these results, all environments have left the worker
             pool.fault(fault)
             return True
         faults, ends = [], []
@@ -238,7 +238,7 @@ class Restarts(Extension):
             self._set_fault(slot, None)
 
     def _is_restarted(self, kinds: Sequence[str]) -> bool:
-        """Whether the policy restarts an environment after an exception of these classes."""
+        """Whether the policy restarts an environment after an exception of these types."""
         restarted = self._policy.exceptions
         return restarted is None or not {*map(name_of, restarted)}.isdisjoint(kinds)
 
@@ -265,16 +265,16 @@ class Restarts(Extension):
             record.recent.append(now)
 
     def _cut_off(self, slot: Slot, running: Running | None) -> _Unreported:
-        """What a fault interrupts, and the dicts that the caller receives, without the report.
+        """The request that a fault interrupts, and the dicts for the caller, without the report.
 
-        `running` is what the worker is doing, or was doing when it died. The record, which is not overwritten yet, is
+        `running` is the activity of the worker, now or when it died. The record, which is not overwritten yet, is
         partially written if the simulator has returned; then its observations are zeros.
         """
         record, idle = self._records[slot.env_id], slot.state is not State.BUSY
         if record.noted is not None:
             return record.noted
         if record.fault is not None and (record.is_rebuilding or idle):
-            return record.fault  # the first fault has interrupted it, and is not reported yet
+            return record.fault  # the first fault interrupted it, and is not reported yet
         held = self._pool.what_is_interrupted(slot)
         if held is not None:
             record.keywords = held.keywords
@@ -296,7 +296,7 @@ class Restarts(Extension):
         if auto_reset and _can_be_read(record.saved):
             record.latest = record.saved
         elif auto_reset and self._transitions.is_whole(slot.env_id):
-            record.latest = None  # all but what cannot be unpickled is in the record
+            record.latest = None  # these leftovers cannot be unpickled; all other values are in the record
         else:
             auto_reset = False
         leftovers = None if record.latest is None else loads(record.latest)
@@ -312,7 +312,7 @@ class Restarts(Extension):
         return _Unreported(None if idle else Message.STEP, dicts, state=state)
 
     def _ends_to_come(self, slot: Slot, fault: _Unreported) -> int:
-        """How many ends of episodes the caller receives: in a result that is here (a `Snapshot`), and in the report."""
+        """How many ends of episodes the caller still receives: in a result that has come, and in the report."""
         if self._records[slot.env_id].waiting_reset is not None or fault.interrupted is Message.RESET:
             return 0
         ends, over = 0, self._transitions.is_over(slot.env_id)
@@ -380,7 +380,7 @@ class Restarts(Extension):
                 record.keywords, record.waiting_reset = record.waiting_reset, None
                 request = Request(Message.RESET, (env_id,), {env_id: record.keywords}, each=True)
                 self._pool.post({slot.worker: request})
-            elif result is None and slot.state is State.BUSY and slot.request is Message.STEP:  # sent to meanwhile
+            elif result is None and slot.state is State.BUSY and slot.request is Message.STEP:  # sent meanwhile
                 assert record.fault is not None
                 result = record.fault.next_result
                 self._set_fault(slot, None)
@@ -390,7 +390,7 @@ class Restarts(Extension):
     def _finish(self, slot: Slot, pickled: bytes | None, leftovers: Any) -> Snapshot | None:
         """The result of the request that was interrupted; None for an idle environment, whose next result reports it.
 
-        The leftovers came with the reset of the environment that has been rebuilt.
+        `leftovers` come from the reset of the rebuilt environment.
         """
         record = self._records[slot.env_id]
         fault = record.fault
@@ -410,7 +410,7 @@ class Restarts(Extension):
         else:
             states = None if fault.state is None else (fault.state, fault.state)
             result = Snapshot(fault.dicts, [], [], over=True, states=states)
-            record.needs_reset, record.reported = True, copy.deepcopy(fault.dicts[0])  # these are the caller's
+            record.needs_reset, record.reported = True, copy.deepcopy(fault.dicts[0])  # the dicts belong to the caller
         if fault.interrupted is None:
             self._set_fault(slot, fault._replace(next_result=result))
             return None

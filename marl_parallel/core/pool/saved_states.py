@@ -1,12 +1,12 @@
-"""Environments as bytes, seen by the caller: what `save_state` and `load_state` do below the runner.
+"""Saves environments as bytes and loads them: the caller's side of `save_state` and `load_state`.
 
-A state has what the worker knows (`SAVE`), and what the caller's side knows of the same environment::
+A state has values from the worker (`SAVE`), and values of the same environment from the caller's side::
 
     simulator, who is alive and acts, seeds, generators        worker.py, saved_simulator.py
-    the latest transition, as its record has it                 it is written into the block again
-    the latest result, where it was another one                after a restart or a move
-    action masks, statistics                        block_transitions.py, statistics.py
-    rebuilds, options, restarts, recycling, replays             `Extension.save`
+    the latest transition, from the record                     it is written into the block again
+    the latest result, if it was another one                   after a restart or a move
+    action masks, statistics                                   block_transitions.py, statistics.py
+    rebuilds, options, restarts, recycling, replays            `Extension.save`
 
 States are loaded in two steps, so that nothing changes if one of them cannot be loaded: `LOAD` makes all environments
 beside the present ones, and `REPLACE` puts them in their places.
@@ -30,40 +30,40 @@ from marl_parallel.core.transition import ALL, Transition
 from marl_parallel.types import ParallelEnvError
 
 VERSION = 1
-_MAGIC = b"marl_parallel state %d %08x\n"  # the format, and a checksum of what follows
+_MAGIC = b"marl_parallel state %d %08x\n"  # the format, and the checksum of the bytes that follow
 
 
 class EnvState(NamedTuple):
-    """Everything about one environment."""
+    """The saved state of one environment."""
 
     mode: str
     agents: list[Any]
     saved: Saved
     transition: Transition  # in the record
     result: Snapshot  # as its caller has received it
-    is_replaced: bool  # whether that is another one
+    is_replaced: bool  # whether `result` differs from `transition`
     statistics: Sums
     extensions: dict[str, Any]
     base_seed: int | None
     seed: int | None
     sampler: tuple[int | None, Any]  # the seed of random actions, and their sampler, if it has been used
-    facade: dict[str, Any]  # what a facade has added, by its name
+    facade: dict[str, Any]  # values that facades have added, by the name of the facade
 
     def with_facade(self, name: str, value: Any) -> EnvState:
-        """The same, with what a facade of this name knows of the environment."""
+        """The same state, with a value that the facade of this name adds."""
         return self._replace(facade={**self.facade, name: value})
 
 
 def to_bytes(state: EnvState) -> bytes:
-    """A state as a line with the format and a checksum, and a pickle."""
+    """Convert a state to bytes: a line with the format and a checksum, and a pickle."""
     pickled = dumps(tuple(state))
     return _MAGIC % (VERSION, zlib.crc32(pickled)) + pickled
 
 
 def from_bytes(state: Any, whose: str) -> EnvState:
-    """The opposite of `to_bytes`; raises `TypeError` or `ValueError` for anything else."""
+    """Convert bytes of `to_bytes` to a state; raises `TypeError` or `ValueError` for other values."""
     if not isinstance(state, bytes | bytearray | memoryview):
-        raise TypeError(f"{whose}: its state must be bytes of save_state, got {type(state).__name__}")
+        raise TypeError(f"{whose}: its state must be bytes that save_state returned, got {type(state).__name__}")
     state = bytes(state)
     first, newline, rest = state.partition(b"\n")
     if first + newline != _MAGIC % (VERSION, zlib.crc32(rest)):
@@ -73,12 +73,12 @@ def from_bytes(state: Any, whose: str) -> EnvState:
         if words[2] != b"%d" % VERSION:
             number = words[2].decode(errors="replace")
             raise ValueError(
-                f"{whose}: its state has the format {number}, and this release of marl_parallel reads {VERSION}: load "
-                "it with the release that has saved it"
+                f"{whose}: its state has format {number}, but this release of marl_parallel reads format {VERSION}: "
+                "load it with the release that saved it"
             )
         raise ValueError(
-            f"{whose}: its state is damaged: its {len(rest)} bytes do not have the checksum in its first line. Was "
-            "all of it written, and read as bytes?"
+            f"{whose}: its state is damaged: the checksum in its first line does not match the {len(rest)} bytes after "
+            "it. Check that the whole state was written, and that it was read as bytes"
         )
     try:
         return EnvState(*loads(rest))
@@ -97,7 +97,7 @@ class SavedStates:
 
     def __init__(self, pool: Pool, transitions: BlockTransitions, rebuilds: Rebuilds) -> None:
         self._pool, self._transitions, self.rebuilds = pool, transitions, rebuilds
-        self.drawing: list[int] = []  # the environments whose workers draw from generators that are not saved
+        self.drawing: list[int] = []  # environments whose workers draw from unsaved generators
 
     def save(self, env_ids: Sequence[int]) -> dict[int, EnvState]:
         """The states of environments; raises `TypeError` if one of them cannot be pickled."""
@@ -122,7 +122,7 @@ class SavedStates:
         )
         masks, unreported = transitions.masks(env_id), _unreported(extensions)
         pickled = self._pool.replaced.get(env_id)
-        if unreported is not None:  # a restart that the caller has not heard of: the record may be a new one's
+        if unreported is not None:  # an unreported restart: the record may belong to the new environment
             observations, flags = unreported.dicts[0], {ALL: False}
             result = Snapshot((observations, {}, flags, {**flags}, {}), acting, alive, over, masks)
             transition = _as_transition(unreported.next_result or result)
@@ -142,18 +142,18 @@ class SavedStates:
         )  # fmt: skip
 
     def check(self, states: Mapping[int, EnvState]) -> None:
-        """Raise `ValueError` for states of environments that work in another way."""
+        """Raise `ValueError` for states of environments with other settings or agents."""
         construction, schema = self.rebuilds.construction, self._transitions.layout.schema
         for env_id, state in states.items():
             mode = self._transitions.mode.name
             if state.mode != mode:
                 raise ValueError(
                     f"environment {env_id}: its state was saved with auto_reset={state.mode!r}, and cannot be loaded "
-                    f"with {mode!r}"
+                    f"with auto_reset={mode!r}"
                 )
             if state.agents != schema.possible_agents:
                 raise ValueError(
-                    f"environment {env_id}: its state has the agents {state.agents}, and the environments here have "
+                    f"environment {env_id}: its state has the agents {state.agents}, but the environments here have "
                     f"{schema.possible_agents}"
                 )
             if state.saved.isolated and not construction.isolate_rng:
@@ -174,15 +174,15 @@ class SavedStates:
                 )
 
     def load(self, states: Mapping[int, EnvState]) -> tuple[dict[int, Snapshot], ParallelEnvError | None]:
-        """Put environments in the places of the present ones.
+        """Replace the present environments by saved ones.
 
         Returns:
-            By environment, the result that its caller had received. And the error of a fault in that moment: its
-            environments have been rebuilt, and are missing there.
+            By environment, the result that its caller had received; and the error of a fault in the replacement: its
+            environments have been rebuilt, and are missing in the results.
 
         Raises:
-            TypeError, ValueError: One cannot be loaded; nothing has changed.
-            ParallelEnvError: A fault before that.
+            TypeError, ValueError: A state cannot be loaded; nothing has changed.
+            ParallelEnvError: A fault before the replacement.
         """
         pool = self._pool
         payload = {env_id: self._payload(env_id, state) for env_id, state in states.items()}
@@ -201,7 +201,7 @@ class SavedStates:
         return results, fault
 
     def _put_in_place(self, states: Mapping[int, EnvState]) -> tuple[dict[int, Snapshot], ParallelEnvError | None]:
-        """The last part of `load`, during which nothing else may happen; if it is interrupted, everything is closed."""
+        """The last part of `load`; if it is interrupted, everything is closed."""
         before, fault = {env_id: self.rebuilds.count(env_id) for env_id in states}, None
         try:
             self._pool.execute_in(Message.REPLACE, states, True)
@@ -215,7 +215,7 @@ class SavedStates:
         return {env_id: state.result for env_id, state in placed.items()}, fault
 
     def note_outdated(self, env_ids: Sequence[int]) -> None:
-        """Have environments that are to take the place of others constructed anew."""
+        """Let environments that will replace others be constructed anew."""
         self._pool.alone("", self._pool.note_outdated, env_ids)
 
     def _payload(self, env_id: int, state: EnvState) -> Saved:
@@ -228,7 +228,7 @@ class SavedStates:
 
     def _take_over(self, slot: Slot, state: EnvState) -> None:
         env_id, pool = slot.env_id, self._pool
-        self._transitions.note_constructed((env_id,))  # where the present one stood does not count
+        self._transitions.note_constructed((env_id,))  # the state of the present one does not count
         leftovers = self._transitions.put(env_id, state.transition)
         pool.latest.pop(env_id, None)
         pool.replaced.pop(env_id, None)
@@ -243,7 +243,7 @@ class SavedStates:
 
 
 def _unreported(extensions: Mapping[str, Any]) -> Any:
-    """The restart that the caller has not heard of; None if there is none."""
+    """The restart that has not been reported to the caller yet; None without one."""
     return getattr(extensions.get("Restarts"), "fault", None)
 
 

@@ -1,4 +1,4 @@
-"""The caller's levels of loggers and filters of warnings: workers get those of each reset."""
+"""Sends the caller's levels of loggers and filters of warnings to workers with each reset."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.pool.extensions import Extension
 
 _BEGIN = frozenset({Message.RESET, Message.ADOPT})
-"""Requests with which an episode begins, in an environment that may have been constructed before the reset."""
+"""Requests that begin an episode in an environment that may have been constructed before the reset."""
 
 
 class SettingsAtResets(Extension):
-    """Sends the settings of the caller's process with resets, to each worker that has not got them yet.
+    """Sends the settings of the caller's process with resets, to each worker that does not have them yet.
 
     Attributes:
-        present: Those of the last reset, pickled; environments that are constructed again get them.
+        present: The pickled settings of the last reset; environments that are constructed again get them.
     """
 
     def __init__(self, caller: CallerSettings) -> None:

@@ -1,4 +1,4 @@
-"""What the caller's side knows: one `Slot` per environment, one `WorkerQueue` per worker."""
+"""The state of the caller's side: one `Slot` per environment, one `WorkerQueue` per worker."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from marl_parallel.core.messages import Failure, Message, Reply, Request
 from marl_parallel.types import WorkerStats
 
 States: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
-"""The global state of one environment, and the last one of an episode that has ended."""
+"""The global state of one environment, and the last state of an episode that has ended."""
 
 
 class Snapshot(NamedTuple):
-    """A transition in memory of its own, and the state in which it leaves its environment."""
+    """A copy of a transition, and the state of its environment after it."""
 
     dicts: Dicts
     acting: Sequence[AgentID]
     alive: Sequence[AgentID]
     over: bool
     masks: dict[AgentID, Any] = {}  # noqa: RUF012  # all action masks that were reported; read-only
-    states: States | None = None  # if they are not those in the block, which may have been overwritten
+    states: States | None = None  # set only if the states in the block may have been overwritten
 
 
 class Results(NamedTuple):
@@ -38,11 +38,11 @@ class Results(NamedTuple):
 
 
 class State(Enum):
-    """Where an environment's step or reset is, as its caller sees it."""
+    """The progress of an environment's step or reset, as its caller sees it."""
 
     IDLE = 1  # nothing has been sent
-    BUSY = 2  # it has been sent, and its result is not here yet
-    DONE = 3  # its result is here, and the caller has not received it
+    BUSY = 2  # it has been sent, and its result has not come yet
+    DONE = 3  # its result has come, and the caller has not received it
 
 
 @dataclass(slots=True, eq=False)
@@ -54,38 +54,38 @@ class Slot:
     state: State = State.IDLE
     request: Message | None = None  # STEP or RESET, from `send` until the caller has received the result
     result: Any = None  # the unpickled leftovers, or a `Snapshot`; None if everything is in the record
-    completed: float = 0.0  # when the worker had the result, in seconds of `Backend.clock`
+    completed: float = 0.0  # when the worker finished, in seconds of `Backend.clock`
     has_reset: bool = False  # whether the environment has been reset at least once
-    skips: bool = False  # whether the next result reports something else than its step, whose action does not count
+    skips: bool = False  # whether the next result is not the result of its step, whose action is ignored
 
 
 OnReply: TypeAlias = Callable[[int, Reply, dict[int, Failure]], None]
-"""What an extension does with a reply of a worker to a request that it has posted. It may add failures."""
+"""A callback of an extension for replies to a request that it has posted. It may add failures."""
 
 
 Pending: TypeAlias = tuple[Request, int, OnReply | None, bool]
-"""A request without a last reply: with the number of its first part (see `WorkerStatus.parts`), what gets its replies
-in place of the pool, and whether calls other than steps and resets wait for it."""
+"""A request without a last reply: the request, the number of its first part (see `WorkerStatus.parts`), the callback
+that gets its replies in place of the pool, and whether calls other than steps and resets wait for it."""
 
 _WITH_ONE_REPLY = frozenset({Message.STEP, Message.RESET})
-"""Requests whose results may come together."""
+"""Requests whose results may come in one reply."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerQueue:
-    """The requests before one worker."""
+    """The queue of requests of one worker."""
 
     share: Sequence[int]  # its environments
     position: int  # of the worker, or of the first one that it has replaced, in statistics
-    built: Sequence[int] = ()  # for which it was started: some may have moved, or have not come yet
+    built: Sequence[int] = ()  # environments for which it was started: some may have moved, or not moved in yet
     requests: deque[Pending] = field(default_factory=deque)  # oldest first
     posted: int = 0  # how many parts of requests have been posted to this process
     since: float = 0.0  # when the worker was last expected to begin something, in seconds of `Backend.clock`
-    past: WorkerStats = WorkerStats()  # noqa: RUF009  # of the processes that this one has replaced
+    past: WorkerStats = WorkerStats()  # noqa: RUF009  # of the processes that the present one has replaced
 
     @property
     def environments(self) -> Sequence[int]:
-        """Its environments; if it has none, those for which it was started."""
+        """The environments of the worker; if it has none, the environments for which it was started."""
         return self.share or self.built
 
     @property
@@ -97,7 +97,7 @@ class WorkerQueue:
         return not request.each and request.message in _WITH_ONE_REPLY
 
     def owes_one_reply(self, env_ids: Container[int]) -> bool:
-        """Whether a request with one reply is in the queue, of environments that are in `env_ids`."""
+        """Whether the queue has a request with one reply for environments in `env_ids`."""
         return any(
             request.message in _WITH_ONE_REPLY
             and not request.each

@@ -1,7 +1,7 @@
-"""Timeouts: which workers are past theirs; these are killed and replaced, or raise.
+"""Timeouts: finds workers past their timeout; these are killed and replaced, or an error is raised.
 
-A timeout runs from the moment at which an environment begins something, as the worker's status shows. While a worker
-has not begun a request, the request's own timeout runs from when the worker was free.
+A timeout runs from the moment at which an environment begins an activity, as the worker's status shows. While a worker
+has not begun a request, the timeout of the request runs from the moment at which the worker was free.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _THREAD_ADVICE = '; a thread cannot be ended, so nothing could be restarted: bac
 _POLL_S = 0.05
 _UNCHANGED_S = 0.02
 _FROZEN_S = 0.25
-"""A wait that ends so much later than it should means that this process, and likely all, did not run meanwhile."""
+"""Seconds. A wait that ends this much too late means that this process, and probably all others, did not run."""
 
 LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
     Message.ACCESS: (Activity.START,),
@@ -38,7 +38,7 @@ LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
     Message.STATE: (Activity.STEP, Activity.RESET),
     Message.RENDER: (Activity.STEP, Activity.RESET),
 }
-"""The activities of a request whose timeouts apply; the first one before it has begun."""
+"""The activities of a request whose timeouts apply; before the request has begun, the first one applies."""
 
 
 class Limits(NamedTuple):
@@ -50,10 +50,10 @@ class Limits(NamedTuple):
 
 
 class Deadlines:
-    """The timeouts of the requests before all workers.
+    """The timeouts of the requests in the queues of all workers.
 
-    Time in which this process waited but did not run, as when a virtual machine is paused, does not count: the workers
-    did not run either. Time between two waits, in which the caller does something else, counts.
+    Time in which this process waited but did not run, such as while a virtual machine is paused, does not count: the
+    workers did not run either. Time between two waits, in which the caller does other work, counts.
     """
 
     def __init__(self, backend: Backend, limits: Limits, queues: Mapping[int, WorkerQueue]) -> None:
@@ -66,14 +66,14 @@ class Deadlines:
         }
         self.looked = 0.0  # when the present call of the pool began, or `late` was last called in it
         self._wait_ends: float | None = None  # when the present wait ends at the latest
-        self._looking_s = 0.0  # the backend's `looking_s` when it began
+        self._looking_s = 0.0  # the backend's `looking_s` when that wait began
         self._frozen: list[tuple[float, float]] = []
         # By worker: a status past its timeout, and when it was first seen.
         self._suspects: dict[int, tuple[tuple[int, float], float]] = {}
 
     @property
     def _queues(self) -> Mapping[int, WorkerQueue]:
-        """Those of workers that can be late: what the caller's own thread does, nothing limits."""
+        """The queues of workers that can be late; workers in the caller's own thread have no timeouts."""
         if not (in_line := self._backend.in_line):
             return self._all_queues
         return {worker: queue for worker, queue in self._all_queues.items() if worker not in in_line}
@@ -99,13 +99,13 @@ class Deadlines:
         return seconds
 
     def late(self) -> list[int]:
-        """Workers past their timeout whose status did not change between two polls: none that was just finishing."""
+        """Workers past their timeout whose status did not change between two polls, so none that was just finishing."""
         wait_ends, self._wait_ends = self._wait_ends, None
-        self.looked = now = self._clock()  # it may be frozen below, too
+        self.looked = now = self._clock()  # the process may also freeze below
         if wait_ends is None:
             return []
-        wait_ends += self._backend.looking_s - self._looking_s  # the workers did run meanwhile
-        wait_ends = max(wait_ends, self._backend.awake)  # and while this thread stepped environments
+        wait_ends += self._backend.looking_s - self._looking_s  # the workers ran meanwhile
+        wait_ends = max(wait_ends, self._backend.awake)  # also while this thread stepped environments
         if now - wait_ends > _FROZEN_S:
             self._note_frozen(wait_ends, now)
         late = []
@@ -136,12 +136,12 @@ class Deadlines:
         return next((message for message in messages if self.shortest[message] is not None), None)
 
     def changed(self, worker: int) -> bool:
-        """Whether a worker that `late` has returned has begun or ended something since."""
+        """Whether a worker that `late` returned has begun or ended an activity since."""
         suspect = self._suspects.get(worker)
         return suspect is None or self._backend.statuses[worker].state != suspect[0]
 
     def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
-        """What a worker is doing, if its status shows it; the activity that has a limit, and the limit."""
+        """The running activity of a worker, if its status shows it; the activity that has a limit, and the limit."""
         running, request = (
             self._backend.statuses[worker].running,
             self._limited(self._all_queues[worker]) or Message.STEP,
@@ -173,9 +173,9 @@ class Timeouts(Extension):
             self._deadlines.looked = self._pool.clock()
 
     def _end(self, worker: int) -> None:
-        """Let a worker that is late be replaced, or raise."""
+        """Replace a worker that is late, or raise its error."""
         pool, (running, activity, limit) = self._pool, self._deadlines.overrun(worker)
-        if limit is None:  # while another one was handled, it has begun something without a limit
+        if limit is None:  # meanwhile it has begun an activity without a limit
             return
         queue, backend = pool.queues[worker], pool.backend
 
@@ -188,8 +188,8 @@ class Timeouts(Extension):
         if not pool.survives_faults or not queue.share:
             pool.fault(fault_here(running))
             return
-        # Taking the stack continues a worker that was stopped, and it may finish what it was doing. That is late all
-        # the same: what its caller receives is noted before.
+        # Taking the stack continues a stopped worker, which may then finish its activity. It is late all the same, so
+        # the result for the caller is noted before.
         if running is not None:
             late = [slot for slot in [pool.slots[running.env_id]] if slot.worker == worker]
         else:

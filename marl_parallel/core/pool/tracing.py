@@ -1,4 +1,4 @@
-"""Traces of a pool: slices of the caller's calls, and those of its workers."""
+"""Traces of a pool: slices of the caller's calls and of its workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tracing(Extension):
     """Collects the slices of a trace.
 
     Attributes:
-        tracer: Where they go.
+        tracer: Receives the slices.
     """
 
     def __init__(self, pool: Pool, tracer: Tracer) -> None:
