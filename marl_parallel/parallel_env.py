@@ -447,7 +447,8 @@ class ParallelEnv:
         from marl_parallel.sources import envpool
 
         if not isinstance(task, str):
-            if num_envs is not None or batch_size is not None or num_threads is not None or task_arguments:
+            others = num_envs, batch_size, num_threads, frame_skip
+            if task_arguments or any(other is not None for other in others) or not (type(seed) is int and seed == 42):
                 raise TypeError("task is a pool, which has its arguments already: pass it without other arguments")
             return cls.from_native(envpool.wrap_pool(task))
         if num_envs is None:
