@@ -78,6 +78,8 @@ ARRAYS = {PETTINGZOO: "PettingZooVecEnv", STACKED: "StackedVecEnv"}
 DYING, INFOS, MASKS, BATTLE = "1 of 3 dead", "infos", "masks", "MAgent2 battle_v4"
 WORKERS, BACKENDS = "1,2,4", default_backends()
 SECONDS, REPEATS = 0.4, 9
+ROUNDS_AT_ONCE = 3
+"""Rounds of a case before the next case: a machine that is slow for a minute then slows down all cases alike."""
 ROUND_SECONDS, LAUNCHES = 0.2, 5
 
 Opened: TypeAlias = Callable[[], AbstractContextManager[Run]]
@@ -397,11 +399,10 @@ def everyone(case: Case, backends: list[str], workers: list[int]) -> dict[Conten
     return opened
 
 
-def measured(
+def rounds_of(
     case: Case, opened: Mapping[Contender, Opened], seconds: float, repeats: int, on_turn: Callable[[str], None]
-) -> list[Row]:
-    """Measure contenders in turns, after a warm-up of each."""
-    rounds: dict[Contender, list[float]] = {who: [] for who in opened}
+) -> Iterator[tuple[Contender, float]]:
+    """Start all contenders, warm them up, and measure them in turns: each with its environment steps per second."""
     with ExitStack() as stack:
         runs = {}
         for who, opens in opened.items():
@@ -409,7 +410,11 @@ def measured(
             runs[who] = warm(stack.enter_context(opens()), seconds)
         for who in [*opened] * repeats:
             on_turn(f"{case.name}: {who}")
-            rounds[who].append(rate(runs[who], seconds))
+            yield who, rate(runs[who], seconds)
+
+
+def rows_of(case: Case, rounds: Mapping[Contender, list[float]]) -> list[Row]:
+    """The medians of all contenders of a case, with their ratios to the plain loop and to the limit."""
     limit = next(rates for who, rates in rounds.items() if who.backend == LIMIT)
     rows = []
     for (backend, workers, way), rates in rounds.items():
@@ -433,10 +438,16 @@ def run(
     one_thread_each()
     opened = [everyone(case, backends, workers) for case in chosen]
     described = machine(("mpe2", *(case.needs for case in chosen if case.needs)))
-    measurements: list[Measurement] = []
-    with progress(sum(map(len, opened)) * (1 + repeats)) as on_turn:
-        for case, who in zip(chosen, opened, strict=True):
-            measurements += measured(case, who, seconds, repeats, on_turn)
+    passes = [min(ROUNDS_AT_ONCE, repeats - done) for done in range(0, repeats, ROUNDS_AT_ONCE)]
+    rounds: list[dict[Contender, list[float]]] = [{one: [] for one in who} for who in opened]
+    with progress(sum(map(len, opened)) * (len(passes) + repeats)) as on_turn:
+        for times in passes:
+            for case, who, rates in zip(chosen, opened, rounds, strict=True):
+                for one, per_second in rounds_of(case, who, seconds, times, on_turn):
+                    rates[one].append(per_second)
+    measurements: list[Measurement] = [
+        row for case, rates in zip(chosen, rounds, strict=True) for row in rows_of(case, rates)
+    ]
     settings = {"seconds": seconds, "repeats": repeats, "left_out": list(left_out)}
     return Report(described, settings, measurements)
 
