@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "jaxmarl": ("MPE_simple_spread_v3", {}),
 }
 """By library, what is stepped and its arguments."""
+TURN_S = 0.5
+"""The longest turn of a side."""
 
 Step = Callable[[np.ndarray], object]
 
@@ -120,7 +122,7 @@ def timed(step: Step, actions: list[np.ndarray]) -> tuple[float, float]:
 
 
 def measure(library: str, num_envs: int, rounds: int, steps: int) -> dict[str, Any]:
-    """The medians of both sides, and of the ratios within each round."""
+    """The medians of both sides, and of the ratios within each round; fewer steps if a turn would take too long."""
     name, arguments = CASES[library]
     with ours(library, name, num_envs, arguments) as vec:
         space = vec.single_action_space
@@ -133,8 +135,8 @@ def measure(library: str, num_envs: int, rounds: int, steps: int) -> dict[str, A
         ]
         batches = [draw[:num_envs] for draw in draws]
         sides: dict[str, Step] = {"alone": ALONE[library](name, num_envs, arguments), "ours": vec.step}
-        for step in sides.values():
-            timed(step, batches)
+        slowest = max(timed(step, batches)[0] for step in sides.values())
+        steps = min(steps, max(1, round(TURN_S / slowest)))
         times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
         for number in range(rounds):
             for side in sorted(sides, reverse=number % 2 == 1):
