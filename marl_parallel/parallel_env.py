@@ -324,8 +324,8 @@ class ParallelEnv:
         in_line = opened.in_line
         arguments.warn_of_in_line(opened, shares, unenforced, folder, recycle, restarts=restarts)
         pool = Pool(opened, shares)
-        timeouts = Timeouts(pool, limits)
-        pool.extend(timeouts, LongCalls(pool, warn_after, timeouts.limits))
+        deadlines = Timeouts(pool, limits)
+        pool.extend(deadlines, LongCalls(pool, warn_after, deadlines.limits))
         if restarts:
             pool.advice = reports.FIRST_CONSTRUCTION
         self._close_at_exit(pool)

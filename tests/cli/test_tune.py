@@ -121,7 +121,7 @@ def test_memory_limit_exceeded_in_the_last_round():
 
 
 def test_no_setting_within_the_memory_limit():
-    with pytest.raises(CommandError, match="the least that was tried uses 200 MB"):
+    with pytest.raises(CommandError, match="the smallest one that was measured uses 200 MB"):
         search(SETTINGS, lambda settings: ([1.0] * len(settings), 200_000_000), limit=5)
 
 

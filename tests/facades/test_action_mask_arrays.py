@@ -228,7 +228,7 @@ def test_masks_of_a_native_simulator():
 def test_other_action_spaces_are_refused(parallel):
     with ParallelEnv.from_native(Arena(2)) as env:
         stepper = Facade(env).stepper
-        with pytest.raises(ValueError, match=r"'tank_0' has .*, agent 'scout' has Dict"):
+        with pytest.raises(ValueError, match=r"'tank_0' has .* and agent 'scout' has Dict"):
             stepper.action_masks(["tank_0", "scout"])
         with pytest.raises(ValueError, match="need agents with equal Discrete"):
             stepper.action_masks(["scout"])

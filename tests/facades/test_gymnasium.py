@@ -467,7 +467,10 @@ def test_partial_resets_through_a_wrapper():
 
 def test_agents_with_different_spaces_are_named():
     parallel = ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial")
-    with parallel, pytest.raises(ValueError, match=r"space of 'agent_0' is Box.*'adversary_0' Box.*agents=\[\.\.\.\]"):
+    with (
+        parallel,
+        pytest.raises(ValueError, match=r"space of 'agent_0' is Box.*of 'adversary_0' it is Box.*agents=\[\.\.\.\]"),
+    ):
         GymnasiumVectorEnv(parallel)
 
 
