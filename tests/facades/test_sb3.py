@@ -363,7 +363,10 @@ def test_random_seeds_follow_numpys_global_seed(env):
 
 def test_agents_with_different_spaces_are_named():
     parallel = ParallelEnv([simple_tag_v3.parallel_env] * 2, backend="serial")
-    with parallel, pytest.raises(ValueError, match=r"space of 'agent_0' is Box.*'adversary_0' Box.*PettingZooVecEnv"):
+    with (
+        parallel,
+        pytest.raises(ValueError, match=r"space of 'agent_0' is Box.*of 'adversary_0' it is Box.*PettingZooVecEnv"),
+    ):
         SB3VecEnv(parallel)
 
 
