@@ -26,6 +26,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+from marl_parallel import __version__
 from marl_parallel.cli import measure
 from marl_parallel.cli.measure import ASYNC, LOOP, STEP, Measurement, Trial, in_size, spread
 from marl_parallel.core.backend import usable_cpus
@@ -43,15 +44,15 @@ LINE_EVERY_S = 30.0
 IN_TURNS = "in turns"
 _RELIABLE = 1 / 3  # the greatest difference between rounds of one setting, as a share of the fastest round
 PLOT_LABEL = "environment steps per second (small: µs per step)"
-_DISTRIBUTIONS = ("marl-parallel", "numpy", "gymnasium", "pettingzoo")
+_DISTRIBUTIONS = ("numpy", "gymnasium", "pettingzoo")
 _PATTERNS = {STEP: "", ASYNC: "////", measure.PETTINGZOO: "....", measure.GYMNASIUM: "xxxx"}
 
 
 def machine(distributions: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Describe this machine, with the versions of `_DISTRIBUTIONS` and of more installed distributions."""
+    """Describe this machine, with the versions of this package, `_DISTRIBUTIONS` and more installed distributions."""
     cpuinfo = Path("/proc/cpuinfo")
     model = re.search(r"^model name.*?:(.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.is_file() else None
-    versions = {
+    versions = {"marl-parallel": __version__} | {
         name: next((one.version for one in installed(name=name)), None)
         for name in dict.fromkeys((*_DISTRIBUTIONS, *distributions))
     }

@@ -34,7 +34,7 @@ from simulators.failing import Fragile, hard_exit, killed_by
 
 from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, RecyclePolicy, Rollout, WorkerCrashed
 from marl_parallel.backends import ray_cluster, ray_exchange
-from marl_parallel.backends.ray_actor import Results
+from marl_parallel.backends.ray_actor import ActorResults
 from marl_parallel.backends.ray_exchange import Actor
 from marl_parallel.backends.ray_placement import Placement
 from marl_parallel.vector import StackedVecEnv
@@ -393,10 +393,10 @@ def test_one_exchange_per_actor_and_batch(workers_per_node, on_error, single_nod
     backend = RayBackend(workers_per_node=workers_per_node)
     with ParallelEnv(constructors, backend=backend, num_workers=4, on_error=on_error) as env:
         env.reset()
-        results: list[Results] = []
+        results: list[ActorResults] = []
         unpack = ray_exchange.unpack
 
-        def keeping(packed: Any) -> Results:
+        def keeping(packed: Any) -> ActorResults:
             results.append(unpack(packed))
             return results[-1]
 

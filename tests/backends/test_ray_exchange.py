@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from marl_parallel.backends.ray_actor import Results, pack, unpack
+from marl_parallel.backends.ray_actor import ActorResults, pack, unpack
 from marl_parallel.backends.ray_exchange import Actor
 from marl_parallel.backends.ray_placement import Place, moves_between
 from marl_parallel.core.messages import Message, Request, answer
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.needs("ray")
 REPLIES = [(0, 1, answer(Message.STEP, (number,), {number: b"more"}, {}, 1.5, last=number == 2)) for number in range(3)]
 
 
-def results(replies, env_ids, records=None, number=1, now=0.0) -> Results:
-    return Results(number, now, replies, {}, env_ids, records, None)
+def results(replies, env_ids, records=None, number=1, now=0.0) -> ActorResults:
+    return ActorResults(number, now, replies, {}, env_ids, records, None)
 
 
 def actor_with(pending: dict[int, deque[Request]]) -> Actor:
