@@ -205,7 +205,7 @@ def extrapolated() -> str:
             f"{found.speed_up(step, 2, 4):.2f} computed and {measured[name].process:.2f} measured at {step} µs"
             for step, name in two
         ),
-        "(the measured ones wait for the slower worker). Limits of the machine, such as its memory, are not in it.",
+        "(measured by another program of the run). Limits of the machine, such as its memory, are not in it.",
     )
     return "\n".join([*lines, "", f"{' '.join(sentences)} {in_one_line(machine)}."])
 
