@@ -26,7 +26,7 @@ from marl_parallel.adapters.protocol import (
     Rules,
     described,
     number_in,
-)  # fmt: skip
+)
 from marl_parallel.adapters.tuple_env import idle_action
 
 BAD_TRANSITION = "bad_transition"

@@ -25,7 +25,7 @@ from marl_parallel.adapters.protocol import (
     Rules,
     described,
     number_in,
-)  # fmt: skip
+)
 
 METHODS = ("get_env_info", "get_obs", "get_state", "get_avail_actions", "reset", "step")
 """The methods by which a simulator is recognised."""
