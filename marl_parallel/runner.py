@@ -575,11 +575,10 @@ class BatchRunner:
     def _first_observations(self, env_id: int, leftovers: Any) -> dict[AgentID, Any]:
         """The observations that a reset has returned, from the leftovers of its result."""
         assert self.workers is not None
-        more, transitions = leftovers.get(env_id), self.workers.transitions
-        observations: dict[AgentID, Any] = (
-            more if isinstance(more, Snapshot) else transitions.snapshot(env_id, more)
-        ).dicts[0]
-        return observations
+        result = leftovers.get(env_id)
+        if not isinstance(result, Snapshot):
+            result = self.workers.transitions.snapshot(env_id, result)
+        return result.dicts[0]
 
     def _check_takes(self, options: Options) -> None:
         if options is not None and not self.takes_options:

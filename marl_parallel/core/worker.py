@@ -141,9 +141,7 @@ class Worker:
         self._checksums: dict[tuple[int, int], int] = {}  # of `ConstructorArrays`
         self._loaded: dict[int, _Beside] = {}  # environments that `LOAD` has made
         self._closed: set[int] = set()  # present environments that are closed already, before loaded ones replace them
-        self._saved: dict[
-            int, bytes
-        ] = {}  # leftovers of an episode's last step, whose automatic reset has not ended yet
+        self._saved: dict[int, bytes] = {}  # leftovers of last steps whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be partially written
         self.outputs = Outputs()  # what each reset and step writes besides the transitions
         self.settings = WorkerSettings()  # the caller's settings, in a process of its own

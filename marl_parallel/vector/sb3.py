@@ -145,9 +145,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
         VecEnv.__init__(self, env.num_envs * self._per_env, *declared)
         self.present = self.acting = self.observed = self.rewarded = np.zeros(self.num_envs, np.bool_)
         self._returns, self._lengths = np.zeros((2, env.num_envs, self._per_env))  # of rows, since their episode began
-        self._has_stats = (
-            self._stepper.runner.transitions.statistics.in_infos
-        )  # computed from rewards before `scalarize`
+        self._has_stats = self._stepper.runner.transitions.statistics.in_infos  # of rewards before `scalarize`
         self._start = time.time()
 
     # -- stepping --------------------------------------------------------------------------------------------------

@@ -74,10 +74,7 @@ class _Record:
     recycled: int = 0
     phase: Phase = Phase.STAYS
     ending: Snapshot | None = None  # with SAME_STEP, from WAITING on: the last step of the old environment
-    result: tuple[bytes | None, float] = (
-        None,
-        0.0,
-    )  # with SAME_STEP, from WAITING on: the old environment's leftovers, and when they came
+    result: tuple[bytes | None, float] = None, 0.0  # as `ending`: its pickled leftovers, and when they came
     request: Request | None = None  # else: the request that the old environment would have got, for it alone
 
 

@@ -67,9 +67,7 @@ class _Record:
     needs_reset: bool = False  # whether it was rebuilt and has returned nothing since: then no agent is alive
     reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be partial
     latest: bytes | None = None  # the pickled leftovers of the latest result: the unpickled ones belong to the caller
-    saved: bytes | None = (
-        None  # the pickled leftovers of the last step of an episode whose automatic reset has not ended yet
-    )
+    saved: bytes | None = None  # the pickled leftovers of a last step whose automatic reset has not ended yet
     keywords: bytes | None = None  # the pickled keywords of a reset in flight
     waiting_reset: bytes | None = (
         None  # the pickled keywords of a reset that begins when the environment has been rebuilt
