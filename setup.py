@@ -4,6 +4,7 @@ import os
 import re
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy
 from setuptools import Extension, setup
@@ -16,14 +17,17 @@ PURE = os.environ.get("MARL_PARALLEL_PURE") == "1" or bool(sysconfig.get_config_
 SERVER, NAME = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
 REPOSITORY = f"{SERVER}/{NAME}" if SERVER and NAME else None
 
-CODEC = Extension(
-    "marl_parallel.core._codec",
-    ["marl_parallel/core/_codec.c"],
-    include_dirs=[numpy.get_include()],
-    define_macros=[("Py_LIMITED_API", "0x030A0000")],
-    py_limited_api=True,
-    optional=True,  # without a compiler, Python does the same
-)
+
+def compiled(name: str, **arguments: Any) -> Extension:
+    """Compiled code for all releases of Python from 3.10 on; without a compiler, Python does the same."""
+    path = name.replace(".", "/") + ".c"
+    macros = [("Py_LIMITED_API", "0x030A0000")]
+    return Extension(name, [path], define_macros=macros, py_limited_api=True, optional=True, **arguments)
+
+
+EXTENSIONS = [compiled("marl_parallel.core._codec", include_dirs=[numpy.get_include()])]
+if os.name == "posix":
+    EXTENSIONS.append(compiled("marl_parallel.backends._signals"))
 
 
 def with_absolute_links(markdown: str) -> str:
@@ -44,7 +48,7 @@ URLS = {
 }
 
 setup(
-    ext_modules=[] if PURE else [CODEC],
+    ext_modules=[] if PURE else EXTENSIONS,
     options={} if PURE else {"bdist_wheel": {"py_limited_api": "cp310"}},
     long_description=with_absolute_links(README) if REPOSITORY else README,
     long_description_content_type="text/markdown",

@@ -13,7 +13,7 @@ import mmap
 import os
 import signal
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator
 
 from marl_parallel.types import installed
 
@@ -32,13 +32,17 @@ def send(pid: int, number: int) -> None:
             deliver(pid, number)
 
 
-def reap(pid: int) -> int | None:
-    """Reap a child that led a group, and kill the group; the exit code (negative: the signal), None while it lives."""
+def reap(pid: int, *, group: bool = True) -> int | None:
+    """Reap a child that led a group; the exit code (negative: the signal), None while it lives.
+
+    This kills the group, unless `group` is False.
+    """
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
-        send(pid, signal.SIGKILL)  # while the number of the group still belongs to it
+        if group:
+            send(pid, signal.SIGKILL)  # while the number of the group still belongs to it
         os.waitpid(pid, 0)
     except ChildProcessError:  # someone else has reaped it
         return 255
@@ -61,8 +65,8 @@ def adopt_orphans() -> None:
         raise OSError("cannot adopt the orphans of workers (PR_SET_CHILD_SUBREAPER)")
 
 
-def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
-    """Kill and reap the children of this process except `spare`, until none is left or the time is over.
+def kill_children(timeout: float, spare: Callable[[int], bool] = lambda _: False) -> None:
+    """Kill and reap the children of this process except those to `spare`, until none is left or the time is over.
 
     After `adopt_orphans` this ends all descendants.
     """
@@ -72,7 +76,7 @@ def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        children = [pid for pid in _processes() if pid not in spare and _state_and_parent(pid)[1] == os.getpid()]
+        children = [pid for pid in _processes() if _state_and_parent(pid)[1] == os.getpid() and not spare(pid)]
         if not children or time.monotonic() >= deadline:
             return
         for pid in children:
@@ -81,6 +85,15 @@ def kill_children(timeout: float, spare: Set[int] = frozenset()) -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.001)
+
+
+def await_children(timeout: float) -> None:
+    """Reap children of this process until none is left or the time is over."""
+    deadline = time.monotonic() + timeout
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(_PAUSE_S)
 
 
 def memory_of(pid: int) -> int | None:

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from marl_parallel.backends import descendants, interpreter, server, signals
+from marl_parallel.backends import descendants, interpreter, server, signals, tracker
 from marl_parallel.backends.memory import Block, anonymous_file, socket_pair
 from marl_parallel.backends.server import REPLY, REQUEST, Reply, Setting
 from marl_parallel.backends.stacks import CrashFile
@@ -100,7 +100,7 @@ class Launcher:
         deadline = time.monotonic() + _ANSWERS_WITHIN_S
         try:
             try:
-                server.request(request, setting, worker.crash_file.fd, outputs, fds)
+                server.request(request, setting, worker.crash_file, outputs, fds)
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
                     raise
@@ -124,6 +124,7 @@ class Launcher:
                     logger.warning(text, pid)
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)
+            worker.crash_file.theirs.close()  # the worker has it
         except BaseException:
             if worker.pid:
                 self.kill(worker)  # the caller gets no reference to it
@@ -166,13 +167,22 @@ class Launcher:
         self.collect()  # as in `kill`
         if worker not in self._workers.values():
             return ""
-        return worker.crash_file.stack(worker.pid, timeout, harmless=harmless)
+        stacks = worker.crash_file
+        return stacks.ask(worker.pid, timeout) if harmless else stacks.stack(worker.pid, timeout)
 
     def kill(self, worker: WorkerProcess, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a worker and its process group; nothing happens if it has died."""
+        """Send a signal to a worker and its process group; nothing happens if it has died.
+
+        SIGKILL goes to the worker alone: its keeper kills the group then, except for resource trackers.
+        """
         # The process id of a dead worker may belong to another process by now: learn of deaths first.
         self.collect()
-        if worker in self._workers.values():
+        if worker not in self._workers.values():
+            return
+        if number == signal.SIGKILL:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, number)
+        else:
             descendants.send(worker.pid, number)
 
     def close(self, *, forked: bool = False) -> None:
@@ -254,7 +264,7 @@ class _Server:
             in_any_case.callback(os.close, program)
             # Libraries get a single thread, because forking is not safe with several.
             variables = {**interpreter.thread_variables(server.LOADED_THREADS), descendants.MARKER: token}
-            with signals.sigterm_blocked():
+            with signals.blocked():
                 process = subprocess.Popen(
                     command,
                     env={**os.environ, **variables},
@@ -278,7 +288,7 @@ class _Server:
         self,
         number: int,
         setting: Setting,
-        crash: int,
+        crash_file: CrashFile,
         outputs: tuple[int | None, int | None],
         fds: Sequence[int],
     ) -> None:
@@ -286,12 +296,13 @@ class _Server:
         with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
             pickle.dump(setting, file)
             file.seek(0)  # which flushes
+            reports = crash_file.fd, crash_file.theirs.fileno(), tracker.descriptor()
             with open(os.devnull, "wb") as null:
                 out, err = outputs
                 out = interpreter.output(sys.stdout, 1, null.fileno()) if out is None else out
                 err = interpreter.output(sys.stderr, 2, null.fileno()) if err is None else err
                 message = REQUEST.pack(number, setting.worker)
-                socket.send_fds(self._socket, [message], [file.fileno(), crash, out, err, *fds])
+                socket.send_fds(self._socket, [message], [file.fileno(), *reports, out, err, *fds])
 
     def reply(self, timeout: float) -> tuple[Reply, int, int] | None:
         """The next reply, if any; `EOFError` if server and keepers have gone, or another thread has closed this."""

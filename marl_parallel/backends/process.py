@@ -725,7 +725,7 @@ def main(index: int, fds: Sequence[int]) -> None:
     spin = Spin(wait, own_cpu)
     wake, countdown = Semaphore(control, _WAKE), Semaphore(control, _COUNTDOWN)
     queues = QueuePair(control, index, capacity)
-    signals.end_on_sigterm_if(lambda: queues.status.is_ending)
+    signals.follow(queues.status)
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     ready = queues.requests.ready
     if forwarding is not None:

@@ -31,15 +31,17 @@ import traceback
 import types
 from collections.abc import Sequence
 from enum import IntEnum
+from multiprocessing.connection import Connection
 from typing import NamedTuple, NoReturn
 
-from marl_parallel.backends import descendants, interpreter, signals
+from marl_parallel.backends import descendants, interpreter, signals, tracker
 from marl_parallel.backends.memory import Semaphore, mapped
-from marl_parallel.backends.stacks import report_to
+from marl_parallel.backends.stacks import answer_requests, report_to
 
 LOADED_THREADS = 1  # of the numerical libraries in the server
 CLEARED_WITHIN_S = 5.0  # how long a keeper, or the server at its end, tries to kill what is left
 _REPORTS_WITHIN_S = 1.0  # how long a keeper tries before it reports the death, even if processes are left
+_TRACKERS_END_WITHIN_S = 2.0
 _MOST_FDS = 16  # in one request
 _REPORTED = 0  # the exit code of a keeper that has reported how its worker died
 
@@ -54,8 +56,8 @@ class Reply(IntEnum):
 
 REPLY = struct.Struct("3q")
 REQUEST = struct.Struct("2q")
-"""The numbers of a request and of its worker, sent with descriptors: the pickled `Setting`, the crash file, stdout,
-stderr, the worker's."""
+"""The numbers of a request and of its worker, sent with descriptors: the pickled `Setting`, the crash file, the
+connection of `CrashFile.ask`, the resource tracker, stdout, stderr, the worker's."""
 
 
 class Setting(NamedTuple):
@@ -79,9 +81,8 @@ class Server:
     """The fork server; `guard` is the read end of a pipe of the parent, and `entry` is loaded before workers start."""
 
     def __init__(self, connection: int, guard: int, wake: int, parent: int, entry: str) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent decides; keepers have it blocked
-        # The program that started the parent may have had signals blocked, but SIGCHLD must announce deaths.
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        # The parent decides at a signal to all processes of a job; but SIGCHLD must announce deaths.
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - {signal.SIGCHLD})
         interpreter.show_name("marl_parallel fork server", "marl forkserver")
         gc.disable()
         for module in ("numpy", "gymnasium", entry):
@@ -101,7 +102,6 @@ class Server:
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(child_died_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.inherited = [self.own_guard_end, self.child_died, child_died_end]
 
     def run(self) -> None:
@@ -174,7 +174,7 @@ class Server:
                 killed = os.waitstatus_to_exitcode(ended[1]) != _REPORTED
                 if request is not None and killed and self.socket.fileno() >= 0:
                     # The kernel kills its worker, whose processes become children of this one.
-                    descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.keys())
+                    descendants.kill_children(_REPORTS_WITHIN_S, spare=self.keepers.__contains__)
                     self.reply(Reply.DIED, request, -signal.SIGKILL)
 
     def keep(self, request: int, index: int, fds: Sequence[int]) -> NoReturn:
@@ -202,21 +202,23 @@ class Server:
             for fd in {*map(int, os.listdir("/proc/self/fd"))} - {guard_end, self.socket.fileno()}:
                 with contextlib.suppress(OSError):  # the descriptor of this listing
                     os.close(fd)
-            while (code := descendants.reap(worker)) is None:
+            while (code := descendants.reap(worker, group=False)) is None:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
                 if ended is not None and ended.si_pid != worker:
                     os.waitpid(ended.si_pid, 0)
-            descendants.kill_children(_REPORTS_WITHIN_S)
+            # Resource trackers unlink what the dead have left behind, and end by themselves.
+            descendants.kill_children(_REPORTS_WITHIN_S, spare=tracker.is_tracker)
             with contextlib.suppress(OSError):  # the parent is gone
                 self.reply(Reply.DIED, request, code)
             exitcode = _REPORTED
-            descendants.kill_children(CLEARED_WITHIN_S - _REPORTS_WITHIN_S)
+            descendants.await_children(_TRACKERS_END_WITHIN_S)
+            descendants.kill_children(CLEARED_WITHIN_S - _REPORTS_WITHIN_S - _TRACKERS_END_WITHIN_S)
         finally:
             os._exit(exitcode)
 
     def work(self, fds: Sequence[int], guard: int) -> NoReturn:
         """Be a worker: close what belongs to the server, and write to the parent's output."""
-        file, crash, out, err, *worker_fds = fds
+        file, crash, asks, to_tracker, out, err, *worker_fds = fds
         for fd in self.inherited:
             os.close(fd)
         self.socket.close()
@@ -227,24 +229,28 @@ class Server:
             os.dup2(source, target)
             os.close(source)
         gc.enable()
-        become_worker(file, worker_fds, crash, [self.guard, self.own_guard, guard])
+        tracker.share(to_tracker)
+        become_worker(file, worker_fds, (crash, asks), self.parent, [self.guard, self.own_guard, guard])
 
 
 # -- the start of a worker ---------------------------------------------------------------------------------------------
 
 
-def become_worker(file: int, fds: Sequence[int], crash: int, guards: Sequence[int]) -> NoReturn:
+def become_worker(
+    file: int, fds: Sequence[int], crash_file: tuple[int, int], parent: int, guards: Sequence[int]
+) -> NoReturn:
     """Turn the process just started into a worker, run its main function with `fds`, exit.
 
-    The `Setting` is in `file`. The worker is killed when the last write end of one of the pipes `guards` is closed.
+    The `Setting` is in `file`; `crash_file` has the descriptors of file and connection of a `CrashFile`. The worker is
+    killed when the last write end of one of the pipes `guards` is closed.
     """
     exitcode = 1
     try:
         os.setsid()
-        report_to(crash)
         # All signals were blocked until this process can handle them.
         signal.set_wakeup_fd(-1)  # undoes what the server has installed
-        signals.take_signals()
+        signals.take_signals(report_to(crash_file[0]), parent)
+        answer_requests(Connection(crash_file[1]))
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with open(file, "rb") as setting_file:

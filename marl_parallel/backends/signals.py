@@ -1,47 +1,85 @@
-"""Signals of worker processes: a worker survives a SIGTERM from outside, its simulators' processes do not.
+"""Signals of worker processes: a worker survives what a batch system sends to all processes of a job.
 
-A batch system sends SIGTERM to all processes of a job. The main program decides what to do: its handler may save
-environments first, and if it has none and dies, the workers end with it. The signal is handled and not ignored, since
-programs that a simulator executes would inherit an ignored signal.
+Batch systems, and users, send SIGTERM, SIGUSR1, SIGHUP, SIGXCPU and others to every process of a job. The main program
+decides what to do: its handler may save environments first, and if it has none and dies, its workers end with it. So
+workers ignore these signals if another process sends them. A simulator's own alarm, its limit of CPU time, what it
+sends to itself and its own handlers have their usual effect, and so have signals to processes that it starts.
+
+Workers have handlers for this, and do not ignore signals by SIG_IGN, which programs that a simulator executes would
+inherit. Compiled handlers (`_signals.c`) see who sent a signal. Without them (`MARL_PARALLEL_PURE=1`), Python's are in
+their place: an alarm or a limit of CPU time without a handler has no effect then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from types import FrameType
+from typing import Any
 
-_is_ending: Callable[[], bool] = bool  # whether the parent ends this worker
+from marl_parallel.core.worker_status import WorkerStatus
+
+_survive: Any = None
+if os.environ.get("MARL_PARALLEL_PURE") != "1":
+    with contextlib.suppress(ImportError):
+        from marl_parallel.backends import _signals  # type: ignore[attr-defined,unused-ignore]
+
+        _survive = _signals.survive
+
+_STAYS = (
+    "SIGKILL SIGSTOP "  # cannot be handled
+    "SIGCHLD SIGCONT SIGINFO SIGTSTP SIGTTIN SIGTTOU SIGURG SIGWINCH "  # end no process
+    "SIGPIPE SIGXFSZ "  # Python turns them into exceptions
+    "SIGABRT SIGBUS SIGEMT SIGFPE SIGILL SIGSEGV SIGSYS SIGTRAP"  # a process's own faults
+)
+JOB_SIGNALS: frozenset[int] = frozenset(
+    set() if sys.platform == "win32" else signal.valid_signals() - {getattr(signal, name, 0) for name in _STAYS.split()}
+)
+"""The signals that a worker survives; each would end it by default."""
 
 
 @contextlib.contextmanager
-def sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM in this thread. A process started meanwhile gets the signal when it unblocks SIGTERM."""
+def blocked() -> Iterator[None]:
+    """Block `JOB_SIGNALS` in this thread. A process started meanwhile gets them when it unblocks them."""
     if sys.platform == "win32":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def take_signals() -> None:
-    """Have this process, a worker, survive SIGTERM, handle SIGINT and SIGCHLD as Python does, and block no signal.
+def take_signals(stack_signal: int | None, parent: int) -> None:
+    """Have this process, a worker, survive `JOB_SIGNALS`, handle SIGCHLD as Python does, and block no signal.
 
-    The program that started the parent may have had signals blocked or ignored; a simulator and its children must not.
+    The program that started the parent may have had signals blocked; a simulator and its children must not. A signal
+    that was ignored stays so, as in other children, but for SIGINT, which shells ignore in background jobs.
+    `stack_signal`, which has a handler already, still works if the process `parent` sends it.
     """
     if sys.platform == "win32":
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    global _stack_signal
+    _stack_signal = stack_signal
+    signal.signal(signal.SIGINT, signal.default_int_handler if _survive is not None else _on_sigint)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    signal.signal(signal.SIGTERM, _on_signal)
+    for number in JOB_SIGNALS - {signal.SIGTERM}:
+        if number == stack_signal:
+            if _survive is not None:
+                _survive(number, parent)
+        elif number == signal.SIGINT or signal.getsignal(number) == signal.SIG_DFL:
+            if _survive is not None:
+                _survive(number)
+            elif number != signal.SIGINT:
+                signal.signal(number, _on_signal)
+                signal.siginterrupt(number, False)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(
             before=_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_reset_in_forked_child
@@ -49,46 +87,58 @@ def take_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def end_on_sigterm_if(is_ending: Callable[[], bool]) -> None:
-    """Have SIGTERM end this worker once `is_ending` returns True: the parent then is the sender."""
-    global _is_ending
-    _is_ending = is_ending
-    if is_ending() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        _on_sigterm(signal.SIGTERM, None)  # the signal may have come before
+_status: WorkerStatus | None = None  # of this worker, once it is known
+_stack_signal: int | None = None
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    if _is_ending():
+def follow(status: WorkerStatus) -> None:
+    """Have SIGTERM end this worker once its status says that it is ending: the parent then is the sender."""
+    global _status
+    _status = status
+    if status.is_ending and signal.getsignal(signal.SIGTERM) is _on_signal:
+        _on_signal(signal.SIGTERM, None)  # the signal may have come before
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGTERM and _status is not None and _status.is_ending:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+def _on_sigint(number: int, frame: FrameType | None) -> None:
+    if _status is not None and _status.running is not None:
+        signal.default_int_handler(number, frame)
 
 
 # -- forks of simulators -----------------------------------------------------------------------------------------------
 
 
 class _Fork(threading.local):
-    """The fork in progress in this thread: the signals that were blocked before it; None if nothing is to be done."""
+    """The fork in progress in this thread: the signals with handlers from here, and those blocked before it."""
 
-    blocked: set[int] | None = None
+    handled: Collection[int] = ()
+    blocked: Collection[int] = ()
 
 
 _fork = _Fork()
 
 
 def _before_fork() -> None:
-    # Block it until the child has the default handler: otherwise the child could lose a SIGTERM that comes at once.
-    _fork.blocked = None
-    if sys.platform != "win32" and signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        _fork.blocked = {*signal.pthread_sigmask(signal.SIG_BLOCK, ())}
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    # Block them until the child has the default handlers: otherwise it could lose a signal that comes at once.
+    if sys.platform != "win32":
+        _fork.handled = [number for number in JOB_SIGNALS if signal.getsignal(number) is _on_signal]
+        stack_signal = [] if _stack_signal is None else [_stack_signal]
+        _fork.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [*_fork.handled, *stack_signal])
 
 
 def _unblock_after_fork() -> None:
-    if sys.platform != "win32" and _fork.blocked is not None:
+    if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_SETMASK, _fork.blocked)
 
 
 def _reset_in_forked_child() -> None:
-    if _fork.blocked is not None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _unblock_after_fork()
+    for number in _fork.handled:
+        signal.signal(number, signal.SIG_DFL)
+    if _stack_signal is not None and sys.platform != "win32":
+        faulthandler.unregister(_stack_signal)
+    _unblock_after_fork()

@@ -27,12 +27,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from marl_parallel.backends import descendants, interpreter, signals
+from marl_parallel.backends import descendants, interpreter, signals, tracker
 from marl_parallel.backends.descendants import memory_of
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.backends.relay import Relay
-from marl_parallel.backends.stacks import CrashFile, report_to
+from marl_parallel.backends.stacks import CrashFile, answer_requests, report_to
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
@@ -291,20 +291,22 @@ class _WorkerProcess:
             on_error.callback(self._crash_file.close)
             on_error.callback(self._connection.close)
             handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
-            inheriting: dict[str, Any] = {"pass_fds": (handle, *files)}
+            asks = self._crash_file.theirs.fileno()
+            to_tracker = [] if sys.platform == "win32" else [tracker.descriptor()]
+            inheriting: dict[str, Any] = {"pass_fds": (handle, asks, *to_tracker, *files)}
             if sys.platform == "win32":  # where a child knows inherited files by other numbers
                 import msvcrt
 
                 files = [msvcrt.get_osfhandle(fd) for fd in files]
-                for inherited in (handle, *files):
+                for inherited in (handle, asks, *files):
                     os.set_handle_inheritable(inherited, True)
-                startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, *files]})
+                startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, asks, *files]})
                 inheriting = {"startupinfo": startup}
             command = interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle))
             name, log = interpreter.worker_name(worker, share), self.log.fd
             out, err = (log, log) if log is not None else relay.descriptors()
             forwarding = None if relay.rings is None else (relay.rings.start, relay.rings.most, log is not None)
-            with signals.sigterm_blocked():
+            with signals.blocked():
                 self._process = subprocess.Popen(
                     [*command, name[0]],  # the name for lists of processes, where `show_name` does nothing
                     env={**os.environ, **interpreter.thread_variables(threads)},
@@ -316,11 +318,12 @@ class _WorkerProcess:
                     creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
                     **inheriting,
                 )
+            self._crash_file.theirs.close()  # the worker has it
             self.log.mark_start(self._process.pid)
             on_error.pop_all()
         identity, argv = interpreter.next_identity(), list(getattr(sys, "argv", []))
         self._requests.put(sys.path)
-        self._requests.put((worker, name, identity, files, argv, forwarding))
+        self._requests.put((worker, name, identity, files, asks, to_tracker, argv, forwarding))
         for thread in self._threads:
             thread.start()
 
@@ -414,7 +417,10 @@ class _WorkerProcess:
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
 
     def stack(self, *, harmless: bool = False) -> str:
-        return self._crash_file.stack(self._process.pid, harmless=harmless) if self.exitcode() is None else ""
+        if self.exitcode() is not None:
+            return ""
+        pid = self._process.pid
+        return self._crash_file.ask(pid) if harmless else self._crash_file.stack(pid)
 
     def hang_up(self) -> None:
         """End both threads; replies that have been sent are still received."""
@@ -456,12 +462,15 @@ def serve(
     name: tuple[str, str],
     identity: interpreter.Identity,
     handles: Sequence[int],
+    asks: int,
+    to_tracker: Sequence[int],
     argv: list[str],
     forwarding: tuple[int, int, bool] | None,
 ) -> None:
     """Serve until a CLOSE request, or until the parent is gone; `handles`: files of status, records, arrays, stacks.
 
-    `forwarding` says where in the first file log records go, and whether stderr is a log.
+    `asks` is the connection of `CrashFile.ask`, and `to_tracker` has the descriptor of the program's resource tracker,
+    where there is one. `forwarding` says where in the first file log records go, and whether stderr is a log.
     """
     interpreter.show_name(*name)
     interpreter.take_identity(identity)
@@ -471,12 +480,14 @@ def serve(
 
         fds = [msvcrt.open_osfhandle(handle, os.O_RDWR) for handle in handles]
     else:
-        signals.take_signals()
-        os.set_inheritable(link.fileno(), False)
+        for fd in (link.fileno(), asks, *to_tracker):
+            os.set_inheritable(fd, False)
+        tracker.share(*to_tracker)
     for fd in fds:
         os.set_inheritable(fd, False)
     status_fd, records_fd, arrays_fd, crash_fd = fds
-    report_to(crash_fd)
+    signals.take_signals(report_to(crash_fd), identity.parent_pid)
+    answer_requests(type(link)(asks))
     requests: SimpleQueue[Request] = SimpleQueue()
 
     def receive() -> None:
@@ -496,7 +507,7 @@ def serve(
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     statuses = mapped(status_fd)
     status = WorkerStatus(memoryview(statuses)[worker * WorkerStatus.NBYTES :])
-    signals.end_on_sigterm_if(lambda: status.is_ending)
+    signals.follow(status)
     executor = Worker(status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     if forwarding is not None:
         start, most, to_file = forwarding

@@ -121,7 +121,8 @@ def uninterrupted(steps: int) -> list[list[float]]:
 def test_program_that_saves_and_goes_on(start_method: str, tmp_path: Path) -> None:
     """It finishes its step and saves; a second program goes on as if nothing had happened."""
     with in_the_fourth_step(tmp_path, start_method, "save") as (program, others):
-        assert len(others) == {"forkserver": 5, "portable": 2}[start_method]  # a server and two keepers
+        # Besides two workers, a resource tracker; a server and two keepers.
+        assert len(others) == {"forkserver": 6, "portable": 3}[start_method]
         terminate([*others, psutil.Process(program.pid)])
         wait_for((tmp_path / "handled").exists, 60.0)
         (tmp_path / "go on").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import sys
@@ -15,6 +16,7 @@ from helpers import ROOT
 
 import marl_parallel
 
+COMPILED = ["marl_parallel.core._codec", *(["marl_parallel.backends._signals"] if os.name == "posix" else [])]
 VARIABLES = ("MARL_PARALLEL_PURE", "GITHUB_SERVER_URL", "GITHUB_REPOSITORY")
 
 
@@ -44,8 +46,8 @@ def run_setup(monkeypatch):
 @pytest.mark.parametrize(
     ("free_threaded", "environ", "modules", "wheel"),
     [
-        (None, {}, ["marl_parallel.core._codec"], {"bdist_wheel": {"py_limited_api": "cp310"}}),  # on Windows
-        (0, {}, ["marl_parallel.core._codec"], {"bdist_wheel": {"py_limited_api": "cp310"}}),
+        (None, {}, COMPILED, {"bdist_wheel": {"py_limited_api": "cp310"}}),  # on Windows
+        (0, {}, COMPILED, {"bdist_wheel": {"py_limited_api": "cp310"}}),
         (0, {"MARL_PARALLEL_PURE": "1"}, [], {}),
         (1, {}, [], {}),
     ],
