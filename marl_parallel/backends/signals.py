@@ -31,6 +31,9 @@ if os.environ.get("MARL_PARALLEL_PURE") != "1":
 
         _survive = _signals.survive
 
+KNOWS_SENDERS = _survive is not None
+"""Whether workers know who has sent a signal. If not, SIGINT interrupts a simulator, whoever sends it."""
+
 _STAYS = (
     "SIGKILL SIGSTOP "  # cannot be handled
     "SIGCHLD SIGCONT SIGINFO SIGTSTP SIGTTIN SIGTTOU SIGURG SIGWINCH "  # end no process
@@ -67,15 +70,15 @@ def take_signals(stack_signal: int | None, parent: int) -> None:
         return
     global _stack_signal
     _stack_signal = stack_signal
-    signal.signal(signal.SIGINT, signal.default_int_handler if _survive is not None else _on_sigint)
+    signal.signal(signal.SIGINT, signal.default_int_handler if KNOWS_SENDERS else _on_sigint)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, _on_signal)
     for number in JOB_SIGNALS - {signal.SIGTERM}:
         if number == stack_signal:
-            if _survive is not None:
+            if KNOWS_SENDERS:
                 _survive(number, parent)
         elif number == signal.SIGINT or signal.getsignal(number) == signal.SIG_DFL:
-            if _survive is not None:
+            if KNOWS_SENDERS:
                 _survive(number)
             elif number != signal.SIGINT:
                 signal.signal(number, _on_signal)
