@@ -24,9 +24,11 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from marl_parallel.core.caller_settings import WorkerSettings, has_handlers
 from marl_parallel.core.pickling import dumps, loads
+from marl_parallel.core.reports import first_line
 from marl_parallel.core.reports import logger as own_logger
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -43,7 +45,8 @@ class Ring:
     """The records of one worker: a circular buffer that one process writes and one reads.
 
     The worker writes `written` (bytes) and `dropped` (records), the caller writes `read` (bytes). Some processors show
-    another process a count before the bytes that it counts, hence the checksums.
+    another process a count before the bytes that it counts, hence the checksums. Such a record is read later; a record
+    that is still bad then was overwritten by a faulty simulator, and is skipped.
     """
 
     def __init__(self, buffer: mmap.mmap, start: int, most: int, worker: int) -> None:
@@ -51,6 +54,7 @@ class Ring:
         begin = start + 8 * _NUMBERS * most + RING_NBYTES * worker
         self._bytes = memoryview(buffer)[begin : begin + RING_NBYTES]
         self._written, self._dropped, self._read = worker, most + worker, 2 * most + worker
+        self._bad_at: int | None = None  # the position of a record that was bad when it was last looked at
         self._lock, self._is_writing = threading.RLock(), False
 
     def write(self, record: bytes) -> None:
@@ -73,17 +77,32 @@ class Ring:
             finally:
                 self._is_writing = False
 
-    def take(self) -> list[bytes]:
-        """Take all records in the ring."""
-        records = []
-        while (read := self._numbers[self._read]) < self._numbers[self._written]:
+    def take(self, *, last: bool = False) -> tuple[list[bytes], int]:
+        """Take all records in the ring; returns them, and how many bad ones were skipped.
+
+        A bad record is skipped if it was bad in the last call, too, or if this is the `last` call.
+        """
+        records, skipped, numbers = [], 0, self._numbers
+        while (read := numbers[self._read]) < (written := numbers[self._written]):
             nbytes, checksum = _FRAME.unpack(self._bytes_at(read, _FRAME.size))
-            record = self._bytes_at(read + _FRAME.size, nbytes)
-            if zlib.crc32(record) != checksum:
+            end = read + _FRAME.size + nbytes
+            fits = nbytes > 0 and end <= written  # no record is empty: zeros are bytes that are not here
+            record = self._bytes_at(read + _FRAME.size, nbytes) if fits else b""
+            if fits and zlib.crc32(record) == checksum:
+                records.append(record)
+            elif last or self._bad_at == read:
+                skipped += 1
+                end = end if fits else written  # without its size, nobody knows where the next one begins
+            else:
+                self._bad_at = read
                 break
-            self._numbers[self._read] = read + _FRAME.size + nbytes
-            records.append(record)
-        return records
+            numbers[self._read] = end
+        return records, skipped
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the ring has nothing more to read."""
+        return self._numbers[self._read] >= self._numbers[self._written]
 
     def _bytes_at(self, position: int, nbytes: int) -> bytes:
         place = position % RING_NBYTES
@@ -100,6 +119,7 @@ class Ring:
         dropped = self.dropped
         for number in (self._written, self._dropped, self._read):
             self._numbers[number] = 0
+        self._bad_at = None
         return dropped
 
 
@@ -117,8 +137,9 @@ class RecordRings:
         self.counts, self.seen = memoryview(buffer)[start : start + 16 * most], bytes(16 * most)
         self.start, self.most = start, most
         self._rings = [Ring(buffer, start, most, worker) for worker in range(most)]
-        self._records: deque[tuple[logging.LogRecord, bool]] = deque()  # taken, but not handed to loggers yet
+        self._records: deque[_Taken] = deque()  # not handed to loggers yet
         self._dropped_before = 0  # by workers that have been replaced
+        self._unreadable = 0  # how many records could not be read
         self._reported = 0  # how many dropped records a message has named
 
     @staticmethod
@@ -128,24 +149,38 @@ class RecordRings:
 
     def clear(self, worker: int) -> None:
         """Prepare the ring for a new worker; the next `deliver` hands out the records of the worker before."""
-        self._take(worker)
+        self._take(worker, last=True)
         self._dropped_before += self._rings[worker].clear()
 
-    def _take(self, worker: int) -> None:
-        self._records += [_unpickled(record) for record in self._rings[worker].take()]
+    def _take(self, worker: int, *, last: bool) -> None:
+        """Take the records of a worker, and count those that cannot be read."""
+        pickled, skipped = self._rings[worker].take(last=last)
+        if skipped:
+            self._unreadable += skipped
+            own_logger.debug("%d log records of worker %d are damaged", skipped, worker)
+        for record in pickled:
+            try:
+                self._records.append(_unpickled(record))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # unpickling may raise anything, also SystemExit
+                self._unreadable += 1
+                own_logger.debug("a log record of worker %d cannot be read: %s", worker, first_line(error))
 
-    def deliver(self, *, warn: bool) -> None:
+    def deliver(self, *, warn: bool, last: bool = False) -> None:
         """Hand all records to the loggers of this process, oldest first.
 
-        With `warn`, warn once if records were dropped; pass False during a call, when more may follow. An exception of
-        a handler is printed, as `logging` itself does.
+        With `warn`, warn once if records were dropped; pass False during a call, when more may follow. Pass `last` if
+        no worker writes any more. An exception of a handler is printed, as `logging` itself does.
         """
         self.seen = self.counts.tobytes()
         for worker in range(self.most):
-            self._take(worker)
-        self._records = deque(sorted(self._records, key=lambda taken: _time_of(taken[0])))
+            self._take(worker, last=last)
+        if not all(ring.is_read for ring in self._rings):
+            self.seen = b""  # so that the next `deliver` looks again
+        self._records = deque(sorted(self._records, key=lambda taken: taken.time))
         while self._records:
-            record, is_printed = self._records.popleft()
+            record, is_printed, _ = self._records.popleft()
             try:
                 logger = logging.getLogger(record.name)
                 if is_printed and not has_handlers(logger):
@@ -159,43 +194,50 @@ class RecordRings:
             self.seen = b""  # so that the next `deliver` warns
         else:
             self._reported = dropped
-            own_logger.warning(
-                "%d log records of simulators were dropped so far: workers log faster than this program takes their "
-                "records (in each of its calls). Raise the levels of their loggers, or pass log_dir= to write all "
-                "records to files",
-                dropped,
-            )
+            causes = []
+            if dropped > self._unreadable:
+                causes.append(
+                    "workers log faster than this program takes their records (in each of its calls). Raise the levels "
+                    "of their loggers, or pass log_dir= to write all records to files"
+                )
+            if self._unreadable:
+                causes.append(f"{self._unreadable} could not be read (messages of level DEBUG of this logger say why)")
+            own_logger.warning("%d log records of simulators were dropped so far: %s", dropped, "; ".join(causes))
 
     def finish(self) -> None:
-        """`deliver` for the last time."""
-        self.deliver(warn=True)
+        """`deliver` for the last time, when no worker writes any more."""
+        self.deliver(warn=True, last=True)
         if (dropped := self._dropped()) > self._reported:
             own_logger.info("%d log records of simulators were dropped in total", dropped)
             self._reported = dropped
 
     def _dropped(self) -> int:
-        return self._dropped_before + sum([ring.dropped for ring in self._rings])
+        return self._dropped_before + self._unreadable + sum([ring.dropped for ring in self._rings])
 
 
 _MESSAGE = "message"  # a key in place of an attribute: the message with its arguments
 _reporter = logging.Handler()  # its `handleError` prints an exception as all handlers do
 
 
-def _time_of(record: logging.LogRecord) -> float:
-    """When a record was made; 0 if a simulator made it by hand without a time."""
-    return record.created if isinstance(record.created, int | float) else 0.0
+class _Taken(NamedTuple):
+    """A record that has been taken from a ring."""
+
+    record: logging.LogRecord
+    is_printed: bool  # whether the worker has printed it
+    time: float  # when it was made; 0 if a simulator made it by hand without a time
 
 
-def _unpickled(data: bytes) -> tuple[logging.LogRecord, bool]:
-    """A record, and whether the worker has printed it."""
+def _unpickled(data: bytes) -> _Taken:
     attributes, values, is_printed = pickle.loads(data)
     for name, value in values.items():
-        with contextlib.suppress(Exception):  # if only the worker has its class, it stays text
+        with contextlib.suppress(Exception, SystemExit):  # if only the worker has its class, it stays text
             if name == _MESSAGE:
                 attributes["msg"], attributes["args"] = loads(value)
             else:
                 attributes[name] = loads(value)
-    return logging.makeLogRecord(attributes), is_printed
+    record = logging.makeLogRecord(attributes)
+    made = record.created
+    return _Taken(record, is_printed, made if isinstance(made, int | float) else 0.0)
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------

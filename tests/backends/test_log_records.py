@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 import os
+import pickle
 import re
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +26,20 @@ from helpers.processes import wait_for
 from helpers.setups import Setup
 from helpers.start_methods import also_portable, chosen
 from simulators.counting import ACTIONS
-from simulators.logging_envs import Logging, exits, is_killed, logs_and, raises, standard_handler
+from simulators.logging_envs import (
+    ExitsThere,
+    Logging,
+    exits,
+    is_killed,
+    logs_and,
+    put,
+    raises,
+    standard_handler,
+    write_bytes,
+)
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, WorkerCrashed, WorkerTimeout, make
-from marl_parallel.core.log_records import RING_NBYTES
+from marl_parallel.core.log_records import RING_NBYTES, RecordRings, Ring
 
 pytestmark = pytest.mark.release_independent
 
@@ -280,8 +294,10 @@ def test_full_queues_drop_records_and_say_so_once(logs, caplog, records):
     for _ in range(3):
         records()
         env.set_attr("at_step", [None, None, functools.partial(Logging.log_many, None, 3000, 100)])
+        status = env.runner.source.backend.statuses[1]
+        steps = status.stats.steps
         env.send([ACTIONS], [2])
-        wait_for(lambda: env.runner.source.backend.statuses[1].settled is not None)
+        wait_for(lambda: status.stats.steps > steps and status.settled is not None)  # noqa: B023
         caplog.clear()
         env.recv()
         counts.append(sum(one.name == "sim" for one in caplog.records))
@@ -384,6 +400,151 @@ def test_a_handler_that_closes(logs, records):
     with pytest.raises(Exception, match="closed"):
         env.step([ACTIONS] * 3)
     assert "last words" in texts(records())
+
+
+# -- records that cannot be read ---------------------------------------------------------------------------------------
+
+
+def framed(record: bytes) -> bytes:
+    """A record as it stands in a queue."""
+    return struct.pack("=2I", len(record), zlib.crc32(record)) + record
+
+
+def pickled(value: Any) -> bytes:
+    return framed(pickle.dumps(value))
+
+
+ATTRIBUTES: dict[str, Any] = {"name": "sim", "msg": "bad", "args": (), "levelno": 30, "created": 1.0}
+
+UNREADABLE = {
+    "zeros": bytes(64),
+    "part of a frame": bytes(3),
+    "torn": framed(200 * b"x")[:100] + bytes(108),
+    "wrong checksum": struct.pack("=2I", 5, 1) + b"abcde",
+    "too large a size": struct.pack("=2I", 0xFFFFFFFF, 1) + bytes(20),
+    "no pickle": framed(b"no pickle"),
+    "cut pickle": framed(pickle.dumps((ATTRIBUTES, {}, False))[:-9]),
+    "unknown class": framed(b"cnowhere\nNothing\n."),
+    "exits when it is unpickled": pickled(ExitsThere()),
+    "another value": pickled(3),
+    "no attributes": pickled((None, {}, False)),
+    "no values": pickled((ATTRIBUTES, 5, False)),
+    "a time that cannot be read": pickled(({**ATTRIBUTES, "msg": "no time"}, {}, False)),
+}
+"""What stands in a queue in place of a record, by its cause."""
+FEW = ["zeros", "torn", "no pickle", "exits when it is unpickled", "a time that cannot be read"]
+
+
+class Timeless(logging.LogRecord):
+    """A program's own class of records, which fails for some."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "created" and self.msg == "no time":
+            raise RuntimeError("no time")
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def record_factory() -> Iterator[Callable[[Callable[..., Any]], None]]:
+    """Sets the class of records of this program until the end of the test; its workers make plain ones."""
+    before = logging.getLogRecordFactory()
+    yield logging.setLogRecordFactory
+    logging.setLogRecordFactory(before)
+
+
+@pytest.fixture
+def timeless(record_factory) -> None:
+    record_factory(Timeless)
+
+
+@pytest.mark.parametrize("backend", ["process", "portable", "hybrid"])
+def test_records_that_cannot_be_read_are_dropped(backend, build, records, timeless, caplog):
+    """A bad record does not end the run; it is counted, and later records come."""
+    env = build([Logging] * 2, Setup(backend, True, 2))
+    env.reset()
+    for number, data in enumerate(UNREADABLE.values()):
+        caplog.clear()
+        env.set_attr("at_step", [None, functools.partial(write_bytes, data)])
+        env.step([ACTIONS] * 2)
+        env.set_attr("at_step", [None, functools.partial(logging.getLogger("sim").warning, "after %d", number)])
+        for _ in range(2):  # a record whose bytes may still be on their way is read in the next call
+            env.step([ACTIONS] * 2)
+        assert {*texts(records())} == {f"after {number}"}
+    assert env.call("pid", env_ids=[1])
+    env.close()
+    (total,) = [one for one in caplog.records if "in total" in one.getMessage()]
+    assert total.getMessage() == f"{len(UNREADABLE)} log records of simulators were dropped in total"
+
+
+@pytest.mark.parametrize("cause", FEW)
+def test_the_first_record_that_cannot_be_read_is_reported(cause, logs, records, timeless, caplog):
+    env = logs(1)
+    env.reset()
+    env.call("configure", functools.partial(write_bytes, UNREADABLE[cause]))
+    env.call("pid")
+    (warning,) = [one for one in caplog.records if one.name == "marl_parallel"]
+    assert warning.levelno == logging.WARNING
+    assert re.match("1 log records of simulators were dropped so far: 1 could not be read", warning.getMessage())
+    assert "faster" not in warning.getMessage()
+
+
+@pytest.mark.parametrize("cause", FEW)
+def test_a_worker_that_dies_after_a_bad_record_is_replaced(cause, logs, records, timeless):
+    def break_all() -> None:
+        write_bytes(UNREADABLE[cause])
+        is_killed()
+
+    env = logs(1, on_error="restart")
+    env.reset()
+    env.set_attr("at_step", [break_all])
+    assert env.step([ACTIONS])[4][0]["__common__"]["restarted"]
+    records()
+    worker_log(0, env, "sim", logging.WARNING, "after")
+    assert texts(records()) == ["after"]
+
+
+def test_records_whose_bytes_come_late_are_read(records, caplog):
+    """Some processors show another process a count before the bytes that it counts."""
+    buffer = mmap.mmap(-1, RecordRings.nbytes(1))
+    rings, ring = RecordRings(buffer, 0, 1), Ring(buffer, 0, 1, 0)
+    for _ in range(2000):  # several times around the ring: what was there before is an older record
+        late = [pickled(({**ATTRIBUTES, "msg": f"late {number}"}, {}, False)) for number in range(2)]
+        for part in late:
+            put(ring, bytes(len(part)))
+        rings.deliver(warn=True)
+        assert not records()
+        assert rings.counts.tobytes() != rings.seen  # so that the next call looks again
+        put(ring, b"".join(late), again=True)
+        rings.deliver(warn=True)
+        assert texts(records()) == ["late 0", "late 1"]
+        assert rings.counts.tobytes() == rings.seen
+    rings.finish()
+    assert not caplog.records
+
+
+def test_values_that_end_the_process_stay_text(logs, records):
+    env = logs(1)
+    records()
+    env.call("log_values_that_exit")
+    (one,) = records()
+    assert (one.getMessage(), one.more) == ("one <exits there>", "<exits there>")
+
+
+def test_record_factory_that_raises(logs, records, record_factory, caplog):
+    """`logging.makeLogRecord` passes no name to the factory, which many do not expect."""
+
+    def factory(name: str, *args: Any, **how: Any) -> logging.LogRecord:
+        return logging.LogRecord(name.lower(), *args, **how)
+
+    env = logs(1)
+    record_factory(factory)
+    env.reset()
+    records()
+    worker_log(0, env, "sim", logging.WARNING, "lost")
+    assert not records()
+    record_factory(logging.LogRecord)
+    worker_log(0, env, "sim", logging.WARNING, "found")
+    assert texts(records()) == ["found"]
 
 
 # -- handlers of simulators --------------------------------------------------------------------------------------------

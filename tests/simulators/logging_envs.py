@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from marl_parallel.core.log_records import RING_NBYTES, Ring
 from simulators.counting import Counting
 
 
@@ -39,6 +41,16 @@ class FailsThere:
 
     def __repr__(self) -> str:
         return "<fails there>"
+
+
+class ExitsThere:
+    """A value that ends the process that unpickles it, and whose class has a readable text."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+    def __repr__(self) -> str:
+        return "<exits there>"
 
 
 class Logging(Counting):
@@ -79,6 +91,9 @@ class Logging(Counting):
         logger.warning("%(three)s", {module.Text("three"): 3})
         logger.warning("four", extra={module.Text("size"): 4})
         logger.handle(logging.makeLogRecord({"name": "sim", "msg": "five", "levelno": 30, "created": None}))
+
+    def log_values_that_exit(self) -> None:
+        logging.getLogger("sim").warning("one %s", ExitsThere(), extra={"more": ExitsThere()})
 
     def log_exception(self) -> None:
         try:
@@ -172,3 +187,18 @@ def standard_handler(name: str, level: int = logging.INFO) -> None:
     logger.setLevel(level)
     logger.propagate = False
     logger.addHandler(logging.StreamHandler(sys.stdout))
+
+
+def write_bytes(data: bytes) -> None:
+    """Write bytes into this worker's queue of records, as they are."""
+    (ring,) = [one for one in gc.get_objects() if type(one) is Ring]
+    put(ring, data)
+
+
+def put(ring: Ring, data: bytes, again: bool = False) -> None:
+    """Write bytes into a queue of records, as they are; with `again`, over those that were written last."""
+    numbers = ring._numbers
+    begin = numbers[ring._written] - (len(data) if again else 0)
+    for place, byte in enumerate(data, begin):
+        ring._bytes[place % RING_NBYTES] = byte
+    numbers[ring._written] = begin + len(data)
