@@ -16,7 +16,8 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.constructors import KEYWORDS, missing_arguments
-from marl_parallel.core.replay_file import FOLDER
+from marl_parallel.core.files import ForeignFile, check_log, check_replaceable, make_folder
+from marl_parallel.core.replay_file import FOLDER, make_private
 from marl_parallel.types import RecyclePolicy, RestartPolicy
 
 _POOL_SEEDS = 2**31  # limit of native simulators' seeds: EnvPool takes signed 32-bit integers
@@ -139,6 +140,10 @@ def checked_trace(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"trace must be the path of a file to be written, or None; got {path!r}")
     file = Path(path)
+    try:
+        check_replaceable(file)
+    except ForeignFile as error:
+        raise ValueError(f"trace={str(path)!r}: cannot write a file there: {error}") from error
     if file.is_dir() or not file.parent.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"trace={str(path)!r}: cannot write a file there; pass a path in a writable folder")
     return file.absolute()
@@ -160,16 +165,18 @@ def checked_replay(steps: Any, folder: Any) -> tuple[int, Path] | None:
             f"replay must be the number of steps to keep for each environment, such as 1000, or None; got {steps!r}"
         )
     number = checked_integer(steps, "replay", or_none=" or None")
-    return number, _made_folder(FOLDER if folder is None else folder, "replay_dir")
+    return number, _made_folder(FOLDER if folder is None else folder, "replay_dir", make_private)
 
 
-def _made_folder(path: Any, name: str) -> Path:
+def _made_folder(path: Any, name: str, make: Callable[[Path], None] = make_folder) -> Path:
     """The absolute path of a folder for files, which is made if it is missing."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{name} must be the path of a folder, or None; got {path!r}")
     try:
         folder = Path(path).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
+    except ForeignFile as error:
+        raise ValueError(f"{name}={os.fspath(path)!r}: {error}; pass a folder of your own") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{name}={os.fspath(path)!r}: cannot create this folder: {error}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -183,6 +190,10 @@ def checked_log_dir(path: Any) -> Path:
     for log in folder.glob("worker-*.log"):
         if not log.is_file() or not os.access(log, os.W_OK):
             raise ValueError(f"log_dir={os.fspath(path)!r}: cannot append to {log}; remove it, or pass another folder")
+        try:
+            check_log(log)
+        except OSError as error:
+            raise ValueError(f"log_dir={os.fspath(path)!r}: {error}; remove it, or pass another folder") from error
     return folder
 
 

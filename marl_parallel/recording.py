@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from numbers import Real
@@ -195,8 +196,9 @@ def _indexed(frames: list[Any]) -> list[Any]:
 def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], None]]:
     """A function that writes a frame; the file exists after the last one, and not if anything raises."""
     imageio, images, *_ = _libraries()
-    part = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
-    try:
+    # ffmpeg opens the file by its name, so the file is in a folder where no other user can put a link.
+    with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.parent) as folder:
+        part = Path(folder, path.name)
         if path.suffix.lower() == ".gif":
             frames: list[NDArray[np.uint8]] = []
             yield frames.append
@@ -210,8 +212,6 @@ def _writer(path: Path, fps: float) -> Iterator[Callable[[NDArray[np.uint8]], No
             with contextlib.closing(writer):  # imageio's own `with` leaves it open after an error
                 yield writer.append_data
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _libraries() -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from marl_parallel.backends import interpreter
+from marl_parallel.core.files import check_log, make_folder, open_log
 from marl_parallel.core.reports import logger
 
 _TAIL_LINES = 20
@@ -34,7 +35,7 @@ class WorkerLog:
         self._header = ""
         if folder is not None:
             try:
-                folder.mkdir(parents=True, exist_ok=True)  # someone may have deleted it since the first start
+                make_folder(folder)  # someone may have deleted it since the first start
                 self._open()
             except OSError as error:
                 self.close()
@@ -42,8 +43,7 @@ class WorkerLog:
 
     def _open(self) -> None:
         assert self._path is not None
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-        self.fd = os.open(self._path, flags, 0o666)
+        self.fd = open_log(self._path)
         self._start = os.lseek(self.fd, 0, os.SEEK_END)
         if self._start:
             os.lseek(self.fd, -1, os.SEEK_END)
@@ -65,13 +65,14 @@ class WorkerLog:
         if self._path is None:
             return ""
         try:
+            check_log(self._path)
             with open(self._path, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 start = self._start if self._start <= size else 0  # someone has emptied it, such as logrotate
                 begin = max(start, size - _TAIL_NBYTES)
                 file.seek(begin)
                 lines = file.read(_TAIL_NBYTES).decode(errors="replace").splitlines()
-        except OSError:  # someone has deleted or moved it
+        except OSError:  # someone has deleted, moved or replaced it
             return ""
         if begin > start and len(lines) > 1:
             del lines[0]  # a part of a line

@@ -13,6 +13,9 @@ import ray
 from ray._private.state import state as global_state
 from ray.exceptions import RayError
 
+from marl_parallel.core.files import read_file
+from marl_parallel.core.reports import escaped, logger
+
 __doctest_requires__ = ["ray"]
 
 SLOT = "marl_parallel_worker"
@@ -97,9 +100,21 @@ def _announced() -> str | None:
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     file = Path(folder, "ray", "ray_current_cluster")
     try:
-        address = file.read_text().strip()
+        if not file.is_file():
+            return None
+        content, owner = read_file(file)
+        address = content.decode(errors="replace").strip()
+        if owner:
+            logger.warning(
+                "%s names the Ray cluster at %s, which is not used, since the file belongs to %s: the cluster could "
+                "run code in this program. If you trust it, pass RayBackend(address=), or set RAY_ADDRESS",
+                file,
+                escaped(address),
+                owner,
+            )
+            return None
         _check_reachable(address)
-    except OSError:  # there is no file, or its cluster is gone
+    except OSError:  # the cluster is gone
         return None
     return address or None
 

@@ -332,18 +332,24 @@ def replay(
             help="Replay a worker's death in this process instead of a child, for example under gdb; --pdb implies it.",
         ),
     ] = False,
+    assume_yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask before code of a file runs that belongs to another user.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Repeat a failure of one environment in this process, from FILE, which ParallelEnv(replay=N) has written.
 
     If the failure was the death of a worker process, a child process replays it, and its death is reported.
 
-    FILE runs code of whoever wrote it: open only files of people you trust. The exit code is 0 if it failed again at
+    FILE runs code of whoever wrote it: open only files of people you trust. If another user owns FILE, the command asks
+    before it runs anything, or needs --yes without a terminal. The exit code is 0 if it failed again at
     the same step; 1 if at another step or not at all; 2 if FILE cannot be used here; 3 if FILE lacks the first steps
     or if call() failed.
 
     [bold]Example[/bold]:  marl-parallel replay marl_parallel-replays/env-3-20260131-120000-4711-0.replay --pdb
     """
     with short_errors(debug, replaying.Outcome.UNUSABLE):
-        outcome = replaying.replay(file, debugger=debugger, until=until, timeout=timeout, in_process=in_process)
+        outcome = replaying.replay(
+            file, debugger=debugger, until=until, timeout=timeout, in_process=in_process, assume_yes=assume_yes
+        )
     raise typer.Exit(int(outcome))

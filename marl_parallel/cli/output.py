@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from marl_parallel.cli.target import CommandError
+from marl_parallel.core.files import replaced_file
 
 
 def check_writable(*paths: Path | None) -> None:
@@ -30,7 +31,8 @@ def deliver(values: dict[str, Any], as_json: bool, output: Path | None) -> None:
         typer.echo(text)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text + "\n")
+        with replaced_file(output) as file:
+            file.write(text + "\n")
         report_written(output)
 
 

@@ -22,6 +22,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import typer
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import MultiAgentEnv, Schema, adapt
@@ -34,8 +35,8 @@ from marl_parallel.core.generators import seed_generators, seeding_new_torch
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dump_leftovers, install_registrations, loads
 from marl_parallel.core.records import TransitionRecords
-from marl_parallel.core.replay_file import BadReplay, Crash, read_crash
-from marl_parallel.core.reports import manner_of_death
+from marl_parallel.core.replay_file import BadReplay, Crash, read_crash_and_owner
+from marl_parallel.core.reports import escaped, manner_of_death
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -54,10 +55,15 @@ class Outcome(IntEnum):
     INTERRUPTED = 130  # by Ctrl-C
 
 
-def replay(path: Path, *, debugger: bool, until: int | None, timeout: float | None, in_process: bool) -> Outcome:
-    """Repeat the failure in a file, and print how it ends; `CommandError` if the file cannot be replayed here."""
+def replay(
+    path: Path, *, debugger: bool, until: int | None, timeout: float | None, in_process: bool, assume_yes: bool = False
+) -> Outcome:
+    """Repeat the failure in a file, and print how it ends; `CommandError` if the file cannot be replayed here.
+
+    If another user owns the file, ask before anything in it runs, unless `assume_yes`.
+    """
     try:
-        crash = read_crash(path)
+        crash, owner = read_crash_and_owner(path)
     except BadReplay as error:
         raise CommandError(str(error), "docs/faults.md says how these files are written") from error
     print(_summary(crash))
@@ -70,9 +76,27 @@ def replay(path: Path, *, debugger: bool, until: int | None, timeout: float | No
             f"pass replay={crash.step} or more to ParallelEnv, and run until it fails again",
         )
     print("warning: this runs code of whoever wrote the file; open only files of people you trust", flush=True)
+    if owner and not assume_yes:
+        _ask(path, owner)
     if crash.error == "WorkerCrashed" and not (debugger or in_process):
-        return _in_child(path, crash, until, timeout)
+        return _in_child(crash, until, timeout)
     return _here(_Run(crash, debugger, until, timeout))
+
+
+def _ask(path: Path, owner: str) -> None:
+    """Ask whether to run the code of a file that another user owns; `CommandError` if the answer is not yes."""
+    belongs = f"{path} belongs to {owner}, not to you"
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise CommandError(
+            f"{belongs}, and there is no terminal to ask whether you trust its code",
+            "if you trust it, pass --yes; if not, delete the file",
+        )
+    try:
+        trusts = typer.confirm(f"{belongs}. Run its code?")
+    except typer.Abort:
+        trusts = False
+    if not trusts:
+        raise CommandError(f"{belongs}, and was not replayed", "if you do not trust its code, delete the file")
 
 
 def _here(run: _Run) -> Outcome:
@@ -86,11 +110,11 @@ def _here(run: _Run) -> Outcome:
     return outcome
 
 
-def _in_child(path: Path, crash: Crash, until: int | None, timeout: float | None) -> Outcome:
-    """Replay in a child process, and report its death."""
+def _in_child(crash: Crash, until: int | None, timeout: float | None) -> Outcome:
+    """Replay in a child process, and report its death; another user may have replaced the file meanwhile."""
     spawning = multiprocessing.get_context("spawn")
     progress = spawning.RawValue("q", _NOT_BEGUN)
-    child = spawning.Process(target=_child, args=(path, until, timeout, progress))
+    child = spawning.Process(target=_child, args=(crash, until, timeout, progress))
     child.start()
     try:
         child.join()
@@ -112,9 +136,9 @@ def _in_child(path: Path, crash: Crash, until: int | None, timeout: float | None
     return _compared(how, progress.value, crash)
 
 
-def _child(path: Path, until: int | None, timeout: float | None, progress: Any) -> None:
+def _child(crash: Crash, until: int | None, timeout: float | None, progress: Any) -> None:
     """The main function of the child process; `progress` has the step that runs, then the outcome."""
-    run = _Run(read_crash(path), False, until, timeout, progress)
+    run = _Run(crash, False, until, timeout, progress)
     with short_errors(False, Outcome.UNUSABLE):
         outcome = _here(run)
     sys.exit(outcome)
@@ -153,7 +177,7 @@ def _summary(crash: Crash) -> str:
     ]
     if crash.number and not (crash.takes_seed or crash.isolate_rng):
         lines.append("note: its reset takes no seed, and this was not its first episode: the replay may differ")
-    return "\n".join(lines)
+    return "\n".join(map(escaped, lines))
 
 
 def _what_failed(crash: Crash) -> str:
@@ -272,10 +296,12 @@ class _Run:
             constructor, adapter = loads(crash.constructor), loads(crash.adapter)
             actions, options = loads(crash.actions), loads(crash.options)
         except ModuleNotFoundError as error:
-            where = f"start from {crash.folder}, with the packages that wrote it" if crash.folder else "install it"
+            where = (
+                f"start from {escaped(crash.folder)}, with the packages that wrote it" if crash.folder else "install it"
+            )
             raise CommandError(f"the file needs the module {error.name!r}, which is not found here", where) from error
         except Exception as error:
-            written, here = crash.versions["Python"], sys.version.split()[0]
+            written, here = escaped(crash.versions.get("Python", "")), sys.version.split()[0]
             hint = f"it was written with Python {written}, this is {here}; {_HINT}"
             raise CommandError(f"the file cannot be unpickled here: {in_brief(error)}", hint) from error
         keywords = {"seed": crash.constructor_seed, "env_id": crash.env_id, "restarts": crash.restarts}

@@ -30,6 +30,7 @@ from marl_parallel import __version__
 from marl_parallel.cli import measure
 from marl_parallel.cli.measure import ASYNC, LOOP, STEP, Measurement, Trial, in_size, spread
 from marl_parallel.core.backend import usable_cpus
+from marl_parallel.core.files import replaced_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -296,7 +297,8 @@ def _doubts(best: Trial, in_turns: Mapping[str, Sequence[float]], machine: Mappi
 def write_json(report: Any, path: Path) -> None:
     """Save all fields of a dataclass, such as a `Report`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asdict(report), indent=2) + "\n")
+    with replaced_file(path) as file:
+        file.write(json.dumps(asdict(report), indent=2) + "\n")
 
 
 def read_json(path: Path) -> Report:
@@ -314,7 +316,7 @@ def write_rows(results: Sequence[Any], path: Path) -> None:
     """Save one line for each dataclass, all of one class, without its `rounds`."""
     names = [field.name for field in fields(results[0]) if field.name != "rounds"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    with replaced_file(path, newline="") as file:
         writer = csv.writer(file)
         writer.writerow(names)
         for one in results:
@@ -335,7 +337,8 @@ def save_plot(report: Report, path: Path) -> None:
     figure.supylabel(PLOT_LABEL, fontsize=9)
     figure.supxlabel(in_one_line(report.machine), x=0.995, ha="right", fontsize=5, color=GREY)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    with replaced_file(path, "wb") as file:
+        figure.savefig(file, dpi=150, format=path.suffix.lower().removeprefix("."))
 
 
 def draw(panel: Axes, measurements: Sequence[Measurement], cpus: int) -> None:

@@ -7,11 +7,13 @@ actions. `pool/replay.py` writes them, `cli/replay.py` repeats them.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from marl_parallel.core.files import check_private, make_folder, read_file, replaced_file
+from marl_parallel.core.reports import escaped
 
 FOLDER = "marl_parallel-replays"
 """The default folder, inside the current folder."""
@@ -59,6 +61,16 @@ class Crash:
 
 
 _PICKLED = [one.name for one in fields(Crash) if one.type == "bytes"]
+_TYPES = {"int": int, "str": str, "bool": bool, "bytes": bytes, "dict[str, str]": dict, "list[str]": list}
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder of files if it is missing; `OSError` if that fails, or if another user may replace files there.
+
+    An error tells its reader to open such a file, which runs code.
+    """
+    make_folder(folder, 0o700)
+    check_private(folder)
 
 
 def write_crash(crash: Crash, path: Path) -> None:
@@ -70,27 +82,31 @@ def write_crash(crash: Crash, path: Path) -> None:
     for part in pickled.values():
         checksum = zlib.crc32(part, checksum)
     header["crc32"] = checksum
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(b"%s%d\n%s\n" % (_MAGIC, VERSION, json.dumps(header).encode()))
-            file.writelines(pickled.values())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    make_private(path.parent)
+    with replaced_file(path, "wb", 0o600) as file:
+        file.write(b"%s%d\n%s\n" % (_MAGIC, VERSION, json.dumps(header).encode()))
+        file.writelines(pickled.values())
 
 
 def read_crash(path: Path) -> Crash:
     """Read a file without unpickling anything; `BadReplay` if it is not a whole replay file of this version."""
+    return read_crash_and_owner(path)[0]
+
+
+def read_crash_and_owner(path: Path) -> tuple[Crash, str]:
+    """`read_crash`, and the name of the user who owns the file; "" for this user and root."""
     try:
-        content = path.read_bytes()
+        content, owner = read_file(path)
     except OSError as error:
         raise BadReplay(f"{path} cannot be read: {error.strerror or error}") from error
+    return _parsed(content, path), owner
+
+
+def _parsed(content: bytes, path: Path) -> Crash:
     if not content.startswith(_MAGIC):
         raise BadReplay(f"{path} is not a replay file: ParallelEnv(replay=...) writes replay files, named env-*.replay")
     first, _, rest = content.partition(b"\n")
-    written_as = first.removeprefix(_MAGIC).decode(errors="replace")
+    written_as = escaped(first.removeprefix(_MAGIC).decode(errors="replace")[:20])
     if written_as != str(VERSION):
         raise BadReplay(
             f"{path} has version {written_as} of this format, but this marl_parallel reads version {VERSION}: use the "
@@ -108,8 +124,17 @@ def read_crash(path: Path) -> Crash:
         crash = Crash(**header, **parts)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadReplay(truncated) from error
-    if at != len(body):
+    if at != len(body) or not _is_well_typed(crash):
         raise BadReplay(truncated)
     if zlib.crc32(body) != checksum:
         raise BadReplay(f"{path} is damaged: its checksum differs from the one that was written with it")
     return crash
+
+
+def _is_well_typed(crash: Crash) -> bool:
+    """Whether all values have the types that `write_crash` writes: the file may be made by hand."""
+    texts = [*crash.versions, *crash.versions.values()] if type(crash.versions) is dict else []
+    texts += crash.sys_path if type(crash.sys_path) is list else []
+    return all(type(getattr(crash, one.name)) is _TYPES[str(one.type)] for one in fields(crash)) and all(
+        type(text) is str for text in texts
+    )

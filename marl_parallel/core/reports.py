@@ -177,6 +177,16 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
+def escaped(text: str) -> str:
+    r"""A line of text with an escape in place of each character that a terminal obeys instead of showing it.
+
+    Example:
+        >>> print(escaped("\x1b[2Jçà"))
+        \x1b[2Jçà
+    """
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def environments(env_ids: Sequence[int]) -> str:
     """Neighbouring env ids in words, such as "environments 0 to 3"."""
     return f"environment {env_ids[0]}" if len(env_ids) == 1 else f"environments {env_ids[0]} to {env_ids[-1]}"

@@ -22,6 +22,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from marl_parallel.core.files import replaced_file
 from marl_parallel.core.forks import end_returning_copy
 from marl_parallel.types import StepTimes, WorkerStats
 
@@ -364,19 +365,8 @@ class Tracer:
         """Write the file, whole or not at all; `OSError` if it cannot be written."""
         for name, began, ended in self._parent_slices:
             self._add_slice(0, name, "your program", began, ended)
-        target = self.path.resolve()
-        special = self.path.exists() and not self.path.is_file()  # such as a pipe
-        file = target.with_name(f".{target.name}-{os.getpid()}")
-        if special or not os.access(target.parent, os.W_OK):
-            file = target
-        try:
-            with file.open("w") as stream:
-                json.dump({"traceEvents": self._events, "displayTimeUnit": "ms"}, stream)
-            if file is not target:
-                file.replace(target)
-        finally:
-            if file is not target:
-                file.unlink(missing_ok=True)
+        with replaced_file(self.path) as file:
+            json.dump({"traceEvents": self._events, "displayTimeUnit": "ms"}, file)
 
     def _add_slice(self, lane: int, name: str, category: str, began: float, ended: float, **arguments: Any) -> None:
         begin, length = self._microseconds(began), round(1e6 * (ended - began), 3)
