@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from helpers import ROOT, TESTS
+from helpers.files import give_away, has_owners
 from helpers.launching import linux_only
 from helpers.leaks import HeldResources
 from helpers.processes import wait_for
@@ -232,6 +233,83 @@ def test_folder_without_permission(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     with pytest.raises(ValueError, match="cannot write"):
         ParallelEnv([Talking], log_dir=tmp_path)
+
+
+@pytest.fixture
+def victim(tmp_path) -> Path:
+    path = tmp_path / "victim"
+    path.write_text("mine\n")
+    return path
+
+
+@has_owners
+@pytest.mark.parametrize("backend", ["process", "hybrid", "serial", "auto"])
+def test_log_that_is_a_link_of_another_user_is_refused(backend, tmp_path, victim, monkeypatch):
+    log = tmp_path / "logs" / "worker-0.log"
+    log.parent.mkdir()
+    log.symlink_to(victim)
+    give_away(log, monkeypatch)
+    with pytest.raises(
+        ValueError, match=r"log_dir=.*worker-0\.log is a link of the user .*; remove it, or pass another"
+    ):
+        ParallelEnv([Talking] * 2, backend=backend, log_dir=log.parent)
+    assert victim.read_text() == "mine\n"
+
+
+@has_owners
+def test_log_of_another_user_in_a_shared_folder_is_refused(tmp_path, monkeypatch):
+    """In a folder like /tmp, as that user could read what workers print; in a folder of a team, both append to it."""
+    log = tmp_path / "logs" / "worker-0.log"
+    log.parent.mkdir()
+    log.touch(0o666)
+    give_away(log, monkeypatch)
+    log.parent.chmod(0o1777)
+    with pytest.raises(ValueError, match=r"worker-0\.log is a file of the user .*; remove it, or pass another folder"):
+        ParallelEnv([Talking] * 2, log_dir=log.parent)
+    log.parent.chmod(0o775)
+    with talking(log_dir=log.parent):
+        pass
+    assert len(headers(log)) == 1
+
+
+@has_owners
+def test_folder_behind_a_link_of_another_user_is_refused(tmp_path, monkeypatch):
+    """In a folder where every user may put it."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    link = tmp_path / "shared" / "link"
+    link.symlink_to(tmp_path / "own")
+    give_away(link, monkeypatch)
+    for folder in (link, link / "below"):
+        with pytest.raises(ValueError, match=r"log_dir=.*link is a link of the user .*; pass a folder of your own"):
+            ParallelEnv([Talking] * 2, log_dir=folder)
+    assert [*(tmp_path / "own").iterdir()] == []
+
+
+@has_owners
+def test_link_that_another_user_puts_there_during_a_run(start_method, tmp_path, victim, monkeypatch, caplog):
+    """The next worker has no log, and no error quotes what the link leads to."""
+    log = tmp_path / "logs" / "worker-0.log"
+    with talking(log_dir=log.parent, on_error="restart", **arguments(start_method)) as env:
+        log.unlink()
+        log.symlink_to(victim)
+        give_away(log, monkeypatch)
+        assert "The end of its log" not in break_in_step(env, 0, exits)["error"]
+        assert "worker 0 (env 0-1) has no log file" in caplog.text
+        assert "worker-0.log is a link of the user" in caplog.text
+        env.call("say", "hello", env_ids=[0])
+    assert victim.read_text() == "mine\n"
+
+
+def test_own_link_is_followed(start_method, tmp_path):
+    """To a file on another disk, say."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-0.log").symlink_to(tmp_path / "far.log")
+    (tmp_path / "far.log").touch()
+    with talking(log_dir=tmp_path / "logs", on_error="restart", **arguments(start_method)) as env:
+        assert quoted(break_in_step(env, 0, exits)["error"], tmp_path / "logs" / "worker-0.log") == ["about to exit"]
+    assert len(headers(tmp_path / "far.log")) == 2
 
 
 # -- other backends and states of the program --------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import os
 import random
 import re
 import sys
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from helpers.files import give_away, has_owners
 from helpers.setups import BACKEND_SETUPS, TWO_WORKERS, Setup, rest
 from pettingzoo.utils import parallel_to_aec
 from simulators.counting import ACTIONS, Counting
@@ -366,6 +368,78 @@ def test_file_that_cannot_be_written(build, tmp_path, caplog):
         env.step([ACTIONS] * 2)
     assert "marl-parallel replay" not in str(caught.value)
     assert "no replay of environment 1 could be written" in caplog.text
+
+
+def foreign_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder.mkdir()
+    give_away(folder, monkeypatch)
+    return "the user with the number .* owns"
+
+
+def foreign_sticky_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder.mkdir()
+    folder.chmod(0o1777)
+    give_away(folder, monkeypatch)
+    return "the user with the number .* owns"
+
+
+def folder_of_everybody(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    folder.mkdir()
+    folder.chmod(0o777)
+    return "every user may replace files"
+
+
+def foreign_link(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """To a folder of this user, in a place like /tmp."""
+    (folder.parent / "own").mkdir()
+    folder.parent.chmod(0o1777)
+    folder.symlink_to("own")
+    give_away(folder, monkeypatch)
+    return "is a link of the user with the number"
+
+
+TRAPS = [foreign_folder, foreign_sticky_folder, folder_of_everybody, foreign_link]
+
+
+@has_owners
+@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("name", [None, "chosen"])
+@pytest.mark.parametrize("backend", ["process", "serial", "thread", "hybrid"])
+def test_folder_in_which_others_can_replace_files_is_refused(trap, name, backend, tmp_path, monkeypatch):
+    """The error of a fault tells its reader to open a file there. The default folder is inside the current one."""
+    monkeypatch.chdir(tmp_path)
+    text = trap(tmp_path / (name or "marl_parallel-replays"), monkeypatch)
+    with pytest.raises(ValueError, match=f"replay_dir='{name or 'marl_parallel-replays'}': .*{text}.*of your own"):
+        ParallelEnv([Counting] * 2, backend=backend, replay=5, replay_dir=name)
+
+
+@has_owners
+@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("setup", [Setup("serial", True, 2), APART], ids=str)
+def test_folder_that_is_replaced_during_a_run_gets_no_files(trap, setup, build, tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "folder"
+    constructors = [crashing(Counting, {(1, 0): Fate("raise")})] * 2
+    env = build(constructors, setup, on_error="restart", replay=4, replay_dir=folder)
+    env.reset()
+    folder.rmdir()
+    text = trap(folder, monkeypatch)
+    assert "Replay it" not in env.step([ACTIONS] * 2)[4][1]["__common__"]["error"]
+    assert re.search(f"no replay of environment 1 could be written to .*{text}", caplog.text)
+    assert not [*tmp_path.rglob("*.replay")]
+
+
+@has_owners
+def test_only_this_user_can_read_the_files(build, tmp_path):
+    mask = os.umask(0)
+    try:
+        env = build([crashing(Counting, {(0, 0): Fate("raise")})], APART, replay=4, replay_dir=tmp_path / "folder")
+        env.reset()
+        with pytest.raises(EnvError) as caught:
+            env.step([ACTIONS])
+    finally:
+        os.umask(mask)
+    path = file_of(str(caught.value))
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
 def test_default_folder(build, tmp_path, monkeypatch):

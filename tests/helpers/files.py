@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from marl_parallel.core import files
+
+has_owners = pytest.mark.skipif(sys.platform == "win32", reason="files have no owners of this kind")
 
 OTHER = 54321
 """The number of a user who does not exist."""

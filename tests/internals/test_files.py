@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.files import OTHER, give_away
+from helpers.files import OTHER, give_away, has_owners
 
 from marl_parallel.core.files import (
     ForeignFile,
@@ -20,10 +19,7 @@ from marl_parallel.core.files import (
     replaced_file,
 )
 
-pytestmark = [
-    pytest.mark.release_independent,
-    pytest.mark.skipif(sys.platform == "win32", reason="files have no owners of this kind"),
-]
+pytestmark = [pytest.mark.release_independent, has_owners]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium import spaces
+from helpers.files import give_away, has_owners
 from helpers.processes import gone
 from mpe2 import simple_spread_v3
 from PIL import Image
@@ -285,6 +287,21 @@ def test_frame_rate_of_a_gif(tmp_path):
     with Image.open(tmp_path / "lamp.gif") as video:
         lengths = [video.seek(index) or video.info["duration"] for index in range(video.n_frames)]
     assert sum(lengths) == 1000
+
+
+@has_owners
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_links_of_other_users_are_not_followed(suffix, tmp_path, monkeypatch):
+    victim, path = tmp_path / "victim", tmp_path / f"run{suffix}"
+    victim.write_text("mine")
+    for name in (path.name, f".{path.name}", f".run-{os.getpid()}{suffix}"):
+        (tmp_path / name).symlink_to(victim)
+        give_away(tmp_path / name, monkeypatch)
+    with lamps() as env:
+        record_video(env, path, 2)
+    assert victim.read_text() == "mine"
+    assert not path.is_symlink()
+    assert path.stat().st_size > 100
 
 
 def test_path_is_a_folder(tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError
+from helpers.files import give_away, has_owners
 from helpers.processes import gone
 from simulators.failing import Fragile, hard_exit
 
@@ -266,6 +267,47 @@ def test_trace_file_is_written_atomically(tmp_path, monkeypatch):
 def _write_half(_: Any, file: Any) -> None:
     file.write("{")
     raise OSError("no space left")
+
+
+@has_owners
+@pytest.mark.parametrize("backend", ["process", "serial", "thread", "hybrid"])
+def test_trace_does_not_follow_links_of_other_users(backend, tmp_path, monkeypatch, caplog):
+    """Not at the path, whether the link is there from the start or appears in the run; and not beside it."""
+    victim, file = tmp_path / "victim", tmp_path / "run.json"
+    victim.write_text("mine")
+    for name in (".run.json", f".run.json-{os.getpid()}"):  # where it might be written first
+        (tmp_path / name).symlink_to(victim)
+        give_away(tmp_path / name, monkeypatch)
+    with ParallelEnv(fragile(tmp_path), num_workers=2, backend=backend, trace=file) as env:
+        env.reset()
+    assert slices(file, 1)
+    file.unlink()
+    with caplog.at_level(logging.WARNING), ParallelEnv(fragile(tmp_path), backend=backend, trace=file):
+        file.symlink_to(victim)
+        give_away(file, monkeypatch)
+    assert "the trace could not be written" in caplog.text
+    assert "run.json is a link of the user with the number" in caplog.text
+    with pytest.raises(ValueError, match=r"cannot write a file there: .*run\.json is a link of"):
+        ParallelEnv(fragile(tmp_path), backend=backend, trace=file)
+    with ParallelEnv(fragile(tmp_path), backend=backend) as env, pytest.raises(ValueError, match="is a link of"):
+        env.start_trace(file)
+    assert victim.read_text() == "mine"
+
+
+@has_owners
+def test_second_trace_at_the_same_path(tmp_path):
+    """It replaces the first one, and does not keep permissions that somebody has given to that."""
+    file = tmp_path / "run.json"
+    mask = os.umask(0o027)
+    try:
+        for mode in (0o666, 0o600):
+            with ParallelEnv(fragile(tmp_path), backend="serial", trace=file) as env:
+                env.reset()
+            assert slices(file, 1)
+            assert file.stat().st_mode & 0o777 == 0o640
+            file.chmod(mode)
+    finally:
+        os.umask(mask)
 
 
 @pytest.mark.parametrize("traced_first", [True, False])
