@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from marl_parallel.cli.target import CommandError
-from marl_parallel.core.files import replaced_file
+from marl_parallel.core.files import ForeignFile, check_replaceable, replaced_file
 
 
 def check_writable(*paths: Path | None) -> None:
@@ -19,6 +19,10 @@ def check_writable(*paths: Path | None) -> None:
             continue
         if path.is_dir():
             raise CommandError(f"{path} is a directory", "name a file")
+        try:
+            check_replaceable(path)
+        except ForeignFile as error:
+            raise CommandError(str(error), "name another file, in a folder of your own") from error
         above = next(folder for folder in path.absolute().parents if folder.exists())  # the others will be created
         if not above.is_dir():
             raise CommandError(f"{path}: {above} is not a directory", "name a file in a directory")

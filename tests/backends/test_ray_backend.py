@@ -22,6 +22,7 @@ import ray
 from gymnasium.vector import AutoresetMode
 from helpers.batches import grouped_actions, same
 from helpers.comparison import assert_same
+from helpers.files import give_away, has_owners
 from helpers.processes import gone, wait_for
 from helpers.ray_clusters import CPUS_EACH, NODES, RayClusters
 from helpers.reference import Reference
@@ -267,6 +268,32 @@ def test_stale_address_file(ray_clusters, monkeypatch, tmp_path):
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1\n")
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert ray_cluster._announced() is None
+
+
+@has_owners
+@pytest.mark.parametrize("listens", [True, False])
+def test_address_file_of_another_user(listens, ray_clusters, monkeypatch, tmp_path, caplog):
+    """Its cluster is not used, since everybody can make that file in /tmp, and a cluster runs code in its programs."""
+    ray_clusters.shut_down()
+    (tmp_path / "ray").mkdir()
+    file = tmp_path / "ray" / "ray_current_cluster"
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1] if listens else 1}"
+        file.write_text(f"{address}\n")
+        assert ray_cluster._announced() == (address if listens else None)
+        give_away(file, monkeypatch)
+        assert ray_cluster._announced() is None
+        (warning,) = caplog.messages
+        assert f"names the Ray cluster at {address}, which is not used, since the file belongs to the user" in warning
+        with pytest.raises(ConnectionError, match="no Ray cluster runs on this machine"):
+            ray_cluster.connect("auto")
+        file.write_text("\x1b[2J")
+        assert ray_cluster._announced() is None
+        assert "\x1b" not in caplog.text
+    file.unlink()
+    os.mkfifo(file)
     assert ray_cluster._announced() is None
 
 

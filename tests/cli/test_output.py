@@ -7,9 +7,18 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
+from helpers.files import give_away, has_owners
 from helpers.setups import rest
+
+from marl_parallel.cli import measure
+from marl_parallel.cli import report as reporting
+from marl_parallel.cli.output import check_writable, deliver
+from marl_parallel.cli.report import Report
+from marl_parallel.cli.target import CommandError
 
 pytestmark = pytest.mark.release_independent
 
@@ -138,3 +147,61 @@ def test_help_for_a_reader_that_has_ended():
     done = subprocess.run([sys.executable, "-m", "marl_parallel", "--help"], stdout=write, stderr=subprocess.PIPE)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def report() -> Report:
+    """One with a text in place of each number."""
+    measured = [measure.Measurement(*["x"] * len(fields(measure.Measurement)))]
+    return Report({"cpus": 2}, {}, measured)
+
+
+@has_owners
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: deliver({"a": 1}, False, path),
+        lambda path: reporting.write_json(report(), path),
+        lambda path: reporting.write_csv(report(), path),
+    ],
+    ids=["deliver", "write_json", "write_csv"],
+)
+def test_links_of_other_users_are_not_followed(write, tmp_path, monkeypatch):
+    """A link of this user is, and so is /dev/null written to."""
+    victim, path = tmp_path / "victim", tmp_path / "out"
+    victim.write_text("mine")
+    path.symlink_to(victim)
+    write(path)
+    assert victim.read_text() != "mine"
+    assert path.is_symlink()
+    victim.write_text("mine")
+    give_away(path, monkeypatch)
+    with pytest.raises(PermissionError, match="out is a link of the user"):
+        write(path)
+    assert victim.read_text() == "mine"
+    write(Path(os.devnull))
+
+
+@has_owners
+def test_plot_does_not_follow_links_of_other_users(tmp_path, monkeypatch):
+    victim, path = tmp_path / "victim", tmp_path / "out.png"
+    victim.write_text("mine")
+    path.symlink_to(victim)
+    give_away(path, monkeypatch)
+    monkeypatch.setattr(reporting, "draw", lambda panel, *more: panel.plot([1, 2], label="line"))
+    monkeypatch.setattr(Report, "tables", lambda self: [self.measurements])
+    monkeypatch.setattr(reporting, "in_one_line", lambda machine: "here")
+    with pytest.raises(PermissionError, match="is a link of the user"):
+        reporting.save_plot(report(), path)
+    assert victim.read_text() == "mine"
+    for name in ("out.svg", "out.PNG", "out.pdf"):
+        reporting.save_plot(report(), tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 1000
+
+
+@has_owners
+def test_commands_refuse_links_of_other_users(tmp_path, monkeypatch):
+    """Before it does its work."""
+    (tmp_path / "out.json").symlink_to(tmp_path / "victim")
+    give_away(tmp_path / "out.json", monkeypatch)
+    with pytest.raises(CommandError, match=r"out\.json is a link of the user"):
+        check_writable(tmp_path / "out.json")

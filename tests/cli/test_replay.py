@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import io
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 from helpers import ROOT
+from helpers.files import OTHER, give_away, has_owners
 from helpers.setups import rest
 from simulators.counting import ACTIONS, Counting
 from simulators.crashing import Fate, crashing
@@ -27,6 +29,9 @@ from typer.testing import CliRunner
 
 from marl_parallel import ParallelEnv, ParallelEnvError
 from marl_parallel.cli.app import app
+from marl_parallel.cli.replay import Outcome
+from marl_parallel.cli.replay import replay as replay_file
+from marl_parallel.cli.target import CommandError
 from marl_parallel.core.replay_file import read_crash, write_crash
 
 pytestmark = pytest.mark.release_independent
@@ -216,15 +221,24 @@ def test_debugger(raised):
     assert done.stdout.splitlines()[-1].startswith("what to do next: fix the simulator, then run this command again")
 
 
-def test_nothing_is_unpickled_before_the_warning(raised, tmp_path):
+class RunsCode:
+    """What another user may have pickled: it makes a folder when it is unpickled."""
+
+    def __init__(self, noted: Path) -> None:
+        self.noted = str(noted)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.noted,)
+
+
+@pytest.fixture
+def noted(tmp_path) -> Path:
+    return tmp_path / "noted"
+
+
+def test_nothing_is_unpickled_before_the_warning(raised, noted):
     """A file of somebody else's runs code, but not before the warning."""
-    noted = tmp_path / "noted"
-
-    class Malicious:
-        def __reduce__(self):
-            return os.mkdir, (str(noted),)
-
-    crash = replace(read_crash(raised), constructor=pickle.dumps(Malicious()))
+    crash = replace(read_crash(raised), constructor=pickle.dumps(RunsCode(noted)))
     write_crash(crash, raised)
     assert read_crash(raised) == crash
     assert not noted.exists()
@@ -232,6 +246,143 @@ def test_nothing_is_unpickled_before_the_warning(raised, tmp_path):
     assert noted.exists()  # which is what the warning is about
     assert "open only files of people you trust" in done.stdout
     assert done.returncode == 2
+
+
+# -- files of other users ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["constructor", "adapter", "registrations", "options", "actions"])
+def foreign(request, raised, noted, monkeypatch) -> Path:
+    """A file of another user that runs code wherever pickles are."""
+    write_crash(replace(read_crash(raised), **{request.param: pickle.dumps(RunsCode(noted))}), raised)
+    give_away(raised, monkeypatch)
+    return raised
+
+
+class Terminal(io.StringIO):
+    """The standard input of a program in a terminal, with what is typed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run_here(path: Path, **how: Any) -> Outcome:
+    return replay_file(path, **{"debugger": False, "until": None, "timeout": None, "in_process": False, **how})
+
+
+@has_owners
+def test_foreign_file_without_a_terminal(foreign, noted, replay):
+    """Such as in a script: nothing of it runs without --yes."""
+    done = replay(foreign)
+    assert done.exit_code == Outcome.UNUSABLE
+    assert f"belongs to the user with the number {OTHER}, not to you, and there is no terminal to ask" in done.stderr
+    assert "hint: if you trust it, pass --yes" in done.stderr
+    assert not noted.exists()
+    replay(foreign, "--yes")
+    assert noted.exists()
+
+
+@has_owners
+@pytest.mark.parametrize("stdin", [None, io.StringIO("y\n")])
+def test_foreign_file_with_a_stdin_that_is_no_terminal(stdin, foreign, noted, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(CommandError, match="no terminal"):
+        run_here(foreign)
+    assert not noted.exists()
+
+
+@has_owners
+@pytest.mark.parametrize("answer", ["n\n", "\n", "", "no\n"])
+def test_foreign_file_that_is_not_trusted(answer, foreign, noted, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    with pytest.raises(CommandError, match="was not replayed"):
+        run_here(foreign)
+    assert not noted.exists()
+    assert "not to you. Run its code? [y/N]" in capsys.readouterr().out
+
+
+@has_owners
+@pytest.mark.parametrize("how", [{"stdin": "y\n"}, {"assume_yes": True}, {"own": True}])
+def test_trusted_files_are_replayed(how, raised, monkeypatch):
+    if not how.pop("own", False):
+        give_away(raised, monkeypatch)
+    monkeypatch.setattr(sys, "stdin", Terminal(how.pop("stdin", "")))
+    assert run_here(raised, **how) is Outcome.SAME_STEP
+
+
+@has_owners
+def test_file_that_is_replaced_while_the_command_asks(tmp_path, noted, monkeypatch):
+    """The child process does not read it again."""
+    path = fail(tmp_path, Fate("os._exit", "step", 2))
+    give_away(path, monkeypatch)
+
+    class Swapping(Terminal):
+        def readline(self, *args: Any) -> str:
+            write_crash(replace(read_crash(path), constructor=pickle.dumps(RunsCode(noted))), path)
+            return super().readline(*args)
+
+    monkeypatch.setattr(sys, "stdin", Swapping("y\n"))
+    assert run_here(path) is Outcome.SAME_STEP
+    assert not noted.exists()
+
+
+CLEAR = "\x1b[2J\x1b]0;title\x07\r\u202e\x9b31m\ud800"
+
+
+@pytest.mark.parametrize("name", ["error", "method", "mode", "report", "written"])
+def test_texts_of_a_file_cannot_control_the_terminal(name, raised, replay):
+    write_crash(replace(read_crash(raised), **{name: f"red{CLEAR}\nenvironment 7: fine"}), raised)
+    done = replay(raised, "--until", "0")
+    shown = done.stdout.partition("warning:")[0]
+    assert all(one.isprintable() or one == "\n" for one in shown)
+    assert "environment 7" not in [line[: len("environment 7")] for line in shown.splitlines()]
+    assert "red" in shown or name == "method"
+
+
+def test_versions_cannot_control_the_terminal(raised, replay):
+    write_crash(replace(read_crash(raised), versions={CLEAR: CLEAR, "Python": "3\x1b[2J"}), raised)
+    assert "\x1b" not in replay(raised, "--until", "0").stdout
+    raised.write_bytes(b"marl_parallel replay \x1b[2J" + 500 * b"1" + b"\n{}\n")
+    done = replay(raised)
+    assert "\x1b" not in done.stderr
+    assert len(done.stderr) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("step", "\x1b[2J"), ("first_step", None), ("env_id", [1]), ("seed", 1.5), ("arrays", 1), ("report", ["x"]),
+        ("versions", {"Python": 3}), ("versions", []), ("sys_path", [1]), ("sys_path", "x"), ("restarts", True),
+    ],
+)  # fmt: skip
+def test_wrong_types_in_a_file(name, value, raised, replay):
+    write_crash(replace(read_crash(raised), **{name: value}), raised)
+    done = replay(raised)
+    assert done.exit_code == Outcome.UNUSABLE
+    assert "is incomplete or was changed" in done.stderr
+    assert done.stdout == ""
+
+
+@has_owners
+def test_writing_a_file_follows_no_link_and_keeps_no_permissions(raised, tmp_path, monkeypatch):
+    victim, crash = tmp_path / "victim", read_crash(raised)
+    victim.write_text("mine")
+    beside = raised.with_name(f".{raised.name}")
+    beside.symlink_to(victim)
+    give_away(beside, monkeypatch)
+    raised.chmod(0o666)
+    write_crash(crash, raised)
+    assert read_crash(raised) == crash
+    assert raised.stat().st_mode & 0o777 == 0o600
+    raised.unlink()
+    raised.symlink_to(victim)
+    give_away(raised, monkeypatch)
+    with pytest.raises(PermissionError, match="is a link of"):
+        write_crash(crash, raised)
+    assert victim.read_text() == "mine"
+
+
+# -- files that cannot be replayed -------------------------------------------------------------------------------------
 
 
 def damaged(content: bytes, how: str) -> bytes:
