@@ -174,7 +174,8 @@ class ParallelEnv:
         replay: The most steps of each environment's episode that are kept, so that a failure can be repeated: its
             error then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. None for no
             files. See `docs/faults.md`.
-        replay_dir: Folder of these files, made if it is missing; None for `marl_parallel-replays` in the current one.
+        replay_dir: Folder of these files, made if it is missing; None for `marl_parallel-replays` in the current one. A
+            folder in which other users may replace files is refused.
         isolate_rng: True for simulators that draw from `random`, `numpy.random` or torch's generator instead of a
             generator of their own: each environment gets its own states of these generators, so that results do not
             depend on the number of workers. Not with `backend="thread"`. See `docs/seeding.md`.

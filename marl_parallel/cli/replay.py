@@ -85,7 +85,7 @@ def replay(
 
 def _ask(path: Path, owner: str) -> None:
     """Ask whether to run the code of a file that another user owns; `CommandError` if the answer is not yes."""
-    belongs = f"{path} belongs to {owner}, not to you"
+    belongs = f"{escaped(str(path))} belongs to {owner}, not to you"
     if sys.stdin is None or not sys.stdin.isatty():
         raise CommandError(
             f"{belongs}, and there is no terminal to ask whether you trust its code",

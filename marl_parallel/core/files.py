@@ -80,16 +80,21 @@ def make_folder(folder: Path, permissions: int = 0o777) -> None:
         ForeignFile: Another user has put a link into the path, in a folder where every user may do so.
         OSError: The folder cannot be created.
     """
-    for part in [*reversed(folder.parents), folder]:
+    _check_folder(folder)
+    folder.mkdir(permissions, parents=True, exist_ok=True)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise `ForeignFile` if another user has put a link into the path, in a folder where every user may do so."""
+    for part in [*reversed(folder.parents), folder] if hasattr(os, "geteuid") else []:
         try:
             info = os.lstat(part)
-        except FileNotFoundError:
-            break
+        except (FileNotFoundError, NotADirectoryError):
+            return
         if stat.S_ISLNK(info.st_mode):
             parent = os.stat(part.parent)
             if _is_open_to_all(parent) and _owner(info) != _owner(parent):
                 _check_link(part, info)
-    folder.mkdir(permissions, parents=True, exist_ok=True)
 
 
 def followed(path: Path) -> Path:
@@ -115,6 +120,7 @@ def followed(path: Path) -> Path:
 
 def check_replaceable(path: Path) -> None:
     """Raise `ForeignFile` if `replaced_file` would refuse this path: another user's link, pipe or device."""
+    _check_folder(path.absolute().parent)
     if not _is_special(path):
         followed(path)
     elif owner := foreign_owner(os.stat(path)):

@@ -98,11 +98,11 @@ def read_crash_and_owner(path: Path) -> tuple[Crash, str]:
     try:
         content, owner = read_file(path)
     except OSError as error:
-        raise BadReplay(f"{path} cannot be read: {error.strerror or error}") from error
-    return _parsed(content, path), owner
+        raise BadReplay(f"{escaped(str(path))} cannot be read: {error.strerror or error}") from error
+    return _parsed(content, escaped(str(path))), owner
 
 
-def _parsed(content: bytes, path: Path) -> Crash:
+def _parsed(content: bytes, path: str) -> Crash:
     if not content.startswith(_MAGIC):
         raise BadReplay(f"{path} is not a replay file: ParallelEnv(replay=...) writes replay files, named env-*.replay")
     first, _, rest = content.partition(b"\n")

@@ -251,12 +251,16 @@ def test_nothing_is_unpickled_before_the_warning(raised, noted):
 # -- files of other users ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["constructor", "adapter", "registrations", "options", "actions"])
-def foreign(request, raised, noted, monkeypatch) -> Path:
-    """A file of another user that runs code wherever pickles are."""
-    write_crash(replace(read_crash(raised), **{request.param: pickle.dumps(RunsCode(noted))}), raised)
-    give_away(raised, monkeypatch)
-    return raised
+def taken_over(path: Path, part: str, noted: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of another user, with code in one of its pickles."""
+    write_crash(replace(read_crash(path), **{part: pickle.dumps(RunsCode(noted))}), path)
+    give_away(path, monkeypatch)
+    return path
+
+
+@pytest.fixture
+def foreign(raised, noted, monkeypatch) -> Path:
+    return taken_over(raised, "constructor", noted, monkeypatch)
 
 
 class Terminal(io.StringIO):
@@ -271,8 +275,10 @@ def run_here(path: Path, **how: Any) -> Outcome:
 
 
 @has_owners
-def test_foreign_file_without_a_terminal(foreign, noted, replay):
+@pytest.mark.parametrize("part", ["constructor", "adapter", "registrations", "options", "actions"])
+def test_foreign_file_without_a_terminal(part, raised, noted, replay, monkeypatch):
     """Such as in a script: nothing of it runs without --yes."""
+    foreign = taken_over(raised, part, noted, monkeypatch)
     done = replay(foreign)
     assert done.exit_code == Outcome.UNUSABLE
     assert f"belongs to the user with the number {OTHER}, not to you, and there is no terminal to ask" in done.stderr
@@ -346,6 +352,19 @@ def test_versions_cannot_control_the_terminal(raised, replay):
     done = replay(raised)
     assert "\x1b" not in done.stderr
     assert len(done.stderr) < 1000
+
+
+@has_owners
+def test_name_of_a_file_cannot_control_the_terminal(raised, replay, tmp_path, monkeypatch):
+    """As in `marl-parallel replay /tmp/*`."""
+    path = raised.rename(tmp_path / "\x1b[2J.replay")
+    with monkeypatch.context() as patch:
+        give_away(path, patch)
+        assert "\\x1b[2J.replay belongs to" in replay(path).stderr
+    path.write_bytes(b"{}")
+    assert "\\x1b[2J.replay is not a replay file" in replay(path).stderr
+    path.unlink()
+    assert "\\x1b[2J.replay cannot be read" in replay(path).stderr
 
 
 @pytest.mark.parametrize(

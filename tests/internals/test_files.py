@@ -276,6 +276,8 @@ def test_links_in_the_path_of_a_folder(shared, tmp_path, given_away):
     for folder in (path, path / "below", path / "far" / "below"):
         with pytest.raises(ForeignFile, match="link is a link of the user"):
             make_folder(folder)
+        with pytest.raises(ForeignFile, match="link is a link of the user"):
+            replace(folder / "file")
     assert names(tmp_path / "target") == []
     shared.chmod(0o775)
     make_folder(path / "team")
