@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 from marl_parallel.core.caller_settings import WorkerSettings, has_handlers
 from marl_parallel.core.pickling import dumps, loads
-from marl_parallel.core.reports import first_line
 from marl_parallel.core.reports import logger as own_logger
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -165,7 +164,7 @@ class RecordRings:
                 raise
             except BaseException as error:  # unpickling may raise anything, also SystemExit
                 self._unreadable += 1
-                own_logger.debug("a log record of worker %d cannot be read: %s", worker, first_line(error))
+                own_logger.debug("a log record of worker %d cannot be read: %s", worker, type(error).__name__)
 
     def deliver(self, *, warn: bool, last: bool = False) -> None:
         """Hand all records to the loggers of this process, oldest first.

@@ -29,6 +29,7 @@ from simulators.counting import ACTIONS
 from simulators.logging_envs import (
     ExitsThere,
     Logging,
+    RaisesThere,
     exits,
     is_killed,
     logs_and,
@@ -426,6 +427,7 @@ UNREADABLE = {
     "cut pickle": framed(pickle.dumps((ATTRIBUTES, {}, False))[:-9]),
     "unknown class": framed(b"cnowhere\nNothing\n."),
     "exits when it is unpickled": pickled(ExitsThere()),
+    "raises an error without a text": pickled(RaisesThere()),
     "another value": pickled(3),
     "no attributes": pickled((None, {}, False)),
     "no values": pickled((ATTRIBUTES, 5, False)),

@@ -53,6 +53,24 @@ class ExitsThere:
         return "<exits there>"
 
 
+class Unprintable(Exception):
+    """An exception whose text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raise_unprintable() -> None:
+    raise Unprintable
+
+
+class RaisesThere:
+    """A value whose unpickling raises such an exception."""
+
+    def __reduce__(self) -> Any:
+        return raise_unprintable, ()
+
+
 class Logging(Counting):
     """`log` logs; `at_step` is called in the next steps; the constructor and `close` log what they are."""
 
