@@ -6,6 +6,7 @@ import gc
 import os
 import tempfile
 import threading
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ class HeldResources(NamedTuple):
 
     @classmethod
     def now(cls) -> HeldResources:
+        resource_tracker.ensure_running()  # the first worker starts it, and it stays
         gc.collect()
         me = psutil.Process()
         return cls(
