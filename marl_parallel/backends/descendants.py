@@ -22,6 +22,10 @@ MARKER = "MARL_PARALLEL_WORKER"  # the environment variable of every worker and 
 # A process that was killed may still fork, or show its environment, while it ends: search again.
 _SWEEPS = 20
 _PAUSE_S = 0.005
+_STOPPED = ("T", "t")  # states of processes: stopped by a signal, or by a debugger
+_PF_EXITING = 4  # among the kernel's flags of a process
+
+UNKNOWN_EXITCODE = 255  # what `reap` returns for a child that someone else has reaped
 
 
 def send(pid: int, number: int) -> None:
@@ -44,8 +48,8 @@ def reap(pid: int, *, group: bool = True) -> int | None:
         if group:
             send(pid, signal.SIGKILL)  # while the number of the group still belongs to it
         os.waitpid(pid, 0)
-    except ChildProcessError:  # someone else has reaped it
-        return 255
+    except ChildProcessError:
+        return UNKNOWN_EXITCODE
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
@@ -53,10 +57,18 @@ def kill_marked(value: str) -> None:
     """Kill every process whose marker starts with `value`."""
     mark = f"{MARKER}={value}".encode()
     for _ in range(_SWEEPS):
-        killed = [pid for pid in _processes() if _kill_if_marked(pid, mark)]
+        killed = [pid for pid in _processes() if _signal_if_marked(pid, mark, signal.SIGKILL)]
         if not killed:
             return
         time.sleep(_PAUSE_S)
+
+
+def continue_marked(value: str) -> None:
+    """Continue every stopped process whose marker starts with `value`."""
+    mark = f"{MARKER}={value}".encode()
+    for pid in _processes():
+        if is_stopped(pid):
+            _signal_if_marked(pid, mark, signal.SIGCONT)
 
 
 def adopt_orphans() -> None:
@@ -142,29 +154,47 @@ def state_of(pid: int) -> str:
     return _state_and_parent(pid)[0]
 
 
-def _state_and_parent(pid: int) -> tuple[str, int]:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, parent = file.read().rpartition(b")")[2].split()[:2]
-    except OSError:
-        return "", -1
-    return state.decode(), int(parent)
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP."""
+    return state_of(pid) in _STOPPED
+
+
+def stopped_children(pid: int) -> list[int]:
+    """The children of a process that are stopped."""
+    return [child for child in _processes() if _state_and_parent(child) in [(state, pid) for state in _STOPPED]]
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is gone or has begun to end: the kernel closes its files before its parent can reap it."""
+    fields = _stat(pid)
+    return not fields or bool(int(fields[6]) & _PF_EXITING)
 
 
 def started_at(pid: int) -> int | None:
     """When a process started, in clock ticks since the boot; None if it is gone. Pid and time identify a process."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    fields = _stat(pid)
+    return (fields[0].decode(), int(fields[1])) if fields else ("", -1)
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of `/proc/PID/stat` after the name: state, parent, ...; empty if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[19])
+            return file.read().rpartition(b")")[2].split()
     except OSError:
-        return None
+        return []
 
 
 def _processes() -> Iterator[int]:
     return (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal())
 
 
-def _kill_if_marked(pid: int, mark: bytes) -> bool:
+def _signal_if_marked(pid: int, mark: bytes, number: int) -> bool:
     if not _is_marked(pid, mark):
         return False
     with contextlib.suppress(ProcessLookupError):
@@ -173,12 +203,12 @@ def _kill_if_marked(pid: int, mark: bytes) -> bool:
         except ProcessLookupError:
             return True
         except OSError:  # a kernel older than 5.3
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
             return True
         try:
             # Look again: the process may have ended, and the handle be that of another one with its number.
             if _is_marked(pid, mark):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
+                signal.pidfd_send_signal(handle, number)
         finally:
             os.close(handle)
     return True

@@ -26,11 +26,18 @@ from marl_parallel.backends import descendants, interpreter, server, signals, tr
 from marl_parallel.backends.memory import Block, anonymous_file, socket_pair
 from marl_parallel.backends.server import REPLY, REQUEST, Reply, Setting
 from marl_parallel.backends.stacks import CrashFile
+from marl_parallel.core import reports
+from marl_parallel.core.messages import LostServer
 from marl_parallel.core.reports import logger
 
 _ANSWERS_WITHIN_S = 60.0
 _ENDS_WITHIN_S = 6.0
-_CHECK_EVERY_S = 0.5  # while a server does not answer
+_TICK_S = 0.02  # how often to look whether a server lives: its end need not close the connection
+_CHECK_EVERY_S = 0.5  # how often to look for servers and keepers that were stopped, and so report nothing
+_CONTINUE_EVERY_S = 0.1  # the same while everything ends
+_DEAD = ("Z", "")  # states of a process that has ended: not reaped yet, or gone
+_CLOSED = "the launcher is closed"
+_MOST_ATTEMPTS = 5  # to start a worker, while servers or keepers die
 
 _SERVER = """from marl_parallel.backends.server import Server
 Server{arguments!r}.run()
@@ -46,6 +53,7 @@ class WorkerProcess:
     exitcode: int | None = None  # how it died (negative: the signal); None while it lives
     crash_report: str = ""  # the native stack that it wrote when it crashed
     failure: int = 0  # the errno of the fork, if that failed
+    server: LostServer | None = None  # the server, if the worker ended because of its end
 
 
 class Launcher:
@@ -61,12 +69,12 @@ class Launcher:
     _closed = True  # until __init__ has finished: `__del__` is called even if it fails
 
     def __init__(self, *, entry: str, wake: Block, threads: int | None) -> None:
+        self._looked = 0.0  # when processes that were stopped were last looked for
         self._entry, self._threads = entry, threads
         self._token = secrets.token_hex(8)
         self._new_server = functools.partial(_Server, entry, self._token, wake)
         self._requests = 0
         self._workers: dict[int, WorkerProcess] = {}  # by request; those that are being started, or live
-        self._end = "the launcher is closed"  # why there is no server
         self._server: _Server | None = self._new_server()
         self._closed = False
         _open_launchers.add(self)
@@ -81,23 +89,39 @@ class Launcher:
         """Start a worker with copies of `fds`; `RuntimeError` if the launcher is closed or no fork server answers.
 
         The worker's name in lists of processes has the environments of `share`. `outputs` are descriptors for stdout
-        and stderr; None for this program's.
+        and stderr; None for this program's. If the fork server or the keeper dies meanwhile, another one starts the
+        worker.
         """
         if self._closed:
-            raise RuntimeError("the launcher is closed")
-        self.collect()
-        if (server := self._server) is None:
-            server = self._server = self._new_server()
+            raise RuntimeError(_CLOSED)
         loaded_threads = interpreter.default_threads(os.environ) if self._threads is None else self._threads
         variables = {descendants.MARKER: self._token, **interpreter.thread_variables(self._threads)}
         path, argv, environ = [*sys.path], [*getattr(sys, "argv", [])], {**os.environ, **variables}
         cwd = interpreter.working_directory()
         identity = interpreter.next_identity()
         setting = Setting(index, share, self._entry, loaded_threads, path, argv, environ, cwd, identity)
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
+            try:
+                return self._launch(setting, outputs, fds)
+            except _LaunchLost as lost:
+                what, to_do = lost.args
+            if attempt < _MOST_ATTEMPTS:
+                logger.warning("While worker %d was started, %s; it is started again.", index, what)
+        raise RuntimeError(
+            f"worker {index} could not be started in {_MOST_ATTEMPTS} attempts; in the last one, {what}\n\n"
+            f"What to do: {to_do}."
+        )
+
+    def _launch(self, setting: Setting, outputs: tuple[int | None, int | None], fds: Sequence[int]) -> WorkerProcess:
+        """Start a worker; `_LaunchLost` if the server or the keeper has died meanwhile."""
+        self.collect()
+        if (server := self._server) is None:
+            server = self._server = self._new_server()
         self._requests += 1
         request = self._requests
         worker = self._workers[request] = WorkerProcess(CrashFile())
-        deadline = time.monotonic() + _ANSWERS_WITHIN_S
+        self._looked = time.monotonic()
+        deadline = self._looked + _ANSWERS_WITHIN_S
         try:
             try:
                 server.request(request, setting, worker.crash_file, outputs, fds)
@@ -105,11 +129,7 @@ class Launcher:
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
                     raise
                 self._lose_server()
-            while not worker.pid:
-                if worker.failure:
-                    raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
-                if self._server is None:
-                    raise RuntimeError(self._end)
+            while not (worker.pid or worker.failure) and self._server is server:
                 if (remaining := deadline - time.monotonic()) <= 0:
                     pid = server.pid
                     raise RuntimeError(
@@ -117,13 +137,16 @@ class Launcher:
                         f"a request for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or "
                         f"control group, or the machine may be overloaded: see /proc/{pid}/status, and start again."
                     )
-                if self.collect(min(remaining, _CHECK_EVERY_S)) or self._server is None:
-                    continue
-                if descendants.state_of(pid := server.pid) in ("T", "t"):
-                    text = "The fork server (process %d) was stopped (SIGSTOP); sending SIGCONT."
-                    logger.warning(text, pid)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)
+                # Keepers of other workers may hold the connection to a dead server open: do not wait for its end.
+                self.collect(min(remaining, _TICK_S))
+            if self._closed:
+                raise RuntimeError(_CLOSED)
+            if self._server is not server:
+                raise _LaunchLost(*reports.end_of_server(server.lost()))
+            if worker.failure == errno.ECHILD:
+                raise _LaunchLost("its keeper was killed", reports.SIGKILL_ADVICE)
+            if worker.failure:
+                raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
             worker.crash_file.theirs.close()  # the worker has it
         except BaseException:
             if worker.pid:
@@ -137,13 +160,16 @@ class Launcher:
         """Update all `WorkerProcess`; returns whether any reply came within `timeout` seconds."""
         any_reply, server = False, self._server
         try:
+            self._continue_stopped()
             ended = server is not None and server.ended()
             # `close`, in a signal handler or another thread, sets `self._server` to None.
             while (
                 server is not None and server is self._server and (reply := server.reply(0 if any_reply else timeout))
             ):
                 any_reply = True
-                self._handle_reply(*reply)
+                # Keepers may report the deaths that a server causes while it still ends.
+                ended = ended or (_is_kill(*reply) and descendants.is_ending(server.pid))
+                (self._handle_last_reply if ended else self._handle_reply)(*reply)
             if ended:
                 self._lose_server()  # keepers may hold the connection open for a while after the server's end
         except (OSError, EOFError) as error:
@@ -159,7 +185,7 @@ class Launcher:
         while alive := {*workers} & {*self._workers.values()}:
             if (patience := deadline - time.monotonic()) <= 0:
                 break
-            self.collect(patience)
+            self.collect(min(patience, _TICK_S))
         return alive
 
     def stack(self, worker: WorkerProcess, timeout: float = 1.0, *, harmless: bool = False) -> str:
@@ -192,7 +218,7 @@ class Launcher:
         """
         if self._closed:
             return
-        self._closed, self._end = True, "the launcher is closed"
+        self._closed = True
         _open_launchers.discard(self)
         used, self._server = self._server, None
         while self._workers:
@@ -219,17 +245,44 @@ class Launcher:
             worker.crash_file.close()
             worker.exitcode = result
 
+    def _handle_last_reply(self, kind: Reply, request: int, result: int) -> None:
+        """As `_handle_reply`, for a server that has ended: `_lose_server` reports the workers that ended with it."""
+        if not _is_kill(kind, request, result):
+            self._handle_reply(kind, request, result)
+
     def _lose_server(self) -> None:
         """Clean up after a server that has died, and its workers with it."""
         lost, self._server = self._server, None
         if lost is None or self._closed:
             return
-        code = lost.close(self._handle_reply)
-        self._end = f"the fork server has ended with exit code {code}; its stderr says why"
+        lost.close(self._handle_last_reply)
         descendants.kill_marked(self._token)
         for request, worker in [*self._workers.items()]:
             if worker.pid:
+                worker.server = lost.lost()
                 self._handle_reply(Reply.DIED, request, -signal.SIGKILL)
+
+    def _continue_stopped(self) -> None:
+        """Continue server and keepers that were stopped, if one of them owes a report about a worker.
+
+        This takes 10 to 20 us for each worker every `_CHECK_EVERY_S`.
+        """
+        now = time.monotonic()
+        if now - self._looked < _CHECK_EVERY_S:
+            return
+        self._looked = now
+        if (server := self._server) is not None and any(
+            not worker.pid or descendants.state_of(worker.pid) in _DEAD for worker in [*self._workers.values()]
+        ):
+            server.continue_stopped()
+
+
+class _LaunchLost(Exception):
+    """The server or the keeper died before it had started a worker: what happened, and what to do."""
+
+
+def _is_kill(kind: Reply, request: int, result: int) -> bool:
+    return kind == Reply.DIED and result == -signal.SIGKILL
 
 
 _open_launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
@@ -249,6 +302,7 @@ class _Server:
 
     def __init__(self, entry: str, token: str, wake: Block) -> None:
         self._exitcode: int | None = None
+        self._token = token
         with contextlib.ExitStack() as in_any_case, contextlib.ExitStack() as on_error:
             self._socket, theirs = socket_pair()
             on_error.callback(self._socket.close)
@@ -283,6 +337,18 @@ class _Server:
         if self._exitcode is None:
             self._exitcode = descendants.reap(self.pid)
         return self._exitcode is not None
+
+    def lost(self) -> LostServer:
+        """How it has ended."""
+        return LostServer(self.pid, None if self._exitcode == descendants.UNKNOWN_EXITCODE else self._exitcode)
+
+    def continue_stopped(self) -> None:
+        """Continue the server and its keepers, where they were stopped (SIGSTOP)."""
+        found = [(self.pid, "fork server")] if descendants.is_stopped(self.pid) else []
+        for pid, name in [*found, *((keeper, "keeper") for keeper in descendants.stopped_children(self.pid))]:
+            logger.warning("The %s (process %d) was stopped (SIGSTOP); sending SIGCONT.", name, pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def request(
         self,
@@ -324,15 +390,22 @@ class _Server:
             self._socket.shutdown(socket.SHUT_WR)
         os.close(self._guard_end)
         with contextlib.closing(self._socket):
-            deadline = time.monotonic() + _ENDS_WITHIN_S
+            began = looked = time.monotonic()
             while not self.ended():
-                if time.monotonic() >= deadline:
+                now = time.monotonic()
+                if now >= began + _ENDS_WITHIN_S:
                     descendants.send(self.pid, signal.SIGKILL)
+                elif now >= looked + _CONTINUE_EVERY_S:
+                    looked = now
+                    descendants.continue_marked(self._token)  # server and keepers, if they were stopped
                 time.sleep(0.001)
             deadline = time.monotonic() + server.CLEARED_WITHIN_S
             with contextlib.suppress(OSError, EOFError):  # the end of the last keeper
-                while reply := self.reply(deadline - time.monotonic()):
-                    handle_reply(*reply)
+                while (patience := deadline - time.monotonic()) > 0:
+                    if reply := self.reply(min(patience, _CONTINUE_EVERY_S)):
+                        handle_reply(*reply)
+                    else:
+                        descendants.continue_marked(self._token)
         return self._exitcode
 
     def abandon(self) -> None:

@@ -405,10 +405,11 @@ class ProcessBackend(Backend):
                 log.mark_start(process.pid)
                 if rings is not None:
                     forwarding = rings.start, rings.most, log.fd is not None
-            channel.put((self._wait, self._own_cpu, self._capacity, forwarding))
+            with contextlib.suppress(Gone):  # `wait` finds out how it died
+                channel.put((self._wait, self._own_cpu, self._capacity, forwarding))
         except BaseException as error:
             channel.close()
-            if self._launcher is None and isinstance(error, RuntimeError | OSError | Gone):
+            if self._launcher is None and isinstance(error, RuntimeError | OSError):
                 return  # closed while it was launched
             raise
         self._handles[worker] = _Handle(process, channel, queues, share, log, started_at(process.pid))
@@ -649,8 +650,9 @@ class ProcessBackend(Backend):
         if (launcher := self._launcher) is not None:
             launcher.collect()
             for handle in self._handles.values():
-                if handle.process.exitcode is not None:
-                    handle.lost, self._exchanged = Lost(handle.process.exitcode, handle.process.crash_report), None
+                if (process := handle.process).exitcode is not None:
+                    handle.lost = Lost(process.exitcode, process.crash_report, server=process.server)
+                    self._exchanged = None
 
     def _await_death(self, handle: _Handle, patience: float = 1.0) -> None:
         """Wait `patience` seconds for the death of a worker that has hung up or is to end, then kill it."""

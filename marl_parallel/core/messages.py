@@ -97,12 +97,20 @@ def answer(
     return Reply(message, request, env_ids, results, failures, completed, last)
 
 
+class LostServer(NamedTuple):
+    """A fork server that has ended, and all its workers with it."""
+
+    pid: int
+    exitcode: int | None  # minus the signal's number if a signal ended it; None if unknown
+
+
 class Lost(NamedTuple):
     """Comes in place of a reply if the worker is gone."""
 
     exitcode: int | None  # minus the signal's number if a signal ended it; None if unknown
     stack: str  # of a native crash; empty without one
     reason: str = ""  # the cause, if more is known than the exit code
+    server: LostServer | None = None  # the fork server, if the worker ended because of its end
 
 
 STEP_ALL = Request(Message.STEP)

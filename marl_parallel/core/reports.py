@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from marl_parallel.core.messages import Failure, Lost
+from marl_parallel.core.messages import Failure, Lost, LostServer
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
@@ -226,26 +226,48 @@ def end_of_log(log_tail: str) -> str:
 def manner_of_death(lost: Lost) -> tuple[str, str]:
     """How a process died, and the advice for that."""
     alone = 'run that environment alone, with backend="serial"'
+    if lost.server is not None:
+        ended, to_do = end_of_server(lost.server)
+        return f"{ended}, and all its workers ended with it", to_do
     if lost.reason:
         return lost.reason, "find out what ended it before you start the run again"
     if lost.exitcode is None:
         return "cause unknown", alone
     if lost.exitcode >= 0:
         return f"exit code {lost.exitcode}", f"find what in the simulator ends the process, such as os._exit; {alone}"
-    number = -lost.exitcode
-    name = signal.Signals(number).name if number in [*signal.Signals] else "a signal"
-    manner = f"{name} (signal {number})"
+    manner = _signal(-lost.exitcode)
+    name = manner.split()[0]
     if name == "SIGKILL":
-        to_do = (
-            "check `dmesg` for an out-of-memory kill and run fewer environments; otherwise find out what sent SIGKILL"
-        )
-        return f"{manner}, possibly because memory ran out", to_do
+        return f"{manner}, possibly because memory ran out", SIGKILL_ADVICE
     if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"):
         return manner, f"fix the native code that broke, or report it to its authors; to find it, {alone}"
     if name == "SIGTERM":
         survival = "workers survive a SIGTERM from outside unless a simulator sets a handler for it, or the default one"
         return manner, f"find out what sent that signal, and which simulator calls signal.signal: {survival}; {alone}"
     return manner, f"find out what sent that signal; {alone}"
+
+
+def end_of_server(server: LostServer) -> tuple[str, str]:
+    """How a fork server has ended, and the advice for that."""
+    ended = f"the fork server (process {server.pid}) ended"
+    if server.exitcode is None:
+        return f"{ended}, cause unknown", "find out what ended that process, and see the stderr of this program"
+    if server.exitcode >= 0:
+        return f"{ended}: exit code {server.exitcode}", "its stderr says why"
+    manner = _signal(-server.exitcode)
+    if -server.exitcode == getattr(signal, "SIGKILL", None):
+        return f"{ended}: {manner}", SIGKILL_ADVICE
+    return f"{ended}: {manner}", "find out what sent that signal to it, or, if nothing did, see its stderr"
+
+
+SIGKILL_ADVICE = (
+    "check `dmesg` for an out-of-memory kill and run fewer environments; otherwise find out what sent SIGKILL"
+)
+
+
+def _signal(number: int) -> str:
+    name = signal.Signals(number).name if number in [*signal.Signals] else "a signal"
+    return f"{name} (signal {number})"
 
 
 def _runs_simulator(frames: Sequence[re.Match[str]]) -> int:

@@ -1,6 +1,7 @@
 """Launchers: starting, watching and ending workers, and every way in which a worker dies.
 
-Stacks of workers are tested in `test_stacks`, processes that outlive their parent in `test_orphans`.
+Stacks of workers are tested in `test_stacks`, processes that outlive their parent in `test_orphans`, fork servers and
+keepers that die or stop in `test_launcher_faults`.
 """
 
 from __future__ import annotations
@@ -232,10 +233,10 @@ def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     block = Block()
     block.allocate(4096)
     launcher = Launcher(entry="no_such_module", wake=block, threads=1)
-    with pytest.raises(RuntimeError, match="exit code 1"):
+    with pytest.raises(RuntimeError, match=r"(?s)5 attempts.* exit code 1\n.*stderr says why"):
         launcher.launch(0, [])
     launcher.close()
-    assert "No module named 'no_such_module'" in capfd.readouterr().err
+    assert capfd.readouterr().err.count("No module named 'no_such_module'") == 5
 
 
 # Closing

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import select
 import signal
 import sys
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers.processes import wait_for
+from marl_parallel.backends import launching
+from marl_parallel.backends.descendants import state_of
 from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.memory import Block, Semaphore
 
@@ -59,6 +66,11 @@ class LauncherHarness:
         self.dead.update(dead)
         return [(pid, process.exitcode) for pid, process in dead.items() if process.exitcode is not None]
 
+    def all_dead(self, pids: list[int]) -> bool:
+        """Whether the deaths of all these workers have been reported."""
+        self.deaths()
+        return self.dead.keys() >= {*pids}
+
     def wait_gone(self, pids: list[int], timeout: float) -> set[int]:
         processes = [self.process(pid) for pid in pids]
         return {process.pid for process in self.launcher.wait_gone(processes, timeout)}
@@ -84,3 +96,114 @@ class LauncherHarness:
 
 def server_of(launcher: Launcher) -> int:
     return launcher._server.pid  # type: ignore[union-attr]
+
+
+# -- faults inside a request for a worker ------------------------------------------------------------------------------
+
+
+def children_of(pid: int) -> set[int]:
+    """The children that the main thread of a process has forked: of a fork server, its keepers."""
+    return {*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())}
+
+
+def send_and_wait(pid: int, number: int, states: str) -> None:
+    """Send a signal to a process and wait until it is in one of these states."""
+    os.kill(pid, number)
+    wait_for(lambda: state_of(pid) in [*states, ""])
+
+
+def _new_keeper(server: int, old: set[int]) -> int:
+    return int(wait_for(lambda: children_of(server) - old).pop())
+
+
+def _dying(server: Any, send: Callable[[], None]) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    send()
+
+
+def _dead(server: Any, send: Callable[[], None]) -> None:
+    send_and_wait(server.pid, signal.SIGKILL, "Z")
+    send()
+
+
+def _stopped_and_killed(server: Any, send: Callable[[], None]) -> None:
+    send_and_wait(server.pid, signal.SIGSTOP, "T")
+    send()
+    os.kill(server.pid, signal.SIGKILL)
+
+
+def _sent(server: Any, send: Callable[[], None]) -> None:
+    send()
+    send_and_wait(server.pid, signal.SIGKILL, "Z")
+
+
+def _forked(server: Any, send: Callable[[], None]) -> None:
+    """The keeper is stopped, most often before it has forked the worker."""
+    old = children_of(server.pid)
+    send()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(_new_keeper(server.pid, old), signal.SIGSTOP)
+    send_and_wait(server.pid, signal.SIGKILL, "Z")
+
+
+def _just_launched(server: Any, send: Callable[[], None]) -> None:
+    """The launch may be read before the server has ended."""
+    send()
+    select.select([server._socket], [], [], 10.0)
+    os.kill(server.pid, signal.SIGKILL)
+
+
+def _launched(server: Any, send: Callable[[], None]) -> None:
+    """The launch is reported, and not yet read."""
+    send()
+    select.select([server._socket], [], [], 10.0)
+    send_and_wait(server.pid, signal.SIGKILL, "Z")
+
+
+def _keeper_killed(server: Any, send: Callable[[], None]) -> None:
+    old = children_of(server.pid)
+    send()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(_new_keeper(server.pid, old), signal.SIGKILL)
+
+
+def _keeper_stopped(server: Any, send: Callable[[], None]) -> None:
+    old = children_of(server.pid)
+    send()
+    os.kill(_new_keeper(server.pid, old), signal.SIGSTOP)
+
+
+SERVER_DEATHS = {
+    "dying": _dying,
+    "dead": _dead,
+    "stopped-and-killed": _stopped_and_killed,
+    "sent": _sent,
+    "launched": _launched,
+}
+"""Moments inside a request at which the fork server is killed: always before the launch is known."""
+
+OTHER_FAULTS = {
+    "forked": _forked,
+    "just-launched": _just_launched,
+    "keeper-killed": _keeper_killed,
+    "keeper-stopped": _keeper_stopped,
+}
+
+
+def inject(patch: pytest.MonkeyPatch, fault: str, requests: Collection[int] = (0,)) -> list[int]:
+    """Inject one of these faults into requests, counted from now on; returns the servers of the requests so far."""
+    request, numbers, servers = launching._Server.request, itertools.count(), []
+
+    def faulty(server: Any, *arguments: Any) -> None:
+        servers.append(server.pid)
+
+        def send() -> None:
+            request(server, *arguments)
+
+        if next(numbers) in requests:
+            {**SERVER_DEATHS, **OTHER_FAULTS}[fault](server, send)
+        else:
+            send()
+
+    patch.setattr(launching._Server, "request", faulty)
+    return servers
