@@ -64,11 +64,12 @@ def kill_marked(value: str) -> None:
 
 
 def continue_marked(value: str) -> None:
-    """Continue every stopped process whose marker starts with `value`."""
+    """Continue every stopped process whose marker starts with `value`, unless no descriptor is left to look for it."""
     mark = f"{MARKER}={value}".encode()
-    for pid in _processes():
-        if is_stopped(pid):
-            _signal_if_marked(pid, mark, signal.SIGCONT)
+    with contextlib.suppress(OSError):
+        for pid in _processes():
+            if is_stopped(pid):
+                _signal_if_marked(pid, mark, signal.SIGCONT)
 
 
 def adopt_orphans() -> None:
@@ -160,14 +161,16 @@ def is_stopped(pid: int) -> bool:
 
 
 def stopped_children(pid: int) -> list[int]:
-    """The children of a process that are stopped."""
-    return [child for child in _processes() if _state_and_parent(child) in [(state, pid) for state in _STOPPED]]
+    """The children of a process that are stopped; none if no descriptor is left to look for them."""
+    with contextlib.suppress(OSError):
+        return [child for child in _processes() if _state_and_parent(child) in [(state, pid) for state in _STOPPED]]
+    return []
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process is gone or has begun to end: the kernel closes its files before its parent can reap it."""
+    """Whether a process has begun to end: the kernel closes its files before its parent can reap it."""
     fields = _stat(pid)
-    return not fields or bool(int(fields[6]) & _PF_EXITING)
+    return bool(fields) and bool(int(fields[6]) & _PF_EXITING)
 
 
 def started_at(pid: int) -> int | None:

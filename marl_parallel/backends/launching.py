@@ -158,9 +158,9 @@ class Launcher:
 
     def collect(self, timeout: float = 0.0) -> bool:
         """Update all `WorkerProcess`; returns whether any reply came within `timeout` seconds."""
+        self._continue_stopped()
         any_reply, server = False, self._server
         try:
-            self._continue_stopped()
             ended = server is not None and server.ended()
             # `close`, in a signal handler or another thread, sets `self._server` to None.
             while (

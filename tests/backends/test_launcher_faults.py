@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -20,6 +21,7 @@ from helpers.leaks import open_descriptors
 from helpers.processes import alive, all_gone, wait_for
 
 from marl_parallel.backends import launching
+from marl_parallel.backends.descendants import state_of
 
 pytestmark = [pytest.mark.release_independent, linux_only]
 
@@ -134,6 +136,25 @@ def test_stopped_keeper_of_a_dead_worker(
     assert len(caplog.records) == times + server_too
 
 
+def test_keeper_that_is_stopped_again(harness: LauncherHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = harness.launch("waits")
+    (keeper,) = children_of(server_of(harness.launcher))
+    continue_stopped, left = launching._Server.continue_stopped, [2]
+
+    def stop_again(server: launching._Server) -> None:
+        continue_stopped(server)
+        if left[0]:
+            left[0] -= 1
+            with contextlib.suppress(ProcessLookupError):  # it has reported the death, and ended
+                os.kill(keeper, signal.SIGSTOP)
+
+    monkeypatch.setattr(launching._Server, "continue_stopped", stop_again)
+    send_and_wait(keeper, signal.SIGSTOP, "T")
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: harness.deaths() == [(pid, -signal.SIGKILL)])
+
+
+@starts_anew
 def test_keepers_of_living_workers_stay_stopped(
     harness: LauncherHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,7 +164,7 @@ def test_keepers_of_living_workers_stay_stopped(
     monkeypatch.setattr(launching, "_CHECK_EVERY_S", 0.0)
     assert harness.deaths() == []
     assert caplog.records == []
-    os.kill(keeper, signal.SIGCONT)
+    assert state_of(keeper) == "T"
 
 
 def test_killed_keeper_of_a_stopped_server(harness: LauncherHarness, caplog: pytest.LogCaptureFixture) -> None:
