@@ -1,4 +1,4 @@
-"""The stacks in error messages."""
+"""The stacks in error messages, and how processes ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import linecache
 
 import pytest
 
-from marl_parallel.core.reports import with_code
+from marl_parallel.core.messages import Lost, LostServer
+from marl_parallel.core.reports import manner_of_death, with_code
 
 CELL = "/somewhere/ipykernel_1/1234.py"
 
@@ -21,3 +22,24 @@ def test_code_of_a_cell_is_added(comma, monkeypatch):
     assert with_code(f"{of_file}{unknown}{frame}KeyError: 9\n") == (
         f"{of_file}{unknown}{frame}    return self.plan[9]\nKeyError: 9\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "how", "to_do"),
+    [
+        (-9, "SIGKILL (signal 9)", "dmesg"),
+        (-15, "SIGTERM (signal 15)", "what sent that signal"),
+        (-40, "a signal (signal 40)", "what sent that signal"),
+        (1, "exit code 1", "stderr"),
+        (0, "exit code 0", "stderr"),
+        (None, "cause unknown", "stderr"),
+    ],
+)
+def test_worker_that_ended_with_its_fork_server(exitcode, how, to_do):
+    """The worker's own exit code says nothing then."""
+    manner, advice = manner_of_death(Lost(-9, "", server=LostServer(4711, exitcode)))
+    assert "the fork server (process 4711) ended" in manner
+    assert how in manner
+    assert "all its workers ended with it" in manner
+    assert to_do in advice
+    assert "memory ran out" not in manner
