@@ -168,7 +168,7 @@ class Launcher:
             ):
                 any_reply = True
                 # Keepers may report the deaths that a server causes while it still ends.
-                ended = ended or (_is_kill(*reply) and descendants.is_ending(server.pid))
+                ended = ended or (_is_kill(*reply) and (descendants.is_ending(server.pid) or server.ended()))
                 (self._handle_last_reply if ended else self._handle_reply)(*reply)
             if ended:
                 self._lose_server()  # keepers may hold the connection open for a while after the server's end

@@ -117,6 +117,20 @@ def test_lost_server(keepers: str, number: int, harness: LauncherHarness) -> Non
         assert harness.process(pids[1]).server is None
 
 
+def test_lost_server_of_a_program_that_ignores_sigchld(harness: LauncherHarness) -> None:
+    """The kernel reaps the server, so nobody knows how it ended."""
+    pids = [harness.launch("waits", index) for index in range(2)]
+    server = server_of(harness.launcher)
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        os.kill(server, signal.SIGKILL)
+        wait_for(lambda: harness.all_dead(pids))
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+    assert [harness.process(pid).server for pid in pids] == [(server, None)] * 2
+    assert alive(harness.launch("waits"))
+
+
 @pytest.mark.parametrize("server_too", [False, True])
 @pytest.mark.parametrize("times", [1, 3])
 def test_stopped_keeper_of_a_dead_worker(
