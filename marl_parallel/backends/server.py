@@ -81,8 +81,8 @@ class Server:
     """The fork server; `guard` is the read end of a pipe of the parent, and `entry` is loaded before workers start."""
 
     def __init__(self, connection: int, guard: int, wake: int, parent: int, entry: str) -> None:
-        # The parent decides at a signal to all processes of a job; but SIGCHLD must announce deaths.
-        signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals() - {signal.SIGCHLD})
+        # The parent decides what to do at a signal to all processes of a job. It may have had SIGCHLD blocked.
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals.JOB_SIGNALS)
         interpreter.show_name("marl_parallel fork server", "marl forkserver")
         gc.disable()
         for module in ("numpy", "gymnasium", entry):

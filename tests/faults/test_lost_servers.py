@@ -167,7 +167,7 @@ def test_worker_killed_right_after_its_launch(build, monkeypatch):
 # A server that dies at another time
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGQUIT], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS], ids=str)
 @pytest.mark.parametrize("setup", KILLABLE, ids=str)
 def test_report_of_a_lost_server(setup, number, build):
     env = build([Counting] * 2, setup)
