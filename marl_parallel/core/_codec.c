@@ -60,6 +60,7 @@ typedef struct Node {
     Py_ssize_t tag;            /* NUMBER: the offset of its tag */
     Py_ssize_t nbytes;         /* ARRAY, NUMBER */
     long long low, high;       /* NUMBER: the smallest and the largest value */
+    int one_axis;              /* NUMBER: whether an array of shape (1,) fits */
     PyArray_Descr *dtype;      /* ARRAY */
     int ndim;                  /* ARRAY */
     npy_intp *dims;            /* ARRAY */
@@ -376,7 +377,7 @@ static Outcome write_value(const Codec *codec, const Node *node, char *record, P
     case NUMBER: {
         int tag = tag_of(codec->number_types, value);
         long long number;
-        if (tag < 0) return LEFT;
+        if (tag < 0 || (tag & ONE_AXIS && !node->one_axis)) return LEFT;
         PyObject *scalar = number_in(value, tag);
         outcome = scalar == NULL ? FAILED : integer_of(scalar, &number);
         Py_XDECREF(scalar);
@@ -797,6 +798,7 @@ static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag, 
         PyObject *reward = codec->values[i];
         if (Py_TYPE(reward) != Py_TYPE(codec->values[0])) return LEFT;
         if (*tag > TYPE_OF_TAG && tag_of(codec->reward_types, reward) != *tag) return LEFT;
+        if (*tag & ONE_AXIS && codec->vectors[i].kind != NO_KIND) return LEFT; /* a vector */
         if ((reward = number_in(reward, *tag)) == NULL) return FAILED;
         outcome = double_of(codec, reward, *tag, &codec->rewards[i]);
         Py_DECREF(reward);
@@ -2348,8 +2350,8 @@ static int build_node(Node *node, PyObject *form) {
     }
     if (PyUnicode_CompareWithASCIIString(kind, "number") == 0) {
         node->kind = NUMBER;
-        return PyArg_ParseTuple(form, "OnnnLL", &kind, &node->offset, &node->tag, &node->nbytes, &node->low,
-                                &node->high)
+        return PyArg_ParseTuple(form, "OnnnLLp", &kind, &node->offset, &node->tag, &node->nbytes, &node->low,
+                                &node->high, &node->one_axis)
                    ? 0
                    : -1;
     }

@@ -323,7 +323,8 @@ class BlockArrays(ArrayView):
             try:
                 if reward is None or isinstance(reward, str | bytes):  # NumPy would turn these into a number
                     raise TypeError
-                arrays.rewards[place] = reward
+                one_element = isinstance(reward, np.ndarray) and reward.shape == (1,)
+                arrays.rewards[place] = reward[0] if one_element else reward
             except Exception:  # whatever an object's `__float__` or `__array__` raises
                 raise ValueError(
                     f"environment {env_id}: the reward of agent {agent!r} is {reward!r}; in arrays, it must be a "

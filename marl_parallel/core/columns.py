@@ -108,7 +108,8 @@ NUMBER_TYPES: tuple[type, ...] = (
 _NUMBER_TAGS = {t: tag for tag, t in enumerate(NUMBER_TYPES)}
 TYPE_OF_TAG = 15
 """A bit mask: the part of a tag that tells the type of the number."""
-_ARRAY_TAGS = {(): 16, (1,): 32}  # by shape: added to the tag of the number in an array of one element
+_NO_AXIS, _ONE_AXIS = 16, 32
+_ARRAY_TAGS = {(): _NO_AXIS, (1,): _ONE_AXIS}  # by shape: added to the tag of the number in an array of one element
 
 
 def tag_of(tags: Mapping[type, int], value: Any) -> int | None:
@@ -128,10 +129,13 @@ def number_of(types: Sequence[type], tag: int, number: Any) -> Any:
 
 
 class NumberColumn:
-    """Discrete values: `array` has integers of the dtype of their space; each has a tag behind them, see `tag_of`."""
+    """Discrete values: `array` has integers of the dtype of their space; each has a tag behind them, see `tag_of`.
 
-    def __init__(self, rows: int, dtype: np.dtype[Any], place: Place) -> None:
-        self.rows = rows
+    With `one_axis`, arrays of shape `(1,)` fit, too.
+    """
+
+    def __init__(self, rows: int, dtype: np.dtype[Any], place: Place, one_axis: bool) -> None:
+        self.rows, self._one_axis = rows, one_axis
         self.dtype = np.dtype(
             f"{dtype.kind}{dtype.itemsize}"
         )  # `np.longlong` is not `np.int64`, but has the same bytes
@@ -143,7 +147,7 @@ class NumberColumn:
     def form(self, row: int) -> tuple[Any, ...]:
         low, high = self._limits
         tag = self.offset + self._nbytes * self.rows + row
-        return "number", self.offset + self._nbytes * row, tag, self._nbytes, low, min(high, 2**63 - 1)
+        return "number", self.offset + self._nbytes * row, tag, self._nbytes, low, min(high, 2**63 - 1), self._one_axis
 
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         self.array = over_records(buffer, starts, self.offset, self.dtype, (self.rows,))
@@ -152,7 +156,7 @@ class NumberColumn:
     def write(self, record: int, row: int, value: Any) -> None:
         """Write one value; raises `DoesNotFit` unless it is an integer that the dtype can hold."""
         tag = tag_of(_NUMBER_TAGS, value)
-        if tag is None:
+        if tag is None or (tag & _ONE_AXIS and not self._one_axis):
             raise DoesNotFit
         number = value.item() if tag > TYPE_OF_TAG else int(value)  # NumPy 1 compares its 64-bit integers as floats
         if not self._limits[0] <= number <= self._limits[1]:
@@ -181,11 +185,11 @@ class NumberColumn:
 class TreeColumn:
     """Dicts or tuples: a column for each entry of their space; `array` has their arrays in the same form."""
 
-    def __init__(self, rows: int, space: Any, place: Place) -> None:
+    def __init__(self, rows: int, space: Any, place: Place, one_axis: bool) -> None:
         self._space = space.spaces
         entries: dict[Any, Space[Any]] = dict(space.items() if type(space) is spaces.Dict else enumerate(space))
         # Placed in an order that is equal in all environments, read in the order of the space.
-        placed = {key: column_of(entries[key], rows, place) for key in sorted(entries, key=repr)}
+        placed = {key: column_of(entries[key], rows, place, one_axis) for key in sorted(entries, key=repr)}
         self._columns = {key: placed[key] for key in entries}
         self._is_dict = type(space) is spaces.Dict
 
@@ -218,12 +222,12 @@ class TreeColumn:
 Column: TypeAlias = ArrayColumn | NumberColumn | TreeColumn
 
 
-def column_of(space: Space[Any], rows: int, place: Place) -> Column:
-    """The column for the values of so many agents with this space."""
+def column_of(space: Space[Any], rows: int, place: Place, one_axis: bool) -> Column:
+    """The column for the values of so many agents with this space; `one_axis` as of `NumberColumn`."""
     if type(space) is spaces.Dict or type(space) is spaces.Tuple:
-        return TreeColumn(rows, space, place)
+        return TreeColumn(rows, space, place, one_axis)
     if isinstance(space, spaces.Discrete):
-        return NumberColumn(rows, np.dtype(space.dtype), place)
+        return NumberColumn(rows, np.dtype(space.dtype), place, one_axis)
     assert space.shape is not None
     return ArrayColumn(rows, np.dtype(space.dtype), space.shape, place)
 
@@ -232,7 +236,7 @@ def column_of(space: Space[Any], rows: int, place: Place) -> Column:
 
 
 class AgentColumns:
-    """The values of all agents whose declared space has a fixed size; `cast` converts values that do not fit.
+    """The values of all agents whose declared space has a fixed size; `strict` as of `conform`.
 
     Attributes:
         agents: The agents with such a space, in the order of `possible_agents`.
@@ -244,12 +248,13 @@ class AgentColumns:
         declared: Mapping[AgentID, Space[Any]],
         agents: Sequence[AgentID],
         place: Place,
-        cast: Callable[[Space[Any], Any], Any] = conform,
+        *,
+        strict: bool = False,
     ) -> None:
-        self._declared, self._cast = declared, cast
+        self._declared, self._cast = declared, partial(conform, strict=strict)
         self.agents = [agent for agent in agents if agent in declared and fits_block(declared[agent])]
         self.groups = [
-            (column_of(space, len(members), place), members) for space, members in alike(declared, self.agents)
+            (column_of(space, len(members), place, strict), members) for space, members in alike(declared, self.agents)
         ]
         self._places = {
             self.agents[at]: (column, row) for column, members in self.groups for row, at in enumerate(members)
@@ -486,7 +491,7 @@ class Layout:
         self._record_nbytes = 0
         place, n = self._place, len(self.agents)
         self.action_header = place(1 + n)
-        self.actions = AgentColumns(schema.action_spaces, self.agents, place, partial(conform, strict=True))
+        self.actions = AgentColumns(schema.action_spaces, self.agents, place, strict=True)
         self.transition_header = place(8 + 12 * n + 2)
         self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)

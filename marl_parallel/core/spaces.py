@@ -252,10 +252,11 @@ def conform(space: Space[Any], value: Any, *, strict: bool = False) -> Any:
     Args:
         space: The declared space.
         value: The value of the simulator or the caller; None stays None.
-        strict: Whether missing keys and another length raise, as in actions; else such parts stay as they are.
+        strict: The rules of actions: missing keys and another length raise, and a `Discrete` takes any value. Else
+            such parts stay as they are, and the value of a `Discrete` has no axes.
 
     Raises:
-        Mismatch: An array has another shape, or a dtype that cannot be cast without loss of meaning.
+        Mismatch: A value has another shape, or an array has a dtype that cannot be cast without loss of meaning.
 
     Example:
         >>> conform(spaces.Box(0, 1, (2,), np.float32), [0.5, 1.0]).dtype
@@ -263,8 +264,11 @@ def conform(space: Space[Any], value: Any, *, strict: bool = False) -> Any:
     """
     kind = type(space)
     if value is None or (kind is not spaces.Dict and kind is not spaces.Tuple):
-        is_array = value is not None and kind in ARRAY_SPACES
-        return as_array(value, np.dtype(space.dtype), space.shape) if is_array else value  # type: ignore[arg-type]
+        if value is not None and kind in ARRAY_SPACES:
+            return as_array(value, np.dtype(space.dtype), space.shape)  # type: ignore[arg-type]
+        if kind is spaces.Discrete and not strict:
+            check_no_axes(value, np.dtype(space.dtype))
+        return value
     parts: Any = space.spaces  # type: ignore[attr-defined]
     if isinstance(parts, dict):
         if isinstance(value, Mapping) and (value.keys() >= parts.keys() if strict else isinstance(value, dict)):
@@ -301,6 +305,15 @@ def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArra
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise _mismatch(dtype, shape, f"dtype {array.dtype}, which cannot be cast to it")
     return array.astype(dtype)
+
+
+def check_no_axes(value: Any, dtype: np.dtype[Any]) -> None:
+    """Raise `Mismatch` if the value of a `Discrete` of this dtype has axes, such as an array of shape `(1,)`."""
+    is_sequence = isinstance(value, list | tuple)
+    shape = () if is_sequence else tuple(getattr(value, "shape", ()))
+    if is_sequence or shape:
+        got = described(value) if is_sequence else f"shape {shape}"
+        raise Mismatch(f"expected an integer, or an array of shape () and dtype {dtype}, got {got}")
 
 
 def described(value: Any) -> str:

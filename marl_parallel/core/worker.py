@@ -409,7 +409,7 @@ class Worker:
         """Leftovers with the action masks of an environment if they have no place in the block."""
         env = self._episodes[env_id].env
         if env.mask_spaces and self._layout is not None and not self._layout.agents:
-            leftovers["masks"] = {**env.masks()}
+            _, leftovers["masks"] = self._layout.masks.write(env_id, env.masks(), "action mask")
         return leftovers
 
     def _write_masks(self, env_id: int) -> None:

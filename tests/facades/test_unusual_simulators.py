@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from helpers.comparison import assert_same
 from simulators.dict_rules import DictRules
 
 from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.core import codec
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
 TRAVELS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
@@ -411,6 +413,87 @@ def test_lists_in_place_of_tuples_in_actions(shared_memory, by_agent, in_rows):
         ((listed, declared),) = ((received["a"], received["b"]) for received in plain.get_attr("actions"))
         assert isinstance(listed, list)
         assert listed[1].dtype == declared[1].dtype == np.float32
+
+
+DIE, DIAL, SWITCH = spaces.Discrete(9), spaces.MultiDiscrete([9]), spaces.MultiBinary(1)
+BAR, LEVEL = spaces.Box(-9, 9, (1,), np.int32), spaces.Box(-9, 9, (), np.float32)
+PICKLED_INFOS: dict[str, Any] = {"a": {"level": Level.LOW}}
+READERS = pytest.mark.parametrize(
+    ("shared_memory", "codec_class"),
+    [(True, codec.Codec), (True, None), (False, codec.Codec)],
+    ids=["compiled", "pure", "pickled"],
+)
+
+
+def alone(space: spaces.Space, value: Any) -> tuple[spaces.Space, Any]:
+    return space, value
+
+
+def in_tree(space: spaces.Space, value: Any) -> tuple[spaces.Space, Any]:
+    """A space with this part, and a value of it."""
+    half = np.array(0.5, np.float32)
+    return spaces.Dict(part=spaces.Tuple((space, LEVEL)), more=DIE), {"part": (value, half), "more": 1}
+
+
+@READERS
+@pytest.mark.parametrize(
+    ("space", "wrong"),
+    [
+        *((DIE, value) for value in (np.array([3]), [3], (3,), np.array([[3]]), np.zeros(0, int), np.array([True]))),
+        *((DIE, value) for value in (np.array([3], np.uint8), np.array([3.0]), np.array([3], ">i8"), np.arange(3))),
+        *((DIAL, value) for value in (3, np.int64(3), np.array(3), [[3]], np.array([[3]]), True)),
+        *((SWITCH, value) for value in (1, True, np.array(1), np.ones((1, 1), np.int8), [[True]])),
+        *((BAR, value) for value in (3, np.array(3), np.array([[3]]), [[3]])),
+        *((LEVEL, value) for value in (np.ones(1, np.float32), [0.5], (0.5,), np.ones((1, 1)))),
+    ],
+    ids=repr,
+)
+def test_axes_too_many_or_too_few_are_refused(space, wrong, shared_memory, codec_class, monkeypatch):
+    """By the worker, in dicts and in arrays, however the value and its neighbours travel."""
+    monkeypatch.setattr(codec, "Codec", codec_class)
+    fine = np.zeros(space.shape, space.dtype)
+    expected = f"observation of agent 'a': expected an.*shape {re.escape(str(space.shape))}"
+    for where, infos in ((alone, {}), (in_tree, PICKLED_INFOS)):
+        looks = {0: where(space, fine)[1], 1: where(space, wrong)[1]}
+        how = {"seen": where(space, fine)[0], "look": looks.get, "infos": lambda time, infos=infos: infos}
+        made = [lambda how=how: DictRules(**how)] * 2
+        for facade, actions in ((None, [{"a": 0, "b": 0}] * 2), (PettingZooVecEnv, NOBODY)):
+            plain = ParallelEnv(made, backend="serial", shared_memory=shared_memory, seed=None)
+            with contextlib.closing(facade(plain) if facade else plain) as env:
+                env.reset()
+                with pytest.raises(EnvError, match=f"in step: .*{expected}"):
+                    env.step(actions)
+
+
+@READERS
+@pytest.mark.parametrize(
+    ("space", "right"),
+    [
+        *((DIE, value) for value in (3, True, np.array(3), np.array(3, np.uint8), np.array(3, ">i8"), np.bool_(True))),
+        *((DIAL, value) for value in ([3], (3,), np.array([3], np.int8), np.array([True]))),
+        *((SWITCH, value) for value in ([1], (True,), np.ones(1, bool))),
+        *((BAR, value) for value in ([3], (3,), np.array([3], ">i8"))),
+        *((LEVEL, value) for value in (3, 0.5, True, np.float64(0.5), np.array(0.5))),
+    ],
+    ids=repr,
+)
+def test_the_axes_of_the_space_are_equal_in_dicts_and_arrays(space, right, shared_memory, codec_class, monkeypatch):
+    """Numbers of a `Discrete` keep their types in dicts; arrays have the dtype of the space."""
+    monkeypatch.setattr(codec, "Codec", codec_class)
+    expected = np.asarray(right).astype(space.dtype)
+    for where, infos in ((alone, {}), (in_tree, PICKLED_INFOS)):
+        declared, value = where(space, right)
+        due = where(space, right if space is DIE else expected)[1]
+        how = {"seen": declared, "look": lambda time, value=value: value, "infos": lambda time, infos=infos: infos}
+        made = [lambda how=how: DictRules(**how)] * 2
+        plain, other = (ParallelEnv(made, backend="serial", shared_memory=shared_memory, seed=None) for _ in range(2))
+        with plain, contextlib.closing(PettingZooVecEnv(other)) as by_agent:
+            plain.reset()
+            by_agent.reset()
+            dicts, arrays = plain.step([{"a": 0, "b": 0}] * 2)[0], by_agent.step(NOBODY)[0]
+            assert_same(dicts, ({"a": due, "b": due},) * 2)
+            stacked = arrays["a"] if where is alone else arrays["a"]["part"][0]
+            assert_same(stacked, np.stack([expected, expected]))
 
 
 class DerivedBox(spaces.Box):

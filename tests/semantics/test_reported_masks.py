@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from helpers.comparison import assert_same
 from pettingzoo.classic import connect_four_v3
 from simulators.reported_masks import AGENTS, NO_OP, DictSquad, OpenSquad, PettingZooSquad
 
-from marl_parallel import ParallelEnv
+from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.vector import GymnasiumVectorEnv, StackedVecEnv
 from marl_parallel.vector.stepper import ArrayStepper
 
@@ -207,3 +209,35 @@ def test_random_actions_are_those_of_agents_that_act(parallel):
         actions = env.sample_actions()
         assert [[*of_env] for of_env in actions] == [*env.acting]
         env.step(actions)
+
+
+class Reporting(DictEnv):
+    """Reports action masks apart from observations and infos."""
+
+    mask_spaces: ClassVar[dict[str, spaces.Space]] = dict.fromkeys(AGENTS, spaces.MultiBinary(4))
+    mask: Any = NO_OP
+
+    def masks(self) -> dict[str, Any]:
+        return dict.fromkeys(AGENTS, self.mask)
+
+
+class NoInfos(DictSquad):
+    def infos(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    "mask", [NO_OP[None], NO_OP[:1], NO_OP[:, None], np.int8(1), np.array(1), np.full(4, 0.5)], ids=repr
+)
+def test_reported_masks_of_another_form_are_an_error(mask, two_worker_setup, build):
+    """However they travel."""
+    env = build([NoInfos] * 2, two_worker_setup, adapter=type("Wrong", (Reporting,), {"mask": mask}))
+    with pytest.raises(EnvError, match=r"the action mask of agent 'scout': expected an array of shape \(4,\)"):
+        env.reset()
+
+
+@pytest.mark.parametrize("mask", [NO_OP.astype(np.int64), NO_OP.astype(bool), NO_OP.tolist()], ids=repr)
+def test_reported_masks_of_another_dtype(mask, two_worker_setup, build):
+    env = build([NoInfos] * 2, two_worker_setup, adapter=type("Cast", (Reporting,), {"mask": mask}))
+    env.reset()
+    assert_same(env.action_masks, (dict.fromkeys(AGENTS, NO_OP.astype(np.bool_)),) * 2)

@@ -298,6 +298,22 @@ def test_wrong_shape_is_an_error(where, value, two_worker_setup, build):
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [np.array([3]), [3], (3,)], ids=repr)
+def test_axes_of_a_number_are_an_error(value, two_worker_setup, build):
+    """As Gymnasium's `Discrete` does not contain them; also where the infos of the step travel pickled."""
+    space, infos = spaces.Discrete(9), {"a": {"why": object}}
+    script = [answered({"a": 3}, infos=infos), answered({"a": value}, infos=infos)]
+    env = build(
+        [scripted(space, ({"a": np.array(3)}, {}), answered({"a": 3})), scripted(space, ({"a": 3}, {}), *script)],
+        two_worker_setup,
+    )
+    env.reset()
+    env.step([{}, {}])
+    with pytest.raises(EnvError, match=r"the observation of agent 'a': expected an integer, or .*shape \(\)") as caught:
+        env.step([{}, {}])
+    assert (caught.value.env_ids, caught.value.method) == ((1,), "step")
+
+
 def test_wrong_shape_inside_a_dict_is_an_error(two_worker_setup, build):
     space = spaces.Dict(eyes=spaces.Tuple((spaces.Discrete(2), SMALL)))
     returned = {"eyes": (1, np.zeros(2, np.float32))}

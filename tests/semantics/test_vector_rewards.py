@@ -16,7 +16,7 @@ from simulators.vector_rewards import LENGTH, Couriers, ScriptedRewards, Summed,
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import adapt
 from marl_parallel.adapters.protocol import Schema
-from marl_parallel.core import pickling
+from marl_parallel.core import codec, pickling
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
@@ -153,6 +153,35 @@ def test_reward_of_another_form_is_an_error(returned, space, words, two_worker_s
     with pytest.raises(EnvError, match="the reward of agent 'a': expected an array of shape") as caught:
         env.step([{}, {}])
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("codec_class", [codec.Codec, None], ids=["compiled", "pure"])
+@pytest.mark.parametrize("infos", [{}, {"a": {"why": object}}], ids=["", "pickled infos"])
+@pytest.mark.parametrize(
+    "paid",
+    [np.array([0.5]), np.array([0.5], np.float32), np.array([0.5], ">f8"), np.array([2]), np.ones(1, bool)],
+    ids=repr,
+)
+def test_rewards_of_one_element(paid, infos, codec_class, parallel, monkeypatch):
+    """A vector where one is declared, else the same array in dicts and its number in arrays."""
+    monkeypatch.setattr(codec, "Codec", codec_class)
+    declared = spaces.Dict(a=spaces.Box(-9, 9, (1,), np.float32))
+    constructor = functools.partial(ScriptedRewards, {"a": paid, "b": paid}, declared, infos)
+    env = parallel(constructor, 2, backend="serial")
+    env.reset()
+    assert_same(env.step([{}] * 2)[1], ({"a": paid.astype(np.float32), "b": paid},) * 2)
+    by_agent = PettingZooVecEnv(parallel(constructor, 2, backend="serial"))
+    by_agent.reset()
+    arrays = by_agent.step(dict.fromkeys("ab", np.zeros(2, int)))[1]
+    assert_same(arrays["a"], np.stack([paid.astype(np.float32)] * 2))
+    assert_same(arrays["b"], np.concatenate([paid, paid]).astype(np.float64))
+    of_two = functools.partial(ScriptedRewards, {"a": paid, "b": paid}, None, infos)
+    env = parallel(of_two, 2, backend="serial")
+    env.reset()
+    with pytest.raises(
+        EnvError, match=r"the reward of agent 'a': expected an array of shape \(2,\).* got shape \(1,\)"
+    ):
+        env.step([{}] * 2)
 
 
 def test_environments_must_have_equal_reward_spaces(parallel, build):

@@ -75,21 +75,21 @@ class Couriers(PettingZooEnv):
 class ScriptedRewards(gymnasium.Env):
     """Dict rules: `reward_space` is a Dict; returns configured rewards."""
 
-    def __init__(self, rewards: Any, reward_space: Any = None) -> None:
+    def __init__(self, rewards: Any, reward_space: Any = None, infos: Any = None) -> None:
         seen = spaces.Box(-9, 9, (2,), np.float32)
         self.possible_agents = ["a", "b"]
         self.observation_space = spaces.Dict(a=seen, b=seen)
         self.action_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
         default = spaces.Dict(a=spaces.Box(-9, 9, (2,), np.float32))
         self.reward_space = default if reward_space is None else reward_space
-        self.rewards = rewards
+        self.rewards, self.infos = rewards, infos or {}
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         return dict.fromkeys("ab", np.zeros(2, np.float32)), {}
 
     def step(self, actions: dict) -> tuple[dict, ...]:
         seen = dict.fromkeys("ab", np.ones(2, np.float32))
-        return seen, self.rewards, {"__all__": False}, {"__all__": False}, {}
+        return seen, self.rewards, {"__all__": False}, {"__all__": False}, self.infos
 
 
 class TreasureHunt(gymnasium.Env):
