@@ -128,17 +128,19 @@ static PyObject *name_fast, *name_infos, *name_metadata, *name_final_obs, *name_
 static const char action_mask[] = "action_mask";
 static PyArray_Descr *int64_dtype, *double_dtype;
 
-/* Seconds, as of `time.monotonic`; a negative number after an error. */
+/* Seconds, as of `time.monotonic`. An exception may be set, and stays set. */
 static double monotonic(void) {
 #ifdef __linux__
     struct timespec moment;
     clock_gettime(CLOCK_MONOTONIC, &moment);
     return (double)moment.tv_sec + 1e-9 * (double)moment.tv_nsec;
 #else
+    PyObject *error_type, *error, *traceback;
+    PyErr_Fetch(&error_type, &error, &traceback); /* the simulator's */
     PyObject *moment = PyObject_CallNoArgs(time_monotonic);
-    if (moment == NULL) return -1.0;
-    double seconds = PyFloat_AsDouble(moment);
-    Py_DECREF(moment);
+    double seconds = moment == NULL ? 0.0 : PyFloat_AsDouble(moment);
+    Py_XDECREF(moment);
+    PyErr_Restore(error_type, error, traceback);
     return seconds;
 #endif
 }
@@ -266,6 +268,22 @@ static PyObject *keep_sizes(PyObject *Py_UNUSED(self), PyObject *args) {
 
 /* -- one value ---------------------------------------------------------------------------------------------------- */
 
+/* Set the error for a record that no writer has written; returns NULL. Like `damaged` in `columns.py`. */
+static PyObject *damaged(const Codec *codec, const char *record) {
+    return PyErr_Format(PyExc_ValueError,
+                        "the record of environment %zd is damaged: native code has overwritten shared memory. Find it with a "
+                        "memory checker; until then, pass shared_memory=False",
+                        (record - codec->base) / codec->stride);
+}
+
+/* A value that was read; if that failed by what the record contains, NULL with the error for damage. */
+static PyObject *read_or_damaged(const Codec *codec, const char *record, PyObject *value) {
+    if (value != NULL || !PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError))
+        return value;
+    PyErr_Clear();
+    return damaged(codec, record);
+}
+
 /* An array over memory of the block, which it keeps alive. */
 static PyObject *view_of(PyObject *block, const Node *node, char *data) {
     Py_INCREF(node->dtype);
@@ -322,6 +340,17 @@ static int tag_of(PyObject *types, PyObject *value) {
     for (Py_ssize_t tag = 0, size = PyTuple_Size(types); tag < size; tag++)
         if (PyTuple_GetItem(types, tag) == type) return (int)tag | of_array;
     return -1;
+}
+
+/* Whether `tag_of` may have returned a tag, for some types. */
+static int is_form(int tag) {
+    int of_array = tag & ~TYPE_OF_TAG;
+    return of_array == 0 || of_array == NO_AXIS || of_array == ONE_AXIS;
+}
+
+/* Whether `tag_of` may have returned a tag for these types. */
+static int is_tag(PyObject *types, int tag) {
+    return is_form(tag) && (tag & TYPE_OF_TAG) < PyTuple_Size(types);
 }
 
 /* The number in an array of one element as an array scalar; other values as they are. */
@@ -417,6 +446,7 @@ static PyObject *read_number(const Codec *codec, const Node *node, const char *r
     unsigned char tag = (unsigned char)record[node->tag];
     int is_signed = node->low < 0;
     int64_t number;
+    if (!is_form(tag) || (tag & ONE_AXIS && !node->one_axis)) return damaged(codec, record);
     switch (node->nbytes) {
     case 1: number = is_signed ? *(const int8_t *)source : *(const uint8_t *)source; break;
     case 2: number = is_signed ? *(const int16_t *)source : *(const uint16_t *)source; break;
@@ -427,22 +457,28 @@ static PyObject *read_number(const Codec *codec, const Node *node, const char *r
         PyTuple_GetItem(codec->number_types, tag) == (PyObject *)int64_dtype->typeobj)
         return PyArray_Scalar(&number, int64_dtype, NULL);
     PyObject *value = is_signed ? PyLong_FromLongLong(number) : PyLong_FromUnsignedLongLong((uint64_t)number);
-    return with_tag(codec->number_types, tag, value);
+    return read_or_damaged(codec, record, with_tag(codec->number_types, tag, value));
 }
 
-static PyObject *read_reward(const Codec *codec, double number, int tag) {
+/* Whether a double is an integer that `double_of` may have returned. */
+static int is_integer(double number) {
+    return number >= -LARGEST_EXACT && number <= LARGEST_EXACT && number == (double)(long long)number;
+}
+
+static PyObject *read_reward(const Codec *codec, const char *record, double number, int tag) {
     if (tag < PyTuple_Size(codec->reward_types) &&
         PyTuple_GetItem(codec->reward_types, tag) == (PyObject *)double_dtype->typeobj)
         return PyArray_Scalar(&number, double_dtype, NULL);
-    return with_tag(codec->reward_types, tag, PyFloat_FromDouble(number));
+    if (!is_form(tag)) return damaged(codec, record);
+    if ((tag & TYPE_OF_TAG) >= codec->floats && !is_integer(number)) return damaged(codec, record);
+    return read_or_damaged(codec, record, with_tag(codec->reward_types, tag, PyFloat_FromDouble(number)));
 }
 
 /* One value as a new object; `copy` tells how arrays are read. */
 static PyObject *read_value(const Codec *codec, const Node *node, char *record, int copy) {
     switch (node->kind) {
     case NO_KIND:
-        PyErr_SetString(PyExc_ValueError, "a record has a vector where none is declared");
-        return NULL;
+        return damaged(codec, record); /* a vector where none is declared */
     case ARRAY: {
         char *data = record + node->offset;
         if (copy == VIEWS) return view_of(codec->block, node, data);
@@ -648,7 +684,8 @@ static PyObject *get_value(Area *area, int depth) {
     }
     case 'n':
     case 'a': {
-        PyArray_Descr *dtype = is_plain_number((int)number) ? PyArray_DescrFromType((int)number) : NULL;
+        int is_plain = number == (int)number && is_plain_number((int)number);
+        PyArray_Descr *dtype = is_plain ? PyArray_DescrFromType((int)number) : NULL;
         if (dtype == NULL) break;
         if (kind == 'a') return get_array(area, dtype);
         PyObject *value = NULL;
@@ -698,10 +735,10 @@ static PyObject *read_infos(const Codec *codec, char *record, int is_pair, int *
         area.end += used;
         infos = get_value(&area, 0);
     }
-    if (infos == NULL && !(PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_MemoryError)))
-        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
     *has_mask = area.has_mask;
-    return infos;
+    if (infos != NULL && !(is_pair ? PyTuple_CheckExact(infos) : PyDict_CheckExact(infos))) Py_CLEAR(infos);
+    if (infos == NULL && !PyErr_Occurred()) return damaged(codec, record);
+    return read_or_damaged(codec, record, infos);
 }
 
 /* -- the dicts of all agents -------------------------------------------------------------------------------------- */
@@ -757,9 +794,11 @@ static Outcome check_flags(const Codec *codec, PyObject *flags, int *code, int *
     if (!is_dict(flags)) return LEFT;
     Py_ssize_t size = PyDict_Size(flags), position = 0;
     PyObject *key, *value;
-    if (size == 1 && PyDict_Next(flags, &position, &key, &value) && same_key(key, codec->all, NULL) == 1) {
-        *only_all += 1;
-        return value == Py_False ? DONE : LEFT;
+    if (size == 1 && PyDict_Next(flags, &position, &key, &value)) {
+        int same = same_key(key, codec->all, NULL);
+        if (same < 0) return FAILED;
+        *only_all += same;
+        if (same) return value == Py_False ? DONE : LEFT;
     }
     position = 0;
     if (size != codec->n && size != codec->n + 1) return LEFT;
@@ -1127,10 +1166,10 @@ static PyObject *read_values(const Codec *codec, const Node *nodes, char *record
     return dict;
 }
 
-static PyObject *read_rewards(const Codec *codec, const double *numbers, int tag) {
+static PyObject *read_rewards(const Codec *codec, const char *record, const double *numbers, int tag) {
     PyObject *dict = new_dict(codec);
     for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
-        set_value(codec, &dict, i, read_reward(codec, numbers[i], tag));
+        set_value(codec, &dict, i, read_reward(codec, record, numbers[i], tag));
     return dict;
 }
 
@@ -1271,19 +1310,28 @@ static Header header_of(const Codec *codec, const char *record) {
     };
 }
 
+/* Whether a code is one that this file writes. */
+static int is_code(const Codec *codec, uint64_t code) {
+    if (code & INFOS && code & INFOS_IN_BLOCK) return 0;
+    if (!(code & PLAIN)) return !(code & ~(uint64_t)(INFOS | INFOS_IN_BLOCK | FINAL));
+    uint64_t flag = code >> FLAG_SHIFT & 0xFF;
+    return !(code & NOT_PLAIN) && is_tag(codec->reward_types, (int)(code >> REWARD_SHIFT & 0xFF)) &&
+           (flag == 0 || flag == NP_FALSE_CODE) && code >> TURN_SHIFT <= (uint64_t)codec->n;
+}
+
 /* Whether Python has to read a record: Python has written it, it is damaged, or statistics need Python. */
 static int is_left(const Codec *codec, const Header *header) {
     Py_ssize_t types = PyTuple_Size(codec->reward_types);
     int any_over = header->flags[0][codec->n] | header->flags[1][codec->n];
-    if (header->code & PLAIN)
-        return header->code & NOT_PLAIN || (header->code & INFOS && header->code & INFOS_IN_BLOCK) || (header->code >> REWARD_SHIFT & TYPE_OF_TAG) >= (uint64_t)types;
-    if (header->code & ~(uint64_t)(INFOS | INFOS_IN_BLOCK | FINAL) || any_over > NP_TRUE_CODE) return 1;
-    if (header->code & INFOS && header->code & (FINAL | INFOS_IN_BLOCK)) return 1;
+    if (!is_code(codec, header->code)) return 1;
+    if (header->code & PLAIN) return 0;
+    if (any_over > NP_TRUE_CODE || (header->code & INFOS && header->code & FINAL)) return 1;
     if (codec->in_infos && any_over & 1) return 1;
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         int bits = header->presence[i];
         if (bits & FINAL_BIT && !(header->code & FINAL)) return 1;
-        if (bits & REWARDED_BIT && (header->tags[i] & TYPE_OF_TAG) >= types) return 1; /* vectors: Python adds them up */
+        if (bits & REWARDED_BIT && ((header->tags[i] & TYPE_OF_TAG) >= types || !is_form(header->tags[i])))
+            return 1; /* vectors: Python adds them up */
         if (codec->in_infos && (bits & (REWARDED_BIT | ALIVE_BIT)) == REWARDED_BIT) return 1;
         for (int j = 0; j < 2; j++) {
             int flag = header->flags[j][i], is_there = bits & (j ? TRUNCATED_BIT : TERMINATED_BIT);
@@ -1291,6 +1339,18 @@ static int is_left(const Codec *codec, const Header *header) {
         }
     }
     return 0;
+}
+
+/* Whether the header of a record is one that this file writes. */
+static int is_header(const Codec *codec, const Header *header) {
+    if (!is_code(codec, header->code)) return 0;
+    for (Py_ssize_t i = 0; i <= codec->n; i++) {
+        if (header->flags[0][i] > NP_TRUE_CODE || header->flags[1][i] > NP_TRUE_CODE) return 0;
+        int bits = i < codec->n ? header->presence[i] : 0, tag = bits & REWARDED_BIT ? header->tags[i] : 0;
+        if (bits & FINAL_BIT && !(header->code & FINAL)) return 0;
+        if (tag == VECTOR_TAG ? codec->vectors[i].kind == NO_KIND : !is_tag(codec->reward_types, tag)) return 0;
+    }
+    return 1;
 }
 
 /* Add the rewards of a record, and one step, to its totals, for agents that have a reward or a flag that is set. */
@@ -1342,7 +1402,7 @@ static PyObject *read_some_rewards(const Codec *codec, const Header *header, cha
         if (header->presence[i] & REWARDED_BIT)
             set_value(codec, &dict, i, header->tags[i] == VECTOR_TAG
                                            ? read_value(codec, &codec->vectors[i], record, COPIES)
-                                           : read_reward(codec, header->rewards[i], header->tags[i]));
+                                           : read_reward(codec, record, header->rewards[i], header->tags[i]));
     return dict;
 }
 
@@ -1411,7 +1471,7 @@ static PyObject *infos_in_block(const Codec *codec, const Header *header, char *
         *reset = PyTuple_GetItem(infos, 1);
     }
     if (own == NULL || !PyDict_CheckExact(own) || !PyDict_CheckExact(*reset)) {
-        PyErr_SetString(PyExc_ValueError, "the infos in the block are damaged");
+        damaged(codec, record);
         own = *reset = NULL;
     }
     Py_XINCREF(own);
@@ -1472,7 +1532,7 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *lefto
     dicts[0] = plain ? read_values(codec, codec->observations, record, copy)
                      : read_some(codec, &header, codec->observations, OBSERVED_BIT, record, copy);
     if (dicts[0] != NULL)
-        dicts[1] = plain ? read_rewards(codec, header.rewards, tag) : read_some_rewards(codec, &header, record);
+        dicts[1] = plain ? read_rewards(codec, record, header.rewards, tag) : read_some_rewards(codec, &header, record);
     for (int i = 2; i < 4; i++)
         if (dicts[i - 1] != NULL) dicts[i] = plain ? PyDict_Copy(no_flags) : read_flags(codec, &header, i - 2);
     if (dicts[3] != NULL && infos == NULL) {
@@ -1480,9 +1540,10 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *lefto
         else dicts[4] = read_empty_infos(codec, &header);
     }
     int failed = 0;
+    for (int i = 0; i < 5; i++) failed |= dicts[i] == NULL;
     for (int i = 0; i < 5; i++) {
-        failed |= dicts[i] == NULL;
-        if (dicts[i] != NULL && PyList_SetItem(lists[i], at, dicts[i]) < 0) failed = 1;
+        if (failed) Py_XDECREF(dicts[i]);
+        else failed = PyList_SetItem(lists[i], at, dicts[i]) < 0;
     }
     return failed ? FAILED : DONE;
 }
@@ -1732,6 +1793,10 @@ static PyObject *stacked(const Codec *codec, PyObject *leaf, PyObject *target, i
     size_t nbytes = envs && rows ? (size_t)(PyArray_NBYTES(array) / (envs * rows)) : 0;
     for (Py_ssize_t row = 0; !all_observed && row < rows; row++) {
         Py_ssize_t place = PyLong_AsSsize_t(PyTuple_GetItem(places, row));
+        if (place == -1 && PyErr_Occurred()) {
+            Py_DECREF(array);
+            return NULL;
+        }
         for (Py_ssize_t env = 0; place >= 0 && place < codec->n && env < envs; env++) {
             const Header header = header_of(codec, codec->base + (start + env) * codec->stride);
             if (!(header.presence[place] & OBSERVED_BIT))
@@ -1827,8 +1892,10 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         if (number != NULL)
             outcome = note_record(codec, number, i, &header, leftovers, copy, !as_table, found[3], &has_mask, &infos);
         failed = outcome == FAILED;
-        if (outcome == LEFT || has_mask) failed |= PyList_Append(found[outcome == LEFT ? 1 : 2], number) < 0;
-        if (infos != NULL && !as_table && !are_empty_infos(infos)) failed |= PyDict_SetItem(found[0], number, infos) < 0;
+        if (!failed && (outcome == LEFT || has_mask))
+            failed = PyList_Append(found[outcome == LEFT ? 1 : 2], number) < 0;
+        if (!failed && infos != NULL && !as_table && !are_empty_infos(infos))
+            failed = PyDict_SetItem(found[0], number, infos) < 0;
         Py_XDECREF(infos);
         Py_XDECREF(number);
     }
@@ -2037,41 +2104,36 @@ PyDoc_STRVAR(parts_doc,
 
 static PyObject *codec_parts(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_id, *infos = NULL, *final = NULL, *reset = NULL;
+    PyObject *env_id;
     Py_ssize_t number;
     int copy, has_mask;
     if (!PyArg_ParseTuple(args, "Op:parts", &env_id, &copy)) return NULL;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return NULL;
     const Header header = header_of(codec, record);
-    if (codec->observations == NULL)
-        return PyErr_Format(PyExc_ValueError, "the record of environment %zd is damaged", number);
-    for (Py_ssize_t i = 0; i <= codec->n; i++) {
-        int tag = i < codec->n && header.presence[i] & REWARDED_BIT ? header.tags[i] : 0;
-        int is_vector = tag == VECTOR_TAG && codec->vectors[i].kind != NO_KIND;
-        if (header.flags[0][i] > NP_TRUE_CODE || header.flags[1][i] > NP_TRUE_CODE ||
-            (!is_vector && (tag & TYPE_OF_TAG) >= PyTuple_Size(codec->reward_types)))
-            return PyErr_Format(PyExc_ValueError, "the record of environment %zd is damaged", number);
+    if (codec->observations == NULL || !is_header(codec, &header)) return damaged(codec, record);
+    PyObject *parts[9] = {NULL}; /* the fields of `Transition` */
+    parts[0] = read_some(codec, &header, codec->observations, OBSERVED_BIT, record, copy);
+    if (parts[0] != NULL) parts[1] = read_some_rewards(codec, &header, record);
+    for (int i = 2; i < 4; i++)
+        if (parts[i - 1] != NULL) parts[i] = read_flags(codec, &header, i - 2);
+    if (parts[3] != NULL) {
+        if (header.code & INFOS_IN_BLOCK) parts[4] = infos_in_block(codec, &header, record, &has_mask, &parts[8]);
+        else if (header.code & INFOS && !any_has(codec, header.presence, INFOS_BIT)) Py_INCREF(parts[4] = Py_None);
+        else parts[4] = read_empty_infos(codec, &header);
     }
-    PyObject *observations = read_some(codec, &header, codec->observations, OBSERVED_BIT, record, copy);
-    PyObject *rewards = read_some_rewards(codec, &header, record);
-    PyObject *flags[2] = {read_flags(codec, &header, 0), read_flags(codec, &header, 1)};
-    PyObject *alive = agents_with(codec, header.presence, ALIVE_BIT);
-    PyObject *acting = agents_with(codec, header.presence, ACTING_BIT);
-    if (header.code & INFOS_IN_BLOCK) infos = infos_in_block(codec, &header, record, &has_mask, &reset);
-    else if (header.code & INFOS && !any_has(codec, header.presence, INFOS_BIT)) Py_INCREF(infos = Py_None);
-    else infos = read_empty_infos(codec, &header);
-    if (header.code & FINAL) final = read_some(codec, &header, codec->finals, FINAL_BIT, record, copy);
-    else Py_INCREF(final = Py_None);
-    if (reset == NULL) Py_INCREF(reset = Py_None);
-    PyObject *parts[9] = {observations, rewards, flags[0], flags[1], infos, alive, acting, final, reset};
-    PyObject *result = PyTuple_New(9);
-    int failed = result == NULL;
-    for (int i = 0; i < 9; i++) failed |= parts[i] == NULL;
+    if (parts[4] != NULL) parts[5] = agents_with(codec, header.presence, ALIVE_BIT);
+    if (parts[5] != NULL) parts[6] = agents_with(codec, header.presence, ACTING_BIT);
+    if (parts[6] != NULL) {
+        if (header.code & FINAL) parts[7] = read_some(codec, &header, codec->finals, FINAL_BIT, record, copy);
+        else Py_INCREF(parts[7] = Py_None);
+    }
+    if (parts[8] == NULL) Py_INCREF(parts[8] = Py_None);
+    PyObject *result = parts[7] == NULL ? NULL : PyTuple_New(9);
     for (int i = 0; i < 9; i++) {
-        if (failed || PyTuple_SetItem(result, i, parts[i]) < 0) Py_XDECREF(parts[i]);
+        if (result == NULL) Py_XDECREF(parts[i]);
+        else if (PyTuple_SetItem(result, i, parts[i]) < 0) Py_CLEAR(result);
     }
-    if (failed) Py_CLEAR(result);
     return result;
 }
 
@@ -2079,6 +2141,7 @@ static PyObject *codec_parts(PyObject *self, PyObject *args) {
 static PyObject *read_actions(const Codec *codec, char *record) {
     const char *header = record + codec->action_header;
     if (codec->actions == NULL) return NULL;
+    if (header[0] & ~(ALL_IN_ORDER | STACKED)) return damaged(codec, record);
     int copy = header[0] & STACKED ? SCALARS : COPIES;
     if (header[0] & ALL_IN_ORDER) return read_values(codec, codec->actions, record, copy);
     PyObject *dict = PyDict_New();
@@ -2113,10 +2176,11 @@ static Outcome write_plain(const Codec *codec, char *record, PyObject *dicts, Py
     return write_transition(codec, record, dicts, turn);
 }
 
-/* The lives of a record's agents: the lives in `fast`, unless steps have changed them since. */
-static unsigned char *lives_of(const Codec *codec, Py_ssize_t number, PyObject *fast) {
+/* The lives of a record's agents: the lives in `rules`, unless steps have changed them since. */
+static unsigned char *lives_of(const Codec *codec, Py_ssize_t number, PyObject *rules) {
     unsigned char *lives = codec->lives + number * codec->n;
-    PyObject *first = PyTuple_GetItem(PyTuple_GetItem(fast, 3), 1), *before = codec->first_lives[number];
+    PyObject *first = PyTuple_GetItem(rules, 1), *before = codec->first_lives[number];
+    if (first == NULL) return NULL;
     if (before == first) return lives;
     char *own;
     Py_ssize_t size;
@@ -2135,8 +2199,9 @@ static unsigned char *lives_of(const Codec *codec, Py_ssize_t number, PyObject *
 /* Write a transition whose agents' lives are known here: a plain one, the most frequent, or any other. */
 static Outcome write_alive(const Codec *codec, char *record, Py_ssize_t number, PyObject *dicts, PyObject *fast,
                            PyObject *is_forked) {
-    unsigned char *lives = lives_of(codec, number, fast);
     PyObject *rules = PyTuple_GetItem(fast, 3), *agents_left = PyTuple_GetItem(rules, 0);
+    if (agents_left == NULL) return FAILED_BEFORE;
+    unsigned char *lives = lives_of(codec, number, rules);
     if (lives == NULL) return FAILED_BEFORE;
     int all = 1;
     for (Py_ssize_t i = 0; all && i < codec->n; i++) all = lives[i] == ALIVE_BIT;
@@ -2183,7 +2248,7 @@ static Outcome step_one(Codec *codec, PyObject *env_id, PyObject *fast, int64_t 
     codec->inside += seconds;
     count_step(times, seconds);
     codec->steps += 1;
-    running[0] = -running[0];
+    running[0] = -(number + 1);
     if (*result == NULL) return FAILED;
     Outcome outcome = PyTuple_GetItem(fast, 3) == Py_None
                           ? write_plain(codec, record, *result, fast, is_forked)

@@ -20,7 +20,7 @@ from marl_parallel.action_masks import mask_of, own_mask
 from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core.array_view import of_acting
 from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.columns import Layout, damaged
 from marl_parallel.core.episode import add_to_infos, dicts_of, is_over, needs_actions
 from marl_parallel.core.pickling import dumps_for_workers, in_order
 from marl_parallel.core.pool.slots import Slot, Snapshot, States
@@ -267,7 +267,7 @@ class BlockTransitions(Transitions):
                 self._unrecorded_states.pop(env_id, None)
         else:
             self._unrecorded_states.pop(env_id, None)
-            transition = self.records.read(env_id, leftovers)
+            transition = self._delivered(self.records, env_id, leftovers)
             dicts, ended = dicts_of(transition), is_over(transition)
             over = ended and self.mode is not AutoresetMode.SAME_STEP
             self._stand(env_id, Standing(transition.acting, transition.alive, over))
@@ -276,6 +276,15 @@ class BlockTransitions(Transitions):
         parts = self._add_step(env_id, dicts[1:4], dicts[4], stays_over)
         add_to_infos(dicts[4], EPISODE, parts)
         return dicts
+
+    def _delivered(self, records: TransitionRecords, env_id: int, leftovers: Any) -> Transition:
+        """A transition that a worker has sent with these leftovers; `ValueError` if the record says otherwise."""
+        if records.has_leftovers(env_id) != (leftovers is not None):
+            raise damaged(env_id)
+        transition = records.read(env_id, leftovers)
+        if ALL not in transition.terminateds or ALL not in transition.truncateds:
+            raise damaged(env_id)
+        return transition
 
     def _add_step(
         self, env_id: int, outcome: Sequence[dict[Any, Any]], infos: Mapping[Any, Any], stays_over: bool
@@ -300,7 +309,7 @@ class BlockTransitions(Transitions):
 
     def snapshot(self, env_id: int, leftovers: Any) -> Snapshot:
         """A copy of the transition of one environment; the state of the environment is not noted."""
-        transition = self._own.read(env_id, leftovers)
+        transition = self._delivered(self._own, env_id, leftovers)
         dicts, ended = dicts_of(transition), is_over(transition)
         pickled = {**(leftovers or {}), "reset_infos": transition.reset_infos}
         masks = {agent: mask.copy() for agent, mask in self.layout.masks.reported(env_id).items()}

@@ -123,9 +123,20 @@ def tag_of(tags: Mapping[type, int], value: Any) -> int | None:
 
 
 def number_of(types: Sequence[type], tag: int, number: Any) -> Any:
-    """The number or array with a tag."""
+    """The number or array with a tag; `ValueError` or another error if `tag_of` has not returned this tag for it."""
     value = types[tag & TYPE_OF_TAG](number)
-    return value if tag <= TYPE_OF_TAG else np.array([value] if tag & _ARRAY_TAGS[1,] else value)
+    form = tag & ~TYPE_OF_TAG
+    if value != number or form not in (0, *_ARRAY_TAGS.values()):
+        raise ValueError(tag)
+    return value if form == 0 else np.array([value] if form == _ONE_AXIS else value)
+
+
+def damaged(record: int) -> ValueError:
+    """The error for a record that no writer has written. Compiled code raises the same."""
+    return ValueError(
+        f"the record of environment {record} is damaged: native code has overwritten shared memory. Find it with a "
+        "memory checker; until then, pass shared_memory=False"
+    )
 
 
 class NumberColumn:
@@ -179,7 +190,13 @@ class NumberColumn:
         return self.array[:, row], self._tags[:, row], self._tag
 
     def read(self, record: int, row: int, copy: bool) -> Any:
-        return number_of(NUMBER_TYPES, int(self._tags[record, row]), self.array[record, row].item())
+        tag = int(self._tags[record, row])
+        try:
+            if tag & _ONE_AXIS and not self._one_axis:
+                raise ValueError(tag)
+            return number_of(NUMBER_TYPES, tag, self.array[record, row].item())
+        except (IndexError, OverflowError, ValueError):
+            raise damaged(record) from None
 
 
 class TreeColumn:

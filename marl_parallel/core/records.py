@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID
-from marl_parallel.core.columns import AgentColumns, Layout, over_records, span_of
+from marl_parallel.core.columns import AgentColumns, Layout, damaged, over_records, span_of
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import Leftovers, in_order
 from marl_parallel.core.spaces import DoesNotFit, Mismatch, as_scalars, check_reward, conform, has_scalars, is_vector
@@ -82,6 +82,8 @@ class ActionRecords:
     def read(self, record: int, leftovers: Leftovers | None) -> dict[Any, Any]:
         """The actions of one record, with copies of arrays; `leftovers` is the result of `write`."""
         agents, form = self._agents, int(self._forms[record])
+        if form & ~(ALL_IN_ORDER | STACKED):
+            raise damaged(record)
         if not form & ALL_IN_ORDER:
             agents = [agent for agent, is_present in zip(agents, self._present[record].tolist()) if is_present]
         actions = self._columns.read(record, agents, True)
@@ -197,8 +199,14 @@ class TransitionRecords:
         return bool(int(self._codes[record]) & (PICKLED | INFOS))
 
     def read(self, record: int, leftovers: Leftovers | None) -> Transition:
-        """The transition in a record, as this file or compiled code wrote it, with `leftovers`. Lists are read-only."""
+        """The transition in a record, as this file or compiled code wrote it, with `leftovers`. Lists are read-only.
+
+        A header or a number that no writer writes is a `ValueError`, see `damaged`.
+        """
         leftovers, code = leftovers or {}, int(self._codes[record])
+        by_python = code & PICKLED or self._codec is None
+        if code & ~(PICKLED | FINAL) if by_python else "rewards" in leftovers:
+            raise damaged(record)
         if not code & PICKLED and self._codec is not None:
             parts = Transition(*self._codec.parts(record, self._copy))
             infos = leftovers.get("infos", {}) if parts.infos is None else parts.infos

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shutil
+import subprocess
 import sys
 import sysconfig
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 from helpers import ROOT
 
@@ -60,6 +63,50 @@ def test_compiled_code_and_wheels(free_threaded, environ, modules, wheel, monkey
     assert [module.name for module in built["ext_modules"]] == modules
     assert all(module.optional and module.py_limited_api for module in built["ext_modules"])
     assert built["options"] == wheel
+
+
+RAISES = """
+import importlib.machinery, importlib.util, sys
+loader = importlib.machinery.ExtensionFileLoader("marl_parallel.core._codec", sys.argv[1])
+spec = importlib.util.spec_from_loader(loader.name, loader)
+sys.modules[loader.name] = importlib.util.module_from_spec(spec)
+from gymnasium import spaces
+from marl_parallel import EnvError, ParallelEnv, codec
+
+class Raises:
+    possible_agents = ["a"]
+    observation_space = action_space = spaces.Dict(a=spaces.Discrete(9))
+    time = 0
+
+    def reset(self):
+        return {"a": 1}, {"a": {}}
+
+    def step(self, actions):
+        self.time += 1
+        flags = {"a": False, "__all__": False}
+        return {"a": self.time}, {"a": 1.0 / (2 - self.time)}, flags, flags, {"a": {}}
+
+with ParallelEnv([Raises] * 2, backend="serial") as env:
+    env.reset()
+    env.step([{"a": 0}] * 2)
+    try:
+        env.step([{"a": 0}] * 2)
+    except EnvError as error:
+        print(codec, sys.modules[loader.name].__file__ == sys.argv[1], error.method, repr(error.original))
+"""
+
+
+@pytest.mark.needs("_codec")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has another way to take the time")
+def test_compiled_code_of_other_systems_raises_the_exception_of_a_simulator(tmp_path):
+    """They take the time from Python, while the exception of the step is set."""
+    library = tmp_path / "_codec.so"
+    headers = [f"-I{numpy.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
+    options = ["-shared", "-fPIC", "-O0", "-U__linux__", "-DPy_LIMITED_API=0x030A0000", *headers]
+    compiler = [shutil.which("cc") or "gcc", *options, ROOT / "marl_parallel/core/_codec.c", "-o", library]
+    subprocess.run(compiler, check=True, timeout=120)
+    printed = subprocess.run([sys.executable, "-c", RAISES, library], capture_output=True, text=True, timeout=60)
+    assert printed.stdout.split(maxsplit=3) == ["c", "True", "step", "ZeroDivisionError('float division by zero')\n"]
 
 
 def anchors(page: str) -> list[str]:

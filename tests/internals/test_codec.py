@@ -28,7 +28,7 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import codec
 from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.columns import Layout, damaged
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
@@ -678,6 +678,7 @@ def test_damaged_headers(header, code):
         block[start : start + 8] = struct.pack("=Q", code)
     compiled = codec.open_codec(layout, block, infos_in_block=True, totals=np.zeros((1, 7)))
     leaves = ((layout.observations.groups[0][0].array, (0, 1, 2)),)
+    errors: list[str] = []
     for as_arrays in (False, True):
         try:
             if as_arrays:
@@ -685,9 +686,11 @@ def test_damaged_headers(header, code):
                 assert observations[0].shape == (1, 3, *BOX.shape)
                 continue
             columns, others = compiled.read((0,), {}, True)
-        except ValueError:  # the infos in the block are damaged
+        except ValueError as raised:
+            errors.append(str(raised))
             continue
         assert (others is not None and others[0] == [0]) or type(columns[4][0]) is dict
+    assert {*errors} <= {str(damaged(0))}
     compiled.write((0,), [dict.fromkeys(AGENTS, 1)], 0, False, True)
 
 
@@ -704,9 +707,9 @@ def test_damaged_infos(tokens, excess):
         codec.open_codec(layout, block, infos_in_block=True).parts(0, True)
     except MemoryError:
         return
-    except ValueError as damaged:
-        error = str(damaged)
-    assert error in ("", "the infos in the block are damaged")
+    except ValueError as raised:
+        error = str(raised)
+    assert error in ("", str(damaged(0)))
 
 
 @pytest.mark.parametrize("infos", [{}, {agent: {} for agent in AGENTS}, {"__common__": {"time": 1}}])

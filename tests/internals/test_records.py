@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import re
+import struct
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 
+from marl_parallel import Rules
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import codec
-from marl_parallel.core.columns import Layout
+from marl_parallel.core.arrays import BlockArrays
+from marl_parallel.core.block_transitions import BlockTransitions
+from marl_parallel.core.columns import Layout, damaged
+from marl_parallel.core.pool.slots import Slot
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.transition import Transition
+from marl_parallel.types import StepTimes
 
 AGENTS = ["a", "b"]
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
@@ -78,3 +87,167 @@ def test_one_record_of_another_form(place, value):
             assert_same(dicts, written[record][:5])
     for record in range(RECORDS):
         assert_same(records.read(record, leftovers.get(record))[:5], written[record][:5])
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+READERS = pytest.mark.parametrize("reader", [codec.Codec, None], ids=["compiled", "pure"])
+DIE, SIDE = spaces.Discrete(9), spaces.Discrete(3)
+SEEN = {"a": DIE, "b": spaces.Dict(eyes=BOX, way=spaces.Tuple((SIDE,)))}
+SMALL_NUMBERS = {"a": 3, "b": {"eyes": np.ones(3, np.float32), "way": (np.int8(2),)}}
+FALSE = {"a": False, "b": False, "__all__": False}
+VECTOR = spaces.Box(-9, 9, (2,), np.float32)
+FORMS: dict[str, Any] = {
+    "plain": {"rewards": {"a": 1, "b": 2}},
+    "infos": {"infos": {"a": {"speed": 1.5, "names": ["x", {"y": np.ones(2)}]}, "b": {}}},
+    "over": {"terminateds": {"a": True, "b": np.True_, "__all__": True}, "rewards": {"a": 2, "b": np.float32(1)}},
+    "arrays": {"rewards": {"a": np.array([2]), "b": np.array(1.5)}},
+    "vector": {"rewards": {"a": np.ones(2, np.float32), "b": np.int8(1)}},
+    "final": {"final_observations": SMALL_NUMBERS, "reset_infos": {"a": {"level": 2}, "b": {}}},
+    "pickled infos": {"infos": {"a": {"why": int}, "b": {}}},
+    "pickled": {"infos": {"a": {"why": int}, "b": {}}, "rewards": {"a": 2**60, "b": 1.0}},
+}
+
+
+class OneRecord:
+    """A block of one record that may be overwritten, its reader for the caller, and what travels pickled."""
+
+    def __init__(self, form: str, reader: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(codec, "Codec", reader)
+        rewards = {"a": VECTOR} if form == "vector" else {}
+        schema = Schema(AGENTS, SEEN, dict.fromkeys(AGENTS, DIE), None, rewards)
+        self.layout = layout = Layout(schema, 1)
+        self.block = bytearray(layout.nbytes)
+        slots, modes = [Slot(0, 0, has_reset=True)], dict.fromkeys(["final"], AutoresetMode.SAME_STEP)
+        self.transitions = BlockTransitions(
+            slots, layout, self.block, Rules.DICT, modes.get(form, AutoresetMode.DISABLED), copy=True,
+            check_actions=False, needs_all_actions=False, local_modules=(), episode_stats=False,
+        )  # fmt: skip
+        parts = {"observations": SMALL_NUMBERS, "rewards": {"a": 1.0, "b": 1.0}, "terminateds": FALSE}
+        parts |= {"truncateds": FALSE, "infos": {"a": {}, "b": {}}, "alive": AGENTS, "acting": AGENTS}
+        leftovers = self.transitions.put(0, Transition(**{**parts, **FORMS[form]}))
+        self.leftovers = {} if leftovers is None else {0: leftovers}
+        self.arrays = BlockArrays(self.transitions, copy=True)
+        n, start = len(AGENTS), layout.transition_header
+        self.places = {"code": start, "rewards": start + 8, "tags": start + 8 + 8 * n, "terminated": start + 8 + 9 * n}
+        self.places |= {"truncated": start + 9 + 10 * n, "presence": start + 10 + 11 * n, "infos": layout.infos}
+        tags = [("way", layout.observations.forms[1][2][1][2][0][2]), ("die", layout.observations.forms[0][2])]
+        self.places |= {**dict(tags), "action": layout.actions.forms[0][2], "form": layout.action_header}
+
+    def results(self) -> list[Any]:
+        """What dicts, arrays and copies for restarts say: values, or the text of the error."""
+        found: list[Any] = []
+        for read in (
+            lambda: self.transitions.read((0,), self.leftovers),
+            lambda: self.arrays.read(self.leftovers),
+            lambda: self.transitions.snapshot(0, self.leftovers.get(0)),
+        ):
+            try:
+                found.append(read())
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+
+@READERS
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_any_damaged_byte_gives_values_or_the_error_for_damage(form, reader, monkeypatch):
+    """Each byte of the header, of tags, and of the first infos."""
+    one = OneRecord(form, reader, monkeypatch)
+    start = one.layout.transition_header
+    places = [*range(start, start + 8 + 12 * len(AGENTS) + 2), one.places["way"], one.places["die"]]
+    infos = one.places["infos"]
+    for place in (*places, *range(infos, infos + 150)):
+        before = one.block[place]
+        for value in {0, 1, 2, 3, 4, 5, 9, 10, 15, 16, 31, 32, 48, 63, 64, 68, 128, 192, 255, before ^ 1, before ^ 64}:
+            one.block[place] = value
+            assert {text for text in one.results() if isinstance(text, str)} <= {str(damaged(0))}
+        one.block[place] = before
+    assert not any(isinstance(result, str) for result in one.results())
+
+
+def overwrite(one: OneRecord, field: str, content: bytes) -> None:
+    one.block[one.places[field] : one.places[field] + len(content)] = content
+
+
+@pytest.mark.needs("_codec")
+@pytest.mark.parametrize(
+    ("form", "field", "content"),
+    [
+        *(("plain", "code", struct.pack("=Q", code)) for code in (0xF01, 0x3001, 0x8001, 0x10001, 0x40001, 0x3000001)),
+        *(("plain", "code", bytes([code])) for code in (1 | 4, 1 | 64, 1 | 128, 1 | 2 | 8)),
+        *(("over", "code", struct.pack("=Q", 1 << bit)) for bit in (1, 6, 7, 8, 24, 63)),
+        *(("pickled infos", "code", struct.pack("=Q", code)) for code in (0, 4, 8, 64, 1 << 40)),
+        *(("plain", "rewards", struct.pack("=d", number)) for number in (np.nan, np.inf, 0.5, 1e300, 2.0**60)),
+        *(("over", "rewards", struct.pack("=d", number)) for number in (np.nan, -np.inf, 0.5)),
+        *(("arrays", "rewards", struct.pack("=d", number)) for number in (np.nan, 0.5)),
+        *(("over", "tags", bytes([tag])) for tag in (15, 31, 47, 48, 64, 128, 255)),
+        ("vector", "tags", b"\x3f"),
+        *(("over", name, bytes([flag])) for name in ("terminated", "truncated") for flag in (4, 128, 255)),
+        ("over", "presence", b"\xff"),
+        *(("infos", "infos", struct.pack("=q", used)) for used in (-1, 3, 1 << 40)),
+        *(("infos", "infos", struct.pack("=q", 200) + bytes([kind])) for kind in b"xa\0s"),
+        ("final", "infos", struct.pack("=q", 200) + b"l"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_damaged_headers_and_infos(form, field, content, monkeypatch):
+    one = OneRecord(form, codec.Codec, monkeypatch)
+    overwrite(one, field, content)
+    in_arrays = field != "rewards" or one.transitions.records.has_leftovers(0)  # arrays have the number, of any type
+    dicts, arrays, snapshot = one.results()
+    assert dicts == snapshot == str(damaged(0))
+    assert in_arrays == (arrays == str(damaged(0)))
+
+
+@READERS
+@pytest.mark.parametrize("code", [0, 1, 2, 4, 8, 16, 64 | 1, 64 | 2, 64 | 8, 64 | 128, 1 << 40 | 64, 2**64 - 1])
+def test_damaged_codes_of_pickled_records(code, reader, monkeypatch):
+    one = OneRecord("pickled", reader, monkeypatch)
+    overwrite(one, "code", struct.pack("=Q", code))
+    assert one.results() == [str(damaged(0))] * 3
+
+
+@READERS
+@pytest.mark.parametrize("field", ["die", "way"])
+@pytest.mark.parametrize("form", FORMS)
+def test_damaged_tags_of_numbers(form, field, reader, monkeypatch):
+    """Arrays that compiled code reads have the number, whatever its type."""
+    one = OneRecord(form, reader, monkeypatch)
+    for tag in (10, 15, 26, 32, 33, 48, 64, 128, 255):
+        overwrite(one, field, bytes([tag]))
+        dicts, arrays, snapshot = one.results()
+        assert dicts == snapshot == str(damaged(0))
+        assert isinstance(arrays, tuple) == (one.transitions.codec is not None and form not in ("pickled", "vector"))
+
+
+@READERS
+def test_numbers_that_their_type_does_not_hold(reader, monkeypatch):
+    """Such as -1 with the tag of uint8."""
+    one = OneRecord("plain", reader, monkeypatch)
+    one.layout.observations.groups[0][0].array[0, 0] = 300
+    for tag in (5, 6):  # int8, uint8
+        overwrite(one, "die", bytes([tag]))
+        dicts, _, snapshot = one.results()
+        if one.transitions.codec is None or np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # before, NumPy wraps
+            assert dicts == snapshot == str(damaged(0))
+
+
+@READERS
+@pytest.mark.parametrize(("field", "bad"), [("form", (4, 8, 128, 255)), ("action", (10, 15, 48, 64, 128, 255))])
+def test_damaged_actions(field, bad, reader, monkeypatch):
+    """Both readers of the worker."""
+    one = OneRecord("plain", reader, monkeypatch)
+    actions = {"a": 3, "b": np.array([2])}
+    assert one.transitions.write_actions((0,), [actions]) == {}
+    assert_same(one.transitions.action_records.read(0, None), actions)
+    for value in bad:
+        overwrite(one, field, bytes([value]))
+        with pytest.raises(ValueError, match=re.escape(str(damaged(0)))):
+            one.transitions.action_records.read(0, None)
+        if one.transitions.codec is not None:
+            episodes = {0: SimpleNamespace(fast=(lambda actions: None, None, False, None))}
+            numbers = np.zeros(10, np.int64), np.zeros(StepTimes.SIZE, np.int64), bytearray(1)
+            with pytest.raises(ValueError, match=re.escape(str(damaged(0)))):
+                one.transitions.codec.run((0,), 0, episodes, *numbers, None)
