@@ -61,7 +61,10 @@ class Running(NamedTuple):
 # `_ENV` is an environment's number plus one while its simulator runs, and minus this number after its return until the
 # next simulator runs. When the request is done, it is this number plus `_SETTLED`. It is 0 before anything has started.
 _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _TRANSPORT, _WAITING, _PARTS, _STEPS, _RESETS = range(10)
+# Native code of a simulator may overwrite a status. Numbers that no worker writes count as unknown, since a status only
+# says what to report and when a timeout began: it must neither end a run nor hide a fault.
 _SETTLED = 1 << 40
+_AHEAD_S = 60.0  # by how much the clock of another machine may be estimated wrongly
 _TIMES = 16  # the counts of `StepTimes`
 _SECONDS, _BITS = struct.Struct("=d"), struct.Struct("=q")
 
@@ -88,7 +91,7 @@ class WorkerStatus:
         self._view, self._ints, self._floats = view, view.cast("q"), view.cast("d")
         self._changed = self.clock()  # when the worker last began or finished a request
         self._entered = self._inside = self._busy = self._transport = self._waited = 0.0
-        self._parts = self._steps = self._resets = 0
+        self._parts = self._steps = self._resets = self._env = 0
         # For compiled code: numbers, step times, and a flag that is set in a forked child, which must not write them.
         numbers = np.frombuffer(view, np.int64)
         self.for_codec = numbers, numbers[_TIMES:], bytearray(1)
@@ -101,7 +104,7 @@ class WorkerStatus:
         ints = self._ints
         self._floats[_SINCE] = now
         ints[_ACTIVITY] = activity
-        ints[_ENV] = env_id + 1
+        ints[_ENV] = self._env = env_id + 1
 
     def leave(self) -> float:
         """Note that the simulator has returned, or raised; `end_request` writes sums and counts. Returns the time."""
@@ -109,7 +112,7 @@ class WorkerStatus:
         seconds = now - self._entered
         self._inside += seconds
         ints = self._ints
-        ints[_ENV] = -ints[_ENV]
+        ints[_ENV] = -self._env
         activity = ints[_ACTIVITY]
         if activity == _STEP:
             self._steps += 1
@@ -152,7 +155,7 @@ class WorkerStatus:
         """Note that the worker has carried out the request, or the part of it; returns the time."""
         now = self.clock()
         ints, floats = self._ints, self._floats
-        if (env := ints[_ENV]) < 0:
+        if -_SETTLED < (env := ints[_ENV]) < 0:
             ints[_ENV] = _SETTLED - env
         self._busy += now - self._changed
         self._transport = max(self._transport, self._busy - self._inside)  # no sum ever decreases
@@ -191,7 +194,7 @@ class WorkerStatus:
 
     @property
     def discarded(self) -> bool:
-        return self._ints[_DISCARDED] != 0
+        return self._ints[_DISCARDED] in (1, 2)
 
     @property
     def is_ending(self) -> bool:
@@ -200,26 +203,33 @@ class WorkerStatus:
 
     @property
     def latest(self) -> Activity:
-        """The latest activity in the present request, even if it has ended; `START` for none."""
-        return Activity(self._ints[_ACTIVITY])
+        """The latest activity in the present request, even if it has ended; `START` for none, or if it is unknown."""
+        activity = self._ints[_ACTIVITY]
+        return Activity(activity) if 0 <= activity < len(Activity) else Activity.START
+
+    @property
+    def _since(self) -> float:
+        """When the activity began; 0.0 if that is unknown."""
+        since = self._floats[_SINCE]
+        return since if 0.0 <= since <= self.clock() + _AHEAD_S else 0.0
 
     @property
     def running(self) -> Running | None:
-        env = self._ints[_ENV]
-        if env == 0 or env >= _SETTLED:
+        env, activity = self._ints[_ENV], self._ints[_ACTIVITY]
+        if env == 0 or abs(env) >= _SETTLED or not 0 <= activity < len(Activity):
             return None
-        return Running(abs(env) - 1, self.latest, self._floats[_SINCE], env > 0)
+        return Running(abs(env) - 1, Activity(activity), self._since, env > 0)
 
     @property
     def settled(self) -> int | None:
         """The environment that ran last, if the request has been carried out; else None."""
         env = self._ints[_ENV]
-        return env - _SETTLED - 1 if env >= _SETTLED else None
+        return env - _SETTLED - 1 if _SETTLED < env < 2 * _SETTLED else None
 
     @property
     def state(self) -> tuple[int, float]:
         """A value that changes whenever an activity or a request begins or ends."""
-        return self._ints[_ENV], self._floats[_SINCE]
+        return self._ints[_ENV], self._since
 
     @property
     def parts(self) -> int:
@@ -276,7 +286,7 @@ class TracedStatus(WorkerStatus):
 
     def leave(self) -> float:
         now = super().leave()
-        self._store(-self._ints[_ENV] - 1, self._ints[_ACTIVITY], self._entered, now)
+        self._store(self._env - 1, self.latest, self._entered, now)
         return now
 
     def end_request(self) -> float:

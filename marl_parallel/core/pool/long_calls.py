@@ -62,7 +62,7 @@ class LongCalls(Extension):
                 self._next.pop(worker, None)
                 continue
             status = backend.statuses[worker]
-            state, running = status.state, status.running
+            state, running = status.state, queue.running(status)
             if running is None and status.settled is not None and status.parts >= queue.posted:
                 continue  # its reply has come, or is on its way
             if running is None and worker in backend.in_line:

@@ -474,7 +474,8 @@ class Pool(Source):
         for worker, reply in replies:
             if isinstance(reply, Lost) and worker in self.queues:
                 self._check_not_closed()
-                share, last = self.queues[worker].environments, self.backend.statuses[worker].running
+                queue = self.queues[worker]
+                share, last = queue.environments, queue.running(self.backend.statuses[worker])
                 tail = self.backend.log_tail(worker)
                 crash = reports.crashed(worker, share, reply, last, self.advice, tail)
                 try:

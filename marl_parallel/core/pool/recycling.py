@@ -604,7 +604,7 @@ class Recycling(Extension):
                 continue
             # With these replies, all environments may have moved to their standby.
             share, status = pool.queues[worker].share or share, self._backend.statuses[worker]
-            running, tail = status.running, self._backend.log_tail(worker)
+            running, tail = pool.queues[worker].running(status), self._backend.log_tail(worker)
             # It is unknown which environment filled the memory: the fault counts once, against the environment that was
             # running, or that ran last.
             counted = status.settled if running is None else running.env_id

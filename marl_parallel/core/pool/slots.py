@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core.messages import Failure, Message, Reply, Request
+from marl_parallel.core.worker_status import Running, WorkerStatus
 from marl_parallel.types import WorkerStats
 
 States: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
@@ -87,6 +88,11 @@ class WorkerQueue:
     def environments(self) -> Sequence[int]:
         """The environments of the worker; if it has none, the environments for which it was started."""
         return self.share or self.built
+
+    def running(self, status: WorkerStatus) -> Running | None:
+        """The activity of the worker; None if its status is damaged, and names an environment of another worker."""
+        running = status.running
+        return running if running is None or running.env_id in (*self.share, *self.built) else None
 
     @property
     def one_reply(self) -> bool:

@@ -142,10 +142,8 @@ class Deadlines:
 
     def overrun(self, worker: int) -> tuple[Running | None, Activity, float | None]:
         """The running activity of a worker, if its status shows it; the activity that has a limit, and the limit."""
-        running, request = (
-            self._backend.statuses[worker].running,
-            self._limited(self._all_queues[worker]) or Message.STEP,
-        )
+        queue = self._all_queues[worker]
+        running, request = queue.running(self._backend.statuses[worker]), self._limited(queue) or Message.STEP
         activity = LIMITED_BY[request][0] if running is None else running.activity
         return running, activity, self.limits[activity]
 
@@ -211,7 +209,7 @@ class Timeouts(Extension):
             failures = {env_id: failure for env_id, failure in reply.failures.items() if env_id not in ids}
             replies.append((worker, reply._replace(results=results, failures=failures)))
         pool.apply(replies)
-        fault = fault._replace(running=backend.statuses[worker].running)
+        fault = fault._replace(running=queue.running(backend.statuses[worker]))
         try:
             pool.fault(fault)
         finally:
