@@ -1321,10 +1321,10 @@ static int is_code(const Codec *codec, uint64_t code) {
 
 /* Whether Python has to read a record: Python has written it, it is damaged, or statistics need Python. */
 static int is_left(const Codec *codec, const Header *header) {
-    Py_ssize_t types = PyTuple_Size(codec->reward_types);
-    int any_over = header->flags[0][codec->n] | header->flags[1][codec->n];
     if (!is_code(codec, header->code)) return 1;
     if (header->code & PLAIN) return 0;
+    Py_ssize_t types = PyTuple_Size(codec->reward_types);
+    int any_over = header->flags[0][codec->n] | header->flags[1][codec->n];
     if (any_over > NP_TRUE_CODE || (header->code & INFOS && header->code & FINAL)) return 1;
     if (codec->in_infos && any_over & 1) return 1;
     for (Py_ssize_t i = 0; i < codec->n; i++) {
