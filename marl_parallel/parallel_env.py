@@ -46,6 +46,7 @@ from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
 from marl_parallel.backends import AUTOMATIC, open_backend
 from marl_parallel.core import reports
+from marl_parallel.core.advice import summary
 from marl_parallel.core.arrays import BlockArrays
 from marl_parallel.core.backend import Backend, share_out
 from marl_parallel.core.block_transitions import BlockTransitions, DictPerEnv
@@ -933,7 +934,7 @@ class ParallelEnv:
                 except Exception as error:
                     raise TypeError(
                         f"environment {env_id}: the result was pickled in the worker but cannot be unpickled here: "
-                        f"{type(error).__name__}: {error}"
+                        f"{summary(error)}"
                     ) from error
         return tuple(results.get(env_id) for env_id in env_ids)
 

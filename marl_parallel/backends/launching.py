@@ -27,6 +27,7 @@ from marl_parallel.backends.memory import Block, anonymous_file, socket_pair
 from marl_parallel.backends.server import REPLY, REQUEST, Reply, Setting
 from marl_parallel.backends.stacks import CrashFile
 from marl_parallel.core import reports
+from marl_parallel.core.advice import naming_limits
 from marl_parallel.core.messages import LostServer
 from marl_parallel.core.reports import logger
 
@@ -79,6 +80,7 @@ class Launcher:
         self._closed = False
         _open_launchers.add(self)
 
+    @naming_limits()
     def launch(
         self,
         index: int,
@@ -300,6 +302,7 @@ os.register_at_fork(after_in_child=_close_in_forked_child)
 class _Server:
     """One server: its process, the socket to it, and the write end of its workers' guard pipe."""
 
+    @naming_limits()
     def __init__(self, entry: str, token: str, wake: Block) -> None:
         self._exitcode: int | None = None
         self._token = token

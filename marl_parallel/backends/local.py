@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from marl_parallel.core.advice import naming_limits
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
@@ -51,6 +52,7 @@ class _LocalBackend(Backend):
     def array_file(self) -> int | None:
         return self._arrays.fd
 
+    @naming_limits()
     def extend(self, nbytes: int) -> Any:
         self.block = mmap.mmap(-1, nbytes)
         return self.block
@@ -111,6 +113,7 @@ class ThreadBackend(_LocalBackend):
 
     can_isolate_rng = False
 
+    @naming_limits()
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         super().start(shares, most_requests)
         self._requests: list[SimpleQueue[Request | None]] = [SimpleQueue() for _ in shares]

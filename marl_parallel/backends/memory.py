@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from marl_parallel.core.advice import naming_limits
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -40,6 +42,7 @@ def fill_standard() -> None:
                 os.close(null)
 
 
+@naming_limits()
 def anonymous_file(name: str) -> int:
     """Open a new, empty file that is deleted when its last descriptor is closed; `/proc` shows it by `name`."""
     fill_standard()
@@ -49,6 +52,7 @@ def anonymous_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
+@naming_limits()
 def socket_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected Unix sockets that keep packets whole (Linux)."""
     fill_standard()
@@ -78,6 +82,7 @@ class Block:
     def __init__(self) -> None:
         self.fd = anonymous_file("marl_parallel")
 
+    @naming_limits()
     def allocate(self, nbytes: int) -> mmap.mmap:
         """The memory, zeroed, of this size."""
         os.ftruncate(self.fd, nbytes)

@@ -44,6 +44,7 @@ from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
 from marl_parallel.backends.relay import Relay
 from marl_parallel.core import codec, reports
+from marl_parallel.core.advice import name_limit, naming_limits
 from marl_parallel.core.backend import Backend, most_workers, usable_cpus
 from marl_parallel.core.columns import span_of
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
@@ -275,8 +276,7 @@ class Channel:
                 raise Gone
             if packet[0] == _IN_FILE:
                 if not ancillary:
-                    text = "a large message was lost, since this process has too many files open; raise `ulimit -n`"
-                    raise OSError(errno.EMFILE, text)
+                    raise name_limit(OSError(errno.EMFILE, "a large message was lost"))
                 (fd,) = _FD.unpack(ancillary[0][2])
                 with open(fd, "rb"), mmap.mmap(fd, 0, prot=mmap.PROT_READ) as content:
                     return pickle.loads(content)
@@ -304,6 +304,7 @@ def _packets_of(body: bytes) -> list[tuple[bytes, list[int]]]:
     return [*((bytes([_PART]) + part, []) for part in parts[:-1]), (bytes([_WHOLE]) + parts[-1], [])]
 
 
+@naming_limits()
 def _file_of(body: bytes) -> int:
     """A file with these bytes; -1 if this process has too many files open."""
     try:

@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from marl_parallel.backends.memory import fill_standard
+from marl_parallel.core.advice import naming_limits
 from marl_parallel.core.log_records import RecordRings
 
 try:
@@ -122,6 +123,7 @@ class Relay:
         self._lock = threading.RLock()
         self._is_open = True
 
+    @naming_limits()
     def descriptors(self) -> tuple[int | None, int | None]:
         """Where a worker that starts now writes stdout and stderr; None for the file of the caller's stream."""
         return self._descriptor("stdout"), self._descriptor("stderr")
@@ -133,8 +135,8 @@ class Relay:
             pipe = self.pipes[name] = _Pipe(name)
             run = functools.partial(self._run, pipe)
             thread = threading.Thread(target=run, name=f"marl_parallel-{name}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
         return self.pipes[name].write_end
 
     def _run(self, pipe: _Pipe) -> None:

@@ -50,7 +50,7 @@ class Reply(IntEnum):
     """What server and keepers report, with the request's number and a result."""
 
     LAUNCHED = 1  # result: the worker's process id
-    FAILED = 2  # result: the errno of the fork
+    FAILED = 2  # result: the errno of the fork, or of what it needs
     DIED = 3  # result: the worker's exit code (negative: the signal)
 
 
@@ -185,8 +185,8 @@ class Server:
             interpreter.show_name(f"marl_parallel keeper of worker {index}", f"marl keeper {index}")
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             descendants.adopt_orphans()
-            guard, guard_end = os.pipe()
             try:
+                guard, guard_end = os.pipe()
                 worker = os.fork()
             except OSError as error:
                 self.reply(Reply.FAILED, request, error.errno or errno.EPERM)
@@ -199,6 +199,7 @@ class Server:
                     traceback.print_exc()
                     os._exit(1)
             self.reply(Reply.LAUNCHED, request, worker)
+            os.close(guard)  # first: there may be no other descriptor for the listing
             for fd in {*map(int, os.listdir("/proc/self/fd"))} - {guard_end, self.socket.fileno()}:
                 with contextlib.suppress(OSError):  # the descriptor of this listing
                     os.close(fd)

@@ -34,6 +34,7 @@ from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.backends.relay import Relay
 from marl_parallel.backends.stacks import CrashFile, answer_requests, report_to
 from marl_parallel.core import reports
+from marl_parallel.core.advice import naming_limits
 from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import Lost, Message, Reply, Request
@@ -267,6 +268,7 @@ class PortableProcessBackend(Backend):
 class _WorkerProcess:
     """A worker, as the parent sees it. `events` gets an entry for each reply."""
 
+    @naming_limits()
     def __init__(
         self,
         worker: int,
@@ -283,12 +285,14 @@ class _WorkerProcess:
         self.lost: Lost | None = None  # how it died; None while it lives
         self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
         self._replies: SimpleQueue[Any] = SimpleQueue()  # None: the worker has hung up
-        self._crash_file = CrashFile()
-        self._connection, theirs = multiprocessing.Pipe()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
         self.log = WorkerLog(log_dir, worker, share)
-        with contextlib.ExitStack() as on_error, theirs, contextlib.closing(self.log):
+        with contextlib.ExitStack() as on_error, contextlib.ExitStack() as in_any_case:
+            in_any_case.callback(self.log.close)
+            self._crash_file = CrashFile()
             on_error.callback(self._crash_file.close)
+            self._connection, theirs = multiprocessing.Pipe()
+            in_any_case.callback(theirs.close)
             on_error.callback(self._connection.close)
             handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
             asks = self._crash_file.theirs.fileno()
@@ -319,13 +323,15 @@ class _WorkerProcess:
                     **inheriting,
                 )
             self._crash_file.theirs.close()  # the worker has it
+            on_error.callback(_end, [self])
             self.log.mark_start(self._process.pid)
+            identity, argv = interpreter.next_identity(), list(getattr(sys, "argv", []))
+            self._requests.put(sys.path)
+            self._requests.put((worker, name, identity, files, asks, to_tracker, argv, forwarding))
+            on_error.callback(self._requests.put, None)  # ends a thread that has started
+            for thread in self._threads:
+                thread.start()
             on_error.pop_all()
-        identity, argv = interpreter.next_identity(), list(getattr(sys, "argv", []))
-        self._requests.put(sys.path)
-        self._requests.put((worker, name, identity, files, asks, to_tracker, argv, forwarding))
-        for thread in self._threads:
-            thread.start()
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # the receiving thread finds out that the worker has died

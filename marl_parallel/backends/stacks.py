@@ -210,7 +210,11 @@ class CrashFile:
         self.fd = anonymous_file("marl_parallel-stacks")
         append_only(self.fd)  # the worker's descriptor is a copy of this one and shares its position
         self._start = 1  # after the number of the signal
-        self._connection, self.theirs = Pipe()
+        try:
+            self._connection, self.theirs = Pipe()
+        except OSError:  # no descriptors are left
+            os.close(self.fd)
+            raise
         self._is_asked = False
 
     def text(self) -> str:

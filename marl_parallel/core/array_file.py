@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from marl_parallel.core.advice import name_limit
 from marl_parallel.core.messages import Pickled
 from marl_parallel.core.pickling import ByValuePickler, dumps_by_value
 
@@ -117,12 +118,11 @@ class ArrayWriter:
                     written = os.write(self._fd, rest)
                     place, rest = place + written, rest[written:]
         except OSError as error:
-            raise ArrayFileError(
-                error.errno,
+            text = (
                 f"cannot write the large arrays of constructors, more than {place / 1e6:.0f} MB, into a file in "
-                f"memory: {error.strerror}. Free memory (or disk space in the folder for temporary files, if the "
-                "system has no files in memory), or load the arrays inside the constructor, with np.memmap",
-            ) from error
+                f"memory: {error.strerror}. Load them inside the constructor, with np.memmap"
+            )
+            raise name_limit(ArrayFileError(error.errno, text)) from error
         self._end = max(self._end, place)
 
 
@@ -367,9 +367,8 @@ def _map_privately(fd: int, start: int, nbytes: int) -> memoryview:
     address = _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, start)
     if address == _FAILED:
         error = ctypes.get_errno()
-        raise ArrayFileError(
-            error, f"cannot map {nbytes / 1e6:.0f} MB of arrays of a constructor: {os.strerror(error)}"
-        )
+        text = f"cannot map {nbytes / 1e6:.0f} MB of arrays of a constructor: {os.strerror(error)}"
+        raise name_limit(ArrayFileError(error, text))
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     weakref.finalize(memory, _munmap, address, nbytes).atexit = False  # threads may use it until the end
     return memoryview(memory)

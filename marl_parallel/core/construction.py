@@ -68,7 +68,7 @@ def construct(
             if isinstance(result, Built):
                 built[env_id] = result
                 if result.description not in schemas:
-                    schemas[result.description] = pool.read(env_id, result.description)
+                    schemas[result.description] = pool.read(env_id, result.description, Message.ACCESS)
             elif result.kind is UnpicklingError:
                 if not can_share or env_id in as_it_is:
                     raise TypeError(f"environment {env_id}: {result.text}. {_WAY_OUT}: {constructors[env_id]!r}")

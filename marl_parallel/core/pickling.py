@@ -15,12 +15,14 @@ import itertools
 import pickle
 import sys
 import threading
+import time
 import uuid
 import warnings
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from queue import Empty, SimpleQueue
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import cloudpickle
@@ -30,6 +32,7 @@ import pettingzoo  # type: ignore[import-untyped]
 from gymnasium.envs.registration import EnvSpec, parse_env_id
 
 from marl_parallel.adapters.protocol import AgentID
+from marl_parallel.core.advice import summary
 from marl_parallel.core.messages import Refusal
 from marl_parallel.core.reducers import (
     REDUCERS,
@@ -72,8 +75,104 @@ def dumps_by_value(value: Any, pickler: Callable[[io.BytesIO, int], pickle.Pickl
 
 
 def loads(pickled: bytes) -> Any:
-    """Unpickle bytes that a function of this module has pickled."""
-    return pickle.loads(pickled)
+    """Unpickle bytes that a function of this module has pickled.
+
+    What a value raises is an `Exception`, and never ends the program: see `unpickle`.
+    """
+    try:  # as in `unpickle`, but without another call, since most steps with infos come here
+        return pickle.loads(pickled)
+    except Exception:
+        raise
+    except BaseException as error:
+        _raise_if_of_the_value(pickle.loads, pickled, error)
+        raise
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def unpickle(load: Callable[[T], R], pickled: T) -> R:
+    """Call a function that unpickles a value of a simulator.
+
+    If the value raises a `SystemExit` or the like, this raises an `EndsTheProgram`. What a signal handler of the
+    program raises meanwhile, as at Ctrl-C, is raised unchanged.
+    """
+    try:
+        return load(pickled)
+    except Exception:
+        raise
+    except BaseException as error:
+        _raise_if_of_the_value(load, pickled, error)
+        raise
+
+
+def _raise_if_of_the_value(load: Callable[[T], R], pickled: T, error: BaseException) -> None:
+    """Raise `EndsTheProgram` if a value raises this `BaseException`; else a signal handler has raised it."""
+    if threading.current_thread() is threading.main_thread():  # in other threads, no signal handler runs
+        try:
+            apart(load, pickled, _ANSWERS_WITHIN_S)
+            return
+        except EndsTheProgram as again:
+            if type(again.__cause__) is not type(error):
+                return
+        except Exception:  # no answer, or no thread: it may have been a signal
+            return
+    raise EndsTheProgram(f"it raised {summary(error)}") from error
+
+
+class EndsTheProgram(pickle.UnpicklingError):
+    """Raised in place of a `SystemExit` and the like, which is its cause."""
+
+
+RETURNS_WITHIN_S = 30.0
+"""For `apart`; a value may import a large library."""
+_ANSWERS_WITHIN_S = 1.0  # after a Ctrl-C
+_LONGEST_WAIT_S = 0.5
+
+def apart(function: Callable[[T], R], argument: T, within_s: float | None = None) -> R:
+    """Call a function that pickles or unpickles a value of a simulator, in a thread of its own.
+
+    No signal handler of the program runs in that thread, so whatever is raised there comes from the value.
+
+    Args:
+        function: The function.
+        argument: Its argument.
+        within_s: How long to wait, in seconds; None for `RETURNS_WITHIN_S`.
+
+    Raises:
+        EndsTheProgram: The function has raised a `SystemExit` or the like.
+        TimeoutError: It has not returned in time. Its thread is left behind.
+        RuntimeError: No thread can be started.
+        Exception: Any other exception of the function.
+    """
+    within_s = RETURNS_WITHIN_S if within_s is None else within_s
+    outcome: SimpleQueue[tuple[R | None, BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put((function(argument), None))
+        except BaseException as error:
+            outcome.put((None, error))
+
+    threading.Thread(target=run, name="marl_parallel-pickle", daemon=True).start()
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            # A signal just before the call into C does not interrupt it: Ctrl-C is late by this much.
+            result, error = outcome.get(timeout=max(min(deadline - time.monotonic(), _LONGEST_WAIT_S), 0.0))
+            break
+        except Empty:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"it has not returned within {within_s:g} s") from None
+    if error is None:
+        return cast("R", result)
+    try:
+        if isinstance(error, Exception):
+            raise error
+        raise EndsTheProgram(f"it raised {summary(error)}") from error
+    finally:
+        del error  # its traceback refers to this frame
 
 
 def same(one: Any, other: Any) -> bool:

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from marl_parallel.core.advice import summary
 from marl_parallel.core.messages import Failure, Lost, LostServer
-from marl_parallel.core.pickling import loads
+from marl_parallel.core.pickling import apart, loads
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
 
@@ -53,20 +54,20 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
     original: BaseException | None = None
     if failure.exception is not None:
         try:
-            original = loads(failure.exception)
+            original = apart(loads, failure.exception)
         except Exception as reason:
             # It unpickles in the worker, but not here; the message has its text all the same.
-            logger.debug("the exception of environment %d does not unpickle: %s", env_id, reason)
+            logger.debug("the exception of environment %d does not unpickle: %s", env_id, summary(reason))
     error = EnvError(text, env_ids=(env_id,), worker=worker, original=original, method=method, remote_traceback=stack)
     error.__cause__ = original
     return error
 
 
-def unreadable(env_id: int, worker: int, error: Exception) -> EnvError:
-    """The error of an environment whose results cannot be unpickled here."""
+def unreadable(env_id: int, worker: int, method: str, error: Exception) -> EnvError:
+    """The error of an environment whose results of a method cannot be unpickled here."""
     text = (
-        f"environment {env_id} (worker {worker}) returned observations, infos or results that cannot be unpickled "
-        f"here: {type(error).__name__}: {error}. Return plain numbers, texts and arrays, or objects that unpickle here."
+        f"environment {env_id} (worker {worker}) returned observations, infos or results in {method} that cannot be "
+        f"unpickled here: {summary(error)}. Return plain numbers, texts and arrays, or objects that unpickle here."
     )
     return EnvError(text, env_ids=(env_id,), worker=worker, method="unpickle")
 

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import attributes
 from marl_parallel.adapters.protocol import MultiAgentEnv
 from marl_parallel.core.array_file import ConstructorArrays
-from marl_parallel.core.pickling import dumps_by_value
+from marl_parallel.core.pickling import dumps_by_value, unpickle
 from marl_parallel.core.reducers import SCRIPTS
 from marl_parallel.core.schema import CompactPickler
 from marl_parallel.core.unpicklable import path_to_unpicklable
@@ -126,9 +126,8 @@ def close_quietly(env: MultiAgentEnv) -> None:
 
 
 def _load(saved: SavedSimulator, arrays: ConstructorArrays, layers: Sequence[Any]) -> Loaded:
-    unpickler = _Unpickler(saved.pickled, arrays, layers)
     try:
-        env, more, states, kinds = unpickler.load()
+        env, more, states, kinds = unpickle(lambda pickled: _Unpickler(pickled, arrays, layers).load(), saved.pickled)
     except CannotBeLoaded:
         raise
     except Exception as error:

@@ -30,7 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marl_parallel.adapters import (
-    AdapterMismatch,
     InvalidAgents,
     LookupFailed,
     MultiAgentEnv,
@@ -41,6 +40,7 @@ from marl_parallel.adapters import (
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.adapters.protocol import OfAdapter
 from marl_parallel.core import array_file
+from marl_parallel.core.advice import advice, summary
 from marl_parallel.core.array_file import ConstructorArrays
 from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.codec import open_codec
@@ -77,7 +77,7 @@ from marl_parallel.core.messages import (
     answer,
     name_of,
 )
-from marl_parallel.core.pickling import Leftovers, dump_leftovers, dumps, install_registrations, loads
+from marl_parallel.core.pickling import Leftovers, apart, dump_leftovers, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.saved_simulator import (
     CannotBeLoaded,
@@ -89,7 +89,7 @@ from marl_parallel.core.saved_simulator import (
     load_simulator,
 )
 from marl_parallel.core.schema import check_pickled_agents, difference, dumps_compactly
-from marl_parallel.core.spaces import DoesNotFit, Mismatch, Unreadable, as_array
+from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
@@ -213,7 +213,7 @@ class Worker:
                     raise
                 place = place if codec is None else codec.place
                 env_id, doing = ids[place], self._status.latest or _NAMED.get(message, message)
-                failures[env_id] = _failure(error, doing, env_id == self._partially_written)
+                failures[env_id] = _failure(error, doing, env_id == self._partially_written, self._own_process)
                 self._partially_written = None
                 if env_id in self._saved:
                     results[env_id] = self._saved.pop(env_id)
@@ -526,7 +526,7 @@ class Worker:
             pickled = dumps(result)
             loads(pickled)  # some values pickle, but do not unpickle
         except Exception as error:
-            raise Refusal(TypeError, f"the result of {name!r} cannot be pickled: {error}") from None
+            raise Refusal(TypeError, f"the result of {name!r} cannot be pickled: {summary(error)}") from None
         return Answer(pickled)
 
     def _assign(self, env_id: int, payload: Mapping[int, bytes]) -> None:
@@ -575,7 +575,10 @@ class Worker:
             raise
         except CannotBeLoaded as error:
             raise Refusal(TypeError, f"its state cannot be loaded: {error}.{_AS_SAVED}") from None
-        except Exception as error:
+        except BaseException as error:  # a simulator's `SystemExit` too
+            self._check_not_forked(error)
+            if self._in_line and isinstance(error, KeyboardInterrupt):
+                raise
             text = f"{type(error).__name__}: {error}"
             raise Refusal(TypeError, f"its state cannot be loaded: {text}.{_AS_SAVED}") from None
         finally:
@@ -698,21 +701,13 @@ def _unpickled(load: Callable[[], Any], what: str = "arguments", kind: type[Exce
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
         if kind is UnpicklingError and any("importlib._bootstrap" in file for file in frames):
             raise  # the import of a module failed: the traceback says where
-        text = "".join(traceback.format_exception_only(error)).strip()
-        raise Refusal(kind, f"the {what} can be pickled but not unpickled: {text}") from None
+        raise Refusal(kind, f"the {what} can be pickled but not unpickled: {summary(error)}") from None
 
 
-def _failure(error: BaseException, doing: Activity | Message, partially_written: bool) -> Failure:
-    method, to_do = doing.name.lower(), ""
-    if isinstance(error, Mismatch):
-        to_do = "let the simulator return what its spaces declare, or declare what it returns; a restart would not help"
-    if isinstance(error, Unreadable):
-        to_do = "let the simulator return plain numbers and flags (float(reward), bool(flag)); a restart would not help"
-    if isinstance(error, AdapterMismatch):
-        to_do = "see which adapter= fits the simulator, or change the simulator; a restart would not help"
+def _failure(error: BaseException, doing: Activity | Message, partially_written: bool, own_process: bool) -> Failure:
+    method, to_do = doing.name.lower(), advice(error, own_process=own_process)
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
         method, error = error.method, error.__cause__
-        to_do = f"let {method} return a space as soon as the simulator is constructed"
     # Frames of this package above the simulator's frames are left out, unless there are no others.
     below = error.__traceback__
     while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):
@@ -720,10 +715,14 @@ def _failure(error: BaseException, doing: Activity | Message, partially_written:
     error = error.with_traceback(below or error.__traceback__)  # a class may refuse new attributes
     lines = traceback.format_exception(error)
     try:
-        exception = dumps(error)
-        loads(exception)  # some exceptions pickle, but do not unpickle
+        exception = apart(_pickled_exception, error)
     except Exception:
         exception = None
-    summary = "".join(traceback.format_exception_only(error)).strip()
     kinds = [name_of(kind) for kind in type(error).__mro__]
-    return Failure(method, summary, "".join(lines), exception, partially_written, to_do, kinds)
+    return Failure(method, summary(error), "".join(lines), exception, partially_written, to_do, kinds)
+
+
+def _pickled_exception(error: BaseException) -> bytes | None:
+    """An exception, pickled; None if something else is unpickled. Raises if it cannot be unpickled."""
+    pickled = dumps(error)
+    return pickled if isinstance(loads(pickled), BaseException) else None

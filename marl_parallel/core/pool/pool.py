@@ -89,6 +89,7 @@ class Pool(Source):
         self.replaced: dict[int, bytes] = {}
         self._results: dict[int, Any] = {}  # of `execute`, by environment
         self._errors: list[ParallelEnvError] | None = None  # of faults that the present `execute` dealt with
+        self._message = Message.CALL  # of the requests of the present `execute`
         # Re-entrant: a signal handler or a finalizer may close in the middle of a call of the same thread.
         self._lock = threading.RLock()
         self._counting = threading.RLock()  # held while statistics move from an ending worker: others may read them
@@ -406,6 +407,7 @@ class Pool(Source):
         while self._awaited():
             self.wait_once(None, 1)
         self._results, self._errors = {}, []
+        self._message = next(iter(requests.values())).message if requests else Message.CALL
         self.post(requests, owner, together=True)
 
     def _finish_all(self, timeout: float | None) -> tuple[dict[int, Any], list[ParallelEnvError]] | None:
@@ -419,7 +421,9 @@ class Pool(Source):
         errors = self._errors
         assert errors is not None
         results, self._results, self._errors = self._results, {}, None
-        return {} if errors else {env_id: self.read(env_id, results[env_id]) for env_id in sorted(results)}, errors
+        if errors:
+            return {}, errors
+        return {env_id: self.read(env_id, results[env_id], self._message) for env_id in sorted(results)}, errors
 
     def _awaited(self) -> int:
         """How many workers have requests for which calls wait."""
@@ -509,7 +513,7 @@ class Pool(Source):
         if leftovers is not None:
             self.latest[slot.env_id] = leftovers
             try:
-                result = self.read(slot.env_id, leftovers)
+                result = self.read(slot.env_id, leftovers, slot.request or Message.STEP)
             except EnvError as error:
                 self.unreadable(slot, error)
                 return
@@ -528,14 +532,15 @@ class Pool(Source):
             self.replaced.pop(slot.env_id, None)
         slot.state, slot.completed, slot.result = State.DONE, completed, result
 
-    def read(self, env_id: int, result: Any) -> Any:
-        """Unpickle the result of a worker; bytes are a pickled value of the simulator."""
+    def read(self, env_id: int, result: Any, message: Message = Message.STEP) -> Any:
+        """Unpickle the result of a request `message`; bytes are a pickled value of the simulator."""
         if type(result) is not bytes:
             return result
         try:
             return loads(result)
         except Exception as error:
-            raise reports.unreadable(env_id, self.slots[env_id].worker, error) from error
+            method = "constructor" if message is Message.ACCESS else message.name.lower()
+            raise reports.unreadable(env_id, self.slots[env_id].worker, method, error) from error
 
     # -- faults ----------------------------------------------------------------------------------------------------
 

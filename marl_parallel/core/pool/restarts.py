@@ -369,7 +369,7 @@ class Restarts(Extension):
             if env_id in failed or record.fault is None:  # `env.restart` has constructed it once more
                 continue
             try:
-                unpickled = self._pool.read(env_id, leftovers)
+                unpickled = self._pool.read(env_id, leftovers, Message.RESET)
             except EnvError as error:
                 self._pool.unreadable(slot, error)
                 continue

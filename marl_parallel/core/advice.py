@@ -1,0 +1,203 @@
+"""What to do about known exceptions, for the texts of errors: the only table of it.
+
+`advice` is for what a simulator raises in a worker. `name_limit` and `naming_limits` are for what this package opens,
+forks or allocates, in any process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+
+from marl_parallel.adapters import AdapterMismatch
+from marl_parallel.adapters.attributes import LookupFailed
+from marl_parallel.core.spaces import Mismatch, Unreadable
+
+try:
+    import resource
+except ImportError:  # Windows, which has no such limits
+    resource = None  # type: ignore[assignment]
+
+E = TypeVar("E", bound=BaseException)
+
+
+def summary(error: BaseException) -> str:
+    """The class and the text of an exception, also if its `__str__` raises."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def advice(error: BaseException, *, own_process: bool) -> str:
+    """What to do about an exception that a simulator has raised in this thread; empty if it is not a known one.
+
+    Args:
+        error: The exception.
+        own_process: Whether this thread is the main thread of a worker process.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    for one in _chain(error):
+        if own_process and _needs_terminal(one):
+            return _TERMINAL
+        if not in_main_thread and _needs_main_thread(one):
+            return _MAIN_THREAD
+        if _is_of_a_limit(one):
+            return _limit(one)
+    if isinstance(error, LookupFailed) and error.__cause__ is not None:
+        return f"let {error.method} return a space as soon as the simulator is constructed"
+    return next((f"{text}; a restart would not help" for kind, text in _KINDS.items() if isinstance(error, kind)), "")
+
+
+_KINDS: dict[type[BaseException], str] = {
+    Unreadable: "let the simulator return plain numbers and flags (float(reward), bool(flag))",
+    Mismatch: "let the simulator return what its spaces declare, or declare what it returns",
+    AdapterMismatch: "see which adapter= fits the simulator, or change the simulator",
+}
+"""By class, a derived one first."""
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception, then its cause or the exception that was being handled, and so on."""
+    seen: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and all(one is not other for other in seen):
+        seen.append(one)
+        yield one
+        one = one.__cause__ or one.__context__
+
+
+# -- terminals ---------------------------------------------------------------------------------------------------------
+
+_TERMINAL = 'workers have no terminal: use backend="serial", where breakpoint(), pdb and input() work'
+_DEBUGGERS = {"bdb", "pdb"}
+
+
+def _needs_terminal(error: BaseException) -> bool:
+    """Whether an exception comes from a debugger, or from reading a terminal or the standard input."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals.get("__name__") for frame in frames]
+    if not _DEBUGGERS.isdisjoint(modules):  # `BdbQuit`; since Python 3.14 also `SystemExit`
+        return True
+    if isinstance(error, EOFError) and ("EOF when reading a line" in summary(error) or "getpass" in modules[-1:]):
+        return True
+    number = error.args[0] if error.args and isinstance(error, OSError | _termios_error()) else None
+    if number == errno.ENOTTY or (number == errno.ENXIO and getattr(error, "filename", None) == "/dev/tty"):
+        return True
+    # Reading /dev/null returns an empty text, which raises later: int(sys.stdin.readline()).
+    return any("sys.stdin" in (one.line or "") for one in traceback.extract_tb(error.__traceback__))
+
+
+def _termios_error() -> type[Exception]:
+    try:
+        import termios
+    except ImportError:  # Windows
+        return OSError
+    return termios.error
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+_MAIN_THREAD = (
+    "the simulator needs the main thread of its process, as for signal handlers and event loops, but runs in another "
+    'thread: use backend="process"'
+)
+_NEEDS_MAIN_THREAD = re.compile("main thread|no current event loop in thread")
+
+
+def _needs_main_thread(error: BaseException) -> bool:
+    return isinstance(error, ValueError | RuntimeError) and _NEEDS_MAIN_THREAD.search(summary(error)) is not None
+
+
+# -- limits of the system ----------------------------------------------------------------------------------------------
+
+
+class _Limit(NamedTuple):
+    """What to do where a limit of the system is reached."""
+
+    raise_it: str
+    option: str = ""  # of `ulimit`; else `command` shows the limit
+    resource: str = ""  # in the module `resource`
+    unit: int = 1  # of the option, in bash
+    command: str = ""
+    otherwise: str = "use fewer workers"
+
+
+_LIMITS = {
+    errno.EAGAIN: _Limit(
+        "raise the limit of processes and threads", "-u", "RLIMIT_NPROC",
+        otherwise="the one of the container or job (pids.max), or use fewer workers",
+    ),
+    errno.EMFILE: _Limit("raise the limit of open files", "-n", "RLIMIT_NOFILE"),
+    errno.ENFILE: _Limit("raise the limit of open files of all processes", command="sysctl fs.file-max"),
+    errno.EFBIG: _Limit(
+        "raise the limit of file sizes, which applies to shared memory too", "-f", "RLIMIT_FSIZE", 1024,
+        otherwise="use fewer environments or smaller spaces",
+    ),
+    errno.ENOMEM: _Limit(
+        "free memory, or raise the limit of it", "-v", "RLIMIT_AS", 1024, otherwise="use fewer environments"
+    ),
+    errno.ENOSPC: _Limit(
+        "free space for temporary files", command="df",
+        otherwise="set TMPDIR to a folder with more space, or use fewer environments",
+    ),
+}  # fmt: skip
+"""By error number."""
+
+
+def _limit(error: BaseException) -> str:
+    """What to do about an exception that a limit of the system has caused; empty for other exceptions."""
+    limit = _LIMITS.get(_number(error))
+    if resource is None or limit is None:
+        return ""
+    how = f"`{limit.command}`"
+    if limit.option:
+        soft, hard = [
+            "unlimited" if one == resource.RLIM_INFINITY else str(one // limit.unit)
+            for one in resource.getrlimit(getattr(resource, limit.resource))
+        ]
+        how = f"`ulimit {limit.option}`, now {soft}, at most {hard}"
+    return f"{limit.raise_it} ({how}), or {limit.otherwise}"
+
+
+def _number(error: BaseException) -> int:
+    """The error number of a limit that an exception may come from; 0 for other exceptions."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    if isinstance(error, RuntimeError) and "can't start new thread" in summary(error):
+        return errno.EAGAIN
+    return errno.ENOMEM if isinstance(error, MemoryError) else 0
+
+
+def _is_of_a_limit(error: BaseException) -> bool:
+    """Whether a simulator's exception comes from a limit of the system, and not from its own files and sockets."""
+    if not isinstance(error, BlockingIOError):
+        return not isinstance(error, MemoryError) and _number(error) in _LIMITS.keys() - {errno.ENOSPC}
+    # A process cannot be started; or a socket that does not wait has nothing to read.
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return any("fork" in f"{one.line}" or "posix_spawn" in f"{one.line}" for one in last)
+
+
+def name_limit(error: E) -> E:
+    """Let the text of an exception name the limit of the system that has caused it, if one has; returns it."""
+    text = _limit(error)
+    if not text or text in str(error):
+        return error
+    if isinstance(error, OSError):
+        error.strerror = f"{error.strerror}. What to do: {text}"
+        error.args = (error.errno, error.strerror, *error.args[2:])
+    else:
+        error.args = (f"{error}. What to do: {text}".removeprefix(". "),)
+    return error
+
+
+@contextlib.contextmanager
+def naming_limits() -> Iterator[None]:
+    """`name_limit` for what a block of code raises; also a decorator."""
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError) as error:
+        name_limit(error)
+        raise
