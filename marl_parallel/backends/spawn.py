@@ -506,7 +506,8 @@ def serve(
                 os.killpg(0, signal.SIGKILL)
             os._exit(1)
 
-    threading.Thread(target=receive, daemon=True).start()
+    with naming_limits():
+        threading.Thread(target=receive, daemon=True).start()
     sys.argv[:] = argv
     open_script_of_worker()
     if sys.stdout is not None:

@@ -11,7 +11,7 @@ import errno
 import re
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, TypeVar
 
 from marl_parallel.adapters import AdapterMismatch
@@ -73,6 +73,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 _TERMINAL = 'workers have no terminal: use backend="serial", where breakpoint(), pdb and input() work'
 _DEBUGGERS = {"bdb", "pdb"}
+# Reading /dev/null returns an empty text, which raises later: int(sys.stdin.readline()).
+_READS_STDIN = re.compile(r"sys\.stdin\.(?:read|buffer)|\(sys\.stdin\)|get_terminal_size\(")
 
 
 def _needs_terminal(error: BaseException) -> bool:
@@ -83,19 +85,11 @@ def _needs_terminal(error: BaseException) -> bool:
         return True
     if isinstance(error, EOFError) and ("EOF when reading a line" in summary(error) or "getpass" in modules[-1:]):
         return True
-    number = error.args[0] if error.args and isinstance(error, OSError | _termios_error()) else None
-    if number == errno.ENOTTY or (number == errno.ENXIO and getattr(error, "filename", None) == "/dev/tty"):
+    if type(error).__module__ == "termios":
         return True
-    # Reading /dev/null returns an empty text, which raises later: int(sys.stdin.readline()).
-    return any("sys.stdin" in (one.line or "") for one in traceback.extract_tb(error.__traceback__))
-
-
-def _termios_error() -> type[Exception]:
-    try:
-        import termios
-    except ImportError:  # Windows
-        return OSError
-    return termios.error
+    if _number(error) == errno.ENXIO and getattr(error, "filename", None) == "/dev/tty":
+        return True
+    return any(_READS_STDIN.search(one.line or "") for one in traceback.extract_tb(error.__traceback__))
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
@@ -128,7 +122,7 @@ class _Limit(NamedTuple):
 _LIMITS = {
     errno.EAGAIN: _Limit(
         "raise the limit of processes and threads", "-u", "RLIMIT_NPROC",
-        otherwise="the one of the container or job (pids.max), or use fewer workers",
+        otherwise="that of the container or job (pids.max), or use fewer workers",
     ),
     errno.EMFILE: _Limit("raise the limit of open files", "-n", "RLIMIT_NOFILE"),
     errno.ENFILE: _Limit("raise the limit of open files of all processes", command="sysctl fs.file-max"),
@@ -137,7 +131,7 @@ _LIMITS = {
         otherwise="use fewer environments or smaller spaces",
     ),
     errno.ENOMEM: _Limit(
-        "free memory, or raise the limit of it", "-v", "RLIMIT_AS", 1024, otherwise="use fewer environments"
+        "free memory, or raise its limit", "-v", "RLIMIT_AS", 1024, otherwise="use fewer environments"
     ),
     errno.ENOSPC: _Limit(
         "free space for temporary files", command="df",
@@ -165,7 +159,7 @@ def _limit(error: BaseException) -> str:
 def _number(error: BaseException) -> int:
     """The error number of a limit that an exception may come from; 0 for other exceptions."""
     if isinstance(error, OSError):
-        return error.errno or 0
+        return error.errno if isinstance(error.errno, int) else 0
     if isinstance(error, RuntimeError) and "can't start new thread" in summary(error):
         return errno.EAGAIN
     return errno.ENOMEM if isinstance(error, MemoryError) else 0
@@ -177,7 +171,7 @@ def _is_of_a_limit(error: BaseException) -> bool:
         return not isinstance(error, MemoryError) and _number(error) in _LIMITS.keys() - {errno.ENOSPC}
     # A process cannot be started; or a socket that does not wait has nothing to read.
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    return any("fork" in f"{one.line}" or "posix_spawn" in f"{one.line}" for one in last)
+    return any("fork" in (call := f"{one.name} {one.line}") or "posix_spawn" in call for one in last)
 
 
 def name_limit(error: E) -> E:

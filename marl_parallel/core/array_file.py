@@ -368,7 +368,7 @@ def _map_privately(fd: int, start: int, nbytes: int) -> memoryview:
     if address == _FAILED:
         error = ctypes.get_errno()
         text = f"cannot map {nbytes / 1e6:.0f} MB of arrays of a constructor: {os.strerror(error)}"
-        raise name_limit(ArrayFileError(error, text))
+        raise ArrayFileError(error, text)
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
     weakref.finalize(memory, _munmap, address, nbytes).atexit = False  # threads may use it until the end
     return memoryview(memory)

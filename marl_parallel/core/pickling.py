@@ -130,6 +130,7 @@ RETURNS_WITHIN_S = 30.0
 _ANSWERS_WITHIN_S = 1.0  # after a Ctrl-C
 _LONGEST_WAIT_S = 0.5
 
+
 def apart(function: Callable[[T], R], argument: T, within_s: float | None = None) -> R:
     """Call a function that pickles or unpickles a value of a simulator, in a thread of its own.
 

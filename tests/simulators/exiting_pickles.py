@@ -120,6 +120,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "ValueError": lambda: Pickle(int, "seven"),
 }
 
+
 class Marked(spaces.Box):
     """A space with one more attribute."""
 
