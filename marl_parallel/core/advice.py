@@ -41,17 +41,17 @@ def advice(error: BaseException, *, own_process: bool) -> str:
     in_main_thread = threading.current_thread() is threading.main_thread()
     for one in _chain(error):
         if own_process and _needs_terminal(one):
-            return _TERMINAL
+            return NO_TERMINAL
         if not in_main_thread and _needs_main_thread(one):
-            return _MAIN_THREAD
+            return OTHER_THREAD
         if _is_of_a_limit(one):
-            return _limit(one)
+            return limit_advice(one)
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
         return f"let {error.method} return a space as soon as the simulator is constructed"
-    return next((f"{text}; a restart would not help" for kind, text in _KINDS.items() if isinstance(error, kind)), "")
+    return next((f"{text}; a restart would not help" for kind, text in OF_KINDS.items() if isinstance(error, kind)), "")
 
 
-_KINDS: dict[type[BaseException], str] = {
+OF_KINDS: dict[type[BaseException], str] = {
     Unreadable: "let the simulator return plain numbers and flags (float(reward), bool(flag))",
     Mismatch: "let the simulator return what its spaces declare, or declare what it returns",
     AdapterMismatch: "see which adapter= fits the simulator, or change the simulator",
@@ -71,7 +71,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 # -- terminals ---------------------------------------------------------------------------------------------------------
 
-_TERMINAL = 'workers have no terminal: use backend="serial", where breakpoint(), pdb and input() work'
+NO_TERMINAL = 'workers have no terminal: use backend="serial", where breakpoint(), pdb and input() work'
 _DEBUGGERS = {"bdb", "pdb"}
 # Reading /dev/null returns an empty text, which raises later: int(sys.stdin.readline()).
 _READS_STDIN = re.compile(r"sys\.stdin\.(?:read|buffer)|\(sys\.stdin\)|get_terminal_size\(")
@@ -94,7 +94,7 @@ def _needs_terminal(error: BaseException) -> bool:
 
 # -- threads -----------------------------------------------------------------------------------------------------------
 
-_MAIN_THREAD = (
+OTHER_THREAD = (
     "the simulator needs the main thread of its process, as for signal handlers and event loops, but runs in another "
     'thread: use backend="process"'
 )
@@ -119,7 +119,7 @@ class _Limit(NamedTuple):
     otherwise: str = "use fewer workers"
 
 
-_LIMITS = {
+LIMITS = {
     errno.EAGAIN: _Limit(
         "raise the limit of processes and threads", "-u", "RLIMIT_NPROC",
         otherwise="that of the container or job (pids.max), or use fewer workers",
@@ -141,9 +141,9 @@ _LIMITS = {
 """By error number."""
 
 
-def _limit(error: BaseException) -> str:
+def limit_advice(error: BaseException) -> str:
     """What to do about an exception that a limit of the system has caused; empty for other exceptions."""
-    limit = _LIMITS.get(_number(error))
+    limit = LIMITS.get(_number(error))
     if resource is None or limit is None:
         return ""
     how = f"`{limit.command}`"
@@ -168,7 +168,7 @@ def _number(error: BaseException) -> int:
 def _is_of_a_limit(error: BaseException) -> bool:
     """Whether a simulator's exception comes from a limit of the system, and not from its own files and sockets."""
     if not isinstance(error, BlockingIOError):
-        return not isinstance(error, MemoryError) and _number(error) in _LIMITS.keys() - {errno.ENOSPC}
+        return not isinstance(error, MemoryError) and _number(error) in LIMITS.keys() - {errno.ENOSPC}
     # A process cannot be started; or a socket that does not wait has nothing to read.
     last = traceback.extract_tb(error.__traceback__)[-1:]
     return any("fork" in (call := f"{one.name} {one.line}") or "posix_spawn" in call for one in last)
@@ -176,7 +176,7 @@ def _is_of_a_limit(error: BaseException) -> bool:
 
 def name_limit(error: E) -> E:
     """Let the text of an exception name the limit of the system that has caused it, if one has; returns it."""
-    text = _limit(error)
+    text = limit_advice(error)
     if not text or text in str(error):
         return error
     if isinstance(error, OSError):

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+from marl_parallel.adapters.attributes import LookupFailed
+from marl_parallel.core import advice
+
 pytestmark = pytest.mark.release_independent
 
 PACKAGE = ROOT / "marl_parallel"
@@ -128,11 +131,15 @@ def test_every_error_has_a_row():
         assert any(f"{kind}`" in row and phrase in row for row in ROWS), (module, function, kind)
 
 
+def cells(heading: str, until: str | None = None) -> list[tuple[str, str]]:
+    """The first cells of the rows from a heading on, and the rows."""
+    section = PAGE[PAGE.index(f"## {heading}") : None if until is None else PAGE.index(f"## {until}")]
+    return [(row.removeprefix("| ").split(" | ")[0], row) for row in ROWS if row in section]
+
+
 def quoted() -> list[tuple[str, str]]:
     """The texts of warnings that the page quotes, and the rows that they are in."""
-    section = PAGE[PAGE.index("## Warnings") :]
-    cells = [(row.removeprefix("| ").split(" | ")[0], row) for row in ROWS if row in section]
-    return [(text, row) for cell, row in cells for text in cell.strip("`").split("`, `")]
+    return [(text, row) for cell, row in cells("Warnings") for text in cell.strip("`").split("`, `")]
 
 
 def matches(text: str, printed: str) -> bool:
@@ -163,3 +170,19 @@ def test_every_warning_has_a_row():
         else:
             rows = [row for text, row in quoted() if matches(text, printed)]
         assert any(f"`{kind}`" in row for row in rows), printed or ast.unparse(argument)
+
+
+ADVICE = [cell.strip("`") for cell, _ in cells("Advice in errors", "Workers that cannot start")]
+
+
+def test_every_advice_has_a_row():
+    """And each row is the text of an advice."""
+    limits = [advice.limit_advice(OSError(number, "")) for number in advice.LIMITS]
+    failed = LookupFailed("action_space('a')", KeyError("a"))
+    failed.__cause__ = KeyError("a")
+    space = advice.advice(failed, own_process=True)
+    printed = [advice.NO_TERMINAL, advice.OTHER_THREAD, *limits, *advice.OF_KINDS.values(), space]
+    assert all(printed)
+    assert len(ADVICE) == len(printed)
+    for text in printed:
+        assert any(matches(row, text) for row in ADVICE), text

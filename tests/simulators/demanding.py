@@ -72,8 +72,7 @@ NEED_A_TERMINAL: dict[str, Call] = {
     call.__name__: call
     for call in (
         break_here, trace_here, ask, ask_in_vain, ask_for_a_password, read_a_number, read_a_word, measure_the_terminal,
-        set_up_the_terminal,
-        open_the_terminal,
+        set_up_the_terminal, open_the_terminal,
     )
 }  # fmt: skip
 
