@@ -73,8 +73,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 NO_TERMINAL = 'workers have no terminal: use backend="serial", where breakpoint(), pdb and input() work'
 _DEBUGGERS = {"bdb", "pdb"}
-# Reading /dev/null returns an empty text, which raises later: int(sys.stdin.readline()).
-_READS_STDIN = re.compile(r"sys\.stdin\.(?:read|buffer)|\(sys\.stdin\)|get_terminal_size\(")
+# Other debuggers raise errors of their own, as Ray's does. Reading /dev/null returns an empty text, which raises later:
+# int(sys.stdin.readline()).
+_USES_TERMINAL = re.compile(
+    r"\bbreakpoint\(|\bset_trace\(|sys\.stdin\.(?:read|buffer)|\(sys\.stdin\)|get_terminal_size\("
+)
 
 
 def _needs_terminal(error: BaseException) -> bool:
@@ -89,7 +92,7 @@ def _needs_terminal(error: BaseException) -> bool:
         return True
     if _number(error) == errno.ENXIO and getattr(error, "filename", None) == "/dev/tty":
         return True
-    return any(_READS_STDIN.search(one.line or "") for one in traceback.extract_tb(error.__traceback__))
+    return any(_USES_TERMINAL.search(one.line or "") for one in traceback.extract_tb(error.__traceback__))
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,19 @@ def trace_here() -> None:
     pdb.set_trace()
 
 
+def break_in_another_debugger() -> None:
+    """One that cannot start here; `PYTHONBREAKPOINT` may name it."""
+
+    def refuse() -> None:
+        raise AttributeError("no server")
+
+    used, sys.breakpointhook = sys.breakpointhook, refuse
+    try:
+        breakpoint()
+    finally:
+        sys.breakpointhook = used
+
+
 def ask() -> None:
     input("Continue? ")
 
@@ -71,8 +84,8 @@ def open_the_terminal() -> None:
 NEED_A_TERMINAL: dict[str, Call] = {
     call.__name__: call
     for call in (
-        break_here, trace_here, ask, ask_in_vain, ask_for_a_password, read_a_number, read_a_word, measure_the_terminal,
-        set_up_the_terminal, open_the_terminal,
+        break_here, trace_here, break_in_another_debugger, ask, ask_in_vain, ask_for_a_password, read_a_number,
+        read_a_word, measure_the_terminal, set_up_the_terminal, open_the_terminal,
     )
 }  # fmt: skip
 
