@@ -26,7 +26,6 @@ import inspect
 import itertools
 import math
 import os
-import pickle
 import re
 import shlex
 import sys
@@ -62,7 +61,7 @@ from marl_parallel.core.constructors import construct_one
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.forks import end_forked_copy
 from marl_parallel.core.messages import Lost
-from marl_parallel.core.pickling import dumps, where_unpicklable
+from marl_parallel.core.pickling import dumps, loads, where_unpicklable
 from marl_parallel.core.reports import first_line, is_of_a_library, manner_of_death, place
 from marl_parallel.core.spaces import ARRAY_SPACES, Mismatch, as_array, is_vector
 from marl_parallel.core.transition import ALL, Transition, is_empty_info
@@ -1218,7 +1217,7 @@ def pickling_error(value: Any) -> str | None:
     except Exception as error:  # a simulator's class may raise anything
         return in_brief(error) + where_unpicklable(value)
     try:
-        pickle.loads(pickled)
+        loads(pickled)
     except Exception as error:
         return in_brief(error)
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from simulators import exiting_pickles
 from simulators.exiting_pickles import EXCEPTIONS, VALUES, WHERE, ExitingPickles, Reduced, exit_in, hang_in
 
 from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.cli.check import pickling_error
 from marl_parallel.core import pickling
 
 pytestmark = pytest.mark.release_independent
@@ -199,6 +201,30 @@ def test_saved_states(name, backend_setup, build):
     assert env.step(STEP)[0][0]["a"][0] == 2.0
 
 
+@pytest.mark.parametrize("name", VALUES)
+def test_check_reports_such_values(name):
+    """`marl-parallel check` says why a value cannot be unpickled, and goes on."""
+    assert name in (pickling_error(VALUES[name]()) or "")
+
+
+def test_replay_of_such_an_info(tmp_path):
+    with ParallelEnv(
+        envs("info", functools.partial(named, "VALUES", "SystemExit")), replay=10, replay_dir=tmp_path
+    ) as env:
+        env.reset()
+        env.step(STEP)
+        with pytest.raises(EnvError, match="marl-parallel replay"):
+            env.step(STEP)
+    (path,) = tmp_path.glob("env-1-*.replay")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "marl_parallel", "replay", str(path)],
+        capture_output=True, text=True, timeout=100, env=environ,
+    )  # fmt: skip
+    assert "it raised SystemExit: 3" in done.stdout
+    assert "failed" in done.stdout
+
+
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
@@ -216,15 +242,12 @@ def handlers() -> Iterator[None]:
     def end(*_: object) -> None:
         raise Terminated
 
-    before = {number: signal.signal(number, handle) for number, handle in SIGNALS_HANDLED(exit_now, end).items()}
+    handled = {signal.SIGTERM: exit_now, signal.SIGUSR2: end, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handle) for number, handle in handled.items()}
     exiting_pickles.begun.clear()
     yield
     for number, handle in before.items():
         signal.signal(number, handle)
-
-
-def SIGNALS_HANDLED(exit_now: Any, end: Any) -> dict[int, Any]:  # noqa: N802
-    return {signal.SIGTERM: exit_now, signal.SIGUSR2: end, signal.SIGINT: signal.default_int_handler}
 
 
 SIGNALS = pytest.mark.parametrize(
