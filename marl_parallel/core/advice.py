@@ -1,4 +1,4 @@
-"""What to do about known exceptions, for the texts of errors: the only table of it.
+"""The advice in errors: what to do about known exceptions and limits of the system. All of it is in this file.
 
 `advice` is for what a simulator raises in a worker. `name_limit` and `naming_limits` are for what this package opens,
 forks or allocates, in any process.

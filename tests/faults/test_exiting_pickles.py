@@ -228,13 +228,16 @@ def test_replay_of_such_an_info(tmp_path):
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
+OTHER = getattr(signal, "SIGUSR2", signal.SIGABRT)  # which Windows lacks
+
+
 class Terminated(BaseException):
     """Raised by a program's own handler."""
 
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """A SIGTERM exits, a SIGUSR2 raises an exception of the program."""
+    """A SIGTERM exits, `OTHER` raises an exception of the program."""
 
     def exit_now(*_: object) -> None:
         sys.exit("terminated")
@@ -242,7 +245,7 @@ def handlers() -> Iterator[None]:
     def end(*_: object) -> None:
         raise Terminated
 
-    handled = {signal.SIGTERM: exit_now, signal.SIGUSR2: end, signal.SIGINT: signal.default_int_handler}
+    handled = {signal.SIGTERM: exit_now, OTHER: end, signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handle) for number, handle in handled.items()}
     exiting_pickles.begun.clear()
     yield
@@ -252,7 +255,7 @@ def handlers() -> Iterator[None]:
 
 SIGNALS = pytest.mark.parametrize(
     ("number", "kind"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGUSR2, Terminated)],
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (OTHER, Terminated)],
 )
 
 
