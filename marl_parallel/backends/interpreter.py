@@ -100,6 +100,7 @@ class Identity(NamedTuple):
     numbers: tuple[int, ...]  # `current_process()._identity`
     parent_name: str
     parent_pid: int
+    authkey: bytes  # for its managers; never in a command line, an environment variable or a file with a name
 
 
 def next_identity() -> Identity:
@@ -109,11 +110,12 @@ def next_identity() -> Identity:
     """
     process: Any = multiprocessing.process  # neither the counter nor `_identity` is public
     current = process.current_process()
-    return Identity((*current._identity, next(process._process_counter)), current.name, os.getpid())
+    numbers = (*current._identity, next(process._process_counter))
+    return Identity(numbers, current.name, os.getpid(), bytes(current.authkey))
 
 
 def take_identity(identity: Identity, sentinel: int | None = None) -> None:
-    """Have `multiprocessing` see this process as a child of the caller: name, number and `parent_process()`.
+    """Have `multiprocessing` see this process as a child of the caller: name, number, key and `parent_process()`.
 
     `sentinel` is a descriptor that is ready when the caller has ended. Without one, Windows has the caller's handle.
     Other systems get one that is never ready: this process is killed when the caller ends.
@@ -121,6 +123,7 @@ def take_identity(identity: Identity, sentinel: int | None = None) -> None:
     process: Any = multiprocessing.process
     current = process.current_process()
     current._identity = identity.numbers
+    current.authkey = identity.authkey
     current.name = f"ParallelEnvWorker-{':'.join(map(str, identity.numbers))}"
     if sentinel is None and sys.platform == "win32":
         import _winapi

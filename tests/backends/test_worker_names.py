@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -66,6 +68,34 @@ def test_identity_in_multiprocessing(start_method):
             env.set_attr("fault", [killed_by(signal.SIGKILL)] * 2, env_ids=[1, 2])
             env.step([ACTIONS] * 3)
         assert multiprocessing.get_context("spawn").Process()._identity not in known
+
+
+def key(_: object = None) -> bytes:
+    """What opens the managers of a program and its processes."""
+    return bytes(multiprocessing.current_process().authkey)
+
+
+@pytest.mark.starts_anew
+def test_key_of_the_program(start_method, monkeypatch):
+    """Workers have it, and so do those that replace them. Neither command lines nor environment variables show it."""
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, command: list[str], **more: Any) -> None:
+            started.append(repr((command, more)))
+            super().__init__(command, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with ParallelEnv([Talking] * 2, num_workers=2, on_error="restart", **arguments(start_method)) as env:
+        env.reset()
+        assert env.call(key) == (key(),) * 2
+        env.set_attr("fault", [killed_by(signal.SIGKILL)], env_ids=[1])
+        env.step([ACTIONS] * 2)
+        assert env.call(key) == (key(),) * 2
+        started += [Path(f"/proc/{pid}/environ").read_bytes() for pid in env.call("pid")]
+    assert len(started) == {"forkserver": 1, "portable": 3}[start_method] + 2
+    for shown in (key().hex(), repr(key())[2:-1]):
+        assert not any(shown in str(one) for one in started)
 
 
 def test_names_of_keepers_and_fork_server():
