@@ -160,7 +160,7 @@ class BatchRunner:
         for env_options in checked_options(options, ids):
             if env_options is not None:
                 self.schema.check_options(env_options)
-                dumps_for_workers(env_options, "options", self.local_modules)
+                dumps_for_workers(env_options, "options", self.local_modules, with_keys=False)
         if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str | bytes):
             seeds_of(seed, ids)
         elif seed is not None:
@@ -189,7 +189,7 @@ class BatchRunner:
 
         def pickled() -> dict[int, bytes | None]:
             return {
-                env_id: None if one is None else dumps_for_workers(one, "options", self.local_modules)
+                env_id: None if one is None else dumps_for_workers(one, "options", self.local_modules, with_keys=False)
                 for env_id, one in options_of.items()
             }
 
@@ -625,7 +625,7 @@ class BatchRunner:
                 passed["seed"] = new_seeds[env_id] = sampler_seeds[env_id] = env_seed
             if env_options is not None:
                 passed["options"] = merged[env_id] = rebuilds.merged_options(env_id, env_options)
-            keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules)
+            keywords[env_id] = dumps_for_workers(passed, "options", self.local_modules, with_keys=False)
         if self.default_seed is not None and (0, None) not in zip(env_ids, seeds) and 0 in env_ids:
             self.default_seed.forget()
             self.default_seed = None

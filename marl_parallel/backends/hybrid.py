@@ -45,6 +45,7 @@ class HybridBackend(Backend):
     """
 
     shares_memory = True
+    same_machine = True
     has_standbys = True
     keeps_logs = True
     in_line = frozenset({_OWN})

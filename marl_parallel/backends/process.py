@@ -43,7 +43,7 @@ from marl_parallel.backends.launching import Launcher, WorkerProcess
 from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
 from marl_parallel.backends.relay import Relay
-from marl_parallel.core import codec, reports
+from marl_parallel.core import codec, reports, sharing
 from marl_parallel.core.advice import name_limit, naming_limits
 from marl_parallel.core.backend import Backend, most_workers, usable_cpus
 from marl_parallel.core.columns import span_of
@@ -183,8 +183,9 @@ def _try_for(semaphore: Semaphore, seconds: float) -> bool:
 
 # -- the socket --------------------------------------------------------------------------------------------------------
 
-_PART, _WHOLE, _IN_FILE = 0, 1, 2
-"""First byte of a packet: a part of a message follows, or the last part; or the message is in the file sent along."""
+_PART, _WHOLE, _IN_FILE, _DESCRIPTOR = 0, 1, 2, 3
+"""First byte of a packet: a part of a message follows, or the last part; or the message is in the file sent along; or a
+descriptor is sent along, which belongs to the next message."""
 _PACKET_NBYTES = 16384
 _FD = struct.Struct("i")
 
@@ -205,11 +206,13 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._messages: deque[bytes] = deque()  # pickled; nothing of them has been sent
+        # Pickled, with their descriptors; nothing of them has been sent.
+        self._messages: deque[tuple[bytes, Sequence[int]]] = deque()
         # The unsent packets of the message before these, with the descriptors to send along and to close. Only one
         # message at a time has packets: descriptors for all waiting messages could leave none to receive a reply.
         self._packets: deque[tuple[bytes, list[int]]] = deque()
         self._parts = bytearray()  # the received part of a message
+        self._descriptors: list[int] = []  # the received ones of a message that has not come yet
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -221,14 +224,21 @@ class Channel:
 
     def put(self, message: Any) -> None:
         """Send as much of an object as can be sent without waiting; `flush` sends the rest."""
-        self._messages.append(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self._messages.append((pickle.dumps(message, pickle.HIGHEST_PROTOCOL), ()))
+        self.flush()
+
+    def put_constructing(self, request: Request) -> None:
+        """As `put`, for a request with constructors: the descriptors of what these share are sent before it."""
+        self._messages.append(sharing.dumps_request(request))
         self.flush()
 
     def flush(self) -> bool:
         """Send what can be sent without waiting; returns whether that was all."""
         while self.unsent:
             if not self._packets:
-                self._packets.extend(_packets_of(self._messages.popleft()))
+                body, descriptors = self._messages.popleft()
+                self._packets.extend([(bytes([_DESCRIPTOR]), [fd]) for fd in descriptors])
+                self._packets.extend(_packets_of(body))
             packet, fds = self._packets[0]
             try:
                 socket.send_fds(self._socket, [packet], fds)
@@ -274,16 +284,25 @@ class Channel:
                 raise
             if not packet:
                 raise Gone
-            if packet[0] == _IN_FILE:
+            if packet[0] >= _IN_FILE:
                 if not ancillary:
-                    raise name_limit(OSError(errno.EMFILE, "a large message was lost"))
+                    raise name_limit(OSError(errno.EMFILE, "a message was lost"))
                 (fd,) = _FD.unpack(ancillary[0][2])
+                if packet[0] == _DESCRIPTOR:
+                    self._descriptors.append(fd)
+                    continue
                 with open(fd, "rb"), mmap.mmap(fd, 0, prot=mmap.PROT_READ) as content:
-                    return pickle.loads(content)
+                    return self._loads(content)
             self._parts += memoryview(packet)[1:]
             if packet[0] == _WHOLE:
                 body, self._parts = self._parts, bytearray()
-                return pickle.loads(body)
+                return self._loads(body)
+
+    def _loads(self, pickled: Any) -> Any:
+        if not self._descriptors:
+            return pickle.loads(pickled)
+        descriptors, self._descriptors = self._descriptors, []
+        return sharing.loads_request(pickled, descriptors)
 
     def _poll(self, event: int) -> None:
         poll = select.poll()  # unlike `select.select`, it takes any number of descriptors
@@ -294,6 +313,9 @@ class Channel:
         self._socket.close()
         while self._packets:
             self._drop_packet()
+        for _, descriptors in self._messages:
+            sharing.close_all(descriptors)
+        self._messages.clear()
 
 
 def _packets_of(body: bytes) -> list[tuple[bytes, list[int]]]:
@@ -343,6 +365,7 @@ class ProcessBackend(Backend):
     """One process for each worker; `threads` limits its BLAS, OpenMP and torch threads, None does not."""
 
     shares_memory = True
+    same_machine = True
     has_standbys = True
     keeps_logs = True
 
@@ -498,7 +521,10 @@ class ProcessBackend(Backend):
             handle.queues.requests.put(code)
             if code == _ON_CHANNEL:
                 try:
-                    handle.channel.put(request)
+                    if message in sharing.CONSTRUCTING:
+                        handle.channel.put_constructing(request)
+                    else:
+                        handle.channel.put(request)
                 except Gone:
                     continue  # `wait` finds out how it died
 

@@ -14,6 +14,7 @@ docs/faults.md says what is weaker here than in `process.py`, which needs Linux.
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from marl_parallel.backends import descendants, interpreter, signals, tracker
 from marl_parallel.backends.descendants import memory_of
@@ -39,6 +40,7 @@ from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.pickling import open_script_of_worker
+from marl_parallel.core.sharing import CONSTRUCTING, close_all, dumps_request, loads_request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -78,6 +80,7 @@ class PortableProcessBackend(Backend):
     """
 
     shares_memory = True
+    same_machine = True
     has_standbys = True
     keeps_logs = True
 
@@ -285,6 +288,8 @@ class _WorkerProcess:
         self.lost: Lost | None = None  # how it died; None while it lives
         self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
         self._replies: SimpleQueue[Any] = SimpleQueue()  # None: the worker has hung up
+        # Descriptors that are sent, closed after the replies: macOS loses those that are closed before they arrive.
+        self._lent: list[int] = []
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
         self.log = WorkerLog(log_dir, worker, share)
         with contextlib.ExitStack() as on_error, contextlib.ExitStack() as in_any_case:
@@ -336,7 +341,13 @@ class _WorkerProcess:
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # the receiving thread finds out that the worker has died
             while (message := self._requests.get()) is not None:
-                self._connection.send(message)
+                if type(message) is not _WithDescriptors:
+                    self._connection.send(message)
+                    continue
+                self._connection.send(len(message.fds))
+                for fd in message.fds:
+                    _send_descriptor(self._connection, fd)
+                self._connection.send_bytes(message.pickled)
 
     def _receive(self) -> None:
         try:
@@ -364,8 +375,16 @@ class _WorkerProcess:
 
     def post(self, request: Request) -> None:
         self.expected += 1
-        if self.lost is None:
+        if self.lost is not None:
+            return
+        if request.message not in CONSTRUCTING:
             self._requests.put(request)
+            return
+        process: Any = self._process
+        handle = int(process._handle) if sys.platform == "win32" else None  # that no public attribute has
+        message = _WithDescriptors(*dumps_request(request, handle))
+        self._lent += message.fds
+        self._requests.put(message)
 
     def received(self) -> list[Reply | Lost]:
         """Take the replies that have come, then the loss of the worker if it died with unanswered requests."""
@@ -385,7 +404,13 @@ class _WorkerProcess:
         if self.expected and self.lost is not None:
             self.expected = 0
             replies.append(self.lost)
+        if self._lent and not self.expected and self.lost is None:
+            self._close_lent()
         return replies
+
+    def _close_lent(self) -> None:
+        lent, self._lent = self._lent, []
+        close_all(lent)
 
     def exitcode(self) -> int | None:
         """The exit code of a worker that has ended, whose process group is killed; None while it lives."""
@@ -442,9 +467,32 @@ class _WorkerProcess:
     def free(self) -> None:
         """Close connection and file; a forked child does nothing else."""
         self._connection.close()
+        self._close_lent()
         self._crash_file.close()
         if self._process.returncode is None:
             self._process.returncode = 0  # in a forked child: else `Popen.__del__` would wait for it
+
+
+class _WithDescriptors(NamedTuple):
+    """A pickled request, after the number of its descriptors and these descriptors."""
+
+    pickled: bytes
+    fds: list[int]
+
+
+def _send_descriptor(connection: Connection, fd: int) -> None:
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        socket.send_fds(end, [b"\0"], [fd])
+
+
+def _receive_descriptor(connection: Connection) -> int:
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        _, fds, *_ = socket.recv_fds(end, 1, 1)
+    if not fds:
+        text = "a descriptor was lost, since this process has too many files open; raise `ulimit -n`"
+        raise OSError(errno.EMFILE, text)
+    os.set_inheritable(fds[0], False)
+    return fds[0]
 
 
 def _end(workers: Sequence[_WorkerProcess], number: int = _KILL, timeout: float = _KILLED_WITHIN_S) -> None:
@@ -500,7 +548,10 @@ def serve(
         """Receive requests as they come, so that the parent's thread does not wait, and end when the parent is gone."""
         try:
             while True:
-                requests.put(link.recv())
+                if type(request := link.recv()) is int:
+                    fds = [_receive_descriptor(link) for _ in range(request)]
+                    request = loads_request(link.recv_bytes(), fds)
+                requests.put(request)
         finally:
             if sys.platform != "win32":
                 os.killpg(0, signal.SIGKILL)

@@ -23,6 +23,7 @@ import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,7 +31,8 @@ from numpy.typing import NDArray
 
 from marl_parallel.core.advice import name_limit
 from marl_parallel.core.messages import Pickled
-from marl_parallel.core.pickling import ByValuePickler, dumps_by_value
+from marl_parallel.core.pickling import ByValuePickler, dumps_by_value, dumps_shared
+from marl_parallel.core.sharing import Shared, available, is_shared
 
 LARGE = 1 << 16
 """Bytes; smaller arrays stay in the pickle."""
@@ -52,19 +54,31 @@ class ArrayWriter:
 
     Memory that several arrays share is written once, even if the arrays belong to different values. The writer keeps
     the arrays alive, so that nothing else reuses their memory.
+
+    Args:
+        fd: The file.
+        local_modules: Modules that workers cannot import.
+        same_machine: Whether all workers are on this machine; None if they are in this process.
     """
 
-    def __init__(self, fd: int | None) -> None:
+    def __init__(
+        self, fd: int | None, local_modules: Sequence[ModuleType] = (), same_machine: bool | None = None
+    ) -> None:
         self._fd, self._end = -1 if fd is None else fd, 0
+        self._dumps_shared = functools.partial(dumps_shared, local_modules)
+        self._same_machine = same_machine
         self._regions: dict[tuple[int, int], _Region] = {}  # by address and size
         self._with_gaps: dict[Any, _Region] = {}  # by address and form
 
     def dumps(self, value: Any) -> Pickled:
-        """Pickle a value as `pickling.dumps_by_value` does."""
-        if self._fd < 0:
-            return Pickled(dumps_by_value(value))
-        parts = _Parts(self)
-        return Pickled(dumps_by_value(value, functools.partial(_Pickler, parts)), parts.spans)
+        """Pickle a value as `pickling.dumps_by_value` does; `CannotBeShared` if it shares what cannot reach workers."""
+        parts = _Parts(self if self._fd >= 0 else None, Shared(self._dumps_shared))
+        pickled = dumps_by_value(value, functools.partial(_Pickler, parts))
+        if not parts.shared:
+            return Pickled(pickled, parts.spans)
+        if self._same_machine is not None:
+            parts.shared.check(same_machine=self._same_machine)
+        return Pickled(pickled, parts.spans, parts.shared)
 
     def place_of(self, array: NDArray[Any]) -> int:
         """Write an array into the file and return its place; in address order, or in C order if it has gaps."""
@@ -140,11 +154,18 @@ def _address(array: NDArray[Any]) -> int:
 
 
 class _Parts:
-    """The large arrays of one value. `spans` has their places in the file, in the order of unpickling."""
+    """The large arrays of one value, and its shared objects; without a writer, arrays stay in the pickle.
 
-    def __init__(self, writer: ArrayWriter) -> None:
-        self._writer, self.spans = writer, list[tuple[int, int]]()
+    `spans` has the places of the arrays in the file, in the order of unpickling.
+    """
+
+    def __init__(self, writer: ArrayWriter | None, shared: Shared) -> None:
+        self._writer, self.shared, self.spans = writer, shared, list[tuple[int, int]]()
         self._arrays: dict[int, tuple[pickle.PickleBuffer, NDArray[Any]]] = {}  # by the id of its stand-in
+
+    @property
+    def have_file(self) -> bool:
+        return self._writer is not None
 
     def stand_in(self, array: NDArray[Any]) -> pickle.PickleBuffer:
         """An empty buffer that stands for an array, since NumPy does not export every dtype and all strides.
@@ -157,6 +178,7 @@ class _Parts:
 
     def take_out(self, buffer: pickle.PickleBuffer) -> bool:
         """Write the array that a buffer stands for, or the buffer, into the file; True if it stays in the pickle."""
+        assert self._writer is not None
         _, array = self._arrays.get(id(buffer), (None, None))
         if array is None:  # the buffer is of another library
             raw = buffer.raw()
@@ -168,14 +190,16 @@ class _Parts:
 
 
 class _Pickler(ByValuePickler):
-    """Leaves large arrays out of the pickle."""
+    """Leaves large arrays and shared objects out of the pickle."""
 
     def __init__(self, parts: _Parts, file: io.BytesIO, protocol: int) -> None:
-        super().__init__(file, protocol, parts.take_out)
+        super().__init__(file, protocol, parts.take_out if parts.have_file else None)
         self._parts = parts
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, np.ndarray) or not _can_be_taken_out(obj):
+        if is_shared(obj):
+            return self._parts.shared.reduce(obj)
+        if not self._parts.have_file or not isinstance(obj, np.ndarray) or not _can_be_taken_out(obj):
             return super().reducer_override(obj)
         plain = obj.view(np.ndarray)
         strides = None if _flat(plain) is None else plain.strides  # else it becomes contiguous
@@ -233,7 +257,8 @@ def loads(value: Pickled, fd: int, arrays: ConstructorArrays | None = None) -> A
     if arrays is not None:
         for number, view in enumerate(views):
             arrays.note(number, view)
-    return pickle.loads(value.pickled, buffers=views)
+    with available(value.shared):
+        return pickle.loads(value.pickled, buffers=views)
 
 
 class ConstructorArrays:

@@ -90,6 +90,7 @@ class Backend(ABC):
         moves: Whether environments can move to workers on other machines: see `leaving` and `rebalance`.
         can_isolate_rng: Whether no two workers use the same process-wide generators at the same time.
         pickles: Whether workers are in other processes, and so get pickled constructors.
+        same_machine: Whether workers in other processes are all on this machine, and get descriptors from `post`.
         keeps_logs: Whether the stdout and stderr of workers can go to files.
         log_dir: The folder of these files, set before `start`; None for the output of this program.
         forward_logs: Whether log records of workers in other processes go to the loggers of this process, in `wait`
@@ -104,6 +105,7 @@ class Backend(ABC):
     moves: ClassVar[bool] = False
     can_isolate_rng: ClassVar[bool] = True
     pickles: ClassVar[bool] = True
+    same_machine: ClassVar[bool] = False
     keeps_logs: ClassVar[bool] = False
     log_dir: Path | None = None
     forward_logs: bool = False

@@ -19,6 +19,7 @@ from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.constructors import Constructor
 from marl_parallel.core.messages import Built, Construction, Message, Pickled, Request
 from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.sharing import CannotBeShared
 
 
 def construct(
@@ -40,8 +41,9 @@ def construct(
     """
     pickled: dict[int, Any] = {}
     as_it_is: set[int] = set()
-    can_share = not pool.backend.pickles and not derived_seeds
-    writer = ArrayWriter(pool.backend.array_file())
+    backend = pool.backend
+    can_share = not backend.pickles and not derived_seeds
+    writer = ArrayWriter(backend.array_file(), local_modules, backend.same_machine if backend.pickles else None)
     registrations = pickling.dump_registrations()
     schemas: dict[bytes, Schema] = {}  # equal descriptions are unpickled once: their spaces may be large
     built: dict[int, Built] = {}
@@ -103,15 +105,28 @@ def _pickle(
                 by_id[id(constructor)] = by_id.get(id(constructor)) or writer.dumps(constructor)
             except ArrayFileError:
                 raise
+            except CannotBeShared as error:
+                where = pickling.where_unpicklable(constructor, writer.dumps)
+                raise TypeError(
+                    f"the constructor of environment {env_id} holds {error}{where}: {constructor!r}"
+                ) from error
             except Exception as error:
                 if can_share:
                     by_id[id(constructor)] = constructor
                     continue
+                where = pickling.where_unpicklable(constructor, writer.dumps)
                 raise TypeError(
                     f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "
-                    f"worker: {error}{pickling.where_unpicklable(constructor)}. {_WAY_OUT}: {constructor!r}"
+                    f"worker: {error}{where}. {_WAY_OUT}: {constructor!r}"
                 ) from error
-    return {env_id: by_id[id(constructors[env_id])] for env_id in env_ids}
+    return {env_id: _of_one(by_id[id(constructors[env_id])]) for env_id in env_ids}
+
+
+def _of_one(constructor: Any) -> Any:
+    """A constructor for one environment; its shared objects are unpickled for each."""
+    if isinstance(constructor, Pickled) and constructor.shared is not None:
+        return constructor._replace(shared=constructor.shared.copy())
+    return constructor
 
 
 def _adapter(

@@ -132,6 +132,7 @@ class Pickled(NamedTuple):
 
     pickled: bytes
     spans: Sequence[tuple[int, int]] = ()  # places and sizes of its arrays in the file of `Backend.array_file`
+    shared: Any = None  # a constructor's objects of multiprocessing: see `sharing.py`
 
 
 class Construction(NamedTuple):

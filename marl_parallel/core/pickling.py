@@ -43,22 +43,28 @@ from marl_parallel.core.reducers import (
     parts_of_cached,
     reduce_cached_property,
 )
+from marl_parallel.core.sharing import is_shared, reduce_for_worker, reduce_in_message
 from marl_parallel.core.unpicklable import path_to_unpicklable
 
 Leftovers: TypeAlias = dict[str, Any]
 """Values that do not fit into a record, by the name of their dict."""
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle a value; classes and functions of a script are pickled by value."""
+def dumps(value: Any, *, with_keys: bool = True) -> bytes:
+    """Pickle a value; classes and functions of a script are pickled by value.
+
+    With `with_keys=False`, raises for proxies of `multiprocessing` that need a key.
+    """
     try:
         pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
         # Plain pickle is several times faster, but cannot pickle definitions of a script or inside a function.
-        return dumps_by_value(value)
+        return dumps_by_value(value, None if with_keys else WithoutKeys)
     # Plain pickle refers to the script by name: another process may have another script, or another version of it.
-    if any(name.encode() in pickled for name in SCRIPTS):
-        return dumps_by_value(value)
+    # It leaves out the keys of proxies, and takes the descriptors of connections for plain numbers.
+    of_script = b"main__" in pickled and any(name.encode() in pickled for name in SCRIPTS)
+    if of_script or b"multiprocessing." in pickled:
+        return dumps_by_value(value, None if with_keys else WithoutKeys)
     return pickled
 
 
@@ -210,8 +216,11 @@ def _code_with_its_file(code: CodeType) -> tuple[Any, ...]:
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, except that code keeps its file, and that known classes keep their attributes.
 
-    It also uses `reducers.py`, and marks definitions that are attributes of the script's `__main__`.
+    It also uses `reducers.py`, and marks definitions that are attributes of the script's `__main__`. `with_keys` says
+    whether proxies of `multiprocessing` may carry the keys of their managers.
     """
+
+    with_keys: ClassVar[bool] = True
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _code_with_its_file}, REDUCERS, cloudpickle.Pickler.dispatch_table
@@ -225,6 +234,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, ModuleType) and obj.__name__ in SCRIPTS:
             return importlib.import_module, (obj.__name__,)  # each process imports its own module
         reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and is_shared(obj):
+            return reduce_in_message(obj, with_key=self.with_keys)
         if type(reduced) is not tuple or len(reduced) != 6:
             return reduced
         create, arguments, state, items, pairs, set_state = reduced
@@ -236,6 +247,25 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         # A class by value: a function to create it, its attributes, and a function to set them (`object.__reduce__`).
         state = (set_state, state, obj.__qualname__, _found_through(obj))
         return _known_or_new, (_id_of(obj), create, arguments), state, items, pairs, _set_state_of_new
+
+
+class WithoutKeys(ByValuePickler):
+    """For what may get into files."""
+
+    with_keys = False
+
+
+class _ForWorker(ByValuePickler):
+    """For the shared objects of constructors."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return reduce_for_worker(obj) if is_shared(obj) else super().reducer_override(obj)
+
+
+def dumps_shared(local_modules: Sequence[ModuleType], objects: Sequence[Any]) -> bytes:
+    """Pickle the objects of a `Shared`, for workers that cannot import `local_modules`."""
+    with by_value(local_modules):
+        return dumps_by_value(objects, _ForWorker)
 
 
 # Classes and cached functions that this process has sent or received by value.
@@ -346,12 +376,12 @@ def _set_state_of_function(
         _namesakes[function.__qualname__] = function
 
 
-def where_unpicklable(value: Any) -> str:
+def where_unpicklable(value: Any, pickle_part: Callable[[Any], object] = dumps_by_value) -> str:
     """A sentence that names the part of a value that cannot be pickled; empty if the part is unknown."""
 
     def pickles(part: Any) -> bool:
         try:
-            dumps_by_value(part)
+            pickle_part(part)
         except Exception:
             return False
         return True
@@ -360,16 +390,21 @@ def where_unpicklable(value: Any) -> str:
     return f". The part that cannot be pickled is {path}" if path else ""
 
 
-def dumps_for_workers(value: Any, what: str, local_modules: Sequence[ModuleType]) -> bytes:
-    """Pickle a value of the caller for workers that cannot import `local_modules`; errors name `what`."""
+def dumps_for_workers(value: Any, what: str, local_modules: Sequence[ModuleType], *, with_keys: bool = True) -> bytes:
+    """Pickle a value of the caller for workers that cannot import `local_modules`; errors name `what`.
+
+    Files may have what is pickled `with_keys=False`.
+    """
+    pickler = None if with_keys else WithoutKeys
     try:
-        pickled = dumps(value)
+        pickled = dumps(value, with_keys=with_keys)
         if any(module.__name__.encode() in pickled for module in local_modules):
             with by_value(local_modules):
-                return dumps_by_value(value)
+                return dumps_by_value(value, pickler)
         return pickled
     except Exception as error:
-        text = f"{what} cannot be pickled, so it cannot be sent to the workers: {error}{where_unpicklable(value)}"
+        where = where_unpicklable(value, functools.partial(dumps_by_value, pickler=pickler))
+        text = f"{what} cannot be pickled, so it cannot be sent to the workers: {error}{where}"
         raise TypeError(text) from error
 
 

@@ -230,6 +230,8 @@ class _References:
 
 
 class _Pickler(CompactPickler):
+    with_keys = False
+
     def __init__(self, references: _References, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self._references = references

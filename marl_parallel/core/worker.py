@@ -89,6 +89,7 @@ from marl_parallel.core.saved_simulator import (
     load_simulator,
 )
 from marl_parallel.core.schema import check_pickled_agents, difference, dumps_compactly
+from marl_parallel.core.sharing import CannotBeShared
 from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
@@ -697,6 +698,8 @@ def _unpickled(load: Callable[[], Any], what: str = "arguments", kind: type[Exce
         raise Refusal(ModuleNotFoundError, error.name or str(error)) from None
     except array_file.ArrayFileError:
         raise
+    except CannotBeShared as error:
+        raise Refusal(TypeError, str(error)) from None
     except Exception as error:
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
         if kind is UnpicklingError and any("importlib._bootstrap" in file for file in frames):

@@ -13,6 +13,7 @@ failing             raises, exits, dies or hangs at a place
 crashing            the same, by environment, episode and step, and again after restarts
 forking             forks, and the child returns into the caller's code
 stopping            stops, or keeps the interpreter's lock, while a large message is sent
+sharing             share objects of `multiprocessing` with the program and with each other
 kinds               one small simulator of each kind that adapters know
 registered          registers itself with Gymnasium
 dict_rules          dict rules in detail

@@ -298,8 +298,8 @@ class Histories(Extension):
             constructor=self_contained(self._construction.constructors[env_id], self._pool.backend.array_file()),
             adapter=self_contained(self._construction.adapter, self._pool.backend.array_file()),
             registrations=self._construction.registrations,
-            options=dumps_for_workers(options, "options", self._local_modules),
-            actions=dumps_for_workers(actions, "actions", self._local_modules),
+            options=dumps_for_workers(options, "options", self._local_modules, with_keys=False),
+            actions=dumps_for_workers(actions, "actions", self._local_modules, with_keys=False),
         )
 
     def _actions(self, history: History) -> list[dict[Any, Any]]:
