@@ -21,7 +21,9 @@ from simulators.counting import ACTIONS, Counting
 from simulators.sharing import FORK, KEY, KINDS, SPAWN, Sharing, Shelf, numbers_in
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy
-from marl_parallel.core.sharing import CannotBeShared, Shared
+from marl_parallel.core.messages import Message, Request
+from marl_parallel.core.pickling import dumps_shared
+from marl_parallel.core.sharing import CannotBeShared, Shared, dumps_request, loads_request
 
 LOCAL, PROCESSES = ["serial", "thread"], ["process", "portable"]
 BACKENDS = [*LOCAL, "hybrid", *PROCESSES]
@@ -367,14 +369,14 @@ def test_files_have_no_keys(backend, build, shelf, tmp_path):
 
 def test_pickled_for_other_machines(shelf):
     """With Ray, proxies travel with the keys of their managers; what is of this machine does not."""
-    from marl_parallel.core.pickling import dumps_shared
-
     board = shelf.all(["custom manager"])["custom manager"]
     shared = Shared(functools.partial(dumps_shared, []))
     shared.reduce(board)
     shared.check(same_machine=False)
-    twice = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(shared))))  # by the actor, to its worker
-    (found,) = twice.objects()
+    in_actor = pickle.loads(pickle.dumps(shared))
+    pickled, fds = dumps_request(Request(Message.ACCESS, (0,), in_actor))  # to the actor's worker
+    assert fds == []
+    (found,) = loads_request(pickled, fds).payload.objects()
     found.write(3)
     assert board.read() == [3]
     for value in (SPAWN.Lock(), SPAWN.Queue(), SPAWN.Value("i"), SPAWN.RawValue("i"), SPAWN.Pipe()[0]):
