@@ -117,8 +117,7 @@ class Launcher:
     def _launch(self, setting: Setting, outputs: tuple[int | None, int | None], fds: Sequence[int]) -> WorkerProcess:
         """Start a worker; `_LaunchLost` if the server or the keeper has died meanwhile."""
         self.collect()
-        if (server := self._server) is None:
-            server = self._server = self._new_server()
+        server = self._server = self._server or self._new_server()
         self._requests += 1
         request = self._requests
         worker = self._workers[request] = WorkerProcess(CrashFile())
