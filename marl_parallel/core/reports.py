@@ -242,10 +242,12 @@ def manner_of_death(lost: Lost) -> tuple[str, str]:
         return f"{manner}, possibly because memory ran out", SIGKILL_ADVICE
     if name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"):
         return manner, f"fix the native code that broke, or report it to its authors; to find it, {alone}"
-    if name == "SIGTERM":
-        survival = "workers survive a SIGTERM from outside unless a simulator sets a handler for it, or the default one"
-        return manner, f"find out what sent that signal, and which simulator calls signal.signal: {survival}; {alone}"
-    return manner, f"find out what sent that signal; {alone}"
+    if name == "SIGXCPU":
+        return manner, f"raise the limit of CPU time (`ulimit -t`, resource.RLIMIT_CPU), or handle the signal; {alone}"
+    if name in ("SIGALRM", "SIGVTALRM", "SIGPROF"):
+        return manner, f"handle the signal where the simulator sets a timer (signal.alarm, signal.setitimer); {alone}"
+    survival = f"workers survive a {name} from outside unless a simulator sets a handler for it, or the default one"
+    return manner, f"find out what sent that signal, and which simulator calls signal.signal: {survival}; {alone}"
 
 
 def end_of_server(server: LostServer) -> tuple[str, str]:

@@ -238,6 +238,8 @@ def test_signals_of_the_kernel_and_of_itself(function: Callable[[], object], num
     ):
         env.step([ACTIONS])
     assert raised.value.exitcode == -number
+    advice = {signal.SIGXCPU: "ulimit -t", signal.SIGALRM: "signal.alarm", signal.SIGPROF: "signal.setitimer"}
+    assert advice.get(number, "unless a simulator sets a handler for it") in str(raised.value)
 
 
 @pytest.mark.needs("_codec")

@@ -6,6 +6,7 @@ The launcher alone is tested in `test_launcher_faults`. Portable workers have no
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 import threading
@@ -66,6 +67,7 @@ def test_restart(setup, fault, build, monkeypatch):
     env.reset()
     assert_same(observed(env, [0, 1]), ([seen(42, 1, 1), seen(43, 1, 1)], [{}, {}]))
     old = env.call("pid")
+    gc.collect()  # what other tests have left in cycles
     first, descriptors = server_of(old[0]), len(open_descriptors())
     kill(old[1])
     inject(monkeypatch, fault)
