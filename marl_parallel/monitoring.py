@@ -36,6 +36,40 @@ class WandbRun(Protocol):
     def log(self, data: dict[str, Any], step: int) -> object: ...
 
 
+class _Episodes:
+    """The number of ended episodes, and returns and lengths of the last ones, at most `window`."""
+
+    def __init__(self, window: int) -> None:
+        self._lock = threading.Lock()  # guards what `add` changes: Prometheus reads it in another thread
+        self._counts: Counter[int] = Counter()  # by environment
+        latest: Callable[[], deque[float]] = lambda: deque(maxlen=window)  # noqa: E731
+        # By "return" or "length", and the agent or environment.
+        self._of_agents: dict[tuple[str, str], deque[float]] = defaultdict(latest)
+        self._of_envs: dict[tuple[str, str], deque[float]] = defaultdict(latest)
+
+    def add(self, episode: FinishedEpisode) -> None:
+        with self._lock:
+            env, returns = str(episode.env_id), episode.returns
+            self._counts[episode.env_id] += 1
+            self._of_envs["length", env].append(float(episode.length))
+            if len({np.shape(total) for total in returns.values()}) == 1:
+                for name, value in _components(env, sum(returns.values())):
+                    self._of_envs["return", name].append(value)
+            for agent, total in returns.items():
+                self._of_agents["length", str(agent)].append(float(episode.lengths[agent]))
+                for name, value in _components(str(agent), total):
+                    self._of_agents["return", name].append(value)
+
+    def means(self) -> tuple[dict[int, int], dict[tuple[str, str], float], dict[tuple[str, str], float]]:
+        """Episodes by environment, and the means by agent and by environment."""
+
+        def means(latest: Mapping[tuple[str, str], deque[float]]) -> dict[tuple[str, str], float]:
+            return {key: statistics.fmean(values) for key, values in latest.items()}
+
+        with self._lock:
+            return dict(self._counts), means(self._of_agents), means(self._of_envs)
+
+
 class Monitor:
     """The metrics of one `ParallelEnv`: written by `log`, or read by Prometheus after `serve`.
 
@@ -92,16 +126,11 @@ class Monitor:
             raise ValueError("name is empty" if not name else f"window must be at least 1, got {window}")
         self._write = _written_by(writer)
         self._env, self._name = parallel_env, name
-        self._lock = threading.Lock()  # guards what `_add` changes: Prometheus reads it in another thread
-        self._episodes: Counter[int] = Counter()  # by environment
-        latest: Callable[[], deque[float]] = lambda: deque(maxlen=int(window))  # noqa: E731
-        # By "return" or "length", and the agent or environment.
-        self._of_agents: dict[tuple[str, str], deque[float]] = defaultdict(latest)
-        self._of_envs: dict[tuple[str, str], deque[float]] = defaultdict(latest)
+        self._episodes = _Episodes(int(window))
         self._logged, self._logged_at = parallel_env.stats(), time.monotonic()
         self._server: tuple[Any, threading.Thread] | None = None
         self._listeners = parallel_env.runner.transitions.statistics.listeners
-        self._listeners.append(self._add)
+        self._listeners.append(self._episodes.add)  # which does not refer to the environments
 
     def __enter__(self) -> Monitor:
         return self
@@ -111,37 +140,13 @@ class Monitor:
 
     def close(self) -> None:
         """Stop the endpoint and count no more episodes. Idempotent; the environments stay open."""
-        if self._add in self._listeners:
-            self._listeners.remove(self._add)
+        if self._episodes.add in self._listeners:
+            self._listeners.remove(self._episodes.add)
         if self._server is not None:
             (server, thread), self._server = self._server, None
             server.shutdown()
             server.server_close()
             thread.join()
-
-    # -- episodes ------------------------------------------------------------------------------------------------------
-
-    def _add(self, episode: FinishedEpisode) -> None:
-        with self._lock:
-            env, returns = str(episode.env_id), episode.returns
-            self._episodes[episode.env_id] += 1
-            self._of_envs["length", env].append(float(episode.length))
-            if len({np.shape(total) for total in returns.values()}) == 1:
-                for name, value in _components(env, sum(returns.values())):
-                    self._of_envs["return", name].append(value)
-            for agent, total in returns.items():
-                self._of_agents["length", str(agent)].append(float(episode.lengths[agent]))
-                for name, value in _components(str(agent), total):
-                    self._of_agents["return", name].append(value)
-
-    def _means(self) -> tuple[dict[int, int], dict[tuple[str, str], float], dict[tuple[str, str], float]]:
-        """Episodes by environment, and the means by agent and by environment."""
-
-        def means(latest: Mapping[tuple[str, str], deque[float]]) -> dict[tuple[str, str], float]:
-            return {key: statistics.fmean(values) for key, values in latest.items()}
-
-        with self._lock:
-            return dict(self._episodes), means(self._of_agents), means(self._of_envs)
 
     # -- TensorBoard and Weights & Biases ------------------------------------------------------------------------------
 
@@ -175,7 +180,7 @@ class Monitor:
             yield from [(f"{name}/worker_{worker}", value) for name, value in _of_interval(now, earlier)]
             if memory is not None:
                 yield f"memory_mb/worker_{worker}", memory / 1e6
-        episodes, of_agents, of_envs = self._means()
+        episodes, of_agents, of_envs = self._episodes.means()
         yield "episodes", sum(episodes.values())
         for (name, env), value in of_envs.items():
             yield f"{name}/env_{env}", value
@@ -253,7 +258,7 @@ class Monitor:
         for worker, memory in enumerate(self._memory(stats)):
             if memory is not None:
                 add([worker], memory)
-        episodes, of_agents, of_envs = self._means()
+        episodes, of_agents, of_envs = self._episodes.means()
         add = family(CounterMetricFamily, "episodes", "Episodes ended.", ["env"])
         for env_id, count in episodes.items():
             add([env_id], count)

@@ -1128,10 +1128,10 @@ class ParallelEnv:
             path = self._tracing.tracer.path
             raise RuntimeError(f"a trace is being recorded already, for {path}: call stop_trace first")
         tracing = Tracing(pool, Tracer(arguments.checked_trace(path), pool.shares, pool.clock))
-        fault = self._trace_workers(pool, True)
-        if fault is not None:
+        faults = self._trace_workers(pool, True)
+        if faults:
             self._trace_workers(pool, False)
-            raise fault
+            raise faults.pop()
         self._set_tracing(self.runner.workers, tracing)
 
     def _set_tracing(self, workers: Workers, tracing: Tracing | None) -> None:
@@ -1156,9 +1156,9 @@ class ParallelEnv:
         workers, tracing = self.runner.workers, self._tracing
         if workers is None or tracing is None:
             raise RuntimeError("no trace is being recorded: call start_trace first, or pass trace=")
-        fault = self._trace_workers(workers.pool, False)
-        if fault is not None:
-            raise fault
+        faults = self._trace_workers(workers.pool, False)
+        if faults:
+            raise faults.pop()
         self._set_tracing(workers, None)
         tracing.tracer.finish()
         return tracing.tracer.path
@@ -1174,18 +1174,21 @@ class ParallelEnv:
                 stacklevel=3,
             )
 
-    def _trace_workers(self, pool: Pool, on: bool) -> ParallelEnvError | None:
-        """Begin or end traces in all workers, and add their slices; returns the first error of a replaced worker."""
+    def _trace_workers(self, pool: Pool, on: bool) -> list[ParallelEnvError]:
+        """Begin or end traces in all workers, and add their slices; returns the first error of a replaced worker.
+
+        It is in a list, so that the caller can raise it and hold it in no variable, as `Pool.fault` says.
+        """
         if self.runner.workers is not None:
             self.runner.workers.rebuilds.traced = on
-        fault = None
+        faults: list[ParallelEnvError] = []
         for worker, share in pool.present_shares().items():  # one by one: an error must not lose the others' slices
             try:
                 results = pool.execute({worker: Request(Message.TRACE, (share[0],), on)})
             except ParallelEnvError as error:
                 if pool.closed:
                     raise
-                fault = fault or error
+                faults.append(error.with_traceback(None))  # which would refer to this frame
                 continue
             for slices in results.values():
                 if self._tracing is not None:
@@ -1193,7 +1196,7 @@ class ParallelEnv:
         pool.alone(
             "", pool.note_outdated, range(self.num_envs)
         )  # standbys are constructed again, with tracing on or off
-        return fault
+        return faults[:1]
 
     def stats(self) -> Stats:
         """Steps, resets and restarts so far, and seconds by kind of work; of each worker and in total."""
@@ -1208,7 +1211,7 @@ class ParallelEnv:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, terminate: bool = False, timeout: float | None = 5.0) -> None:
-        """Close all environments, end all workers and free everything. Idempotent.
+        """Close all environments, end all workers and free everything, except the memory of views. Idempotent.
 
         Args:
             terminate: True skips the environments' own `close`.
@@ -1224,8 +1227,12 @@ class ParallelEnv:
         error = pool.close(ask=not terminate, timeout=seconds)
         if pool.freed:  # else another call of `close` is in progress, which Ctrl-C may interrupt
             self._finalizer.detach()
-        if error is not None:
-            raise error
+            self.runner.drop_memory()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # else it and this frame would refer to each other, and keep all memory
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a ParallelEnv has its own workers and cannot be pickled or copied: make another one")

@@ -16,6 +16,7 @@ import ctypes
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from threading import get_ident
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +42,7 @@ from marl_parallel.core.array_view import ArrayView
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.construction import DefaultSeed, SeedCheck
-from marl_parallel.core.exclusive import CallGuard
+from marl_parallel.core.exclusive import CALL, CallGuard
 from marl_parallel.core.messages import SEEDS_GENERATORS, Message, Outputs
 from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers
 from marl_parallel.core.pool.pool import Pool
@@ -90,8 +91,6 @@ class BatchRunner:
         seeds: The seed of each environment; None with `seed="own"`, if the environment declares none.
         restarts: Whether environments that fail are rebuilt.
         takes_options: Whether the environments' `reset` takes options.
-        view: Makes an `ArrayView` of all environments, or of a range, `env_ids`. With `copy`, observations belong to
-            the caller.
         workers: The worker pool and its helpers; None for a simulator that steps many environments by itself.
         transitions: `acting` and `alive` have a list of agents for each environment: the agents that act next, and the
             agents that are alive. `over` says for each environment whether its episode is over.
@@ -109,13 +108,15 @@ class BatchRunner:
         *,
         restarts: bool = False,
     ) -> None:
-        self.source, self.transitions, self.view, self.schema, self.workers = source, transitions, view, schema, workers
+        self.source, self.transitions, self.schema, self.workers = source, transitions, schema, workers
+        self._new_view, self._views = view, weakref.WeakSet[ArrayView]()
         self.mode, self.env_ids, self.num_envs = transitions.mode, transitions.env_ids, len(transitions.env_ids)
         self.metadata, self.render_mode = {**schema.metadata, "autoreset_mode": transitions.mode}, schema.render_mode
         self.seeds: tuple[int | None, ...] = tuple(seeds)  # the seed that each environment got, or declared last
         self.takes_options = "options" in schema.reset_keywords
         self.restarts = restarts  # whether failed environments are rebuilt
-        self.guard = source.guard = CallGuard(source.check_open)  # one call at a time
+        self.guard = CallGuard(source.check_open)  # one call at a time
+        source.guard = weakref.ref(self.guard)
         self.local_modules = [] if workers is None else workers.local_modules
         self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
         self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs
@@ -133,6 +134,29 @@ class BatchRunner:
         self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
         if seed_check is not None and seed_check.first_warning is not None:
             warnings.warn(seed_check.first_warning, UserWarning, stacklevel=3)
+
+    def view(self, *, copy: bool, env_ids: range | None = None) -> ArrayView:
+        """An `ArrayView` of all environments, or of a range. With `copy`, observations belong to the caller."""
+        view = self._new_view(copy=copy, env_ids=env_ids)
+        self._views.add(view)
+        return view
+
+    def drop_memory(self) -> None:
+        """Let go of all shared memory after `close`, unless a call is in progress: it may still use the memory.
+
+        Views that the caller holds keep their memory.
+        """
+        entry = ("close", get_ident())
+        if not self.source.freed or self.guard.setdefault(CALL, entry) is not entry:
+            return
+        try:
+            self.transitions.drop_memory()
+            for view in [*self._views]:
+                view.drop_memory()
+            self._views.clear()
+            self.source.drop_memory()
+        finally:
+            del self.guard[CALL]
 
     # -- resets and steps ------------------------------------------------------------------------------------------
 
@@ -264,8 +288,11 @@ class BatchRunner:
             saved_states.rebuilds.base_seed = self._base_seed
         self.transitions.statistics.finished = []
         saved_states.note_outdated([*leftovers])
-        if fault is not None:
-            raise fault  # its environments have been rebuilt, the others have been loaded
+        try:
+            if fault is not None:
+                raise fault  # its environments have been rebuilt, the others have been loaded
+        finally:
+            del fault  # else it and this frame would refer to each other
         return loaded, leftovers
 
     def _saved_states(self, name: str) -> SavedStates:

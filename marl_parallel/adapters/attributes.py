@@ -80,7 +80,10 @@ def find(source: Any, name: str) -> Any:
             return getattr(layer, name)
         except AttributeError as error:
             failure = failure or error
-    raise AttributeError(f"{_no_layer_has(source, name)}: {failure}") from failure
+    try:
+        raise AttributeError(f"{_no_layer_has(source, name)}: {failure}") from failure
+    finally:
+        del failure  # else it and this frame, which has the simulator, would refer to each other
 
 
 def peek(source: Any, name: str) -> tuple[str, Any]:

@@ -218,6 +218,9 @@ class HybridBackend(Backend):
         self._forget_own()
         return self._processes.stop(timeout)
 
+    def drop_memory(self) -> None:
+        self._processes.drop_memory()
+
     def abandon(self) -> None:
         self._forget_own()
         self._processes.abandon()

@@ -40,6 +40,7 @@ class _LocalBackend(Backend):
         from marl_parallel.backends.memory import Block  # `import marl_parallel` alone does not need it
 
         self._arrays = Block()
+        self.block: mmap.mmap | None = None
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in shares]
@@ -69,6 +70,7 @@ class _LocalBackend(Backend):
 
     def abandon(self) -> None:
         self.workers = []
+        self.block = None
         self._arrays.close_fd()
 
 

@@ -733,6 +733,11 @@ class ProcessBackend(Backend):
         self._records.close_fd()
         self._arrays.close_fd()
 
+    def drop_memory(self) -> None:
+        self._handles.clear()
+        self.statuses.clear()
+        del self._control_buffer, self._wake, self._countdown
+
     def abandon(self) -> None:
         launcher, self._launcher = self._launcher, None
         if launcher is not None:

@@ -257,6 +257,11 @@ class PortableProcessBackend(Backend):
             self._arrays.close_fd()
             self._relay.close()
 
+    def drop_memory(self) -> None:
+        self._workers.clear()
+        self.statuses.clear()
+        del self._status_view
+
     def abandon(self) -> None:
         # A worker takes a closed connection for the parent's death: close the copies in this process.
         self._open = False

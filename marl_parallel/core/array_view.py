@@ -153,6 +153,10 @@ class ArrayView(ABC):
         """
         self._target, self._rollout = observations, rollout
 
+    def drop_memory(self) -> None:
+        """Let go of shared memory, as `Transitions.drop_memory` does."""
+        self._target = self._rollout = None
+
     def by_agent(self, observations: list[Any]) -> dict[Any, Any]:
         """The observations of each agent, as views `(num_envs, ...)` of the arrays of all groups."""
         return {agent: stacking.column(observations[group], row) for agent, (group, row) in self.places.items()}

@@ -21,7 +21,7 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, ArrayView
 from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.codec import keep_large
+from marl_parallel.core.codec import LargeArrays
 from marl_parallel.core.info_columns import InfoArrays, InfoColumns
 from marl_parallel.core.records import BITS, VECTOR_TAG, ActionRecords, TransitionRecords
 from marl_parallel.core.source import Transitions
@@ -116,6 +116,7 @@ class BlockArrays(ArrayView):
         # Environments that were read from dicts: their last observations, and which agents were present.
         self._from_dicts: dict[int, tuple[Mapping[Any, Any], NDArray[np.bool_]]] = {}
         self._reward_spaces = {a: schema.reward_spaces[a] for a in self.agents if a in schema.reward_spaces}
+        self._large = LargeArrays()
         self._leaves: tuple[tuple[NDArray[Any], tuple[int, ...]], ...] = ()  # what compiled code stacks
         self._are_leaves = True  # whether the observations are these leaves; else they are dicts or tuples of leaves
         for column, positions in layout.observations.groups if self._codec is not None else ():
@@ -127,7 +128,7 @@ class BlockArrays(ArrayView):
     def _add_leaf(self, places: tuple[int, ...], view: NDArray[Any]) -> None:
         self._leaves += ((view, places),)
         if self._copy:
-            keep_large(self, view)
+            self._large.add(view)
 
     def write(self, actions: Actions, env_ids: Sequence[int] | None = None) -> dict[int, bytes]:
         transitions = self._transitions
@@ -293,14 +294,23 @@ class BlockArrays(ArrayView):
             with context:
                 return self.read_some(env_ids, leftovers, last)
         errors: list[ValueError] = []
-        for env_id in env_ids:  # all of them, before a value that has no place in an array raises
-            try:
-                self._put(last, env_id, [rows[0] for rows in self._transitions.read((env_id,), leftovers)])
-            except ValueError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        try:
+            for env_id in env_ids:  # all of them, before a value that has no place in an array raises
+                try:
+                    self._put(last, env_id, [rows[0] for rows in self._transitions.read((env_id,), leftovers)])
+                except ValueError as error:
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+        finally:
+            del errors  # else they and this frame would refer to each other, and keep the block
         return last
+
+    def drop_memory(self) -> None:
+        super().drop_memory()
+        self._codec, self._leaves, self._observations = None, (), None
+        self._large, self._layout = LargeArrays(), self._transitions.layout
+        del self._action_records, self._records, self._places_of
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
         """Note the transition of one environment that was stepped or reset by dicts, for `last`."""

@@ -260,6 +260,9 @@ class Backend(ABC):
         backend can. Returns the workers that could not be ended.
         """
 
+    def drop_memory(self) -> None:  # noqa: B027
+        """Let go of the memory that workers shared, after `stop` or `abandon`: nothing calls this object any more."""
+
     @abstractmethod
     def abandon(self) -> None:
         """In a forked child process: forget everything, and touch nothing that the parent still uses."""

@@ -103,6 +103,7 @@ class BlockTransitions(Transitions):
         self.standings: dict[int, Standing] = {}
         self._masks: dict[int, dict[AgentID, Any]] = {}  # masks outside the records; None for a mask in a record
         self._unrecorded_states: dict[int, States] = {}  # global states outside the records
+        self._last_masks: list[dict[AgentID, Any]] | None = None  # of each environment, once the block is dropped
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -357,6 +358,8 @@ class BlockTransitions(Transitions):
     # -- action masks --------------------------------------------------------------------------------------------------
 
     def masks(self, env_id: int) -> dict[AgentID, Any]:
+        if self._last_masks is not None:
+            return {agent: own_mask(mask) for agent, mask in self._last_masks[env_id].items()}
         slot = self._slots[env_id]
         if slot.request is not None or slot.skips or not slot.has_reset:  # in flight, or rebuilt
             return {}
@@ -454,7 +457,8 @@ class BlockTransitions(Transitions):
     def _agents(self, env_ids: Sequence[int], *, alive: bool) -> list[Sequence[AgentID]]:
         """The agents that are alive or act, in neighbouring environments."""
         bounds, lists = (env_ids[0], env_ids[-1] + 1), list[Sequence[AgentID]]()
-        lists = [()] * len(env_ids) if self.codec is None else self.codec.agents_of(*bounds, alive)
+        codec = self.codec
+        lists = [()] * len(env_ids) if codec is None else codec.agents_of(*bounds, alive)
         for env_id in env_ids if self.standings else ():
             if (standing := self.standings.get(env_id)) is not None:
                 lists[env_id - env_ids[0]] = standing.alive if alive else standing.acting
@@ -465,14 +469,26 @@ class BlockTransitions(Transitions):
         return [*map(self.is_over, self.env_ids)]
 
     def is_over(self, env_id: int) -> bool:
-        if self.codec is None or env_id in self.standings:
+        codec = self.codec
+        if codec is None or env_id in self.standings:
             return self.standings.get(env_id, _UNKNOWN).over
-        over: bool = self.codec.is_over(env_id)
+        over: bool = codec.is_over(env_id)
         return over
 
     @property
     def has_reset(self) -> list[bool]:
         return [slot.has_reset for slot in self._slots]
+
+    def drop_memory(self) -> None:
+        if self._last_masks is not None:
+            return
+        self._last_masks = [*map(self.masks, self.env_ids)]
+        every = enumerate(zip(self.acting, self.alive, self.over))
+        self.standings = {env_id: Standing(acting, alive, over) for env_id, (acting, alive, over) in every}
+        layout = self.layout
+        self.layout = Layout(layout.schema, layout.num_records, arrays=bool(layout.agents))  # without the block
+        self.codec = None
+        del self.buffer, self.records, self.action_records, self._own
 
     def begin(self, env_ids: Iterable[int]) -> None:
         env_ids = [*env_ids]

@@ -79,8 +79,10 @@ def open_codec(
     )  # fmt: skip
 
 
-def keep_large(owner: Any, array: NDArray[Any]) -> None:
-    """While `owner` lives, keep the memory of two unused copies of an array for reuse, if the array is large."""
-    if _keep is not None and array.nbytes >= _codec.LARGE:
-        _keep(array.nbytes, 2)
-        weakref.finalize(owner, _keep, array.nbytes, -2)
+class LargeArrays:
+    """While this object lives, the memory of two unused copies of each large array is kept for reuse."""
+
+    def add(self, array: NDArray[Any]) -> None:
+        if _keep is not None and array.nbytes >= _codec.LARGE:
+            _keep(array.nbytes, 2)
+            weakref.finalize(self, _keep, array.nbytes, -2)

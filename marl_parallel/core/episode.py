@@ -13,7 +13,8 @@ The functions at the end apply the same rules in the parent. `records.py` transp
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -275,9 +276,11 @@ class Episode:
         elif self._flagged or self._alive != self.env.possible_agents:
             return
         elif self._takes_turns and len(self._acting) == 1 < len(self._alive):
-            self.fast = self._fast_step, self._next_turn, True, None
+            self._acting = [*self._acting]  # `_next_turn` writes into it
+            after = partial(_next_turn, self.env, self._alive, self._acting, self._dict_rules)
+            self.fast = self._fast_step, after, True, None
         elif self._acting == self._alive:
-            self.fast = self._fast_step, self._all_go_on, False, None
+            self.fast = self._fast_step, partial(_all_go_on, self.env, self._alive, self._dict_rules), False, None
 
     def standing(self) -> Standing:
         """The state of this object between two steps, without the environment; call `take_lives` first."""
@@ -316,25 +319,6 @@ class Episode:
         self._alive = [agent for agent, bits in pairs if bits & _ALIVE]
         self._flagged = {agent for agent, bits in pairs if bits & _ENDED}
 
-    def _all_go_on(self) -> bool:
-        """Whether all agents are still alive and act after a step, by the adapter's methods."""
-        alive, remaining = self.env.alive(), None if self._dict_rules else self.env.agents_left()
-        return (
-            self.env.turn() is None
-            and (alive is None or [*alive] == self._alive)
-            and (remaining is None or bool(remaining))
-        )
-
-    def _next_turn(self) -> int:
-        """After a step, the place plus one of the agent that acts next; 0 if not all agents are still alive."""
-        turn, alive = self.env.turn(), self.env.alive()
-        if turn not in self._alive or not (alive is None or [*alive] == self._alive):
-            return 0
-        if not self._dict_rules and (remaining := self.env.agents_left()) is not None and not remaining:
-            return 0
-        self._acting = [turn]
-        return self._alive.index(turn) + 1
-
     def _who_acts(self, observations: dict[AgentID, Any]) -> list[AgentID]:
         turn = self.env.turn()
         self._takes_turns = turn is not None
@@ -356,6 +340,29 @@ class Episode:
         agents = before or [agent for agent in terminateds if agent != ALL]
         terminated = all(terminateds.get(agent, False) for agent in agents)
         return terminated, not terminated
+
+
+# Functions for `fast`: methods of the episode, which has `fast`, would keep it and its simulator from being freed.
+
+
+def _all_go_on(env: MultiAgentEnv, were_alive: Sequence[AgentID], dict_rules: bool) -> bool:
+    """Whether all agents are still alive and act after a step, by the adapter's methods."""
+    alive, remaining = env.alive(), None if dict_rules else env.agents_left()
+    return env.turn() is None and (alive is None or [*alive] == were_alive) and (remaining is None or bool(remaining))
+
+
+def _next_turn(env: MultiAgentEnv, were_alive: Sequence[AgentID], acting: list[AgentID], dict_rules: bool) -> int:
+    """After a step, the place plus one of the agent that acts next, which becomes the only one in `acting`.
+
+    Returns 0 if not all agents are still alive.
+    """
+    turn, alive = env.turn(), env.alive()
+    if turn is None or turn not in were_alive or not (alive is None or [*alive] == were_alive):
+        return 0
+    if not dict_rules and (remaining := env.agents_left()) is not None and not remaining:
+        return 0
+    acting[:] = [turn]
+    return were_alive.index(turn) + 1
 
 
 def derived_seed(seed: int, number: int) -> int:

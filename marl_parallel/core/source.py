@@ -8,7 +8,7 @@ for features that need workers: `BatchRunner.workers` is None without workers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -47,7 +47,7 @@ class Source(ABC):
         closed: Whether `close` has begun.
         freed: Whether `close` has freed everything, or is freeing it.
         closed_by: The cause of the close, in words; "" for the caller's `close`.
-        guard: The guard of the `BatchRunner`'s calls, once a runner exists.
+        guard: Returns the guard of the `BatchRunner`'s calls, once a runner exists.
     """
 
     name: str
@@ -62,7 +62,9 @@ class Source(ABC):
     closed: bool
     freed: bool
     closed_by: str = ""
-    guard: CallGuard | None = None
+    guard: Callable[[], CallGuard | None] = staticmethod(
+        lambda: None
+    )  # a weak reference: the guard refers to this object
 
     @property
     @abstractmethod
@@ -125,7 +127,8 @@ class Source(ABC):
         """Have `check_open` say that this error has closed everything; call it before `close`."""
         if self.closed:
             return
-        call = None if self.guard is None else self.guard[CALL]
+        guard = self.guard()
+        call = None if guard is None else guard[CALL]
         during, first_line = "" if call is None else f" in {call[0]}()", reports.first_line(error)
         if isinstance(error, KeyboardInterrupt):
             self.closed_by = f" by Ctrl-C{during}"
@@ -141,6 +144,9 @@ class Source(ABC):
     @abstractmethod
     def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> EnvError | None:
         """Free everything, and with `ask`, close the environments first; returns their first error. Idempotent."""
+
+    def drop_memory(self) -> None:  # noqa: B027
+        """Let go of shared memory, once everything is freed and no call is in progress; `stats` still works."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -212,6 +218,9 @@ class Transitions(ABC):
     @abstractmethod
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that environments have been reset by the caller."""
+
+    def drop_memory(self) -> None:  # noqa: B027
+        """Let go of shared memory: nothing is written or read any more, but the properties and `masks` still work."""
 
     @abstractmethod
     def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:

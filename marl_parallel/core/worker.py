@@ -22,7 +22,7 @@ import contextlib
 import functools
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ from marl_parallel.core.advice import advice, summary
 from marl_parallel.core.array_file import ConstructorArrays
 from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout, RolloutBuffer
+from marl_parallel.core.columns import Layout, MaskColumns, RolloutBuffer
 from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.forks import end_forked_copy
@@ -147,6 +147,7 @@ class Worker:
         self.outputs = Outputs()  # what each reset and step writes besides the transitions
         self.settings = WorkerSettings()  # the caller's settings, in a process of its own
         self._rollout: RolloutBuffer | None = None
+        self._mask_columns: list[MaskColumns] = []  # of the block, if masks have a place in it
         self._send: Callable[[Reply], None]
         self._codec: Any = None
         self._actions: ActionRecords
@@ -205,7 +206,8 @@ class Worker:
                 if result is not None:
                     results[ids[place]] = result
             except Refusal as refusal:
-                results[ids[place]] = refusal.with_traceback(None)
+                # A new one: this one refers to the frames of this call, which refer to the results.
+                results[ids[place]] = Refusal(refusal.kind, refusal.text)
             except BaseException as error:  # SystemExit is a simulator's failure too, not the worker's end
                 self._check_not_forked(error)
                 if self._in_line and isinstance(error, KeyboardInterrupt):
@@ -265,7 +267,8 @@ class Worker:
         return Episode(
             env, env_id, construction.mode, self._status, derives_from,
             seeds_generators=construction.isolate_rng and construction.derived_seeds,
-            after_step=functools.partial(self._write_masks, env_id) if env.mask_spaces else None,
+            # Without this worker: it has the episode, and only the garbage collector would free both.
+            after_step=functools.partial(_write_masks, self._mask_columns, env_id, env) if env.mask_spaces else None,
         )  # fmt: skip
 
     def _construct(self, env_id: int, construction: Construction) -> tuple[MultiAgentEnv, Seeding, ConstructorArrays]:
@@ -337,6 +340,8 @@ class Worker:
             self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block, moment=self._moment)
         self._transitions = TransitionRecords(layout, buffer, codec=self._codec)
         self._layout = layout
+        if layout.masks.agents:
+            self._mask_columns.append(layout.masks)
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
         construction, block, reset, pickled, outputs, options = payload[env_id]
@@ -402,7 +407,7 @@ class Worker:
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
         """Write a transition into the block; returns what does not fit, pickled."""
-        self._write_masks(env_id)
+        _write_masks(self._mask_columns, env_id, self._episodes[env_id].env)
         leftovers = self._transitions.write(env_id, transition)
         return None if leftovers is None else dump_leftovers(self._with_masks(env_id, leftovers))
 
@@ -412,14 +417,6 @@ class Worker:
         if env.mask_spaces and self._layout is not None and not self._layout.agents:
             _, leftovers["masks"] = self._layout.masks.write(env_id, env.masks(), "action mask")
         return leftovers
-
-    def _write_masks(self, env_id: int) -> None:
-        """Write the action masks of an environment into the block, where they have columns: before the transition."""
-        if self._layout is not None and self._layout.masks.agents:
-            env, columns = self._episodes[env_id].env, self._layout.masks
-            together = env.mask_array()
-            if together is None or not columns.write_array(env_id, env.possible_agents, together):
-                columns.write_all(env_id, env.masks())
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a reset that the simulator accepts, and the seed if the episode needs it."""
@@ -655,7 +652,7 @@ class Worker:
         if self._generators is not None and states is not None:
             self._generators.put(env_id, states)
         if not episode.awaits_reset:
-            self._write_masks(env_id)
+            _write_masks(self._mask_columns, env_id, loaded.env)
         self._output_state(env_id)
 
     def _outputs(self, _: int, outputs: Outputs) -> None:
@@ -681,6 +678,14 @@ class _Beside(NamedTuple):
     saved: Saved
     loaded: Loaded
     arrays: ConstructorArrays
+
+
+def _write_masks(mask_columns: Iterable[MaskColumns], env_id: int, env: MultiAgentEnv) -> None:
+    """Write the action masks of an environment into the block, where they have columns: before the transition."""
+    for columns in mask_columns:
+        together = env.mask_array()
+        if together is None or not columns.write_array(env_id, env.possible_agents, together):
+            columns.write_all(env_id, env.masks())
 
 
 def _received(payload: Any, arrays_fd: int, what: str, arrays: ConstructorArrays | None = None) -> Any:

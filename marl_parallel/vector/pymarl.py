@@ -249,7 +249,10 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
                 raise
         reply = replies.popleft()
         if isinstance(reply, _Failure):
-            raise reply.error
+            try:
+                raise reply.error
+            finally:
+                del reply  # else the error and this frame would refer to each other
         return reply
 
     def has_reply(self, env_id: int) -> bool:
@@ -429,7 +432,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         except (AttributeError, TypeError) as error:  # closes nothing
             if not _CALLS[name]:
                 raise
-            return dict.fromkeys(env_ids, _Failure(error))
+            return dict.fromkeys(env_ids, _Failure(error.with_traceback(None)))  # which would refer to this object
         except ParallelEnvError as error:
             failed = [env_id for env_id in env_ids if env_id in error.env_ids]
             if self._runner.source.closed or name == "get_env_info" or not failed:

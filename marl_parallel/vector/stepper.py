@@ -76,7 +76,7 @@ class ArrayStepper(OfParallelEnv):
         runner: Its `BatchRunner`, with `schema`, and by environment `transitions.acting`, `.alive` and `.over`.
         view: Its `ArrayView`: `agents` are the columns, `groups` the agents with equal observation spaces.
         mode: The auto-reset mode.
-        latest: The arrays of the latest reset or step; None before the first reset.
+        latest: The arrays of the latest reset or step; None before the first reset, and after `close`.
         in_flight: Whether a step or reset is in flight, from `send` until `receive`, or `send_reset` until
             `receive_reset`.
 
@@ -392,6 +392,7 @@ class ArrayStepper(OfParallelEnv):
     def close(self, **keywords: Any) -> None:
         """Close the environment, with the keywords of `ParallelEnv.close`."""
         self.in_flight = False
+        self.latest = None  # observations of a rollout are in memory that workers shared
         self.runner.release()
         self.env.close(**keywords)
 

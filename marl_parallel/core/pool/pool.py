@@ -80,6 +80,7 @@ class Pool(Source):
         self._closing = False  # whether a thread is closing everything now
         self.freed = False  # whether everything has been freed
         self._final_stats: Stats | None = None  # once everything has been freed
+        self._memory_dropped = False
         self._set_extensions([])
         self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
@@ -162,7 +163,7 @@ class Pool(Source):
         results: dict[int, Any]
         results, errors = self.alone(what, self._execute, requests, owner)
         if errors:
-            raise errors[0]  # its environments have been rebuilt
+            raise errors.pop(0)  # its environments have been rebuilt; no variable holds it, as `fault` says
         return results
 
     def execute_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> dict[int, Any]:
@@ -181,9 +182,10 @@ class Pool(Source):
             raise NotReadyInTime(
                 f"the calls did not finish within {timeout:g} s. Nothing is lost: call call_wait() again"
             )
-        if results[1]:
-            raise results[1][0]
-        return cast("dict[int, Any]", results[0])
+        by_env, errors = results
+        if errors:
+            raise errors.pop(0)  # as in `execute`
+        return cast("dict[int, Any]", by_env)
 
     def execute_in_each_worker(self, message: Message, payload: Any = None) -> dict[int, Any]:
         """`execute` one request in one environment of each worker."""
@@ -694,8 +696,8 @@ class Pool(Source):
             return self._final_stats
         if not self.closed:
             self.backend.look()
-        with self._counting:
-            return Stats.of(map(self._stats_of, range(len(self.shares))))
+        with self._counting:  # another thread may have closed everything meanwhile
+            return self._final_stats or Stats.of(map(self._stats_of, range(len(self.shares))))
 
     def _stats_of(self, position: int) -> WorkerStats:
         workers = [worker for worker, queue in [*self.queues.items()] if queue.position == position]
@@ -771,6 +773,16 @@ class Pool(Source):
         if hasattr(self.backend, "statuses"):  # else the backend did not start
             self._final_stats = self.stats()
         self._set_extensions([])  # extensions refer to this object
+
+    def drop_memory(self) -> None:
+        if self._final_stats is None:  # in a forked child process
+            self._final_stats = self.stats()
+        self.latest.clear()
+        self.replaced.clear()
+        with self._counting:
+            if not self._memory_dropped:
+                self._memory_dropped = True
+                self.backend.drop_memory()
 
     def _close_environments(self, deadline: float, workers: Collection[int]) -> EnvError | None:
         for before_close in self._hooks.of(Extension.before_close):

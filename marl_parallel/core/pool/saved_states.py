@@ -197,8 +197,8 @@ class SavedStates:
             env_id, refusal = next(iter(refused.items()))
             kind = TypeError if refusal.kind is ModuleNotFoundError else refusal.kind
             raise kind(f"environment {env_id} (worker {pool.slots[env_id].worker}): {refusal.text}")
-        results, fault = pool.alone("", self._put_in_place, states)
-        return results, fault
+        placed: tuple[dict[int, Snapshot], ParallelEnvError | None] = pool.alone("", self._put_in_place, states)
+        return placed
 
     def _put_in_place(self, states: Mapping[int, EnvState]) -> tuple[dict[int, Snapshot], ParallelEnvError | None]:
         """The last part of `load`; if it is interrupted, everything is closed."""
@@ -212,7 +212,10 @@ class SavedStates:
         placed = {env_id: state for env_id, state in states.items() if self.rebuilds.count(env_id) == before[env_id]}
         for env_id, state in placed.items():
             self._take_over(self._pool.slots[env_id], state)
-        return {env_id: state.result for env_id, state in placed.items()}, fault
+        try:
+            return {env_id: state.result for env_id, state in placed.items()}, fault
+        finally:
+            del fault  # as `Pool.fault` says
 
     def note_outdated(self, env_ids: Sequence[int]) -> None:
         """Let environments that will replace others be constructed anew."""
