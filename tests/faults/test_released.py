@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -96,17 +97,25 @@ def check(make: Callable[[], Any], use: Callable[[Any], object], collected: Call
         env = make()
         use(env)
         env.close()
-        closed = Held.now()
+        closed = now_or_soon(Held.now, held)
         del env
-        left = instances() - objects
+        left = now_or_soon(lambda objects=objects: instances() - objects, Counter())
     assert closed == held
     assert left == Counter()
     env = make()
     use(env)
     del env
     collected()
-    assert Held.now() == held
-    assert instances() - objects == Counter()
+    assert now_or_soon(Held.now, held) == held
+    assert now_or_soon(lambda: instances() - objects, Counter()) == Counter()
+
+
+def now_or_soon(look: Callable[[], Any], expected: Any) -> Any:
+    """What is seen once it is as expected, or after a second: a thread that has been joined may still end."""
+    until = time.monotonic() + 1.0
+    while (seen := look()) != expected and time.monotonic() < until:
+        time.sleep(0.01)
+    return seen
 
 
 def opened(make: Any, backend: str, **more: Any) -> ParallelEnv:
