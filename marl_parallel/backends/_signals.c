@@ -5,14 +5,15 @@
    that another process has sent, and passes on all others to what was installed before.
 
    The handlers only use async-signal-safe functions. Python does not notice them: `signal.getsignal` returns what was
-   installed before, and `signal.signal` replaces them. Programs that a simulator executes start with the default
-   handlers, as the kernel has it; forked children get what was installed before at their first signal.
+   installed before, and `signal.signal` replaces them. The kernel resets handlers when a simulator executes a program. A
+   forked child restores the earlier handler when its first signal comes.
 
    Built for the limited API of Python 3.10: one file for all later releases. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <errno.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -38,9 +39,11 @@ static void
 on_signal(int number, siginfo_t *info, void *context)
 {
     const struct sigaction *old = &before[number];
+    int error = errno;
     if (getpid() != owner) { /* a forked child of a simulator: as if this handler had never been there */
         sigaction(number, old, NULL);
         raise(number); /* delivered when this handler returns */
+        errno = error;
         return;
     }
     if (is_from_another_process(number, info)) {
@@ -56,6 +59,7 @@ on_signal(int number, siginfo_t *info, void *context)
     else if (old->sa_handler != SIG_IGN) {
         old->sa_handler(number);
     }
+    errno = error;
 }
 
 static PyObject *

@@ -117,7 +117,12 @@ class Launcher:
     def _launch(self, setting: Setting, outputs: tuple[int | None, int | None], fds: Sequence[int]) -> WorkerProcess:
         """Start a worker; `_LaunchLost` if the server or the keeper has died meanwhile."""
         self.collect()
-        server = self._server = self._server or self._new_server()
+        server = self._server or self._new_server()
+        if self._closed:  # meanwhile, as by a handler of logs
+            server.close(lambda *_: None)
+            raise RuntimeError(_CLOSED)
+        self._server = server
+        to_tracker = tracker.descriptor()
         self._requests += 1
         request = self._requests
         worker = self._workers[request] = WorkerProcess(CrashFile())
@@ -125,7 +130,7 @@ class Launcher:
         deadline = self._looked + _ANSWERS_WITHIN_S
         try:
             try:
-                server.request(request, setting, worker.crash_file, outputs, fds)
+                server.request(request, setting, worker.crash_file, to_tracker, outputs, fds)
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EBADF):
                     raise
@@ -357,6 +362,7 @@ class _Server:
         number: int,
         setting: Setting,
         crash_file: CrashFile,
+        to_tracker: int,
         outputs: tuple[int | None, int | None],
         fds: Sequence[int],
     ) -> None:
@@ -364,13 +370,13 @@ class _Server:
         with open(anonymous_file("marl_parallel-setting"), "w+b") as file:
             pickle.dump(setting, file)
             file.seek(0)  # which flushes
-            reports = crash_file.fd, crash_file.theirs.fileno(), tracker.descriptor()
+            own = crash_file.fd, crash_file.theirs.fileno(), to_tracker
             with open(os.devnull, "wb") as null:
                 out, err = outputs
                 out = interpreter.output(sys.stdout, 1, null.fileno()) if out is None else out
                 err = interpreter.output(sys.stderr, 2, null.fileno()) if err is None else err
                 message = REQUEST.pack(number, setting.worker)
-                socket.send_fds(self._socket, [message], [file.fileno(), *reports, out, err, *fds])
+                socket.send_fds(self._socket, [message], [file.fileno(), *own, out, err, *fds])
 
     def reply(self, timeout: float) -> tuple[Reply, int, int] | None:
         """The next reply, if any; `EOFError` if server and keepers have gone, or another thread has closed this."""

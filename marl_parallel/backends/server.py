@@ -81,7 +81,7 @@ class Server:
     """The fork server; `guard` is the read end of a pipe of the parent, and `entry` is loaded before workers start."""
 
     def __init__(self, connection: int, guard: int, wake: int, parent: int, entry: str) -> None:
-        # The parent decides what to do at a signal to all processes of a job. It may have had SIGCHLD blocked.
+        # The parent decides what to do at a signal to all processes of a job. The parent may have blocked SIGCHLD.
         signal.pthread_sigmask(signal.SIG_SETMASK, signals.JOB_SIGNALS)
         interpreter.show_name("marl_parallel fork server", "marl forkserver")
         gc.disable()
@@ -250,8 +250,9 @@ def become_worker(
         os.setsid()
         # All signals were blocked until this process can handle them.
         signal.set_wakeup_fd(-1)  # undoes what the server has installed
-        signals.take_signals(report_to(crash_file[0]), parent)
+        stack_signal = report_to(crash_file[0])
         answer_requests(Connection(crash_file[1]))
+        signals.take_signals(stack_signal, parent)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         with open(file, "rb") as setting_file:

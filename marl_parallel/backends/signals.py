@@ -3,7 +3,8 @@
 Batch systems, and users, send SIGTERM, SIGUSR1, SIGHUP, SIGXCPU and others to every process of a job. The main program
 decides what to do: its handler may save environments first, and if it has none and dies, its workers end with it. So
 workers ignore these signals if another process sends them. A simulator's own alarm, its limit of CPU time, what it
-sends to itself and its own handlers have their usual effect, and so have signals to processes that it starts.
+sends to itself (except SIGTERM) and its own handlers have their usual effect, and so have signals to processes that it
+starts.
 
 Workers have handlers for this, and do not ignore signals by SIG_IGN, which programs that a simulator executes would
 inherit. Compiled handlers (`_signals.c`) see who sent a signal. Without them (`MARL_PARALLEL_PURE=1`), Python's are in
@@ -52,8 +53,9 @@ def blocked() -> Iterator[None]:
     if sys.platform == "win32":
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
-    try:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:  # a handler may raise once signals are blocked
+        signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -64,13 +66,14 @@ def take_signals(stack_signal: int | None, parent: int) -> None:
 
     The program that started the parent may have had signals blocked; a simulator and its children must not. A signal
     that was ignored stays so, as in other children, but for SIGINT, which shells ignore in background jobs.
-    `stack_signal`, which has a handler already, still works if the process `parent` sends it.
+    `stack_signal`, which has a handler already, still works if the process `parent` sends it. Call this after other
+    hooks of forks are registered.
     """
     if sys.platform == "win32":
         return
     global _stack_signal
     _stack_signal = stack_signal
-    signal.signal(signal.SIGINT, signal.default_int_handler if KNOWS_SENDERS else _on_sigint)
+    signal.signal(signal.SIGINT, _on_sigint)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, _on_signal)
     for number in JOB_SIGNALS - {signal.SIGTERM}:
@@ -109,6 +112,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _on_sigint(number: int, frame: FrameType | None) -> None:
+    # Not Python's own handler, which `asyncio.run` replaces, and then installs again without the compiled one.
     if _status is not None and _status.running is not None:
         signal.default_int_handler(number, frame)
 
@@ -127,11 +131,12 @@ _fork = _Fork()
 
 
 def _before_fork() -> None:
-    # Block them until the child has the default handlers: otherwise it could lose a signal that comes at once.
+    # Until the child has the default handlers, it could lose a signal that comes at once. And what a handler of the
+    # simulator raises in the hooks of a fork is lost.
     if sys.platform != "win32":
         _fork.handled = [number for number in JOB_SIGNALS if signal.getsignal(number) is _on_signal]
-        stack_signal = [] if _stack_signal is None else [_stack_signal]
-        _fork.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [*_fork.handled, *stack_signal])
+        _fork.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 def _unblock_after_fork() -> None:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -35,7 +36,7 @@ from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.backends.relay import Relay
 from marl_parallel.backends.stacks import CrashFile, answer_requests, report_to
 from marl_parallel.core import reports
-from marl_parallel.core.advice import naming_limits
+from marl_parallel.core.advice import name_limit, naming_limits
 from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import Lost, Message, Reply, Request
@@ -304,6 +305,8 @@ class _WorkerProcess:
             self._connection, theirs = multiprocessing.Pipe()
             in_any_case.callback(theirs.close)
             on_error.callback(self._connection.close)
+            self._socket = _socket_of(self._connection)
+            on_error.callback(self._close_socket)
             handle, files = theirs.fileno(), [*fds, self._crash_file.fd]
             asks = self._crash_file.theirs.fileno()
             to_tracker = [] if sys.platform == "win32" else [tracker.descriptor()]
@@ -351,7 +354,8 @@ class _WorkerProcess:
                     continue
                 self._connection.send(len(message.fds))
                 for fd in message.fds:
-                    _send_descriptor(self._connection, fd)
+                    assert self._socket is not None  # on Windows there are no descriptors
+                    socket.send_fds(self._socket, [b"\0"], [fd])
                 self._connection.send_bytes(message.pickled)
 
     def _receive(self) -> None:
@@ -463,19 +467,24 @@ class _WorkerProcess:
         self._requests.put(None)
         if sys.platform == "win32":
             self._connection.close()
-        elif not self._connection.closed:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)
+        elif self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(_KILLED_WITHIN_S)
 
     def free(self) -> None:
         """Close connection and file; a forked child does nothing else."""
         self._connection.close()
+        self._close_socket()
         self._close_lent()
         self._crash_file.close()
         if self._process.returncode is None:
             self._process.returncode = 0  # in a forked child: else `Popen.__del__` would wait for it
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
 
 class _WithDescriptors(NamedTuple):
@@ -485,17 +494,19 @@ class _WithDescriptors(NamedTuple):
     fds: list[int]
 
 
-def _send_descriptor(connection: Connection, fd: int) -> None:
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        socket.send_fds(end, [b"\0"], [fd])
+def _socket_of(connection: Connection) -> socket.socket | None:
+    """A socket for the descriptors that a connection sends, made before threads use it; None on Windows."""
+    if sys.platform == "win32":
+        return None
+    end = socket.socket(fileno=os.dup(connection.fileno()))
+    end.setblocking(True)  # for both, since they share it: `socket.setdefaulttimeout` may say otherwise
+    return end
 
 
-def _receive_descriptor(connection: Connection) -> int:
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        _, fds, *_ = socket.recv_fds(end, 1, 1)
+def _receive_descriptor(end: socket.socket) -> int:
+    _, fds, *_ = socket.recv_fds(end, 1, 1)
     if not fds:
-        text = "a descriptor was lost, since this process has too many files open; raise `ulimit -n`"
-        raise OSError(errno.EMFILE, text)
+        raise name_limit(OSError(errno.EMFILE, "a descriptor was lost"))
     os.set_inheritable(fds[0], False)
     return fds[0]
 
@@ -545,18 +556,25 @@ def serve(
     for fd in fds:
         os.set_inheritable(fd, False)
     status_fd, records_fd, arrays_fd, crash_fd = fds
-    signals.take_signals(report_to(crash_fd), identity.parent_pid)
+    stack_signal = report_to(crash_fd)
     answer_requests(type(link)(asks))
+    signals.take_signals(stack_signal, identity.parent_pid)
     requests: SimpleQueue[Request] = SimpleQueue()
+    end = _socket_of(link)
 
     def receive() -> None:
         """Receive requests as they come, so that the parent's thread does not wait, and end when the parent is gone."""
         try:
             while True:
                 if type(request := link.recv()) is int:
-                    fds = [_receive_descriptor(link) for _ in range(request)]
+                    assert end is not None
+                    fds = [_receive_descriptor(end) for _ in range(request)]
                     request = loads_request(link.recv_bytes(), fds)
                 requests.put(request)
+        except (ConnectionError, EOFError):
+            return  # the parent is gone
+        except BaseException:
+            traceback.print_exc()  # the death of this worker says nothing about it
         finally:
             if sys.platform != "win32":
                 os.killpg(0, signal.SIGKILL)

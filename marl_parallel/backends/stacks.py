@@ -131,14 +131,15 @@ class _AnsweringThread:
             return
         if self._connection.closed or not self._ended.acquire(blocking=False):
             return  # in a forked child, or another thread has forked and started it
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        is_started, before = False, signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
-            start_new_thread(self._run, ())
-        except (
-            RuntimeError
-        ):  # the limit of threads is reached; without this one, long calls are reported without stacks
-            self._ended.release()
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            with contextlib.suppress(RuntimeError):  # at the limit of threads, long calls are reported without stacks
+                start_new_thread(self._run, ())
+                is_started = True
         finally:
+            if not is_started:
+                self._ended.release()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _stop(self) -> None:
@@ -153,6 +154,9 @@ class _AnsweringThread:
             time.sleep(0)
 
     def _forget(self) -> None:
+        self._ended = threading.Lock()  # another thread may have held it at the fork
+        if self._connection.closed:
+            return  # in a child of a forked child, which inherits the hooks
         self._connection.close()
         os.close(self._stop_fd)
         os.close(self._stop_end)
@@ -196,7 +200,7 @@ def _stacks_of_others() -> str:
 
 
 def _for_readers(text: str) -> str:
-    """Without what says nothing about the simulator."""
+    """The text without lists of extension modules and without this package's own thread."""
     return _EXTENSION_MODULES.sub("\n", _ANSWERING_THREAD.sub("", text))
 
 
@@ -230,8 +234,8 @@ class CrashFile:
         deadline = time.monotonic() + timeout
         while (start := self._size()) == 0 and state_of(pid) and time.monotonic() < deadline:
             time.sleep(0.001)  # it has just been started
-        if start == 0 or not (number := ord(self._read(0)[0])):
-            return ""
+        if sys.platform == "win32" or not (number := ord(self._read(0)[:1] or "\0")):
+            return ""  # it has ended, or this object is closed; Windows has no such signals
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
             if state_of(pid) == "T":
@@ -260,7 +264,7 @@ class CrashFile:
             return ""
         if state_of(pid) in ("T", "t"):
             return f"The process {pid} is stopped (SIGSTOP).\n"
-        reason = "native code holds Python's interpreter lock (GIL)"
+        reason = "native code probably holds Python's interpreter lock (GIL)"
         return f"The process {pid} did not answer within {timeout:g} s: {reason}.\n"
 
     def close(self) -> None:

@@ -35,20 +35,20 @@ def share(fd: int) -> None:
     """
     tracker: Any = resource_tracker._resource_tracker
     send = tracker._send
-    poll = select.poll()
-    poll.register(fd, 0)  # errors alone, which the death of the tracker is
 
     def send_if_alive(command: str, name: str, kind: str) -> None:
+        poll = select.poll()  # not one for all threads, of which only one may use it at a time
+        poll.register(fd, 0)  # errors alone, which the death of the tracker is
         if not poll.poll(0):
             send(command, name, kind)
 
     tracker._fd, tracker._pid = fd, None
     tracker._send = send_if_alive
-    tracker.ensure_running = resource_tracker.ensure_running = _is_running
+    tracker.ensure_running = resource_tracker.ensure_running = tracker._launch = _start_none
 
 
-def _is_running() -> None:
-    """In place of `ResourceTracker.ensure_running`, which starts a tracker."""
+def _start_none() -> None:
+    """In place of the methods of `ResourceTracker` that start a tracker."""
 
 
 def is_tracker(pid: int) -> bool:

@@ -39,12 +39,12 @@ def advice(error: BaseException, *, own_process: bool) -> str:
         own_process: Whether this thread is the main thread of a worker process.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    for one in _chain(error):
+    for one, is_shown in _chain(error):
         if own_process and _needs_terminal(one):
             return NO_TERMINAL
         if not in_main_thread and _needs_main_thread(one):
             return OTHER_THREAD
-        if _is_of_a_limit(one):
+        if is_shown and _is_of_a_limit(one):
             return limit_advice(one)
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
         return f"let {error.method} return a space as soon as the simulator is constructed"
@@ -59,13 +59,18 @@ OF_KINDS: dict[type[BaseException], str] = {
 """By class, a derived one first."""
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, then its cause or the exception that was being handled, and so on."""
+def _chain(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
+    """An exception, then its cause or the exception that was being handled, and so on; and whether it is shown.
+
+    `raise ... from None` hides the exception that was being handled.
+    """
+    is_shown = True
     seen: list[BaseException] = []
     one: BaseException | None = error
     while one is not None and all(one is not other for other in seen):
         seen.append(one)
-        yield one
+        yield one, is_shown
+        is_shown = is_shown and (one.__cause__ is not None or not one.__suppress_context__)
         one = one.__cause__ or one.__context__
 
 
@@ -76,7 +81,7 @@ _DEBUGGERS = {"bdb", "pdb"}
 # Other debuggers raise errors of their own, as Ray's does. Reading /dev/null returns an empty text, which raises later:
 # int(sys.stdin.readline()).
 _USES_TERMINAL = re.compile(
-    r"\bbreakpoint\(|\bset_trace\(|sys\.stdin\.(?:read|buffer)|\(sys\.stdin\)|get_terminal_size\("
+    r"(?<![.\w])(?:breakpoint|set_trace)\(|db\.set_trace\(|sys\.stdin\.(?:read|buffer)|\(sys\.stdin\)|get_terminal_size\("
 )
 
 

@@ -176,14 +176,14 @@ def open_log(path: Path) -> int:
             file or a second name of a file.
         OSError: It cannot be opened.
     """
-    target, flags = followed(path), os.O_RDWR | os.O_APPEND | _NONBLOCK | _FLAGS
+    target, flags = followed(path), os.O_RDWR | os.O_APPEND | _FLAGS
     try:
-        fd = os.open(target, flags)
+        fd = os.open(target, flags | _NONBLOCK)
     except FileNotFoundError:
         try:
             return os.open(target, flags | _NEW, 0o666)
         except FileExistsError:  # another program has just created it
-            fd = os.open(target, flags)
+            fd = os.open(target, flags | _NONBLOCK)
     try:
         _check_log(target, os.fstat(fd))
         if _NONBLOCK:

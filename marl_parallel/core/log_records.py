@@ -160,9 +160,7 @@ class RecordRings:
         for record in pickled:
             try:
                 self._records.append(_unpickled(record))
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # unpickling may raise anything, also SystemExit
+            except Exception as error:  # unpickling may raise anything
                 self._unreadable += 1
                 own_logger.debug("a log record of worker %d cannot be read: %s", worker, type(error).__name__)
 
@@ -227,9 +225,9 @@ class _Taken(NamedTuple):
 
 
 def _unpickled(data: bytes) -> _Taken:
-    attributes, values, is_printed = pickle.loads(data)
+    attributes, values, is_printed = loads(data)
     for name, value in values.items():
-        with contextlib.suppress(Exception, SystemExit):  # if only the worker has its class, it stays text
+        with contextlib.suppress(Exception):  # if only the worker has its class, it stays text
             if name == _MESSAGE:
                 attributes["msg"], attributes["args"] = loads(value)
             else:

@@ -577,8 +577,7 @@ class Worker:
             self._check_not_forked(error)
             if self._in_line and isinstance(error, KeyboardInterrupt):
                 raise
-            text = f"{type(error).__name__}: {error}"
-            raise Refusal(TypeError, f"its state cannot be loaded: {text}.{_AS_SAVED}") from None
+            raise Refusal(TypeError, f"its state cannot be loaded: {summary(error)}.{_AS_SAVED}") from None
         finally:
             if before is not None:
                 restore_states(before)

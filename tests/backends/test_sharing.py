@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +109,27 @@ def test_killed_workers(backend, build, shelf):
     env.call("put", env_ids=[0, 1])
     assert env.stats().faults == 4  # of both environments of that worker
     assert numbers_in(shared, 10) == {name: [0, 0, 1, 1, 2, 2, 2, 3, 3, 3] for name in names}
+
+
+@pytest.mark.parametrize("backend", PROCESSES)
+def test_default_timeout_of_sockets(backend, build, shelf):
+    """A program may set one, and so may a simulator; connections to workers have none."""
+    shared = shelf.all(["spawn Queue"])
+
+    def set_timeout(_: Any) -> None:
+        socket.setdefaulttimeout(0.05)
+
+    socket.setdefaulttimeout(0.05)
+    try:
+        env = build(sharing(shared), setup_of(backend), on_error="restart")
+        env.call(set_timeout)
+        env.reset()
+        time.sleep(0.1)
+        env.restart([0])
+        env.reset()
+        assert env.stats().faults == 0
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 @pytest.mark.parametrize("backend", PROCESSES)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from multiprocessing import resource_tracker
 from multiprocessing.managers import SharedMemoryManager
+from multiprocessing.pool import ThreadPool
 from multiprocessing.shared_memory import ShareableList, SharedMemory
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,21 @@ def test_what_the_program_made_stays(start_method: str, end: str) -> None:
             for one in (own, shared.shm):
                 one.close()
                 one.unlink()
+
+
+def test_memory_made_in_several_threads(start_method: str) -> None:
+    def make_many(_: Counting) -> int:
+        def make(number: int) -> str:
+            memory = SharedMemory(create=True, size=10)
+            memory.close()
+            memory.unlink()
+            return memory.name
+
+        with ThreadPool(4) as pool:
+            return len({*pool.map(make, range(400))})
+
+    with ParallelEnv([Counting], num_workers=1, **arguments(start_method)) as env:
+        assert env.call(make_many) == (400,)
 
 
 def test_a_tracker_that_was_killed(start_method: str) -> None:

@@ -143,12 +143,39 @@ def fill_the_disk() -> None:
     raise OSError(errno.ENOSPC, "No space left on device", "/data/log")
 
 
+class Tracer:
+    """Methods with names of debuggers' functions."""
+
+    def breakpoint(self) -> None:
+        raise ValueError("no such line")
+
+    def set_trace(self, on: bool) -> None:
+        raise ValueError(f"cannot set it to {on}")
+
+
+def call_a_method_named_breakpoint() -> None:
+    sim = Tracer()
+    sim.breakpoint()
+
+
+def call_a_method_named_set_trace() -> None:
+    tracer = Tracer()
+    tracer.set_trace(True)
+
+
+def hide_a_limit() -> None:
+    try:
+        raise OSError(errno.EMFILE, "too many open files")
+    except OSError:
+        raise ValueError("unknown level 7") from None
+
+
 NEED_NEITHER: dict[str, Call] = {
     call.__name__: call
     for call in (
         read_a_truncated_file, receive_from_nobody, read_a_bad_number, call_a_missing_device, control_a_device,
         start_a_missing_program, raise_a_strange_error, receive_too_early,
-        fill_the_disk,
+        fill_the_disk, call_a_method_named_breakpoint, call_a_method_named_set_trace, hide_a_limit,
     )
 }  # fmt: skip
 """Their errors resemble those of the others."""
