@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from mpe2 import simple_spread_v3
@@ -27,7 +28,9 @@ args = parser.parse_args()
 # The package logs to "marl_parallel". Here all logs go to stdout, like the output of this script.
 logging.basicConfig(stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
 
-# All processes started from here inherit this variable. So the script can look for remaining processes at the end.
+# All processes started from here inherit this variable. So the script can look for remaining processes at the end. It
+# starts one before, which stays until the script ends: the resource tracker of `multiprocessing`.
+resource_tracker.ensure_running()
 os.environ["STARTED_BY"] = f"crashing_simulator-{os.getpid()}"
 
 

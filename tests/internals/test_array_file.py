@@ -258,7 +258,7 @@ def test_a_file_that_cannot_be_written(tmp_path):
     path.touch()
     fd = os.open(path, os.O_RDONLY)
     try:
-        with pytest.raises(array_file.ArrayFileError, match=r"more than 0 MB, .*: Bad file descriptor\. Free"):
+        with pytest.raises(array_file.ArrayFileError, match=r"more than 0 MB, .*: Bad file descriptor\. Load"):
             ArrayWriter(fd).dumps(numbers(200_000))
     finally:
         os.close(fd)

@@ -106,8 +106,8 @@ def test_status_of_another_machine():
     theirs.begin_request()
     theirs.enter(3, Activity.STEP)
     ours.discard()
-    ours.copy_from(bytes(theirs._view), 100.0)
-    assert ours.running == theirs.running._replace(since=theirs.running.since + 100.0)
+    ours.copy_from(bytes(theirs._view), -100.0)
+    assert ours.running == theirs.running._replace(since=theirs.running.since - 100.0)
     assert ours.discarded
     assert not theirs.discarded
     early = theirs.copy()
