@@ -147,6 +147,8 @@ def _unblock_after_fork() -> None:
 def _reset_in_forked_child() -> None:
     for number in _fork.handled:
         signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is _on_sigint:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if _stack_signal is not None and sys.platform != "win32":
         faulthandler.unregister(_stack_signal)
     _unblock_after_fork()

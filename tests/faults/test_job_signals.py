@@ -301,6 +301,21 @@ def test_processes_of_simulators(start_method: str) -> None:
         assert in_worker == subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def test_sigint_to_a_forked_process(start_method: str) -> None:
+    """It is interrupted as usual, also while its worker is idle."""
+
+    def start(env: Any) -> int | None:
+        env.child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+        env.child.start()
+        return env.child.pid
+
+    with ParallelEnv([Counting], num_workers=1, **arguments(start_method)) as env:
+        (pid,) = env.call(start)
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGINT)
+        assert env.call(lambda env: (env.child.join(30), env.child.exitcode)[1]) == (1,)
+
+
 # -- reports of stacks -------------------------------------------------------------------------------------------------
 
 
