@@ -101,6 +101,7 @@ class _DefaultSeed(int):
 
 
 _DEFAULT_SEED = _DefaultSeed(42)
+_IN_PLACE_OF_CALL = {"reset": "reset(env_ids=[...])", "step": "step(actions, env_ids=[...])", "close": "close()"}
 
 
 def _abandon_all() -> None:
@@ -816,6 +817,7 @@ class ParallelEnv:
 
         Raises:
             AttributeError: An environment has no such attribute.
+            ValueError: `name` is "reset", "step" or "close".
             TypeError: The arguments or the result cannot be pickled or unpickled.
             ModuleNotFoundError: The arguments need a module that cannot be imported in the worker.
             EnvError: The method raised. Only this error closes everything, or rebuilds the environment (`"restart"`).
@@ -869,6 +871,11 @@ class ParallelEnv:
     ) -> Callable[[], bytes]:
         if not isinstance(name, str) and not callable(name):
             raise TypeError(f"name must be the name of a method or attribute, or a function; got {name!r}")
+        if isinstance(name, str) and (instead := _IN_PLACE_OF_CALL.get(name)) is not None:
+            raise ValueError(
+                f"call({name!r}) would change environments without this ParallelEnv, whose next results would be "
+                f"wrong: use env.{instead}"
+            )
         modules = self.runner.local_modules
         return lambda: dumps_for_workers((name, args, kwargs), f"the arguments of {name!r}", modules)
 

@@ -146,3 +146,23 @@ def test_render_before_reset(backend_setup, build):
         env.render()
     env.reset()
     assert [frame.ndim for frame in env.render()] == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["reset", "step", "close"])
+def test_methods_that_would_change_episodes(name, backend_setup, build):
+    """As in Gymnasium, an error names the method to use; nothing is called, and the batch goes on."""
+    env = build([Hunt] * 2, backend_setup)
+    plain = build([Hunt] * 2, backend_setup)
+    for one in (env, plain):
+        one.reset(seed=4)
+    refused: list[Callable[[], Any]] = [
+        lambda: env.call(name),
+        lambda: env.call(name, env_ids=[1]),
+        lambda: env.call_async(name),
+        lambda: env.get_attr(name),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match=rf"call\('{name}'\) would change .*: use env\.{name}\("):
+            call()
+    actions = env.sample_actions()
+    assert_same(env.step(actions), plain.step(actions))
