@@ -73,7 +73,7 @@ def take_signals(stack_signal: int | None, parent: int) -> None:
         return
     global _stack_signal
     _stack_signal = stack_signal
-    signal.signal(signal.SIGINT, _on_sigint)
+    signal.signal(signal.SIGINT, signal.default_int_handler if KNOWS_SENDERS else _on_sigint)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, _on_signal)
     for number in JOB_SIGNALS - {signal.SIGTERM}:
@@ -112,7 +112,6 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _on_sigint(number: int, frame: FrameType | None) -> None:
-    # Not Python's own handler, which `asyncio.run` replaces, and then installs again without the compiled one.
     if _status is not None and _status.running is not None:
         signal.default_int_handler(number, frame)
 
