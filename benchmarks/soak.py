@@ -35,6 +35,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -413,6 +414,8 @@ def main(
         print(table(json.loads((folder / "soak.json").read_text())).markdown())
         return
     logging.getLogger("marl_parallel").setLevel(logging.ERROR)  # no report for each restart
+    resource_tracker.ensure_running()  # the first worker starts it, and it stays until this program ends
+    before = len(psutil.Process().children(recursive=True))
     soak, faultless = Run(True, memory_mb), Run(False, memory_mb)
     memory: list[tuple[float, float]] = []
     began = time.perf_counter()
@@ -442,7 +445,7 @@ def main(
         elapsed = time.perf_counter() - began
         stopped.set()
         sampler.join()
-    leaked = len(psutil.Process().children(recursive=True))
+    leaked = len(psutil.Process().children(recursive=True)) - before
     for state in ("steps", "hangs"):
         for number in (signal.SIGINT, signal.SIGKILL):
             leaked += sum(processes_left_by(state, number) for _ in range(programs))
