@@ -117,11 +117,9 @@ class Launcher:
     def _launch(self, setting: Setting, outputs: tuple[int | None, int | None], fds: Sequence[int]) -> WorkerProcess:
         """Start a worker; `_LaunchLost` if the server or the keeper has died meanwhile."""
         self.collect()
-        server = self._server or self._new_server()
         if self._closed:  # meanwhile, as by a handler of logs
-            server.close(lambda *_: None)
             raise RuntimeError(_CLOSED)
-        self._server = server
+        server = self._server or self._started_server()
         to_tracker = tracker.descriptor()
         self._requests += 1
         request = self._requests
@@ -161,6 +159,14 @@ class Launcher:
                 worker.crash_file.close()
             raise
         return worker
+
+    def _started_server(self) -> _Server:
+        server: _Server = self._new_server()
+        if self._closed:
+            server.close(lambda *_: None)
+            raise RuntimeError(_CLOSED)
+        self._server = server
+        return server
 
     def collect(self, timeout: float = 0.0) -> bool:
         """Update all `WorkerProcess`; returns whether any reply came within `timeout` seconds."""

@@ -33,7 +33,7 @@ if os.environ.get("MARL_PARALLEL_PURE") != "1":
         _survive = _signals.survive
 
 KNOWS_SENDERS = _survive is not None
-"""Whether workers know who has sent a signal. If not, SIGINT interrupts a simulator, whoever sends it."""
+"""Whether workers know who has sent a signal. If not, a SIGINT from any process interrupts a simulator."""
 
 _STAYS = (
     "SIGKILL SIGSTOP "  # cannot be handled

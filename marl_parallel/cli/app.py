@@ -341,7 +341,7 @@ def replay(
 
     If the failure was the death of a worker process, a child process replays it, and its death is reported.
 
-    FILE runs code of whoever wrote it: open only files of people you trust. If another user owns FILE, the command asks
+    FILE runs code of its author: open only files of people you trust. If another user owns FILE, the command asks
     before it runs anything, or needs --yes without a terminal. The exit code is 0 if it failed again at
     the same step; 1 if at another step or not at all; 2 if FILE cannot be used here; 3 if FILE lacks the first steps
     or if call() failed.

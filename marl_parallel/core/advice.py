@@ -1,4 +1,4 @@
-"""The advice in errors: what to do about known exceptions and limits of the system. All of it is in this file.
+"""The advice in errors about known exceptions and limits of the system; `reports.py` has it for dead workers.
 
 `advice` is for what a simulator raises in a worker. `name_limit` and `naming_limits` are for what this package opens,
 forks or allocates, in any process.

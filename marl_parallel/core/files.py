@@ -2,9 +2,9 @@
 
 In a folder such as /tmp, another user can put a link, a pipe or a file where this program will write or read. So:
 
-- A new file has a random name and nobody else's link is in its way (`O_EXCL`); it takes its place when it is complete.
+- A new file is created under a random name (`O_EXCL`), and renamed when it is complete.
 - Links of this user and root are followed, and those of others are errors.
-- `foreign_owner` says whose a file is, before something in it is trusted.
+- `foreign_owner` returns the owner of a file, before something in it is trusted.
 
 This user is the effective one. Windows has no such owners: there, each file counts as this user's.
 """

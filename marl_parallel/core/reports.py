@@ -256,7 +256,10 @@ def end_of_server(server: LostServer) -> tuple[str, str]:
     if server.exitcode is None:
         return f"{ended}, cause unknown", "find out what ended that process, and see the stderr of this program"
     if server.exitcode >= 0:
-        return f"{ended}: exit code {server.exitcode}", "its stderr says why"
+        return (
+            f"{ended}: exit code {server.exitcode}",
+            "read the stderr of this program, where the fork server writes too",
+        )
     manner = _signal(-server.exitcode)
     if -server.exitcode == getattr(signal, "SIGKILL", None):
         return f"{ended}: {manner}", SIGKILL_ADVICE

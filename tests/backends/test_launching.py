@@ -233,7 +233,7 @@ def test_server_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     block = Block()
     block.allocate(4096)
     launcher = Launcher(entry="no_such_module", wake=block, threads=1)
-    with pytest.raises(RuntimeError, match=r"(?s)5 attempts.* exit code 1\n.*stderr says why"):
+    with pytest.raises(RuntimeError, match=r"(?s)5 attempts.* exit code 1\n.*read the stderr of this program"):
         launcher.launch(0, [])
     launcher.close()
     assert capfd.readouterr().err.count("No module named 'no_such_module'") == 5

@@ -258,7 +258,7 @@ def test_a_simulator_that_interrupts_itself(interrupt: Callable[[], object], sta
 
 
 def test_handlers_of_simulators(start_method: str, tmp_path: Path) -> None:
-    """They count, whoever sends the signal; and `signal.getsignal` knows of no others."""
+    """They count for signals of any process; and `signal.getsignal` knows of no others."""
 
     def handle() -> None:
         assert signal.getsignal(signal.SIGUSR2) != signal.SIG_IGN
