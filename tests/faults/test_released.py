@@ -41,10 +41,13 @@ BACKENDS = ["serial", "process", rest("thread"), rest("hybrid"), rest("portable"
 
 
 def on_backends(cases: Iterable[str], in_processes: Collection[str]) -> list[Any]:
-    """Pairs of a backend and a case: those that a run with `--setups=one` has, and the rest."""
+    """Pairs of a backend and a case. A run with `--setups=one` has some; each case has one more backend in turn."""
     some = {("serial", case) for case in cases} | {("process", case) for case in in_processes}
-    names = ["serial", "process", "thread", "hybrid", "portable"]
-    return [pair if pair in some else rest(*pair) for pair in itertools.product(names, cases)]
+    pairs = [
+        *itertools.product(["serial", "process"], cases),
+        *zip(itertools.cycle(["portable", "hybrid", "thread"]), cases),
+    ]
+    return [pair if pair in some else rest(*pair) for pair in pairs]
 
 
 OURS = ("marl_parallel.", "simulators.")
