@@ -208,8 +208,8 @@ class Launcher:
         stacks = worker.crash_file
         return stacks.ask(worker.pid, timeout) if harmless else stacks.stack(worker.pid, timeout)
 
-    def kill(self, worker: WorkerProcess, number: int = signal.SIGKILL) -> None:
-        """Send a signal to a worker and its process group; nothing happens if it has died.
+    def kill(self, worker: WorkerProcess, number: int | None = None) -> None:
+        """Send a signal to a worker and its process group, SIGKILL by default; nothing happens if it has died.
 
         SIGKILL goes to the worker alone: its keeper kills the group then, except for resource trackers.
         """
@@ -217,9 +217,9 @@ class Launcher:
         self.collect()
         if worker not in self._workers.values():
             return
-        if number == signal.SIGKILL:
+        if number is None or number == signal.SIGKILL:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, number)
+                os.kill(worker.pid, signal.SIGKILL)
         else:
             descendants.send(worker.pid, number)
 
@@ -306,7 +306,8 @@ def _close_in_forked_child() -> None:
         launcher.close(forked=True)
 
 
-os.register_at_fork(after_in_child=_close_in_forked_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_forked_child)
 
 
 class _Server:

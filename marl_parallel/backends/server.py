@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import fcntl
 import gc
 import importlib
 import os
@@ -304,6 +303,8 @@ def _arm(guard: int) -> int:
     A thread that watches would not run while the GIL is held or the process is stopped.
     """
     # Owner and signal belong to the open file, which all workers share. Opening it anew gives this worker its own.
+    import fcntl  # which Windows lacks, where this module can be imported all the same
+
     reopened = os.open(f"/proc/self/fd/{guard}", os.O_RDONLY | os.O_NONBLOCK)
     os.close(guard)
     fcntl.fcntl(reopened, fcntl.F_SETOWN, -os.getpid())

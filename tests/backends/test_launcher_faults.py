@@ -20,6 +20,7 @@ from helpers.launching import (
 )
 from helpers.leaks import open_descriptors
 from helpers.processes import alive, all_gone, wait_for
+from helpers.signals import number_of
 
 from marl_parallel.backends import launching
 from marl_parallel.backends.descendants import state_of
@@ -91,7 +92,7 @@ def test_servers_that_die_again(fault: str, harness: LauncherHarness, monkeypatc
     assert alive(fresh)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS], ids=str)
+@pytest.mark.parametrize("number", [*map(number_of, ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS"])], ids=str)
 @pytest.mark.parametrize("keepers", ["run", pytest.param("are stopped", marks=starts_anew)])
 def test_lost_server(keepers: str, number: int, harness: LauncherHarness) -> None:
     """Its workers are reported with it, each once, however early keepers report deaths; other deaths are not."""

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from helpers.launching import LauncherHarness, linux_only, opened_by_libffi, server_of
 from helpers.processes import alive, all_gone
+from helpers.signals import SIGKILL
 
 from marl_parallel.backends import descendants, launching
 from marl_parallel.backends.interpreter import thread_variables
@@ -148,7 +149,7 @@ def test_death_reported_with_the_launch(harness: LauncherHarness, monkeypatch: p
     assert harness.death() == (pid, 7)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+@pytest.mark.parametrize("number", [SIGKILL, signal.SIGABRT])
 def test_signal(harness: LauncherHarness, number: int) -> None:
     pid = harness.launch("waits")
     harness.receive()

@@ -28,6 +28,7 @@ from helpers.ray_clusters import CPUS_EACH, NODES, RayClusters
 from helpers.reference import Reference
 from helpers.restart_comparison import actions_for, many_fates, play
 from helpers.setups import Setup
+from helpers.signals import SIGKILL
 from mpe2 import simple_tag_v3
 from simulators.crashing import Children, crashing
 from simulators.deterministic import Hunt, Skirmish
@@ -543,7 +544,7 @@ def test_lost_actor(end, num_cpus, three_nodes):
 
 @pytest.mark.parametrize(
     ("fault", "word"),
-    [(hard_exit, "exit code 7"), (killed_by(signal.SIGKILL), "SIGKILL"), (killed_by(signal.SIGSEGV), "SIGSEGV")],
+    [(hard_exit, "exit code 7"), (killed_by(SIGKILL), "SIGKILL"), (killed_by(signal.SIGSEGV), "SIGSEGV")],
     ids=["exit", "SIGKILL", "SIGSEGV"],
 )
 def test_error_names_the_running_environment(fault, word, single_node, tmp_path):

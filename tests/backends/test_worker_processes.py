@@ -28,6 +28,7 @@ from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
 from helpers.processes import gone, workers
 from helpers.scenarios import record, scenario
+from helpers.signals import SIGKILL
 from helpers.start_methods import arguments
 from simulators.failing import Fragile, SimulatorError, hang, hard_exit, killed_by, raising
 
@@ -143,7 +144,7 @@ def test_exit(place, build, tmp_path):
     assert gone(workers(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("number", [SIGKILL, signal.SIGSEGV])
 def test_signal(number, build, tmp_path):
     env = build(four_envs(tmp_path, step=killed_by(number)))
     env.reset()

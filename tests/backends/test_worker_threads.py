@@ -15,7 +15,7 @@ from marl_parallel.backends.interpreter import thread_variables
 
 pytestmark = pytest.mark.release_independent
 
-CPUS = len(os.sched_getaffinity(0))
+CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 GETTERS = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads")
 
 

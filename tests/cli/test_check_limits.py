@@ -12,6 +12,7 @@ import time
 import pytest
 from helpers import SIMULATORS
 from helpers.processes import gone
+from helpers.signals import number_of
 
 from marl_parallel.cli.check import Job, Question, examine, run_probes
 
@@ -41,7 +42,7 @@ def default_signals():
 
 
 @pytest.mark.usefixtures("default_signals")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [*map(number_of, ["SIGTERM", "SIGHUP", "SIGKILL"])])
 def test_nothing_outlives_the_command(number, tmp_path):
     pid_file = tmp_path / "child"
     arguments = ["--env-kwargs", json.dumps({"file": str(pid_file)}), "--seconds", "60", "--steps", "100000"]

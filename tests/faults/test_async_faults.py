@@ -18,6 +18,7 @@ import pytest
 from gymnasium.error import ClosedEnvironmentError
 from helpers.processes import gone, wait_for, workers
 from helpers.setups import Setup
+from helpers.signals import SIGKILL
 from helpers.start_methods import arguments
 from simulators.failing import Fragile, SimulatorError, dozing, hard_exit, killed_by, raising, system_exit
 from simulators.paced import AT_MOST_S, Paced, acts, fleet, hold, release, seen
@@ -76,7 +77,7 @@ def test_exception_in_flight(fault, method, backend_setup, build, tmp_path):
 
 
 @STEP_OR_RESET
-@pytest.mark.parametrize("fault", [hard_exit, killed_by(signal.SIGKILL)], ids=["exit", "SIGKILL"])
+@pytest.mark.parametrize("fault", [hard_exit, killed_by(SIGKILL)], ids=["exit", "SIGKILL"])
 def test_worker_dies_in_flight(fault, method, start_method, tmp_path):
     env = ParallelEnv(fragile_envs(tmp_path, **{method: fault}), num_workers=2, **arguments(start_method))
     env.reset()

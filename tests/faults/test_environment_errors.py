@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from gymnasium.error import ClosedEnvironmentError
 from helpers.processes import gone, workers
+from helpers.signals import SIGKILL
 from simulators.failing import (
     Fragile,
     LockedError,
@@ -237,7 +238,7 @@ def test_unpicklable_observations(killable_setup, build, tmp_path):
 
 DEATHS = [
     (hard_exit, 7, "7"),
-    (killed_by(signal.SIGKILL), -signal.SIGKILL, "SIGKILL"),
+    (killed_by(SIGKILL), -SIGKILL, "SIGKILL"),
     (killed_by(signal.SIGSEGV), -signal.SIGSEGV, "SIGSEGV"),
     (killed_by(signal.SIGABRT), -signal.SIGABRT, "SIGABRT"),
 ]

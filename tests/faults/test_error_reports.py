@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.signals import SIGKILL
 
 import marl_parallel
 from marl_parallel.core import reports
@@ -76,7 +77,7 @@ def test_message_of_an_exception():
     ("exitcode", "manner", "to_do"),
     [
         (7, "exit code 7", "os._exit"),
-        (-signal.SIGKILL, "SIGKILL (signal 9)", "out-of-memory kill"),
+        (-SIGKILL, "SIGKILL (signal 9)", "out-of-memory kill"),
         (-signal.SIGSEGV, "SIGSEGV (signal 11)", "native code"),
         (-signal.SIGTERM, "SIGTERM (signal 15)", "which simulator calls signal.signal"),
         (None, "cause unknown", "alone"),

@@ -11,7 +11,6 @@ import functools
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ import psutil
 import pytest
 from helpers import ROOT, TESTS
 from helpers.processes import gone, wait_for
+from helpers.signals import number_of
 from helpers.start_methods import arguments
 from simulators.counting import ACTIONS, Counting
 
@@ -39,7 +39,9 @@ pytestmark = [
 ]
 
 NAMES = ["SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGALRM", "SIGPROF", "SIGVTALRM", "SIGQUIT", "SIGINT"]
-SIGNALS = [getattr(signal, name) for name in NAMES] + [signal.SIGRTMIN + 3, signal.SIGRTMAX - 2, signal.SIGRTMAX]
+SIGNALS = [number_of(name) for name in NAMES]
+if hasattr(signal, "SIGRTMIN"):
+    SIGNALS += [signal.SIGRTMIN + 3, signal.SIGRTMAX - 2, signal.SIGRTMAX]
 IN_CALLS = [number for number in SIGNALS if KNOWS_SENDERS or number != signal.SIGINT]
 
 
@@ -204,6 +206,8 @@ def timer_of_cpu_time() -> None:
 
 
 def limit_of_cpu_time() -> None:
+    import resource
+
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     resource.setrlimit(resource.RLIMIT_CPU, (int(used) + 1, int(used) + 20))
     while True:
@@ -224,11 +228,11 @@ def kill_its_thread() -> None:
 @pytest.mark.parametrize(
     ("function", "number"),
     [
-        (alarm, signal.SIGALRM),
-        (timer_of_cpu_time, signal.SIGPROF),
-        (limit_of_cpu_time, signal.SIGXCPU),
-        (kill_itself, signal.SIGUSR1),
-        (kill_its_thread, signal.SIGUSR2),
+        (alarm, number_of("SIGALRM")),
+        (timer_of_cpu_time, number_of("SIGPROF")),
+        (limit_of_cpu_time, number_of("SIGXCPU")),
+        (kill_itself, number_of("SIGUSR1")),
+        (kill_its_thread, number_of("SIGUSR2")),
     ],
 )
 def test_signals_of_the_kernel_and_of_itself(function: Callable[[], object], number: int, start_method: str) -> None:

@@ -21,6 +21,7 @@ from helpers.launching import SERVER_DEATHS, children_of, inject, linux_only, se
 from helpers.leaks import open_descriptors
 from helpers.processes import gone, wait_for
 from helpers.setups import KILLABLE_SETUPS, Setup, rest
+from helpers.signals import number_of
 from simulators.counting import ACTIONS, Counting, seen
 from simulators.crashing import seed_of
 
@@ -169,7 +170,7 @@ def test_worker_killed_right_after_its_launch(build, monkeypatch):
 # A server that dies at another time
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS], ids=str)
+@pytest.mark.parametrize("number", [*map(number_of, ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS"])], ids=str)
 @pytest.mark.parametrize("setup", KILLABLE, ids=str)
 def test_report_of_a_lost_server(setup, number, build):
     env = build([Counting] * 2, setup)

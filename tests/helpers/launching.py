@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from helpers.processes import wait_for
+from helpers.signals import SIGKILL
 from marl_parallel.backends import launching
 from marl_parallel.backends.descendants import state_of
 from marl_parallel.backends.launching import Launcher, WorkerProcess
@@ -75,7 +76,7 @@ class LauncherHarness:
         processes = [self.process(pid) for pid in pids]
         return {process.pid for process in self.launcher.wait_gone(processes, timeout)}
 
-    def kill(self, pid: int, number: int = signal.SIGKILL) -> None:
+    def kill(self, pid: int, number: int = SIGKILL) -> None:
         self.launcher.kill(self.process(pid), number)
 
     def stack(self, pid: int, timeout: float = 1.0) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 from helpers.reference import keywords_of
+from helpers.signals import SIGKILL, number_of
 
 from simulators.failing import Fault, SimulatorError, hard_exit, killed_by, raising, system_exit
 
@@ -45,9 +46,9 @@ FAULT_KINDS = {
     "raise": FaultKind(raising(SimulatorError, "bad terrain"), "env", "bad terrain"),
     "sys.exit": FaultKind(system_exit, "env", "SystemExit"),
     "os._exit": FaultKind(hard_exit, "worker", "exit code 7"),
-    "SIGKILL": FaultKind(killed_by(signal.SIGKILL), "worker", "SIGKILL"),
+    "SIGKILL": FaultKind(killed_by(SIGKILL), "worker", "SIGKILL"),
     "SIGSEGV": FaultKind(killed_by(signal.SIGSEGV), "worker", "SIGSEGV"),
-    "SIGSTOP": FaultKind(killed_by(signal.SIGSTOP), "time", "has not finished"),
+    "SIGSTOP": FaultKind(killed_by(number_of("SIGSTOP")), "time", "has not finished"),
     "loop": FaultKind(forever, "time", "has not finished"),
 }
 RAISED = [name for name, kind in FAULT_KINDS.items() if kind.ends == "env"]
