@@ -19,6 +19,7 @@ from marl_parallel.adapters.attributes import AgentID, declared, length_of, numb
 from marl_parallel.adapters.protocol import (
     ALL,
     COMMON,
+    JOINT,
     REWARD_TYPES,
     Adapter,
     Dicts,
@@ -81,8 +82,12 @@ class MAPPOEnv(Adapter):
     def __init__(self, source: Any, *, actions: Literal["one-hot", "column", "index"] | None = None) -> None:
         if actions not in (None, *_FORMS):
             raise ValueError(f"actions must be None or one of {', '.join(map(repr, _FORMS))}; got {actions!r}")
-        if actions is None and declared(source, "discrete_action_input") is False:
-            actions = "one-hot"  # as in OpenAI's particle environments, and those derived from them
+        self.joint_actions = "" if actions else "mappo"
+        # As in OpenAI's particle environments, and those derived from them.
+        takes_indices = declared(source, "discrete_action_input")
+        self._takes_indices = takes_indices is True
+        if actions is None and takes_indices is False:
+            actions = "one-hot"
         self._actions = actions
         super().__init__(source)
         share = self._listed("share_observation_space")
@@ -157,7 +162,7 @@ class MAPPOEnv(Adapter):
         if self._over is not None:  # steps do nothing until the caller resets
             terminated, truncated = self._over
             return {}, {}, {ALL: terminated}, {ALL: truncated}, {}
-        joint = self._joint(actions)
+        joint = self._as_sent(actions[JOINT]) if JOINT in actions else self._joint(actions)
         try:
             result = self.source.step(joint)
         except TypeError as error:
@@ -262,6 +267,18 @@ class MAPPOEnv(Adapter):
         ]
         first = rows[0].shape
         return np.array(rows) if all(row.shape == first for row in rows) else rows
+
+    def _as_sent(self, joint: Any) -> Any:
+        """The actions that a runner has sent; one-hot rows as indices for a simulator that says it takes indices."""
+        if not self._takes_indices or not isinstance(joint, np.ndarray) or joint.ndim != 2:
+            return joint
+        sizes = choices_of(self.action_spaces[self.possible_agents[0]]) or []
+        are_equal = all(choices_of(space) == sizes for space in self.action_spaces.values())
+        if not are_equal or len(sizes) in (0, joint.shape[1]) or joint.shape[1] != sum(sizes):
+            return joint
+        parts = np.split(joint, np.cumsum(sizes)[:-1], axis=1)
+        indices = np.stack([part.argmax(axis=1) for part in parts], axis=1)
+        return indices[:, 0] if self._choices else indices
 
     def _idle(self, agent: AgentID) -> Any:
         """The action of an agent for which none was passed: the first one allowed, else 0 or the value nearest to 0."""

@@ -27,6 +27,9 @@ Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[An
 
 ALL, COMMON = "__all__", "__common__"
 
+JOINT = "__joint__"
+"""The key of actions whose value is what the simulator's own `step` receives for all agents; see `joint_actions`."""
+
 REWARD_TYPES = {float, int, np.float64, np.float32}
 """The most frequent types of rewards."""
 
@@ -105,6 +108,8 @@ class MultiAgentEnv(ABC):
         options_last: Whether options of `reset` hold for all later episodes, also after a restart.
         needs_all_actions: Whether every acting agent needs an action under dict rules too.
         all_may_act: Whether facades that get an action for each agent also pass on actions of agents that have ended.
+        joint_actions: The projects, "mappo" or "pymarl", whose own vector environments send the simulator one value for
+            all agents: their facades pass it on unchanged, under the key `JOINT`. "" for other simulators.
         source: The simulator as its constructor returned it. Attributes and methods are looked up there. By default the
             `MultiAgentEnv` itself.
         possible_agents: All agents that may appear, in the simulator's own order; empty if agents are open-ended.
@@ -126,6 +131,7 @@ class MultiAgentEnv(ABC):
     options_last: ClassVar[bool] = False
     needs_all_actions: ClassVar[bool] = False
     all_may_act: ClassVar[bool] = False
+    joint_actions: str = ""
     source: Any
     possible_agents: list[AgentID]
     observation_spaces: Mapping[AgentID, Space[Any]]
@@ -230,6 +236,7 @@ class Schema:
     mask_spaces: Mapping[AgentID, Space[Any]] = field(default_factory=dict)
     state_per_agent: bool = False
     all_may_act: bool = False
+    joint_actions: str = ""
 
     @classmethod
     def of(cls, env: MultiAgentEnv) -> Schema:

@@ -18,6 +18,7 @@ from marl_parallel.adapters.attributes import AgentID, declared, number_of_agent
 from marl_parallel.adapters.protocol import (
     ALL,
     COMMON,
+    JOINT,
     REWARD_TYPES,
     Adapter,
     Dicts,
@@ -74,6 +75,7 @@ class PyMARLEnv(Adapter):
     rules: ClassVar[Rules] = Rules.DICT
     kind: ClassVar[str] = "A PyMARL environment"
     names: ClassVar[frozenset[str]] = frozenset({"pymarl"})
+    joint_actions: str = "pymarl"
     methods: ClassVar[tuple[str, ...]] = METHODS
 
     def __init__(self, source: Any) -> None:
@@ -124,8 +126,11 @@ class PyMARLEnv(Adapter):
             terminated, truncated = self._over
             return {}, {}, {ALL: terminated}, {ALL: truncated}, {}
         agents = self.possible_agents
-        in_order = [*actions.values()] if [*actions] == agents else self._completed(actions)
-        joint = np.array(in_order).reshape(-1)  # PyMARL's runners pass an array, too
+        if JOINT in actions:
+            joint = actions[JOINT]
+        else:
+            in_order = [*actions.values()] if [*actions] == agents else self._completed(actions)
+            joint = np.array(in_order).reshape(-1)  # PyMARL's runners pass an array, too
         try:
             result = self.source.step(joint)
         except TypeError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -76,10 +76,25 @@ class Stacked(NamedTuple):
     values: Any
 
 
-Actions: TypeAlias = Mapping[Any, Any] | list[Stacked]
+class Joint(NamedTuple):
+    """What the simulators' own `step` receives for all agents, if `Schema.joint_actions` says that it does.
+
+    Attributes:
+        values: An array, or a sequence, with a value for each environment that is stepped.
+        by_agent: Returns the same actions in the form of the agents' spaces for `check_actions`; may raise `ValueError`.
+        lists: Whether each simulator gets a list of the rows of its array.
+    """
+
+    values: Any
+    by_agent: Callable[[], list[Stacked]]
+    lists: bool = False
+
+
+Actions: TypeAlias = Mapping[Any, Any] | list[Stacked] | Joint
 """Actions by agent, stacked in the form of the agent's space: arrays `(num_envs, ...)`, dicts and tuples of arrays, or
 one value for each environment; or `Stacked` actions of several agents. Simulators get them in the dtypes of their
-spaces, as from Gymnasium's vector environments: numbers of a `Discrete` space or a `Box` of shape `()` are scalars."""
+spaces, as from Gymnasium's vector environments: numbers of a `Discrete` space or a `Box` of shape `()` are scalars.
+`Joint` actions they get unchanged."""
 
 
 def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[AgentID, Any]:
@@ -163,6 +178,7 @@ class ArrayView(ABC):
 
     def _checked(self, actions: Actions, transitions: Transitions, env_ids: Sequence[int]) -> Mapping[AgentID, Any]:
         """Actions by agent; `ValueError` if an agent is unknown, or an agent that acts has no action."""
+        assert not isinstance(actions, Joint)
         if isinstance(actions, list):
             actions = {a: stacking.column(stack.values, row) for stack in actions for row, a in enumerate(stack.agents)}
         if actions.keys() != self._column.keys():

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import binary_rows, choices_of, flat_mask
 from marl_parallel.adapters import AgentID
-from marl_parallel.adapters.protocol import Schema
+from marl_parallel.adapters.protocol import JOINT, Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, ArrayView
+from marl_parallel.core.array_view import Actions, Arrays, ArrayView, Joint
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.codec import LargeArrays
 from marl_parallel.core.info_columns import InfoArrays, InfoColumns
@@ -135,6 +135,10 @@ class BlockArrays(ArrayView):
         if transitions.around is not None and (context := transitions.around("write actions")):
             with context:
                 return self.write(actions, env_ids)
+        if type(actions) is Joint:
+            return self._write_joint(actions, self._env_ids if env_ids is None else env_ids)
+        if transitions.has_joint:
+            transitions.clear_joint(self._env_ids if env_ids is None else env_ids)
         acting = None if self._codec is None else self._codec.acting(self._span.start, self._span.stop)
         if transitions.standings:
             acting = self.acting()
@@ -166,6 +170,21 @@ class BlockArrays(ArrayView):
             return transitions.write_actions(ids, self._by_env(by_agent, ids), stacked=True)
         except Mismatch as error:
             raise ValueError(str(error)) from None
+
+    def _write_joint(self, actions: Joint, ids: Sequence[int]) -> dict[int, bytes]:
+        transitions, (values, by_agent, lists) = self._transitions, actions
+        if transitions.checks:
+            try:
+                by_env = self._by_env(self._checked(by_agent(), transitions, ids), ids)
+            except Mismatch as error:
+                raise ValueError(str(error)) from None
+            for env_id, of_env in zip(ids, by_env):
+                transitions.check_contained(env_id, of_env)
+        rows = slice(None) if len(ids) == self._num_envs else [env_id - self._first for env_id in ids]
+        if self._action_records.write_joint(rows, values, lists=lists):
+            transitions.has_joint = True
+            return {}
+        return transitions.write_actions(ids, [{JOINT: [*value] if lists else value} for value in values])
 
     def _by_env(self, actions: Mapping[AgentID, Any], ids: Sequence[int]) -> list[dict[AgentID, Any]]:
         """For each environment, the actions of the agents that act."""

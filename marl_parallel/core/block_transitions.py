@@ -63,6 +63,7 @@ class BlockTransitions(Transitions):
     Attributes:
         codec: Compiled code for the block; None if it is missing.
         standings: The states of environments that compiled code does not know.
+        has_joint: Whether records may have `JOINT` actions.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class BlockTransitions(Transitions):
         self._local_modules = local_modules
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
         self.standings: dict[int, Standing] = {}
+        self.has_joint = False
         self._masks: dict[int, dict[AgentID, Any]] = {}  # masks outside the records; None for a mask in a record
         self._unrecorded_states: dict[int, States] = {}  # global states outside the records
         self._last_masks: list[dict[AgentID, Any]] | None = None  # of each environment, once the block is dropped
@@ -122,6 +124,8 @@ class BlockTransitions(Transitions):
         if self.around is not None and (context := self.around("write actions")):
             with context:
                 return self.write_actions(env_ids, actions, stacked=stacked)
+        if self.has_joint:
+            self.clear_joint(env_ids)
         pickled: dict[int, bytes] = {}
         codec, place = None if self.checks else self.codec, 0
         while place < len(env_ids):
@@ -134,7 +138,7 @@ class BlockTransitions(Transitions):
             if over or type(of_env) is not dict or (self._needs_all and [*of_env] != acting):
                 of_env = self._actions_that_count(env_id, of_env, acting, over)
             if self.checks:
-                self._check_contained(env_id, of_env)
+                self.check_contained(env_id, of_env)
             try:
                 leftovers = self.action_records.write(env_id, of_env)
             except Mismatch as error:
@@ -155,7 +159,12 @@ class BlockTransitions(Transitions):
             of_those = of_acting(env_id, actions, acting)  # raises if one is missing
         return of_those if self._pettingzoo else dict(actions)
 
-    def _check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:
+    def clear_joint(self, env_ids: Sequence[int]) -> None:
+        """Note that the actions of these environments, which are about to be written, are no `JOINT` actions."""
+        self.action_records.clear_joint([*env_ids])
+
+    def check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:
+        """Raise `ValueError` for an action outside its space."""
         for agent, action in actions.items():
             space = self.layout.schema.action_spaces.get(agent)
             try:

@@ -421,6 +421,81 @@ class MaskColumns(AgentColumns):
         return found
 
 
+_JOINT_DTYPES = tuple(
+    np.dtype(code) for code in ("f4", "f8", "i8", "i4", "i2", "i1", "u1", "u2", "u4", "u8", "?", "f2")
+)
+_JOINT_CODES = {dtype: code for code, dtype in enumerate(_JOINT_DTYPES, 1)}
+_JOINT_AXES, _JOINT_NBYTES = 4, 1 << 16
+
+
+class JointColumn:
+    """One array for all agents, which the simulator's own `step` receives: of any dtype and shape that has room.
+
+    A header of integers says which: a code of the dtype, 0 for no array, negative for a list of the array's rows; the
+    number of axes; and the shape.
+
+    Args:
+        action_spaces: The spaces of all agents. There is room for indices and one-hot vectors of 64 bits.
+        place: As of `column_of`.
+    """
+
+    def __init__(self, action_spaces: Iterable[Space[Any]], place: Place) -> None:
+        widths = [spaces.flatdim(space) if space.is_np_flattenable else 0 for space in action_spaces]
+        self._nbytes = min(8 * len(widths) * max([1, *widths]), _JOINT_NBYTES)
+        self._header, self._offset = place(8 * (2 + _JOINT_AXES)), place(self._nbytes)
+
+    def bind(self, buffer: Any, starts: Sequence[int]) -> None:
+        self._buffer, self._starts = buffer, starts
+        self._headers = over_records(buffer, starts, self._header, np.int64, (2 + _JOINT_AXES,))
+        self._views: dict[tuple[int, ...], NDArray[Any]] = {}  # by header
+
+    def _view(self, header: tuple[int, ...]) -> NDArray[Any]:
+        """The arrays of all records, `(records, *shape)`; `KeyError` for a header that no writer writes."""
+        view = self._views.get(header)
+        if view is None:
+            code, axes, *shape = header
+            if not (0 < code <= len(_JOINT_DTYPES) and 0 <= axes <= _JOINT_AXES and min(shape) >= 0):
+                raise KeyError(header)
+            dtype = _JOINT_DTYPES[code - 1]
+            if dtype.itemsize * math.prod(shape[:axes]) > self._nbytes:
+                raise KeyError(header)
+            view = over_records(self._buffer, self._starts, self._offset, dtype, tuple(shape[:axes]))
+            self._views[header] = view
+        return view
+
+    def write(self, records: slice | list[int], values: NDArray[Any], *, lists: bool) -> bool:
+        """Write an array for each of some records; returns False, and writes nothing, if there is no room.
+
+        With `lists`, `read` returns a list of the rows of each array.
+        """
+        shape, code = values.shape[1:], _JOINT_CODES.get(values.dtype)
+        if code is None or len(shape) > _JOINT_AXES:
+            return False
+        header = (code, len(shape), *shape, *[0] * (_JOINT_AXES - len(shape)))
+        try:
+            view = self._view(header)
+        except KeyError:
+            return False
+        view[records] = values
+        self._headers[records] = (-code, *header[1:]) if lists else header
+        return True
+
+    def clear(self, records: list[int]) -> None:
+        """Note that there is no array in some records."""
+        self._headers[records] = 0
+
+    def read(self, record: int) -> NDArray[Any] | list[Any] | None:
+        """A copy of the array in a record, or a list of its rows; None if there is none."""
+        code, *form = self._headers[record].tolist()
+        if not code:
+            return None
+        try:
+            array: NDArray[Any] = self._view((abs(code), *form))[record].copy()
+            return array if code > 0 else [*array]
+        except KeyError:
+            raise damaged(record) from None
+
+
 class RolloutBuffer:
     """The observations of all environments at several time steps, in shared memory behind the records.
 
@@ -497,6 +572,7 @@ class Layout:
         step_end: Offset in a record after the parts that every step writes; infos, final observations and state follow.
         infos, infos_nbytes: Offset and size of the area for infos of simple values, which compiled code writes.
         rewards: Columns of the agents whose rewards are vectors; rewards that are numbers lie in the header.
+        joint: The column of `JOINT` actions; None if simulators take none, or they travel pickled.
         masks: Columns of the action masks that `MultiAgentEnv.masks` returns.
         state, final_state: The global state, and the last state of an episode whose environment has been reset
             since; None without a state, or if it travels pickled.
@@ -509,6 +585,9 @@ class Layout:
         place, n = self._place, len(self.agents)
         self.action_header = place(1 + n)
         self.actions = AgentColumns(schema.action_spaces, self.agents, place, strict=True)
+        self.joint: JointColumn | None = None
+        if schema.joint_actions and n:
+            self.joint = JointColumn([schema.action_spaces[agent] for agent in self.agents], place)
         self.transition_header = place(8 + 12 * n + 2)
         self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
@@ -543,6 +622,6 @@ class Layout:
         """Build all views into a block of `nbytes` zeroed bytes."""
         for columns in (self.actions, self.rewards, self.observations, self.masks, self.final_observations):
             columns.bind(buffer, self.starts)
-        for column in (self.state, self.final_state):
+        for column in (self.joint, self.state, self.final_state):
             if column is not None:
                 column.bind(buffer, self.starts)

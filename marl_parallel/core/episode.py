@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.adapters.protocol import AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
+from marl_parallel.adapters.protocol import JOINT, AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
 from marl_parallel.core.generators import States, current_states, restore_states, seed_generators
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.spaces import zeros
@@ -74,7 +74,8 @@ class Episode:
         options: The pickled options of every reset that passes none, so that each reset gets its own copy; None for no
             options.
 
-    `after_step` is called after each step that compiled code carries out, before the transition is written.
+    `after_step` is called after each step that compiled code carries out, before the transition is written. `joint`
+    returns the `JOINT` actions for such a step, or None.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Episode:
         *,
         seeds_generators: bool = False,
         after_step: Callable[[], None] | None = None,
+        joint: Callable[[], Any] | None = None,
     ) -> None:
         self.env, self.env_id, self.seeding, self.seeds_generators = env, env_id, seeding, seeds_generators
         self._mode, self._status = mode, status
@@ -98,7 +100,9 @@ class Episode:
         methods = [getattr(method, "__func__", None) for method in (env.turn, env.alive)]
         self._asked = methods != [MultiAgentEnv.turn, MultiAgentEnv.alive]
         self.fast: tuple[Callable[..., Any], Callable[[], Any] | None, bool, tuple[Any, bytes] | None] | None = None
-        self._fast_step = env.step if after_step is None else followed_by(env.step, after_step)
+        self._fast_step: Callable[..., Any] = env.step if joint is None else with_joint(env.step, joint)
+        if after_step is not None:
+            self._fast_step = followed_by(self._fast_step, after_step)
         self._takes_turns = False
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
@@ -368,6 +372,16 @@ def _next_turn(env: MultiAgentEnv, were_alive: Sequence[AgentID], acting: list[A
 def derived_seed(seed: int, number: int) -> int:
     """The seed of the `number`-th episode that began without a seed since `seed` was passed."""
     return int(np.random.SeedSequence((seed, number)).generate_state(1)[0] >> 1)
+
+
+def with_joint(step: Callable[..., Any], joint: Callable[[], Any]) -> Callable[..., Any]:
+    """A simulator's step, with the `JOINT` actions that `joint` returns in place of its argument, unless it is None."""
+
+    def stepped(actions: dict[Any, Any]) -> Any:
+        value = joint()
+        return step(actions if value is None else {JOINT: value})
+
+    return stepped
 
 
 def followed_by(step: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ The parent writes actions and reads transitions, the worker reads actions and wr
 
 Columns are described in `columns.py`. The headers, in bytes, for the n agents that have a place there::
 
-    of actions:        form 1 | present n
+    of actions:        form 1 | present n, and the header of a `JointColumn` if there is one
     of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
 
 The form tells whether every agent has an action; if not, `present` tells which agents have one. Actions from arrays
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from marl_parallel.adapters.protocol import AgentID
+from marl_parallel.adapters.protocol import JOINT, AgentID
 from marl_parallel.core.columns import AgentColumns, Layout, damaged, over_records, span_of
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import Leftovers, in_order
@@ -51,6 +51,7 @@ class ActionRecords:
 
     def __init__(self, layout: Layout, buffer: Any) -> None:
         self._columns, self._possible_agents = layout.actions, layout.schema.possible_agents
+        self._joint = layout.joint
         self._agents = self._columns.agents
         self._forms = over_records(buffer, layout.starts, layout.action_header, np.uint8, ())
         self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(self._agents),))
@@ -74,6 +75,23 @@ class ActionRecords:
             self._present[...] = present
         self._forms[...] = STACKED | (ALL_IN_ORDER if present is None else SOME)
 
+    def write_joint(self, records: slice | list[int], values: Any, *, lists: bool) -> bool:
+        """Write the `JOINT` actions of some records; returns False, and writes nothing, if there is no room for them.
+
+        Compiled code reads the actions of agents, too, whatever they are.
+        """
+        if self._joint is None or not isinstance(values, np.ndarray):
+            return False
+        if not self._joint.write(records, values, lists=lists):
+            return False
+        self._forms[records] = STACKED | ALL_IN_ORDER
+        return True
+
+    def clear_joint(self, records: list[int]) -> None:
+        """Note that these records have no `JOINT` actions."""
+        if self._joint is not None:
+            self._joint.clear(records)
+
     def mark_stacked(self, records: Sequence[int]) -> None:
         """Mark that the actions in these records come from arrays over environments."""
         if self._with_scalars:
@@ -81,6 +99,8 @@ class ActionRecords:
 
     def read(self, record: int, leftovers: Leftovers | None) -> dict[Any, Any]:
         """The actions of one record, with copies of arrays; `leftovers` is the result of `write`."""
+        if self._joint is not None and (joint := self._joint.read(record)) is not None:
+            return {JOINT: joint}
         agents, form = self._agents, int(self._forms[record])
         if form & ~(ALL_IN_ORDER | STACKED):
             raise damaged(record)

@@ -123,3 +123,12 @@ def flat(stacked: NDArray[Any]) -> NDArray[Any]:
     """The first two axes as one; a view if possible."""
     rows, several, *shape = stacked.shape
     return stacked[:, 0] if several == 1 else stacked.reshape(rows * several, *shape)
+
+
+def are_equal_arrays(values: Sequence[Any]) -> bool:
+    """Whether all values are arrays of one shape and dtype, which `np.stack` keeps."""
+    first = values[0]
+    if type(first) is not np.ndarray or first.dtype.hasobject or not first.dtype.isnative:
+        return False
+    dtype, shape = first.dtype, first.shape
+    return all(type(one) is np.ndarray and one.dtype == dtype and one.shape == shape for one in values)

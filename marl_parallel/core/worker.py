@@ -44,7 +44,7 @@ from marl_parallel.core.advice import advice, summary
 from marl_parallel.core.array_file import ConstructorArrays
 from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.codec import open_codec
-from marl_parallel.core.columns import Layout, MaskColumns, RolloutBuffer
+from marl_parallel.core.columns import JointColumn, Layout, MaskColumns, RolloutBuffer
 from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.episode import Episode
 from marl_parallel.core.forks import end_forked_copy
@@ -148,6 +148,7 @@ class Worker:
         self.settings = WorkerSettings()  # the caller's settings, in a process of its own
         self._rollout: RolloutBuffer | None = None
         self._mask_columns: list[MaskColumns] = []  # of the block, if masks have a place in it
+        self._joint_columns: list[JointColumn] = []  # of the block, if `JOINT` actions have a place in it
         self._send: Callable[[Reply], None]
         self._codec: Any = None
         self._actions: ActionRecords
@@ -269,6 +270,7 @@ class Worker:
             seeds_generators=construction.isolate_rng and construction.derived_seeds,
             # Without this worker: it has the episode, and only the garbage collector would free both.
             after_step=functools.partial(_write_masks, self._mask_columns, env_id, env) if env.mask_spaces else None,
+            joint=functools.partial(_read_joint, self._joint_columns, env_id) if env.joint_actions else None,
         )  # fmt: skip
 
     def _construct(self, env_id: int, construction: Construction) -> tuple[MultiAgentEnv, Seeding, ConstructorArrays]:
@@ -342,6 +344,8 @@ class Worker:
         self._layout = layout
         if layout.masks.agents:
             self._mask_columns.append(layout.masks)
+        if layout.joint is not None:
+            self._joint_columns.append(layout.joint)
 
     def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
         construction, block, reset, pickled, outputs, options = payload[env_id]
@@ -685,6 +689,13 @@ def _write_masks(mask_columns: Iterable[MaskColumns], env_id: int, env: MultiAge
         together = env.mask_array()
         if together is None or not columns.write_array(env_id, env.possible_agents, together):
             columns.write_all(env_id, env.masks())
+
+
+def _read_joint(joint_columns: Iterable[JointColumn], env_id: int) -> Any:
+    """The `JOINT` actions in the record of an environment; None if it has none."""
+    for column in joint_columns:
+        return column.read(env_id)
+    return None
 
 
 def _received(payload: Any, arrays_fd: int, what: str, arrays: ConstructorArrays | None = None) -> Any:

@@ -6,6 +6,7 @@ carries them out when the first reply is received: one step of the `ParallelEnv`
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
@@ -17,10 +18,11 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import OfAdapter
+from marl_parallel.core import stacking
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
-from marl_parallel.vector.stepper import Arrays, ArrayStepper, OfParallelEnv, Stacked
+from marl_parallel.vector.stepper import Arrays, ArrayStepper, Joint, OfParallelEnv, Stacked
 
 _STEP, _RESET, _CLOSE = "step", "reset", "close"
 _CALLS = {"get_env_info": True, "get_stats": True, "render": False, "save_replay": False}
@@ -123,6 +125,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         self.env, self._runner, self._view = env, self._stepper.runner, self._stepper.view
         self._agents = tuple(self._view.agents)
         self._check_interface()
+        self._hands_on = self._runner.schema.joint_actions == "pymarl"
         numbers = range(env.num_envs)
         self._sent: list[deque[_Sent]] = [deque() for _ in numbers]
         self._replies: list[deque[Any]] = [deque() for _ in numbers]
@@ -280,14 +283,17 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             raise ResetNeeded(f'environment {env_id}: {why}; send ("reset", None) before the next step')
 
     def _actions(self, env_id: int, data: Any) -> NDArray[Any]:
-        """The actions of a step, in an array of its own."""
-        actions = np.array(data)
-        if actions.shape not in ((len(self._agents),), (len(self._agents), 1)) or actions.dtype.kind not in "iu":
+        """The actions of a step as they are, in an array of its own."""
+        try:
+            actions = np.array(data)
+        except ValueError:  # rows of different lengths
+            actions = np.zeros(0, object)
+        if actions.shape[:1] != (len(self._agents),) or actions.dtype.kind not in "biuf":
             raise ValueError(
-                f"environment {env_id}: a step needs one integer for each of {len(self._agents)} agents, got "
-                f"{actions.dtype} of shape {actions.shape}: {data!r}"
+                f"environment {env_id}: a step needs an action for each of {len(self._agents)} agents, an array "
+                f"({len(self._agents)}, ...) of numbers; got {actions.dtype} of shape {actions.shape}: {data!r}"
             )
-        return actions.reshape(-1)
+        return actions
 
     def close_one(self, env_id: int) -> None:
         """Close a connection, and the environments with the last one; does nothing if it is closed."""
@@ -324,12 +330,13 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
                 self._call(command, env_ids)
 
     def _step(self, actions: Mapping[int, Any]) -> None:
-        joint = np.zeros((len(self._sent), len(self._agents)), np.int64)
-        for env_id, of_env in actions.items():
-            joint[env_id] = of_env
         # Environments whose episodes are over ignore a step, and a step of all takes less time than one of some.
         all_others_over = sum(self._may_step) == len(actions)
-        arrays = self._stepper.step([Stacked(self._agents, joint)], None if all_others_over else [*actions])
+        env_ids = range(len(self._sent)) if all_others_over else [*actions]
+        any_actions = next(iter(actions.values()))
+        joint = [actions.get(env_id, any_actions) for env_id in env_ids]
+        sent = self._as_sent(env_ids, joint) if self._hands_on else self._by_agent(env_ids, joint)
+        arrays = self._stepper.step(sent, None if all_others_over else [*actions])
         infos = {env_id: arrays.infos.get(env_id, {}).get(COMMON, {}) for env_id in actions}
         interrupted = {  # by a fault in this step, or in a call since the last one
             env_id
@@ -354,6 +361,23 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
                 reply, self._latest[env_id], info = reply_of(env_id), kept, {**info}
             self._may_step[env_id] = not over[env_id]
             self._replies[env_id].append({**reply, "reward": reward, "terminated": over[env_id], "info": info})
+
+    def _as_sent(self, env_ids: Sequence[int], joint: list[NDArray[Any]]) -> Joint:
+        by_agent = functools.partial(self._by_agent, env_ids, joint)
+        return Joint(np.stack(joint) if stacking.are_equal_arrays(joint) else joint, by_agent)
+
+    def _by_agent(self, env_ids: Sequence[int], joint: list[NDArray[Any]]) -> list[Stacked]:
+        """Integers `(k,)` or `(k, 1)` as actions of the agents' spaces."""
+        whole = np.zeros((len(self._sent), len(self._agents)), np.int64)
+        for env_id, of_env in zip(env_ids, joint):
+            if of_env.size != len(self._agents) or of_env.dtype.kind not in "iu":
+                raise ValueError(
+                    f"environment {env_id}: its agents' space {self._runner.schema.action_spaces[self._agents[0]]} "
+                    f"needs one integer for each of {len(self._agents)} agents, got {of_env.dtype} of shape "
+                    f"{of_env.shape}"
+                )
+            whole[env_id] = of_env.reshape(-1)
+        return [Stacked(self._agents, whole)]
 
     def _has_team_reward(self, stepped: Sequence[int], rewards: Sequence[Sequence[float]]) -> bool:
         """Whether agents share a reward, judged by these environments, which have been stepped."""

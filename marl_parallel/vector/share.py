@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, overload
@@ -22,7 +23,7 @@ from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import flat_mask, mask_of
 from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, Stacked
+from marl_parallel.core.array_view import Arrays, Joint, Stacked
 from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.schema import alike
@@ -221,9 +222,13 @@ class _Acted:
         agents: The agents.
         places: Their places among all agents.
         space: Their action space; a `Discrete` space begins at 0.
+
+    With `any_space`, `stacked` may raise `ValueError` for all actions of a space of another kind.
     """
 
-    def __init__(self, facade: str, agents: tuple[AgentID, ...], places: list[int], space: Space[Any]) -> None:
+    def __init__(
+        self, facade: str, agents: tuple[AgentID, ...], places: list[int], space: Space[Any], *, any_space: bool
+    ) -> None:
         self.agents, self.places, self.declared = agents, places, space
         self._columns = evenly_spaced(places) or places
         self._facade = facade
@@ -233,7 +238,7 @@ class _Acted:
             self.space, self.sizes = spaces.Discrete(int(space.n)), [int(space.n)]
         elif isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
             self.sizes = [*map(int, space.nvec)]
-        elif not isinstance(space, spaces.Box | spaces.MultiBinary):
+        elif not any_space and not isinstance(space, spaces.Box | spaces.MultiBinary):
             raise ValueError(
                 f"{facade} takes Discrete, MultiDiscrete with one axis, MultiBinary and Box actions; the action space "
                 f"of agent {agents[0]!r} is {space}: wrap the environment"
@@ -327,6 +332,17 @@ def _lengths(actions: Any) -> tuple[int, ...]:
     return len(actions), *dict.fromkeys(len(part) if isinstance(part, Sized) else 0 for part in parts)
 
 
+def _together(actions: Any) -> tuple[Any, bool]:
+    """Actions of all environments, as one array if possible; and whether each environment has a list of its rows."""
+    if isinstance(actions, np.ndarray):
+        return actions, False
+    if stacking.are_equal_arrays(actions):
+        return np.stack(actions), False
+    if all(type(of_env) is list for of_env in actions) and stacking.are_equal_arrays([*itertools.chain(*actions)]):
+        return np.array(actions), True
+    return actions, False
+
+
 class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
     """Base of `ShareVecEnv`, and of the drop-ins whose `step` returns four values."""
 
@@ -348,9 +364,12 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         if pad and len({*map(len, shapes)}) > 1:
             raise ValueError(f"{name}: pad=True needs observations with equal numbers of axes, got shapes {shapes}")
         self._join = _Joined(positions, shapes, pad=pad)
+        by_space = alike(schema.action_spaces, view.agents)
+        # The simulators of these projects get what the trainer sends, as from the projects' own workers.
+        self._hands_on = schema.joint_actions == "mappo" and not (pad and len(by_space) > 1)
         self._acted = [
-            _Acted(name, tuple(view.agents[place] for place in places), places, space)
-            for space, places in alike(schema.action_spaces, view.agents)
+            _Acted(name, tuple(view.agents[place] for place in places), places, space, any_space=self._hands_on)
+            for space, places in by_space
         ]
         self._has_masks = all(isinstance(acted.declared, spaces.Discrete) for acted in self._acted)
         sizes = [(sum(acted.sizes),) for acted in self._acted]
@@ -464,8 +483,8 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
                     self._absent[env_id] &= [agent not in alive[env_id] for agent in self.agents]
         self._any_absent = bool(self._absent.any())
 
-    def _actions(self, actions: Any) -> list[Stacked]:
-        latest, expected = self._stepper.latest, (self.num_envs, self.n_agents)
+    def _actions(self, actions: Any) -> list[Stacked] | Joint:
+        expected = self.num_envs, self.n_agents
         if not isinstance(actions, np.ndarray | list | tuple) and hasattr(actions, "__array__"):
             actions = np.asarray(actions)
         if isinstance(actions, np.ndarray):
@@ -474,9 +493,24 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             got = _lengths(actions)
         if got != expected:
             shape = actions.shape if isinstance(actions, np.ndarray) else got or type(actions).__name__
+            which = ""
+            if not isinstance(actions, np.ndarray) and got[:1] == expected[:1]:
+                sizes = [len(of_env) if isinstance(of_env, Sized) else 0 for of_env in actions]
+                env_id = next(env_id for env_id, size in enumerate(sizes) if size != self.n_agents)
+                which = f": environment {env_id} has {sizes[env_id]} actions for {self.n_agents} agents"
             raise ValueError(
-                f"{type(self).__name__} takes actions (num_envs, agents, ...), which begin with {expected}; got {shape}"
+                f"{type(self).__name__} takes actions (num_envs, agents, ...), which begin with {expected}; got "
+                f"{shape}{which}"
             )
+        by_agent = functools.partial(self._by_agent, actions)
+        if not self._hands_on:
+            return by_agent()
+        values, lists = _together(actions)
+        return Joint(values, by_agent, lists)
+
+    def _by_agent(self, actions: Any) -> list[Stacked]:
+        """Actions in the form of the agents' spaces."""
+        latest, expected = self._stepper.latest, (self.num_envs, self.n_agents)
         everyone = latest is None or self._stepper.view.writes_all
         acting = np.ones(expected, np.bool_) if everyone else cast(Arrays, latest).acting
         return [acted.stacked(actions, acting) for acted in self._acted]

@@ -21,7 +21,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import check_one_for_each
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, Stacked
+from marl_parallel.core.array_view import Actions, Arrays, Joint, Stacked
 from marl_parallel.core.arrays import action_masks
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.pool.saved_states import to_bytes
@@ -30,7 +30,7 @@ from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import BatchRunner, Options, Seeds
 from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
 
-__all__ = ["ArrayStepper", "Arrays", "Stacked"]
+__all__ = ["ArrayStepper", "Arrays", "Joint", "Stacked"]
 
 Rule: TypeAlias = Sequence[float] | NDArray[Any] | Callable[[NDArray[Any]], float]
 Scalarize: TypeAlias = Rule | Mapping[AgentID, Rule]

@@ -60,6 +60,7 @@ def test_schema(make):
         "options_last",
         "needs_all_actions",
         "all_may_act",
+        "joint_actions",
     ):
         assert getattr(schema, name) is getattr(adapted, name)
     assert schema.reset_keywords == tuple(sorted(adapted.reset_keywords))

@@ -186,8 +186,6 @@ def test_actions_are_copied_when_they_are_sent():
     connections[0].send(("step", actions))
     actions[:] = 99
     assert connections[0].recv()["reward"] == pytest.approx(-0.3)
-    connections[0].send(("step", actions.reshape(3, 1) * 0 + 1))  # some runners have a column
-    assert connections[0].recv()["reward"] == pytest.approx(-0.3)
     connections[0].connections.close()
 
 
@@ -209,8 +207,10 @@ def test_commands_out_of_order():
         connection.send(("reset", None))
     for connection in connections:
         assert [*connection.recv()] == ["state", "avail_actions", "obs"]
-    for wrong in ([1, 1], [1.0, 1.0, 1.0], 1, None, [[1, 1, 1]]):
-        with pytest.raises(ValueError, match="environment 0: a step needs one integer for each of 3 agents, got"):
+    for wrong in ([1, 1], ["a", "b", "c"], 1, None, [[1, 1, 1]], [[1], [1, 1], [1]]):
+        with pytest.raises(
+            ValueError, match=r"environment 0: a step needs an action for each of 3 agents, an array \(3,"
+        ):
             first.send(("step", wrong))
     first.send(("step", [1, 1, 1]))
     with pytest.raises(AlreadyPendingCallError, match="environment 0: the reply to an earlier step"):
