@@ -81,7 +81,7 @@ class Joint(NamedTuple):
 
     Attributes:
         values: An array, or a sequence, with a value for each environment that is stepped.
-        by_agent: Returns the same actions in the form of the agents' spaces for `check_actions`; may raise `ValueError`.
+        by_agent: For `check_actions`: returns the actions in the form of the agents' spaces, or raises `ValueError`.
         lists: Whether each simulator gets a list of the rows of its array.
     """
 

@@ -693,6 +693,9 @@ class ShareVecEnv(_VecEnv[ShareResults]):
     Available actions are int64, 1 = allowed, if all action spaces are `Discrete`; else an array `(num_envs,)` of None.
     All are 1 where the simulator reports no mask, or allows nothing.
 
+    Simulators with lists of spaces, as these projects have, get `actions[i]` as it is. Other simulators get elements of
+    their spaces; `Discrete` actions are indices or one-hot vectors.
+
     Agents may have different spaces. Then observations, and available actions if their number differs, are arrays
     `(num_envs, k)` of objects, as on-policy's separated runners index them; HARL needs `pad=True`.
 
@@ -850,7 +853,7 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
     """A drop-in for on-policy's `SubprocVecEnv`, whose `step` returns four values; only the import changes.
 
     Like `ShareSubprocVecEnv`, without share observations and available actions: `reset` returns observations; `step`
-    returns observations, rewards, dones and infos. Actions are indices, or one-hot vectors as from on-policy's runners.
+    returns observations, rewards, dones and infos. Simulators with lists of spaces get the actions as they are sent.
 
     Args:
         env_fns: A constructor for each environment, called in its worker.

@@ -276,6 +276,33 @@ def test_a_chosen_form_counts_for_all_that_is_sent(form, expected):
     envs.close()
 
 
+def test_different_spaces_are_padded_only_on_request():
+    """With `pad=True`, padding is removed, so actions become elements of each agent's space; else they are handed on."""
+
+    class Uneven(Ground):
+        def __init__(self) -> None:
+            self.action_space = [spaces.Discrete(size) for size in (2, 4, 3)]
+
+    chosen = CHOSEN % [2, 4, 3]
+    rows = [[np.eye(size)[choice] for size, choice in zip((2, 4, 3), of_env)] for of_env in chosen]
+    for pad, takes, sent, expected in (
+        (True, "first", np.eye(4)[chosen], chosen[..., None]),
+        (True, "first", chosen[..., None].astype(np.float32), chosen[..., None]),
+        (False, "argmax", rows, rows),
+        (False, "first", chosen[..., None], chosen[..., None]),
+    ):
+        envs = ShareDummyVecEnv([Uneven] * N, pad=pad)
+        envs.reset()
+        envs.set_attr("takes", takes)
+        rewards = envs.step(sent)[2]
+        assert rewards[..., 0].tolist() == chosen.tolist()
+        assert [*envs.get_attr("received")] == [plain(of_env) for of_env in expected]
+        if pad:
+            with pytest.raises(ValueError, match=r"environment 0: the action of agent 'agent_0' is \[3\]"):
+                envs.step(chosen[..., None] * 0 + 3)
+        envs.close()
+
+
 def test_dicts_of_actions_are_unchanged_and_come_after_arrays():
     """Actions of `ParallelEnv` are of the declared spaces, also after a facade's."""
     env = ParallelEnv([lambda: Ground("discrete")] * N, num_workers=2, seed="own")

@@ -264,7 +264,7 @@ def test_drop_in_with_four_values():
     for _ in range(9):
         assert_same(copied(other.load_state(first.save_state())), copied(observations))
         masks = first.parallel_env.action_masks
-        actions = [[[int(np.flatnonzero(mask)[-1])] for mask in of_env.values()] for of_env in masks]
+        actions = np.array([[[np.flatnonzero(mask)[-1]] for mask in of_env.values()] for of_env in masks])
         results, again = first.step(actions), other.step(actions)
         assert_same(copied(again[:3]), copied(results[:3]))
         observations = results[0]
