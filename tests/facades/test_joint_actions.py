@@ -277,7 +277,7 @@ def test_a_chosen_form_counts_for_all_that_is_sent(form, expected):
 
 
 def test_different_spaces_are_padded_only_on_request():
-    """With `pad=True`, padding is removed, so actions become elements of each agent's space; else they are handed on."""
+    """With `pad=True`, padding is removed: actions become elements of each agent's space. Else they are handed on."""
 
     class Uneven(Ground):
         def __init__(self) -> None:
