@@ -117,7 +117,7 @@ def _recognise(env: Any) -> MultiAgentEnv:
         return PyMARLEnv(env)
     if isinstance(env, gymnasium.Env):
         return _recognise_by_spaces(env) or GymnasiumEnv(env)
-    if missing := [name for name in ("reset", "step") if not callable(declared(env, name))]:
+    if missing := [name for name in ("reset", "step") if attributes.method(env, name) is None]:
         hint = " It can be called: did a constructor return another constructor?" if callable(env) else ""
         raise NotAnEnvironment(
             "Looked for a PettingZoo ParallelEnv or AECEnv, a gymnasium.Env, an RLlib MultiAgentEnv, an ML-Agents "

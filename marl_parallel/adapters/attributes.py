@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any, TypeAlias
 
+import gymnasium
 from gymnasium import Space, spaces
 
 AgentID: TypeAlias = Any  # hashable; `Hashable` would not be accepted as a key of `spaces.Dict`
 
 _LINKS = ("env", "aec_env", "par_env", "unwrapped")
-_ABSENT = object()
+_ABSENT, _REFUSED = object(), object()
+_DEFAULTS = frozenset({"close", "metadata", "render", "render_mode", "state"})
+"""Names that base classes of Gymnasium and PettingZoo define for simulators which do not: that says nothing."""
+_PASSED_ON = frozenset({"action_space", "observation_space"})
+"""Further names that only the base classes of wrappers define: they pass on what the wrapped environment has."""
+_SET_ON_WRAPPERS = {name: f"_{name}" for name in ("action_space", "metadata", "observation_space")}
+"""Where a `gymnasium.Wrapper` keeps what is set on it."""
+_BASE_ENVS = frozenset({"pettingzoo.utils.env"})  # Gymnasium has its wrappers' base class in the same module
+_BASE_MODULES = _BASE_ENVS | {
+    "gymnasium.core", "pettingzoo.utils.conversions", "pettingzoo.utils.wrappers.base",
+    "pettingzoo.utils.wrappers.base_parallel",
+}  # fmt: skip
+_UNKNOWN = "attribute_that_no_simulator_has"
 _RESET_KEYWORDS = frozenset({"seed", "options"})
 # These turn vector rewards into numbers, and still pass on the `reward_space` of what they wrap.
 _SCALARISING_WRAPPERS = (
@@ -34,6 +49,22 @@ class LookupFailed(Exception):
         super().__init__(f"{method} raised {type(error).__name__}: {error}")
         self.method = method
 
+    @property
+    def to_do(self) -> str:
+        """What to do about it, for messages."""
+        return f"let {self.method} return a space as soon as the simulator is constructed"
+
+
+class AttributeFailed(LookupFailed):
+    """A property raised while the simulator was adapted; `__cause__` is its exception, `method` its name."""
+
+    @property
+    def to_do(self) -> str:
+        return (
+            f"fix {self.method}, which must have a value as soon as the simulator is constructed; if there is none, "
+            "raise NotImplementedError"
+        )
+
 
 def layers(source: Any) -> Iterator[Any]:
     """Yield an object and the environments beneath it (objects with a `step`), outermost first and each once."""
@@ -45,22 +76,206 @@ def layers(source: Any) -> Iterator[Any]:
         if id(layer) not in seen:
             seen[id(layer)] = layer
             yield layer
-            beneath = (declared(layer, link) for link in reversed(_LINKS) if owns(layer, link))
-            to_visit.extend(inner for inner in beneath if callable(declared(inner, "step")))
+            beneath = (_quietly(layer, link) for link in reversed(_LINKS) if owns(layer, link))
+            to_visit.extend(inner for inner in beneath if callable(_quietly(inner, "step")))
 
 
 def owns(layer: Any, name: str) -> bool:
     """Whether an object or its type defines the attribute, rather than forwards it to another object."""
-    return inspect.getattr_static(layer, name, _ABSENT) is not _ABSENT
+    return name in _on_instance(layer) or _definer(layer, name) is not None
+
+
+def defines(layer: Any, name: str) -> bool:
+    """Whether an object defines the attribute, and not only a base class of Gymnasium or PettingZoo."""
+    if name in _on_instance(layer):
+        return True
+    definer = _definer(layer, name)
+    return definer is not None and definer.__module__ not in _BASE_MODULES
+
+
+def _on_instance(layer: Any) -> Mapping[str, Any]:
+    try:
+        attributes: Mapping[str, Any] = object.__getattribute__(layer, "__dict__")
+    except AttributeError:  # a class with slots
+        return {}
+    return attributes
+
+
+def _definer(layer: Any, name: str) -> type | None:
+    """The class of an object that defines the attribute."""
+    return next((base for base in type(layer).__mro__ if name in base.__dict__), None)
+
+
+def _quietly(source: Any, name: str, default: Any = None) -> Any:
+    """`getattr`, with the default for any error: the simulator may not be ready."""
+    try:
+        return getattr(source, name)
+    except Exception:
+        return default
 
 
 def declared(source: Any, name: str, default: Any = None) -> Any:
-    """The value of an optional attribute, looked up through Gymnasium's wrappers; the default if there is none."""
+    """The value of an optional attribute as the outermost layer says that has it; the default if there is none.
+
+    `docs/environments.md` has the rule. A method that a proxy returns for every name does not count.
+
+    Raises:
+        AttributeFailed: The attribute is a property with a mistake, that is, it raised another error than
+            `NotImplementedError` or an `AttributeError` about this attribute.
+    """
+    value = _decided(source, name)
+    return default if value is _ABSENT else value
+
+
+def declared_or_none(source: Any, name: str) -> Any:
+    """As `declared`, for attributes that may not be ready before a reset: None also if it raises."""
     try:
-        through_wrappers = getattr(source, "get_wrapper_attr", None)
-        return getattr(source, name) if through_wrappers is None else through_wrappers(name)
-    except Exception:  # of any kind: the simulator may not be ready
-        return default
+        return declared(source, name)
+    except LookupFailed:
+        return None
+
+
+def method(source: Any, name: str, *, through: bool = False) -> Callable[..., Any] | None:
+    """A method of the outermost layer that has it; None without one.
+
+    It may come from a proxy that returns a method for every name. With `through`, layers beneath a layer without it
+    are searched, too.
+    """
+    try:
+        value = _decided(source, name, of_proxies=True, through=through)
+    except LookupFailed:
+        return None
+    return value if callable(value) else None
+
+
+def close(source: Any) -> None:
+    """Call the `close` of the outermost layer that has one: it closes the layers beneath."""
+    if (function := method(source, "close", through=True)) is not None:
+        function()
+
+
+def _decided(source: Any, name: str, *, of_proxies: bool = False, through: bool = False) -> Any:
+    """The value of an attribute, from the outermost layer that has it; `_ABSENT` if there is none."""
+    default: Callable[[], Any] | None = None
+    beneath = layers(source)
+    for layer in beneath:
+        definer = None if name in _on_instance(layer) else _definer(layer, name)
+        is_default = definer is not None and _says_nothing(definer.__module__, name)
+        forwarder = _definer(layer, "__getattr__")
+        # A library's `__getattr__` is not called: what it forwards is read from the layers beneath.
+        only_forwards = forwarder is not None and forwarder.__module__ in _BASE_MODULES
+        value, is_own = _ABSENT, True
+        if is_default:
+            set_here = vars(layer).get(_SET_ON_WRAPPERS.get(name, "")) if isinstance(layer, gymnasium.Wrapper) else None
+            if set_here is not None:
+                return set_here
+        elif definer is not None or name in _on_instance(layer):
+            value = _read(layer, name, definer)
+        if value is _ABSENT and not only_forwards:
+            value, is_own = _forwarded(layer, name, of_proxies), False
+        if value is _REFUSED:
+            return _ABSENT
+        if value is not _ABSENT:
+            if is_own or name not in _DEFAULTS or not _is_default(value):
+                if not is_own:
+                    _check_beneath(beneath, name, is_hidden=True)
+                return value
+            default = default or functools.partial(_first, value)
+        elif is_default:
+            default = default or functools.partial(getattr, layer, name)
+        elif not (through or only_forwards or isinstance(layer, gymnasium.Wrapper)):
+            if forwarder is not None:
+                # Gymnasium's wrappers do not forward by themselves: what forwards to one has what is beneath it.
+                wrapper = getattr(_quietly(layer, "get_wrapper_attr"), "__self__", None)
+                if isinstance(wrapper, gymnasium.Wrapper):
+                    value = _decided(wrapper, name, of_proxies=of_proxies)
+                    return value if value is not _ABSENT or default is None else default()
+                _check_beneath(beneath, name, is_hidden=False)
+            break
+    try:
+        return _ABSENT if default is None else default()
+    except (AttributeError, NotImplementedError):
+        return _ABSENT
+
+
+def _first(value: Any) -> Any:
+    return value
+
+
+def _says_nothing(module: str, name: str) -> bool:
+    """Whether the definition of an attribute by a class of this module counts as none."""
+    if name in _DEFAULTS:
+        return module in _BASE_MODULES
+    return name in _PASSED_ON and module in _BASE_MODULES and module not in _BASE_ENVS
+
+
+def _is_default(value: Any) -> bool:
+    """Whether a forwarded value is what a base class of Gymnasium or PettingZoo has in place of a simulator's."""
+    if inspect.ismethod(value):
+        return value.__module__ in _BASE_MODULES
+    return value is None or value is gymnasium.Env.metadata
+
+
+def _read(layer: Any, name: str, definer: type | None) -> Any:
+    """The value that a layer defines, read without its `__getattr__`, which would hide an error of a property.
+
+    `_ABSENT` for an `AttributeError` about this name, as properties raise it that forward; `_REFUSED` for a
+    `NotImplementedError`.
+    """
+    try:
+        return type(layer).__getattribute__(layer, name)  # type: ignore[call-arg]
+    except NotImplementedError:
+        return _REFUSED
+    except AttributeError as error:
+        by_library = error.name is None and definer is not None and definer.__module__ in _BASE_MODULES
+        if error.name == name or by_library:
+            return _ABSENT
+        raise AttributeFailed(name, error) from error
+    except Exception as error:
+        raise AttributeFailed(name, error) from error
+
+
+def _forwarded(layer: Any, name: str, of_proxies: bool) -> Any:
+    """The value that a layer gets from elsewhere with its `__getattr__` or `__getattribute__`; else as `_read`."""
+    kind = type(layer)
+    if _definer(layer, "__getattr__") is not None:
+        ask = functools.partial(kind.__getattr__, layer)
+    elif _definer(layer, "__getattribute__") is not object:
+        ask = functools.partial(getattr, layer)
+    else:
+        return _ABSENT
+    try:
+        value = ask(name)
+    except NotImplementedError:
+        return _REFUSED
+    except Exception as error:
+        if isinstance(error, AttributeError) and error.name in (None, name):
+            return _ABSENT
+        try:
+            ask(_UNKNOWN)
+        except Exception as usual:  # what it raises for names that it does not have
+            if type(usual) is type(error) and getattr(usual, "name", None) == getattr(error, "name", None):
+                return _ABSENT
+        raise AttributeFailed(name, error) from error
+    if callable(value) and not of_proxies and callable(_quietly(layer, _UNKNOWN)):
+        return _ABSENT
+    return value
+
+
+def _check_beneath(beneath: Iterable[Any], name: str, *, is_hidden: bool) -> None:
+    """Raise `AttributeFailed` if the first layer that defines an attribute has a property with a mistake.
+
+    A layer above has forwarded the name. With `is_hidden`, it got a value: then only the layer's own `__getattr__` can
+    have hidden a mistake.
+    """
+    for layer in beneath:
+        forwards = _definer(layer, "__getattr__") is not None
+        if defines(layer, name):
+            if name not in _on_instance(layer) and (forwards or not is_hidden):
+                _read(layer, name, _definer(layer, name))
+            return
+        if not forwards and not isinstance(layer, gymnasium.Wrapper):
+            return
 
 
 def stored(source: Any, name: str) -> Any:
@@ -75,6 +290,10 @@ def stored(source: Any, name: str) -> Any:
 def find(source: Any, name: str) -> Any:
     """The value of an attribute of the outermost layer that has it; `AttributeError` names all layers if none has."""
     failure: AttributeError | None = None
+    if name in _DEFAULTS:
+        with contextlib.suppress(LookupFailed):  # raised below
+            if (value := _decided(source, name, of_proxies=True, through=True)) is not _ABSENT:
+                return value
     for layer in layers(source):
         try:
             return getattr(layer, name)
@@ -144,7 +363,7 @@ def type_name(source: Any) -> str:
 
 def declared_seed(source: Any) -> int | None:
     """The attribute `seed` of the innermost environment; None if it is absent or not an integer."""
-    seed = declared(declared(source, "unwrapped", source), "seed")
+    seed = declared_or_none(_quietly(source, "unwrapped", source), "seed")
     return int(seed) if isinstance(seed, Integral) and not isinstance(seed, bool) else None
 
 
@@ -187,7 +406,7 @@ def required_reset_keywords(source: Any) -> frozenset[str]:
 def agent_names(source: Any) -> list[AgentID]:
     """The agents that a simulator names as `agent_ids` or `get_agent_ids()`; those of a set are sorted by name."""
     for name in ("agent_ids", "get_agent_ids"):
-        names = _called(declared(source, name))
+        names = _called(declared_or_none(source, name))
         if isinstance(names, Iterable) and not isinstance(names, str | bytes):
             agents = sorted(names, key=str) if isinstance(names, Set) else [*names]
             if agents and all(isinstance(agent, Hashable) for agent in agents):
@@ -198,7 +417,7 @@ def agent_names(source: Any) -> list[AgentID]:
 def number_of_agents(source: Any) -> int | None:
     """The number of agents that a simulator declares as `n_agents`, `num_agents` or `get_num_agents()`, or None."""
     for name in ("n_agents", "num_agents", "get_num_agents"):
-        count = declared(source, name)
+        count = declared_or_none(source, name)
         count = _called(count) if name.startswith("get_") else count
         if isinstance(count, Integral) and not isinstance(count, bool) and int(count) > 0:
             return int(count)
@@ -281,4 +500,4 @@ def declared_state_space(source: Any) -> Space[Any] | None:
     """The space of the global state, if states are arrays or numbers, which can be stacked."""
     space = declared(source, "state_space")
     is_array = isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
-    return space if is_array and callable(declared(source, "state")) else None
+    return space if is_array and method(source, "state") is not None else None

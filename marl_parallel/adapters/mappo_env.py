@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import choices_of
 from marl_parallel.adapters import attributes
-from marl_parallel.adapters.attributes import AgentID, declared, length_of, number_of_agents, type_name
+from marl_parallel.adapters.attributes import (
+    AgentID,
+    declared,
+    declared_or_none,
+    length_of,
+    number_of_agents,
+    type_name,
+)
 from marl_parallel.adapters.protocol import (
     ALL,
     COMMON,
@@ -84,7 +91,7 @@ class MAPPOEnv(Adapter):
             raise ValueError(f"actions must be None or one of {', '.join(map(repr, _FORMS))}; got {actions!r}")
         self.joint_actions = "" if actions else "mappo"
         # As in OpenAI's particle environments, and those derived from them.
-        takes_indices = declared(source, "discrete_action_input")
+        takes_indices = declared_or_none(source, "discrete_action_input")
         self._takes_indices = takes_indices is True
         if actions is None and takes_indices is False:
             actions = "one-hot"
@@ -114,6 +121,9 @@ class MAPPOEnv(Adapter):
 
     def _check_spaces(self) -> None:
         """Spaces are converted one by one."""
+
+    def _state_space(self) -> Space[Any] | None:
+        return None  # it is made of the share observations
 
     def _agents(self) -> list[AgentID]:
         lengths = {name: _length(declared(self.source, name)) for name in _SPACES}
@@ -367,8 +377,8 @@ class MAPPOEnv(Adapter):
 
 def is_mappo(source: Any) -> bool:
     """Whether a simulator declares lists of spaces with one entry per agent, share observations among them."""
-    lengths = {_length(declared(source, name)) for name in _SPACES}
-    return len(lengths) == 1 and None not in lengths
+    number = _length(declared(source, "share_observation_space"))
+    return number is not None and all(_length(declared(source, name)) == number for name in _SPACES)
 
 
 def _length(declaration: Any) -> int | None:

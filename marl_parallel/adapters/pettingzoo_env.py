@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from gymnasium import Space
@@ -12,6 +12,8 @@ from marl_parallel.adapters.attributes import (
     AgentID,
     LookupFailed,
     declared,
+    declared_or_none,
+    defines,
     layers,
     owns,
     spaces_by_agent,
@@ -27,32 +29,38 @@ class PettingZooEnv(Adapter):
     kind: ClassVar[str] = "A PettingZoo parallel environment"
     names: ClassVar[frozenset[str]] = frozenset({"pettingzoo"})
 
-    def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
+    def _found(self, look_up: Callable[..., Any], *args: Any) -> Any:
         try:
-            return self._declared_spaces(what)
-        except LookupFailed as failure:  # perhaps because `reset` makes the spaces
+            return look_up(*args)
+        except LookupFailed as failure:  # perhaps because `reset` makes what it needs
             try:
                 self._reset({})
             except Exception:
                 raise failure from failure.__cause__
-            return self._declared_spaces(what)
+            return look_up(*args)
 
-    def _declared_spaces(self, what: str) -> dict[AgentID, Space[Any]]:
-        base, name = declared(self.source, "unwrapped"), f"{what}_space"
+    def _spaces(self, what: str) -> dict[AgentID, Space[Any]]:
+        agents, name = self.possible_agents, f"{what}_space"
+        base = getattr(self.source, "unwrapped", None)
         for layer in layers(self.source):
-            of_instance = getattr(layer, "__dict__", {}).get(name)
-            if callable(of_instance):
-                return spaces_of(self.possible_agents, of_instance, name)
-            if by_agent := spaces_by_agent(of_instance):
-                return spaces_of(self.possible_agents, by_agent.get)
-            method = getattr(type(layer), name, None)  # PettingZoo's wrappers and base classes only forward
-            if callable(method) and not (method.__module__ or "").startswith("pettingzoo.utils."):
-                return spaces_of(self.possible_agents, getattr(layer, name))
-            if layer is base:
-                break
-        # Without such a method, PettingZoo's base classes warn and return an entry of this dict.
+            if defines(layer, name):  # PettingZoo's wrappers and base classes only forward
+                declaration = declared(layer, name)
+                if callable(declaration):
+                    return spaces_of(agents, declaration, name)
+            elif layer is base:  # whose method, from PettingZoo, would warn and return an entry of this dict
+                declaration = declared(layer, f"{name}s")
+            else:
+                continue
+            if by_agent := spaces_by_agent(declaration):
+                return spaces_of(agents, by_agent.get)
+        if all(layer is not base for layer in layers(self.source)):  # the source may forward to what is no layer
+            declaration = declared(self.source, name)
+            if callable(declaration):
+                return spaces_of(agents, declaration, name)
+            if by_agent := spaces_by_agent(declaration):
+                return spaces_of(agents, by_agent.get)
         declaration = declared(self.source if base is None else base, f"{name}s")
-        return spaces_of(self.possible_agents, spaces_by_agent(declaration).get)
+        return spaces_of(agents, spaces_by_agent(declaration).get)
 
     def agents_left(self) -> Sequence[AgentID] | None:
         agents: Sequence[AgentID] | None = getattr(self._simulator, "agents", None)
@@ -103,5 +111,6 @@ class TurnBasedAECEnv(PettingZooEnv):
 
 def adapt_aec(env: Any) -> PettingZooEnv:
     """Adapt an AEC environment: one step is a cycle if its metadata has `is_parallelizable`, else a turn."""
-    parallelizable = (declared(env, "metadata") or {}).get("is_parallelizable", False)
+    metadata = declared_or_none(env, "metadata")
+    parallelizable = isinstance(metadata, Mapping) and metadata.get("is_parallelizable", False)
     return ParallelizableAECEnv(env) if parallelizable else TurnBasedAECEnv(env)

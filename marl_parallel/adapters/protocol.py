@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters import attributes
 from marl_parallel.adapters.attributes import AgentID as AgentID
 from marl_parallel.adapters.attributes import NotAnEnvironment as NotAnEnvironment
-from marl_parallel.adapters.attributes import declared, stored, type_name
+from marl_parallel.adapters.attributes import declared, declared_or_none, method, stored, type_name
 
 Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
 """Observations, rewards, terminateds, truncateds, infos."""
@@ -51,16 +51,16 @@ _MEANINGS = {
 
 def choices(source: Any, in_use: Container[str] = ()) -> str:
     """The values of `adapter=` that may fit a simulator, in words, without those `in_use`."""
-    agents = declared(source, "possible_agents")
+    agents = declared_or_none(source, "possible_agents")
     several = isinstance(agents, Sized) and len(agents) > 1
-    numbers = [attributes.length_of(declared(source, f"{what}_space")) for what in ("action", "observation")]
+    numbers = [attributes.length_of(declared_or_none(source, f"{what}_space")) for what in ("action", "observation")]
     fits = {
         "tuple": bool(attributes.number_of_agents(source) or any(numbers)),
         "gymnasium": not several,
         "pettingzoo": agents is not None,
-        "aec": callable(declared(source, "observe")) and callable(declared(source, "last")),
-        "pymarl": callable(declared(source, "get_avail_actions")),
-        "mappo": declared(source, "share_observation_space") is not None,
+        "aec": callable(declared_or_none(source, "observe")) and callable(declared_or_none(source, "last")),
+        "pymarl": callable(declared_or_none(source, "get_avail_actions")),
+        "mappo": declared_or_none(source, "share_observation_space") is not None,
     }
     named = [
         f'adapter="{name}"{meaning}'
@@ -74,8 +74,8 @@ def check_spaces(source: Any) -> None:
     """Raise `NotAnEnvironment` for spaces of OpenAI's gym, which are not Gymnasium's spaces."""
     for what in ("observation", "action", "state", "reward"):
         # Properties are not read: PettingZoo's own `observation_spaces` warns that it is deprecated.
-        found = {f"{what}_space": declared(source, f"{what}_space"), f"{what}_spaces": stored(source, f"{what}_spaces")}
-        for name, value in found.items():
+        one, several = f"{what}_space", f"{what}_spaces"
+        for name, value in {one: declared_or_none(source, one), several: stored(source, several)}.items():
             space = attributes.old_space(value)
             if space is not None:
                 raise NotAnEnvironment(f"the {name} of {type_name(source)} has {attributes.old_space_advice(space)}")
@@ -334,24 +334,33 @@ class Adapter(MultiAgentEnv):
     methods: ClassVar[tuple[str, ...]] = ("reset", "step")  # that the simulator must have
 
     def __init__(self, source: Any) -> None:
-        missing = [f"`{name}`" for name in self.methods if not callable(declared(source, name))]
+        missing = [f"`{name}`" for name in self.methods if method(source, name) is None]
         if missing:
             raise NotAnEnvironment(f"{self.kind} has no method {' and no method '.join(missing)}: {type_name(source)}")
         self.source = self._simulator = source
-        metadata, render_mode = declared(source, "metadata"), declared(source, "render_mode")
-        self.metadata = metadata if isinstance(metadata, Mapping) else {}
-        self.render_mode = render_mode if isinstance(render_mode, str) else None
         self._check_spaces()
-        self.state_space = attributes.declared_state_space(source)
         self.reset_keywords = attributes.reset_keywords(source.reset)
         self._note_required()
-        self.possible_agents = self._agents()
-        self.observation_spaces, self.action_spaces = self._spaces("observation"), self._spaces("action")
-        self.reward_spaces = attributes.vector_reward_spaces(source, self.possible_agents)
+        metadata, render_mode = self._found(declared, source, "metadata"), self._found(declared, source, "render_mode")
+        self.metadata = metadata if isinstance(metadata, Mapping) else {}
+        self.render_mode = render_mode if isinstance(render_mode, str) else None
+        self.possible_agents = self._found(self._agents)
+        self.observation_spaces = self._found(self._spaces, "observation")
+        self.action_spaces = self._found(self._spaces, "action")
+        self.state_space = self._found(self._state_space)
+        self.reward_spaces = self._found(attributes.vector_reward_spaces, source, self.possible_agents)
+        self._state = None if self.state_space is None else method(source, "state")
+
+    def _found(self, look_up: Callable[..., Any], *args: Any) -> Any:
+        """The result of a function that reads what the simulator declares."""
+        return look_up(*args)
 
     def _check_spaces(self) -> None:
         """Raise `NotAnEnvironment` for declared spaces that cannot be used."""
         check_spaces(self.source)
+
+    def _state_space(self) -> Space[Any] | None:
+        return attributes.declared_state_space(self.source)
 
     def _note_required(self) -> None:
         """Note the keywords that `_simulator.reset` requires; each gets None by default."""
@@ -384,15 +393,14 @@ class Adapter(MultiAgentEnv):
         return result
 
     def render(self) -> Any:
-        return self.source.render()
+        return attributes.find(self.source, "render")()
 
     def state(self) -> Any:
-        return declared(self.source, "state")()
+        assert self._state is not None
+        return self._state()
 
     def close(self) -> None:
-        close = declared(self.source, "close")
-        if callable(close):
-            close()
+        attributes.close(self.source)
 
     def _reset(self, keywords: Mapping[str, Any]) -> Any:
         keywords = {**self._required, **keywords}

@@ -14,7 +14,7 @@ from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
-from marl_parallel.adapters.attributes import AgentID, declared, number_of_agents, type_name
+from marl_parallel.adapters.attributes import AgentID, declared_or_none, method, number_of_agents, type_name
 from marl_parallel.adapters.protocol import (
     ALL,
     COMMON,
@@ -82,9 +82,9 @@ class PyMARLEnv(Adapter):
         self._sizes: dict[str, Any] = {}
         super().__init__(source)
         agents, actions = self.possible_agents, self._sizes["n_actions"]
-        self._get_obs = declared(source, "get_obs")
-        self._get_state = declared(source, "get_state")
-        self._get_avail_actions = declared(source, "get_avail_actions")
+        self._get_obs: Any = method(source, "get_obs")
+        self._get_state: Any = method(source, "get_state")
+        self._get_avail_actions: Any = method(source, "get_avail_actions")
         self.mask_spaces = dict.fromkeys(agents, spaces.MultiBinary(actions))
         state_shape = self._sizes["state_shape"]
         self.state_space = spaces.Box(-np.inf, np.inf, state_shape, np.float32) if state_shape else None
@@ -95,6 +95,9 @@ class PyMARLEnv(Adapter):
 
     def _check_spaces(self) -> None:
         """Spaces come from `get_env_info()`; spaces that the simulator declares are ignored."""
+
+    def _state_space(self) -> Space[Any] | None:
+        return None  # it comes from `get_env_info()`, too
 
     def _agents(self) -> list[AgentID]:
         self._sizes = _sizes(self.source)
@@ -257,16 +260,17 @@ class PyMARLEnv(Adapter):
 
 def is_pymarl(source: Any) -> bool:
     """Whether a simulator has the methods of PyMARL's `MultiAgentEnv`."""
-    return all(callable(declared(source, name)) for name in METHODS)
+    return all(callable(declared_or_none(source, name)) for name in METHODS)
 
 
 def _sizes(source: Any) -> dict[str, Any]:
     """The number of agents and actions, and the shapes of observations and of the state, which is None without one."""
-    info = declared(source, "get_env_info")()
+    get_env_info: Any = method(source, "get_env_info")
+    info = get_env_info()
     sizes: dict[str, Any] = {}
-    for name, method in _SIZES.items():
+    for name, instead in _SIZES.items():
         value = info.get(name) if isinstance(info, Mapping) else None
-        if value is None and callable(ask := declared(source, method)):
+        if value is None and callable(ask := declared_or_none(source, instead)):
             value = ask()
         sizes[name] = value if value is not None or name != "n_agents" else number_of_agents(source)
     for name in ("n_agents", "n_actions"):

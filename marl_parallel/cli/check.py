@@ -50,7 +50,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from marl_parallel.action_masks import KEY, ActionSampler, allows_nothing, for_sample, mask_of
-from marl_parallel.adapters import AgentID, InvalidAgents, MultiAgentEnv, NotAnEnvironment, Rules, adapt
+from marl_parallel.adapters import AgentID, InvalidAgents, LookupFailed, MultiAgentEnv, NotAnEnvironment, Rules, adapt
 from marl_parallel.adapters.attributes import layers
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
@@ -760,6 +760,10 @@ def _construct(probe: Probe, constructor: Constructor, env_id: int = 0) -> Steps
     except (NotAnEnvironment, InvalidAgents) as error:
         name = "ambiguous agents" if isinstance(error, InvalidAgents) else "no environment"
         probe.find(name, "the constructor", error=error)
+        raise Stopped from error
+    except LookupFailed as error:
+        what = _raises(error.method, error.__cause__ or error)
+        probe.add(Finding(probe.job.question, PROBLEM, what, error.to_do))
         raise Stopped from error
     for name in ("reset", "step", "close", "action_space", "observation_space"):
         probe.define(name, [inspect.getattr_static(layer, name, None) for layer in layers(simulator)])

@@ -47,7 +47,7 @@ def advice(error: BaseException, *, own_process: bool) -> str:
         if is_shown and _is_of_a_limit(one):
             return limit_advice(one)
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
-        return f"let {error.method} return a space as soon as the simulator is constructed"
+        return error.to_do
     return next((f"{text}; a restart would not help" for kind, text in OF_KINDS.items() if isinstance(error, kind)), "")
 
 

@@ -299,7 +299,7 @@ class Worker:
             except BaseException as error:
                 if not isinstance(simulator, type):
                     with contextlib.suppress(Exception):  # its error would hide why the adapter failed
-                        simulator.close()
+                        lookup.close(simulator)
                 if isinstance(error, NotAnEnvironment | InvalidAgents):
                     raise Refusal(TypeError if isinstance(error, TypeError) else ValueError, str(error)) from None
                 raise

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import flat_mask, mask_of
-from marl_parallel.adapters import AgentID
+from marl_parallel.adapters import AgentID, attributes
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Joint, Stacked
 from marl_parallel.core.columns import evenly_spaced
@@ -930,14 +930,16 @@ _IN_THIS_PROCESS: Mapping[str, Any] = {"seed": "own", "backend": "serial", "isol
 
 def _rendered(mode: str | None, simulator: Any) -> Any:
     """What a simulator's own `render(mode)` returns, in a worker; None unless its `render` takes a mode."""
-    render = getattr(simulator, "render", None)
+    render = attributes.method(simulator, "render", through=True)
+    if render is None:
+        return None
     try:
-        takes = inspect.signature(render).parameters if callable(render) else {}
+        takes = inspect.signature(render).parameters
     except ValueError:  # compiled code may have no signature
         return None
     if "mode" not in takes and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
         return None
-    frame = simulator.render() if mode is None else simulator.render(mode=mode)
+    frame = render() if mode is None else render(mode=mode)
     shown = takes["mode"].default if mode is None and "mode" in takes else mode
     return None if shown == "human" else frame
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-from marl_parallel.adapters.attributes import LookupFailed
+from marl_parallel.adapters.attributes import AttributeFailed, LookupFailed
 from marl_parallel.core import advice
 
 pytestmark = pytest.mark.release_independent
@@ -178,10 +178,11 @@ ADVICE = [cell.strip("`") for cell, _ in cells("Advice in errors", "Workers that
 def test_every_advice_has_a_row():
     """And each row is the text of an advice."""
     limits = [advice.limit_advice(OSError(number, "")) for number in advice.LIMITS]
-    failed = LookupFailed("action_space('a')", KeyError("a"))
-    failed.__cause__ = KeyError("a")
-    space = advice.advice(failed, own_process=True)
-    printed = [advice.NO_TERMINAL, advice.OTHER_THREAD, *limits, *advice.OF_KINDS.values(), space]
+    failed = [LookupFailed("action_space('a')", KeyError("a")), AttributeFailed("metadata", KeyError("a"))]
+    for one in failed:
+        one.__cause__ = KeyError("a")
+    declarations = [advice.advice(one, own_process=True) for one in failed]
+    printed = [advice.NO_TERMINAL, advice.OTHER_THREAD, *limits, *advice.OF_KINDS.values(), *declarations]
     assert all(printed)
     assert len(ADVICE) == len(printed)
     for text in printed:

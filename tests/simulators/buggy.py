@@ -294,6 +294,12 @@ class NoActionSpace(Healthy):
         del self.action_spaces["agent_1"]
 
 
+class PropertyRaises(Healthy):
+    @property
+    def state_space(self) -> Any:
+        return self.mispelled
+
+
 class NoObservationSpaces(Healthy):
     def __init__(self) -> None:
         super().__init__()
