@@ -42,11 +42,22 @@ BAD_TRANSITION = "bad_transition"
 
 _SPACES = "observation_space", "share_observation_space", "action_space"
 _FORMS = "one-hot", "column", "index"
-_ALONE = "a list of observations, or (observations, share_observations, available_actions)"
-_VALUES = (
-    "(observations, rewards, dones, infos) or (observations, share_observations, rewards, dones, infos, "
-    "available_actions)"
-)
+_OF_RESET = {
+    4: "a list of observations",
+    5: "(observations, share_observations)",
+    6: "(observations, share_observations, available_actions)",
+}
+_OF_STEP = {
+    4: "(observations, rewards, dones, infos)",
+    5: "(observations, share_observations, rewards, dones, infos)",
+    6: "(observations, share_observations, rewards, dones, infos, available_actions)",
+}
+_AFTER = {
+    4: "as `reset` returned observations",
+    5: "as `reset` returned share observations without available actions",
+    6: "as `reset` returned share observations",
+}
+"""What `reset` and `step` return, by the number of values of `step`, and which of these numbers follows from `reset`."""
 
 
 class MAPPOEnv(Adapter):
@@ -113,6 +124,7 @@ class MAPPOEnv(Adapter):
         self._masks: dict[AgentID, NDArray[np.int8]] = {}
         self._share: Any = None  # the latest share observations, as the simulator returned them
         self._shares = False  # whether it returns share observations
+        self._num_values = 4  # that `step` returns, as the form of what `reset` has returned says
         self._seen: dict[AgentID, Any] = {}
         self._ended: set[AgentID] = set()  # the agents that have terminated before the end of the episode
         self._over: tuple[bool, bool] | None = None  # the flags `__all__` of an episode that is over
@@ -160,8 +172,9 @@ class MAPPOEnv(Adapter):
 
     def reset(self, **keywords: Any) -> tuple[dict[AgentID, Any], dict[Any, Any]]:
         result = self._reset(keywords)
-        self._shares = self._is_triple(result)
-        seen, share, available = result if self._shares else (result, None, None)
+        self._num_values = self._number_of_values(result)
+        self._shares = self._num_values > 4
+        seen, share, available = (*result, None)[:3] if self._shares else (result, None, None)
         self._over, self._share = None, share
         self._ended.clear()
         self._seen = self._observations("reset", seen)
@@ -178,11 +191,10 @@ class MAPPOEnv(Adapter):
         except TypeError as error:
             self._check_call(error, "step", joint)
             raise
-        expected = 6 if self._shares else 4
-        if not isinstance(result, tuple | list) or len(result) != expected:
-            after = "as `reset` returned share observations" if self._shares else "as `reset` returned observations"
-            raise self._wrong_result("step", f"{_VALUES}; {expected} values, {after}", result)
-        seen, share, rewards, dones, infos, available = result if self._shares else _with_gaps(result)
+        number = self._num_values
+        if not isinstance(result, tuple | list) or len(result) != number:
+            raise self._wrong_result("step", f"{_OF_STEP[number]}; {number} values, {_AFTER[number]}", result)
+        seen, share, rewards, dones, infos, available = result if number == 6 else _with_gaps(result)
         observations = self._observations("step", seen)
         self._masks = self._allowed("step", available)
         self._seen, self._share = observations, share
@@ -251,14 +263,26 @@ class MAPPOEnv(Adapter):
             )
         return [*share]
 
-    def _is_triple(self, result: Any) -> bool:
-        """Whether `reset` returned (observations, share_observations, available_actions), not only observations."""
-        if type(result) is not tuple or len(result) != 3 or (result[2] is not None and not _is_list(result[2])):
-            return False
-        number, first = len(self.possible_agents), result[0]
-        if not _is_list(first) or len(first) != number:
-            return False
-        return number != 3 or np.shape(first[0]) == self.observation_spaces[self.possible_agents[0]].shape
+    def _number_of_values(self, result: Any) -> int:
+        """The number of values that `step` returns, which the form of the result of `reset` says."""
+        number = len(self.possible_agents)
+        if type(result) is not tuple or len(result) not in (2, 3) or not _is_list(result[0]):
+            return 4
+        first = result[0]
+        if len(first) != number:
+            return 4
+        if len(result) == number and np.shape(first[0]) != self.observation_spaces[self.possible_agents[0]].shape:
+            return 4  # a tuple with the observation of each agent
+        if len(result) == 3:
+            return 6 if result[2] is None or _is_list(result[2]) else 4
+        return 5 if self._are_shares(result[1]) else 4
+
+    def _are_shares(self, share: Any) -> bool:
+        """Whether a value beside the observations is a share observation for each agent, or one for all."""
+        number, shape = len(self.possible_agents), self._share_shapes[0]
+        if isinstance(share, np.ndarray) and share.shape == shape != (number,):
+            return True
+        return _is_list(share) and len(share) == number and np.shape(share[0]) == shape
 
     def _joint(self, actions: Mapping[Any, Any]) -> Any:
         """What the simulator's `step` takes: an array with one row per agent, or a list if the rows' shapes differ."""
@@ -303,7 +327,7 @@ class MAPPOEnv(Adapter):
     def _observations(self, method: str, seen: Any) -> dict[AgentID, Any]:
         agents = self.possible_agents
         if not _is_list(seen) or len(seen) != len(agents):
-            expected = _ALONE if method == "reset" else _VALUES
+            expected = ", or ".join(_OF_RESET.values()) if method == "reset" else _OF_STEP[self._num_values]
             raise self._wrong_result(method, f"{expected}, with {len(agents)} observations, one per agent", seen)
         return {agent: _cast(one, self.observation_spaces[agent]) for agent, one in zip(agents, seen)}
 
@@ -480,8 +504,9 @@ def _array_of(rows: Any) -> NDArray[Any]:
 
 
 def _with_gaps(result: Sequence[Any]) -> tuple[Any, ...]:
-    observations, rewards, dones, infos = result
-    return observations, None, rewards, dones, infos, None
+    """Four or five values of a step as six, with None for those that are missing."""
+    observations, *share, rewards, dones, infos = result
+    return observations, share[0] if share else None, rewards, dones, infos, None
 
 
 def _is_list(values: Any) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from gymnasium import spaces
 from simulators.mappo_envs import (
     AGENTS,
+    Drones,
     K,
     Particles,
     Pilots,
@@ -18,6 +19,7 @@ from simulators.mappo_envs import (
     Speakers,
     Squad,
     Swimmers,
+    Wings,
     WorkersLoop,
     old,
     old_box,
@@ -44,6 +46,8 @@ KINDS = {
     Squad: ([box(4)] * K, [spaces.Discrete(5)] * K, spaces.Box(-INF, INF, (K, 9), np.float32)),
     Swimmers: ([box(4), box(6), box(3)], [box(2, bound=1)] * K, spaces.Box(-INF, INF, (K, 7), np.float32)),
     Pilots: ([box(5)] * K, [spaces.MultiDiscrete([3, 5, 2])] * K, spaces.Box(-INF, INF, (K, 4), np.float64)),
+    Wings: ([box(5)] * K, [spaces.MultiDiscrete([3, 5, 2])] * K, spaces.Box(-INF, INF, (K, 6), np.float64)),
+    Drones: ([box(4)] * K, [spaces.Discrete(5)] * K, spaces.Box(-INF, INF, (K, 9), np.float32)),
 }
 
 
@@ -79,7 +83,7 @@ def as_their_runner(kind: Any, actions: list[Any]) -> Any:
         return np.eye(5)[actions]
     if kind is Speakers:
         return np.concatenate([np.eye(5)[[one[0] for one in actions]], np.eye(3)[[one[1] for one in actions]]], axis=1)
-    return np.array(actions).reshape(K, 1) if kind is Squad else np.array(actions)
+    return np.array(actions).reshape(K, 1) if kind in (Squad, Drones) else np.array(actions)
 
 
 def share_rows(kind: Any, observations: Any, share: Any) -> np.ndarray:
@@ -87,6 +91,8 @@ def share_rows(kind: Any, observations: Any, share: Any) -> np.ndarray:
         return np.stack(observations)
     if share is None:  # on-policy's runner joins observations
         return np.stack([np.concatenate(observations)] * K).astype(np.float32)
+    if kind is Drones:  # one for all
+        return np.stack([share] * K)
     longest = max(map(len, share))
     return np.stack([np.pad(row, (0, longest - len(row))) for row in share])
 
@@ -505,6 +511,60 @@ def test_results_of_another_form_are_refused(method, result, expected):
     with pytest.raises(AdapterMismatch, match=expected) as raised:
         reset_and_step(adapt(wrong()))
     assert "It was treated as a MAPPO environment; if it is of another kind, pass adapter=" in str(raised.value)
+
+
+class Two(Simulator):
+    """Two agents, with observations and share observations of two numbers each: a tuple of two may be either."""
+
+    n_agents = 2
+    obs_size = (2, 2)
+    observation_space = share_observation_space = [box(2)] * 2
+    action_space = [spaces.Discrete(3)] * 2
+    first: Any = None  # what `reset` returns
+    number = 4
+
+    def reset(self) -> Any:
+        self.begin()
+        return self.first
+
+    def step(self, actions: Any) -> Any:
+        self.shape = np.shape(actions)
+        share = [[np.full(2, 7.0)] * 2] * (self.number > 4)
+        return self.look(), *share, [0.0] * 2, [False] * 2, [{}] * 2, *[None] * (self.number == 6)
+
+
+ROWS, SHARES = [np.array([1.0, 2.0]), np.array([3.0, 4.0])], [np.array([5.0, 6.0]), np.array([7.0, 8.0])]
+
+
+@pytest.mark.parametrize(
+    ("first", "number", "share"),
+    [
+        (ROWS, 4, ROWS),
+        (tuple(ROWS), 4, ROWS),
+        (np.stack(ROWS), 4, ROWS),
+        (([1.0, 2.0], [3.0, 4.0]), 4, ROWS),
+        ((ROWS, SHARES), 5, SHARES),
+        ((np.stack(ROWS), np.stack(SHARES)), 5, SHARES),
+        (([[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]), 5, SHARES),
+        ((ROWS, SHARES, None), 6, SHARES),
+        ((ROWS, SHARES, [[1, 1, 1]] * 2), 6, SHARES),
+    ],
+)
+def test_the_form_of_reset_says_how_many_values_a_step_has(first, number, share):
+    simulator = type("Form", (Two,), {"first": first, "number": number})
+    with ParallelEnv([simulator], backend="serial") as env:
+        observations, _ = env.reset()
+        np.testing.assert_array_equal([*observations[0].values()], ROWS)
+        np.testing.assert_array_equal(env.state()[0], share)
+        observations, *_ = env.step([{"agent_0": 1, "agent_1": 2}])
+        own = [*observations[0].values()]
+        np.testing.assert_array_equal(env.state()[0], own if number == 4 else np.full((2, 2), 7.0))
+        assert env.get_attr("shape") == ((2,) if number == 4 else (2, 1),)
+    other = type("Other", (Two,), {"first": first, "number": 4 if number > 4 else 5})
+    with ParallelEnv([other], backend="serial") as env:
+        env.reset()
+        with pytest.raises(EnvError, match=rf"`step` .* must return \(.*\); {number} values, as `reset` returned"):
+            env.step([{"agent_0": 1, "agent_1": 2}])
 
 
 def test_six_values_after_observations_alone_are_refused():

@@ -14,7 +14,7 @@ from gymnasium import spaces
 from helpers.mappo import Listed, Log, PipeVecEnv, Policy, SameShare, train
 from mpe2 import simple_speaker_listener_v4, simple_spread_v3
 from simulators.crashing import Fate, crashing
-from simulators.mappo_envs import K, Particles, Pilots, Pitch, Speakers, Squad, Swimmers, WorkersLoop
+from simulators.mappo_envs import Drones, K, Particles, Pilots, Pitch, Speakers, Squad, Swimmers, Wings, WorkersLoop
 from simulators.pymarl_envs import Gymma, PlainLoop, Skirmish
 from simulators.team_battles import AGENTS, DictBattle, ParallelBattle, TeamBattle
 from simulators.variable_agents import VariableAgents, VariableDictAgents
@@ -107,10 +107,10 @@ def equal_rows(ours: Any, theirs: Any) -> None:
         assert not one[len(other) :].any()
 
 
-@pytest.mark.parametrize("kind", [Particles, Speakers, Pitch, Squad, Swimmers, Pilots])
+@pytest.mark.parametrize("kind", [Particles, Speakers, Pitch, Squad, Swimmers, Pilots, Wings, Drones])
 def test_simulators_with_lists_are_those_of_a_loop(kind):
-    """Four and six values; the spaces are the simulator's own lists."""
-    has_share = kind in (Squad, Swimmers, Pilots)
+    """Four, five and six values; the spaces are the simulator's own lists."""
+    has_share = kind in (Squad, Swimmers, Pilots, Wings, Drones)
     makers = [functools.partial(kind, seed) for seed in (3, 4, 5)]
     envs = (ShareSubprocVecEnv if has_share else SubprocVecEnv)(makers, num_workers=2)
     loop = WorkersLoop(kind, (3, 4, 5))
@@ -129,7 +129,7 @@ def test_simulators_with_lists_are_those_of_a_loop(kind):
             ends += over
             equal_rows(obs[env_id], loop.latest[env_id][0])
             assert np.array_equal(rewards[env_id], outcome[0])
-            assert dones[env_id].tolist() == np.broadcast_to(outcome[1], 3).tolist()
+            assert dones[env_id].tolist() == np.broadcast_to(np.ravel(outcome[1]), 3).tolist()
             for own, theirs in zip(infos[env_id], outcome[2] if isinstance(outcome[2], list) else [outcome[2]] * 3):
                 assert theirs.items() <= own.items()
             if kind is Pitch:  # one info for all, which its runner reads as such
@@ -137,13 +137,16 @@ def test_simulators_with_lists_are_those_of_a_loop(kind):
             if over:
                 equal_rows(infos[env_id][0]["original_obs"], last[0])
             if has_share:
-                equal_rows(share_obs[env_id], loop.latest[env_id][1])
+                of_all = (lambda share: [share] * K) if kind is Drones else list  # one for all
+                equal_rows(share_obs[env_id], of_all(loop.latest[env_id][1]))
                 if over:
-                    equal_rows(infos[env_id][0]["original_state"], last[1])
+                    equal_rows(infos[env_id][0]["original_state"], of_all(last[1]))
             if kind is Squad:
                 assert np.array_equal(available[env_id], loop.latest[env_id][2])
                 if over:
                     assert np.array_equal(infos[env_id][0]["original_avail_actions"], last[2])
+            elif kind is Drones:
+                assert np.array_equal(available, np.ones((3, K, 5)))
             elif has_share:
                 assert available[env_id] is None
     envs.close()

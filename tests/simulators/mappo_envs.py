@@ -1,7 +1,8 @@
 """Small simulators with the interface of the MAPPO and HARL projects, and their workers' loop without processes.
 
 `Particles` and `Pitch` return four values, as on-policy's particle and football environments; `Squad` six, as its SMAC;
-`Swimmers` and `Pilots` six, as HARL's continuous ones and its air combat.
+`Swimmers` and `Pilots` six, as HARL's continuous ones and its air combat; `Wings` and `Drones` five, as forks without
+available actions.
 """
 
 from __future__ import annotations
@@ -250,6 +251,43 @@ class Pilots(Swimmers):
         return np.stack(self.look()), self.shares(), rewards, over, [{"step": self.time}] * K, [None] * K
 
 
+class Wings(Pilots):
+    """As a fork of on-policy for air combat: no available actions at all, arrays `(agents, 1)` of flags, one info."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self.share_observation_space = tuple(spaces.Box(-np.inf, np.inf, (6,), np.float64) for _ in range(K))
+
+    def shares(self) -> Any:
+        return np.arange(6.0 * K).reshape(K, 6) + self.time + self.total
+
+    def reset(self) -> Any:
+        return super().reset()[:2]
+
+    def step(self, actions: Any) -> Any:
+        observations, share, rewards, over, _, _ = super().step(actions)
+        return observations, share, rewards, np.full((K, 1), over), {"current_step": self.time}
+
+
+class Drones(Squad):
+    """Integers in columns, and one flag for all; the share observation of all agents is one array."""
+
+    def shares(self) -> Any:
+        return self.get_state()
+
+    def get_avail_actions(self) -> Any:
+        return [[1] * 5] * K
+
+    def reset(self) -> Any:
+        return super().reset()[:2]
+
+    def step(self, actions: Any) -> Any:
+        observations, share, rewards, _, _, _ = super().step(actions)
+        limit = self.time >= self.limit
+        infos = [{"bad_transition": limit, "agent": place} for place in range(K)]
+        return observations, share, rewards, [limit] * K, infos
+
+
 class WorkersLoop:
     """Simulators, stepped and reset as by the projects' workers: an episode follows the other in the same step."""
 
@@ -260,13 +298,15 @@ class WorkersLoop:
 
     def reset(self, place: int) -> tuple[Any, Any, Any]:
         result = self.simulators[place].reset()
-        return result if isinstance(result, tuple) else (result, None, None)
+        return (*result, None)[:3] if isinstance(result, tuple) else (result, None, None)
 
     def step(self, place: int, actions: Any) -> tuple[Any, tuple[Any, Any, Any], bool]:
         """Rewards, dones, infos; observations, share observations and masks before a reset; whether it is over."""
         result = self.simulators[place].step(actions)
         if len(result) == 4:
             result = result[0], None, *result[1:], None
+        elif len(result) == 5:
+            result = *result, None
         observations, share, *outcome, available = result
         last = observations, share, available
         over = bool(np.all(outcome[1]))
