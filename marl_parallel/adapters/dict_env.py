@@ -10,6 +10,7 @@ from gymnasium import Space
 
 from marl_parallel.adapters.attributes import AgentID, agent_names, declared, spaces_by_agent, spaces_of, type_name
 from marl_parallel.adapters.protocol import ALL, Adapter, AdapterMismatch, Dicts, Rules
+from marl_parallel.adapters.tuple_env import is_true
 
 
 class DictEnv(Adapter):
@@ -39,6 +40,8 @@ class DictEnv(Adapter):
                 "its observations are agents that share it."
             )
         agents, flagged = [*observations], [*observations, ALL]
+        if isinstance(values[1], dict) and not isinstance(values[2], dict) and self._all_have_terminated(values[1]):
+            values[1] = {ALL: True, **values[1]}
         for place, keys in enumerate((agents, flagged, flagged)):
             value = values[place]
             if isinstance(value, np.ndarray):
@@ -46,6 +49,11 @@ class DictEnv(Adapter):
             if not isinstance(value, dict):
                 values[place] = dict.fromkeys(keys, value)
         return observations, *values, infos
+
+    def _all_have_terminated(self, terminateds: dict[Any, Any]) -> bool:
+        """Whether every possible agent has a true flag: the end of an episode whose one truncated flag is for all."""
+        agents = self.possible_agents
+        return bool(agents) and all(agent in terminateds and is_true(terminateds[agent]) for agent in agents)
 
     def _agents(self) -> list[AgentID]:
         if agents := super()._agents():

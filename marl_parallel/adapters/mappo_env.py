@@ -57,7 +57,7 @@ _AFTER = {
     5: "as `reset` returned share observations without available actions",
     6: "as `reset` returned share observations",
 }
-"""What `reset` and `step` return, by the number of values of `step`, and which of these numbers follows from `reset`."""
+"""By the number of values of `step`: what `reset` and `step` return, and why `step` must return that many."""
 
 
 class MAPPOEnv(Adapter):

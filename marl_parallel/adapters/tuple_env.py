@@ -82,7 +82,7 @@ class TupleEnv(Adapter):
         else:
             terminateds = self._of_each_or_all(terminated, "terminated flags")
             truncateds = self._of_each_or_all(truncated, "truncated flags")
-            ends = [(_is_true(terminateds[agent]), _is_true(truncateds[agent])) for agent in agents]
+            ends = [(is_true(terminateds[agent]), is_true(truncateds[agent])) for agent in agents]
             self._alive = [agent for agent, flags in zip(agents, ends) if not any(flags)]
             terminateds[ALL] = truncateds[ALL] = False
             if not self._alive:
@@ -141,7 +141,8 @@ def _is_sequence(values: Any) -> bool:
     return getattr(values, "shape", True) != () and isinstance(values, Iterable)  # other libraries' arrays
 
 
-def _is_true(flag: Any) -> bool:
+def is_true(flag: Any) -> bool:
+    """Whether a flag is true; False if it is no single flag."""
     try:
         return bool(flag)
     except Exception:  # several flags in one: `core/transition.py` raises, for every kind of environment

@@ -24,6 +24,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.adapters.protocol import JOINT, AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
 from marl_parallel.core.generators import States, current_states, restore_states, seed_generators
 from marl_parallel.core.pickling import loads
+from marl_parallel.core.reports import logger
 from marl_parallel.core.spaces import zeros
 from marl_parallel.core.transition import (
     ALL,
@@ -75,7 +76,8 @@ class Episode:
             options.
 
     `after_step` is called after each step that compiled code carries out, before the transition is written. `joint`
-    returns the `JOINT` actions for such a step, or None.
+    returns the `JOINT` actions for such a step, or None. `warned` has the warnings that the worker's environments have
+    logged: each comes once.
     """
 
     def __init__(
@@ -89,8 +91,10 @@ class Episode:
         seeds_generators: bool = False,
         after_step: Callable[[], None] | None = None,
         joint: Callable[[], Any] | None = None,
+        warned: set[str] | None = None,
     ) -> None:
         self.env, self.env_id, self.seeding, self.seeds_generators = env, env_id, seeding, seeds_generators
+        self._warned = set[str]() if warned is None else warned
         self._mode, self._status = mode, status
         self._dict_rules = env.rules is Rules.DICT
         self._alive: list[AgentID] = []
@@ -193,6 +197,8 @@ class Episode:
             ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
             terminateds, truncateds = {**terminateds}, {**truncateds}  # the simulator may reuse its dicts
             # If the simulator sets `__all__` in one dict only, the other one is set such that an ended episode is over.
+            if self._dict_rules and ALL not in terminateds and not before and not self._alive and self._flagged:
+                self._warn_of_no_end()
             terminateds.setdefault(ALL, ended[0] or (any(ended) and not truncateds.get(ALL, True)))
             truncateds.setdefault(ALL, any(ended) and not terminateds[ALL])
         over = terminateds[ALL], truncateds[ALL]
@@ -206,6 +212,18 @@ class Episode:
         self.ended_for_now, self.fast = True, None
         # Simulators that reuse their arrays and dicts would overwrite them in the next episode.
         return Transition(*copied_dicts((observations, rewards, terminateds, truncateds, infos)), self._alive, ())
+
+    def _warn_of_no_end(self) -> None:
+        """Warn that all agents have ended before this step, in which none has come back."""
+        if "no end" in self._warned:
+            return
+        self._warned.add("no end")
+        logger.warning(
+            "environment %d: all its agents have ended, but its `step` returns no `__all__`, so the episode goes on "
+            'without agents. Let `step` return terminateds["__all__"] = True at the end of an episode, or pass '
+            'adapter="pettingzoo" if an episode ends with its last agent. If agents come back later, ignore this.',
+            self.env_id,
+        )
 
     def begin_next(self, last: Transition) -> Transition:
         """Begin the next episode in a step: the first observations, with the rewards, flags and infos of `last`."""

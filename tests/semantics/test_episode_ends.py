@@ -11,6 +11,7 @@ import pytest
 from gymnasium import spaces
 from helpers.comparison import assert_same, spoil
 
+from marl_parallel import ParallelEnv
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
@@ -174,3 +175,116 @@ def test_last_step_round_trip(there, change, final, compiled):
     arrived = written_and_read(3, transition, 1, compiled)
     assert_same([*dicts_of(arrived)], expected)
     assert (arrived.acting, arrived.alive, is_over(arrived)) == (there, there, True)
+
+
+# Episodes without agents, which have no end
+
+
+BOTH = ["a", "b"]
+
+
+class WithoutEnd:
+    """Two agents, in steps of 1, 2, ...; `steps` has what each returns: who is observed, and three values or dicts."""
+
+    possible_agents = BOTH
+    observation_spaces = dict.fromkeys(BOTH, BOX)
+    action_spaces = dict.fromkeys(BOTH, spaces.Discrete(2))
+    steps: Any = ()
+    infos: Any = None
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        self.time = 0
+        return dict.fromkeys(BOTH, seen(0)), {}
+
+    def step(self, actions: Any) -> Any:
+        who, terminated, truncated = self.steps[min(self.time, len(self.steps) - 1)]
+        self.time += 1
+        observations = dict.fromkeys(who, seen(self.time))
+        return observations, dict.fromkeys(who, 1.0), terminated, truncated, dict.fromkeys(who, self.infos)
+
+
+NO, YES, NOT_OVER = dict.fromkeys(BOTH, False), dict.fromkeys(BOTH, True), {"__all__": False}
+GOES_ON = BOTH, NO, NO
+A_ENDS, B_ENDS = ("a", {"a": True}, {"a": False}), ("b", {"b": False}, {"b": True})
+SILENT = "", {}, {}
+WITHOUT_END = {
+    "both terminate": [GOES_ON, (BOTH, YES, NO), SILENT],
+    "both are truncated in the first step": [(BOTH, NO, YES), SILENT],
+    "one after the other": [GOES_ON, A_ENDS, B_ENDS, SILENT],
+    "flags stay true": [GOES_ON, (BOTH, YES, NO)],
+    "only truncateds has an end": [(BOTH, YES, {**NO, **NOT_OVER}), ("", {}, NOT_OVER)],
+    "one truncated flag, with the flags of those that are left": [A_ENDS, ("b", {"b": True}, False), ("", {}, False)],
+    "flags of NumPy's": [(BOTH, dict.fromkeys(BOTH, np.True_), dict.fromkeys(BOTH, np.False_)), SILENT],
+}
+WITH_END = {
+    "an end": [GOES_ON, (BOTH, {**YES, "__all__": True}, {**NO, **NOT_OVER})],
+    "no end yet, as the simulator says": [(BOTH, {**YES, **NOT_OVER}, {**NO, **NOT_OVER}), ("", NOT_OVER, NOT_OVER)],
+    "one is left": [GOES_ON, A_ENDS, ("b", {"b": False}, {"b": False})],
+    "one comes back": [GOES_ON, (BOTH, YES, NO), ("a", {"a": False}, {"a": False}), (BOTH, YES, NO), GOES_ON],
+    "nobody is observed": [("", {}, {})],
+    "one terminated flag": [(BOTH, False, NO), (BOTH, True, NO)],
+}
+
+
+def ends(steps: Any, infos: Any = None, **keywords: Any) -> list[bool]:
+    """Whether an episode was over after each of five steps."""
+    simulator = type("Scripted", (WithoutEnd,), {"steps": steps, "infos": infos or {}})
+    with ParallelEnv([simulator], False, **{"backend": "serial", "adapter": "dict", **keywords}) as env:
+        env.reset()
+        over = []
+        for _ in range(5):
+            _, _, terminateds, truncateds, _ = env.step([dict.fromkeys(env.acting[0], 0)])
+            over.append(bool(terminateds[0]["__all__"] or truncateds[0]["__all__"]))
+        return over
+
+
+@pytest.mark.parametrize("infos", [{}, {"x": "y"}], ids=["plain", "infos"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["codec", "python"])
+@pytest.mark.parametrize("name", [*WITHOUT_END, *WITH_END])
+def test_an_episode_without_agents_and_without_end_is_a_warning(name, compiled, infos, monkeypatch, caplog):
+    if not compiled:
+        monkeypatch.setattr("marl_parallel.core.codec.Codec", None)
+    over = ends({**WITHOUT_END, **WITH_END}[name], infos)
+    texts = [record.getMessage() for record in caplog.records if record.name == "marl_parallel"]
+    if name in WITH_END:
+        assert not texts
+        assert any(over) == (name in ("an end", "one terminated flag"))
+        return
+    (text,) = texts
+    assert "environment 0: all its agents have ended, but its `step` returns no `__all__`" in text
+    assert 'return terminateds["__all__"] = True at the end of an episode, or pass adapter="pettingzoo"' in text
+    assert not any(over)
+
+
+def test_the_advice_of_that_warning_helps(caplog):
+    assert ends(WITHOUT_END["both terminate"], adapter="pettingzoo") == [False, True, True, True, True]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("backend", ["thread", "process", "hybrid"])
+def test_each_worker_warns_once_of_an_episode_without_end(backend, caplog):
+    simulator = type("Scripted", (WithoutEnd,), {"steps": WITHOUT_END["one after the other"], "infos": {}})
+    with ParallelEnv([simulator] * 4, backend=backend, adapter="dict", num_workers=2) as env:
+        for _ in range(2):
+            env.reset()
+            for _ in range(6):
+                env.step([dict.fromkeys(acting, 0) for acting in env.acting])
+    texts = [record.getMessage() for record in caplog.records if "returns no `__all__`" in record.getMessage()]
+    assert sorted(text.partition(":")[0] for text in texts) == ["environment 0", "environment 2"]
+
+
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP"])
+@pytest.mark.parametrize("flag", [False, np.False_, np.zeros(1, bool)], ids=repr)
+def test_with_one_truncated_flag_an_episode_is_over_when_all_agents_have_terminated(flag, mode, caplog):
+    steps = [(BOTH, NO, flag), (BOTH, {"a": True, "b": False}, flag), (BOTH, YES, flag)]
+    simulator = type("Public", (WithoutEnd,), {"steps": steps, "infos": {}})
+    with ParallelEnv([simulator], mode, backend="serial") as env:
+        env.reset()
+        over = []
+        for _ in range(7):
+            _, _, terminateds, truncateds, _ = env.step([dict.fromkeys(BOTH, 0)])
+            over.append(terminateds[0]["__all__"])
+            assert not truncateds[0]["__all__"]
+    same, following = [False, False, True], [False, False, True, False]
+    assert over == ([*same, *same, False] if mode == "SAME_STEP" else [*following, *following[:3]])
+    assert not caplog.records
