@@ -16,6 +16,7 @@ from pettingzoo import AECEnv, ParallelEnv  # type: ignore[import-untyped]
 from marl_parallel.adapters import attributes
 from marl_parallel.adapters.attributes import AgentID, LookupFailed, declared, length_of, type_name
 from marl_parallel.adapters.dict_env import DictEnv, ListActionsEnv, RLlibEnv
+from marl_parallel.adapters.forms import mappo_way
 from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.adapters.mappo_env import MAPPOEnv, is_mappo
 from marl_parallel.adapters.mlagents import MLAgentsEnv
@@ -128,8 +129,12 @@ def _recognise(env: Any) -> MultiAgentEnv:
     if attributes.is_a(env, "gym", "Env"):
         if declared(env, "possible_agents") is not None or attributes.agent_names(env):
             return DictEnv(env)
+        lists = all(length_of(declared(env, f"{what}_space")) for what in ("observation", "action"))
+        listed = (
+            f"It has lists of spaces, as simulators of MAPPO: {mappo_way(env)}. Else convert" if lists else "Convert"
+        )
         raise NotAnEnvironment(
-            f"{type_name(env)} is an environment of OpenAI's gym, whose API differs from Gymnasium's. Convert it with "
+            f"{type_name(env)} is an environment of OpenAI's gym, whose API differs from Gymnasium's. {listed} it with "
             "Shimmy (shimmy.GymV26CompatibilityV0(env=env), or GymV21CompatibilityV0 for gym before 0.26), "
             f"or, if its `step` returns five values, pass {choices(env)}."
         )

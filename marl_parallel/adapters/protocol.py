@@ -21,6 +21,7 @@ from marl_parallel.adapters import attributes
 from marl_parallel.adapters.attributes import AgentID as AgentID
 from marl_parallel.adapters.attributes import NotAnEnvironment as NotAnEnvironment
 from marl_parallel.adapters.attributes import declared, declared_or_none, method, stored, type_name
+from marl_parallel.adapters.forms import way_out
 
 Dicts: TypeAlias = tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]
 """Observations, rewards, terminateds, truncateds, infos."""
@@ -432,14 +433,19 @@ class Adapter(MultiAgentEnv):
             return tuple(result)
         raise self._wrong_result(method, expected, result)
 
-    def _wrong_result(self, method: str, expected: str, got: Any) -> AdapterMismatch:
-        place = f"`{method}` of {type_name(self.source)}"
-        return self._mismatch(f"{place} must return {expected}; it returned {described(got)}")
+    def _wrong_result(self, method: str, expected: str, got: Any, result: Any = None) -> AdapterMismatch:
+        """The error of a wrong value; `result` is the whole result that the value is a part of."""
+        text = f"`{method}` of {type_name(self.source)} must return {expected}; it returned {described(got)}"
+        return self._mismatch(text, way_out(method, got if result is None else result, self.source, self.names))
 
-    def _mismatch(self, text: str) -> AdapterMismatch:
-        kind = self.kind[0].lower() + self.kind[1:]
-        other = choices(self.source, self.names)
-        return AdapterMismatch(f"{text}. It was treated as {kind}; if it is of another kind, pass {other}.")
+    def _mismatch(self, text: str, way: str = "") -> AdapterMismatch:
+        """The error of a simulator of another kind; `way` says what to do if that is known."""
+        text = f"{text}. It was treated as {self.kind[0].lower()}{self.kind[1:]}"
+        other = f"if it is of another kind, pass {choices(self.source, self.names)}"
+        if not way:
+            return AdapterMismatch(f"{text}; {other}.")
+        # With one agent, a value may have the same form as those of several.
+        return AdapterMismatch(f"{text}. {way}{f'; {other}' * ('gymnasium' in self.names)}.")
 
 
 def number_in(value: Any) -> Any:
@@ -459,7 +465,8 @@ def described(value: Any) -> str:
     if isinstance(value, tuple | list):
         names = ", ".join([type(entry).__name__ for entry in value[:_MOST_TYPES_SHOWN]])
         names += ", ..." * (len(value) > _MOST_TYPES_SHOWN)
-        is_old = len(value) == 4 and isinstance(value[-1], Mapping) and not isinstance(value[-2], Mapping)
+        old_types = len(value) == 4 and isinstance(value[-1], Mapping) and not isinstance(value[-2], Mapping)
+        is_old = old_types and not isinstance(value[1], list | tuple)  # these are rewards of several agents
         old = "; four values are the API of OpenAI's gym, which Shimmy converts" if is_old else ""
         return f"{len(value)} values: ({names}){old}"
     shape = getattr(value, "shape", None)

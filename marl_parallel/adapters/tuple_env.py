@@ -57,9 +57,10 @@ class TupleEnv(Adapter):
             raise self._wrong_result("reset", "(observations, info)", result)
         observations, info = result
         if self._shared_shape and getattr(observations, "shape", None) == self._shared_shape:
-            raise self._wrong_result("reset", "one observation per agent", observations)
+            raise self._wrong_result("reset", "one observation per agent", observations, result)
         self._alive, self._over = self.possible_agents, None
-        return self._for_each("reset", "observations", observations), self._infos("reset", info)
+        of_agents = self._for_each("reset", "observations", observations, result)
+        return of_agents, self._infos("reset", info, result)
 
     def step(self, actions: dict[Any, Any]) -> Dicts:
         if self._over is not None:  # steps do nothing until the caller resets, as in single-agent environments
@@ -94,7 +95,7 @@ class TupleEnv(Adapter):
             self._of_each_or_all(rewards, "rewards"),
             terminateds,
             truncateds,
-            self._infos("step", info),
+            self._infos("step", info, result),
         )
 
     def alive(self) -> Sequence[AgentID]:
@@ -107,10 +108,10 @@ class TupleEnv(Adapter):
             raise ValueError(f"no action for agent {agent!r}: a tuple environment needs one for each of {self._alive}")
         return idle_action(self.action_spaces.get(agent))
 
-    def _for_each(self, method: str, what: str, values: Any) -> dict[AgentID, Any]:
+    def _for_each(self, method: str, what: str, values: Any, result: Any = None) -> dict[AgentID, Any]:
         agents = self.possible_agents
         if not _is_sequence(values) or len(values) != len(agents):
-            raise self._wrong_result(method, f"{len(agents)} {what}, one per agent", values)
+            raise self._wrong_result(method, f"{len(agents)} {what}, one per agent", values, result)
         return dict(zip(agents, values))
 
     def _of_each_or_all(self, values: Any, what: str) -> dict[AgentID, Any]:
@@ -122,15 +123,15 @@ class TupleEnv(Adapter):
             raise self._wrong_result("step", f"{what}, one per agent or one for all", values)
         return dict.fromkeys(self.possible_agents, values)
 
-    def _infos(self, method: str, info: Any) -> dict[Any, Any]:
+    def _infos(self, method: str, info: Any, result: Any) -> dict[Any, Any]:
         agents = self.possible_agents
         if isinstance(info, Mapping):
             if any(agent in info for agent in agents):
                 return dict(info)
             return {agent: {} for agent in agents} | ({COMMON: info} if info else {})
         if not _is_sequence(info) or not all(isinstance(entry, Mapping) for entry in info):
-            raise self._wrong_result(method, "one dict of infos, or one per agent", info)
-        return self._for_each(method, "infos", info)
+            raise self._wrong_result(method, "one dict of infos, or one per agent", info, result)
+        return self._for_each(method, "infos", info, result)
 
 
 def _is_sequence(values: Any) -> bool:
