@@ -196,7 +196,7 @@ def test_a_simulator_with_lists_works_after_that_advice(name):
 
 
 @pytest.mark.parametrize(
-    "result", [None, "text", 3, (), [object()] * K, (rows(), rows(2)), ({}, {}, {}), np.zeros(()), [1, [2]], {1, 2}]
+    "result", [None, "text", 3, (), [object()] * K, (rows(), "text"), ({}, {}, {}), np.zeros(()), [1, [2]], {1, 2}]
 )
 def test_other_results_name_the_adapters_that_may_fit(result):
     for attributes in ({}, lists(), {"n_agents": K}):
