@@ -23,6 +23,7 @@ from typing import Any
 from marl_parallel.core.advice import naming_limits
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import Lost, Message, Reply, Request
+from marl_parallel.core.neighbours import Neighbours
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -44,9 +45,9 @@ class _LocalBackend(Backend):
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in shares]
-        arrays = self._arrays
+        arrays, neighbours, in_line = self._arrays, Neighbours(), not self.own_thread
         self.workers = [
-            Worker(status, lambda _: self.block, in_line=not self.own_thread, arrays=lambda: arrays.fd)
+            Worker(status, lambda _: self.block, in_line=in_line, arrays=lambda: arrays.fd, neighbours=neighbours)
             for status in self.statuses
         ]
 

@@ -113,6 +113,19 @@ def _needs_main_thread(error: BaseException) -> bool:
     return isinstance(error, ValueError | RuntimeError) and _NEEDS_MAIN_THREAD.search(summary(error)) is not None
 
 
+# -- environments in one process ---------------------------------------------------------------------------------------
+
+
+def only_once(*, own_process: bool) -> str:
+    """What to do if a constructor has failed because the simulator can exist only once in a process."""
+    return f"if the simulator can exist only once in a process, pass {a_process_each(own_process=own_process)}"
+
+
+def a_process_each(*, own_process: bool) -> str:
+    """The arguments that give each environment a process of its own; `own_process` is as in `advice`."""
+    return "envs_per_worker=1" if own_process else 'backend="process" and envs_per_worker=1'
+
+
 # -- limits of the system ----------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
 from marl_parallel.core import pickling
+from marl_parallel.core.advice import a_process_each
 from marl_parallel.core.array_file import LARGE, ArrayFileError, ArrayWriter
 from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.constructors import Constructor
@@ -78,8 +80,38 @@ def construct(
             elif result.kind is not ModuleNotFoundError:
                 raise result.kind(f"environment {env_id}: {result.text}")
         to_pickle = [*pickling.add_missing_modules(local_modules, results, what), *(as_it_is - built.keys())]
+    _warn_of_neighbours(pool, built)
     described = [schemas[built[env_id].description] for env_id in range(len(constructors))]
     return described, construction._replace(described=built[0].description), dict(sorted(built.items()))
+
+
+def _warn_of_neighbours(pool: Pool, built: Mapping[int, Built]) -> None:
+    """Warn of what environments in one process have in common without being meant to."""
+    wrapping: dict[str, set[int]] = {}
+    for env_id, one in sorted(built.items()):
+        for other, kind in one.in_common.shared:
+            wrapping.setdefault(kind, set()).update((other, env_id))
+    for kind, env_ids in wrapping.items():
+        warnings.warn(
+            f"environments {sorted(env_ids)} wrap the same object of type {kind} as others in their process, so a step "
+            "of one of them also steps the others. Let each call of a constructor make a new one. If the object is "
+            "meant for several environments, ignore this",
+            UserWarning,
+            stacklevel=4,
+        )
+    overriding = {env_id: one.in_common.overridden for env_id, one in sorted(built.items()) if one.in_common.overridden}
+    if not overriding:
+        return
+    names = dict.fromkeys(name for names in overriding.values() for name in names)
+    backend = pool.backend
+    in_workers = backend.pickles and not any(overriding.keys() & {*pool.shares[worker]} for worker in backend.in_line)
+    warnings.warn(
+        f"the constructors of environments {[*overriding]} changed {' and '.join(names)}, which belongs to the whole "
+        "process: environments that were constructed before them in the same process now have the new value, too. "
+        f"Pass {a_process_each(own_process=in_workers)} if each environment needs its own",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 _WAY_OUT = (

@@ -61,6 +61,7 @@ class Failure(NamedTuple):
     partially_written: bool = False  # whether its record may be partially written
     to_do: str = ""  # the advice if a restart cannot help, as with a wrong `adapter=`
     kinds: Sequence[str] = ()  # by `name_of`, the type of the exception and that type's bases
+    or_else: str = ""  # advice for another cause that is possible, too
 
 
 def name_of(kind: type) -> str:
@@ -209,12 +210,20 @@ class Seeding(NamedTuple):
         return self.passed or self.bound
 
 
+class InCommon(NamedTuple):
+    """What an environment has in common with those constructed before it in the same process."""
+
+    shared: tuple[tuple[int, str], ...] = ()  # environments that wrap the same object, and its type
+    overridden: tuple[str, ...] = ()  # settings of the process that its constructor has changed for them
+
+
 class Built(NamedTuple):
     """The result of `ACCESS`."""
 
     description: bytes  # a `Schema`, pickled
     seeding: Seeding
     declared_seed: int | None = None  # the seed that the environment declares; None if it declares none
+    in_common: InCommon = InCommon()
 
 
 class Answer(NamedTuple):

@@ -47,6 +47,8 @@ def env_error(env_id: int, worker: int, failure: Failure, advice: str = "") -> E
     """The error of an environment that raised; its cause and `original` is the exception, if that pickles."""
     method, stack = failure.method, with_code(failure.traceback)
     to_do = failure.to_do or f"fix the simulator, or its arguments{_restart(method, advice)}"
+    if failure.or_else:
+        to_do = f"{to_do}; or, {failure.or_else}"
     text = (
         f"environment {env_id} (worker {worker}) raised in {method}{_at(stack)}: {failure.summary}"
         f"\n\nWhat to do: {to_do}.\n\nWhere it happened:\n{stack}"

@@ -40,7 +40,7 @@ from marl_parallel.adapters import (
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.adapters.protocol import OfAdapter
 from marl_parallel.core import array_file
-from marl_parallel.core.advice import advice, summary
+from marl_parallel.core.advice import advice, only_once, summary
 from marl_parallel.core.array_file import ConstructorArrays
 from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.codec import open_codec
@@ -77,6 +77,7 @@ from marl_parallel.core.messages import (
     answer,
     name_of,
 )
+from marl_parallel.core.neighbours import Neighbours
 from marl_parallel.core.pickling import Leftovers, apart, dump_leftovers, dumps, install_registrations, loads
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.saved_simulator import (
@@ -112,6 +113,7 @@ class Worker:
         arrays: Returns the descriptor of `Backend.array_file`, if the backend has one.
         moment: The time for compiled code, a float64 array of one number; None for `time.monotonic`. Required if the
             status has another clock.
+        neighbours: The environments of all workers in this process; None if there is only this worker.
     """
 
     def __init__(
@@ -123,7 +125,9 @@ class Worker:
         in_line: bool = False,
         arrays: Callable[[], int] = lambda: -1,
         moment: NDArray[np.float64] | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
+        self._neighbours = neighbours or Neighbours(own_process=own_process)
         self._status, self._open_block, self._arrays = status, attach, arrays
         self._own_process, self._in_line, self._moment = own_process, in_line, moment
         self._pid = os.getpid()
@@ -218,7 +222,12 @@ class Worker:
                     raise
                 place = place if codec is None else codec.place
                 env_id, doing = ids[place], self._status.latest or _NAMED.get(message, message)
-                failures[env_id] = _failure(error, doing, env_id == self._partially_written, self._own_process)
+                failure = _failure(error, doing, env_id == self._partially_written, self._own_process)
+                if doing is Activity.CONSTRUCTOR:
+                    if self._neighbours.others(env_id):
+                        failure = failure._replace(or_else=only_once(own_process=self._own_process))
+                    self._neighbours.forget(env_id)
+                failures[env_id] = failure
                 self._partially_written = None
                 if env_id in self._saved:
                     results[env_id] = self._saved.pop(env_id)
@@ -252,7 +261,9 @@ class Worker:
         if construction.isolate_rng and self._generators is None:
             self._generators = GeneratorStates()
             self._generators.switch(env_id)
+        before = self._neighbours.begin(env_id)
         env, seeding, self._arrays_of[env_id] = self._construct(env_id, construction)
+        in_common = self._neighbours.add(env_id, env, before)
         if self._own_process:
             self.settings.look_again()
         if construction.traced != is_traced(self._status):  # in a standby, a trace may have begun or ended
@@ -261,7 +272,7 @@ class Worker:
         self._episodes[env_id] = self._new_episode(env_id, env, construction)
         self._all = tuple(sorted(self._seeds))  # sorted, in whatever order they were constructed
         self._restarts = construction.restarts
-        return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source))
+        return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source), in_common)
 
     def _new_episode(self, env_id: int, env: MultiAgentEnv, construction: Construction) -> Episode:
         seed = construction.seeds[env_id]
@@ -357,6 +368,7 @@ class Worker:
             if self._in_line and isinstance(error, KeyboardInterrupt):
                 raise
         self._episodes.pop(env_id, None)
+        self._neighbours.forget(env_id)
         built = self._access(env_id, construction)
         # Before the block is laid out for this environment: the records of the others are in the block, too.
         if built.description != construction.described:
@@ -643,6 +655,7 @@ class Worker:
                     raise
         saved, loaded, arrays = self._loaded.pop(env_id)
         self._closed.discard(env_id)
+        self._neighbours.forget(env_id)
         if loaded.uses_pygame:
             if saved.needs_constructor:
                 close_quietly(loaded.env)

@@ -26,6 +26,7 @@ buggy               one bug each, for `check`; `Healthy` has none
 unseeded_resets     for `check`: resets that draw from a global or unseeded generator
 one_per_process     for `check`: only one may be open in a process, as with libsumo
 failing_api_tests   for `check`: PettingZoo's own tests fail, end the process or hang
+one_object          for tests of environments in one process: constructors that return one object, or wrap one
 waiting             for `tune`: waits instead of computing, so that the best setting is known
 envpool_players     a pool in EnvPool's layout
 native_arena        a `NativeSimulator` in arrays
