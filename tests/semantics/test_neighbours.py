@@ -356,7 +356,7 @@ BUSY = RuntimeError("already initialised"), PermissionError(13, "locked"), OSErr
 def test_the_error_of_a_second_engine_says_how_each_gets_a_process(backend, way, error):
     engine = type("Engine", (Engine,), {"error": error, "living": []})
     expected = (
-        r"raised in constructor.*\n\nWhat to do: fix the simulator, or its arguments; or, if the simulator can exist "
+        r"raised in constructor.*\n\nWhat to do: fix the simulator, or its arguments.*; or, if the simulator can exist "
     )
     with pytest.raises(EnvError, match=expected + rf"only once in a process, pass {way}\.") as caught:
         ParallelEnv([engine] * 2, **backend)
