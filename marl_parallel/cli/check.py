@@ -56,6 +56,7 @@ from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
 from marl_parallel.backends import descendants
 from marl_parallel.cli.target import DEBUG_HINT, CommandError, constructor_of, in_brief
 from marl_parallel.core import generators
+from marl_parallel.core.advice import FLAGS, is_of_flags
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.constructors import construct_one
 from marl_parallel.core.episode import Episode
@@ -138,6 +139,14 @@ _ONE_PER_PROCESS = (
     "one simulation per process: pass envs_per_worker=1 to ParallelEnv, so that each environment has a worker process "
     'of its own; backend="serial" and "thread" have one process for all'
 )
+_SHARES = (
+    "let environments share nothing: no globals, class attributes that change, files or ports of one name; or pass "
+    "envs_per_worker=1, so that each has a process of its own"
+)
+_UNKNOWN_TO_WORKERS = (
+    "this may come from what the script did before, which workers do not know, such as attributes that it has set in "
+    "modules and defaults of libraries: do it in the constructor or in the module (docs/script_state.md)"
+)
 # By name: the question, the severity, the fault and the advice, with fields to fill in.
 # fmt: off
 _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
@@ -204,9 +213,10 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
     "no test": (Question.API, REMARK, "{name} cannot be imported: {error}",
         "install what {name} needs, if it is wanted"),
     "shared": (Question.SERIAL, PROBLEM,
-        "together with others, environment {env_id} gives other results than alone: {where}",
-        "let environments share nothing: no globals, class attributes that change, files or ports of one "
-        "name; or pass envs_per_worker=1, so that each has a process of its own"),
+        "together with others, environment {env_id} gives other results than alone: {where}", _SHARES),
+    "unlike the script": (Question.PROCESS, PROBLEM,
+        "in a worker process, environment {env_id} gives other results than in the process of its script: {where}",
+        f"{_UNKNOWN_TO_WORKERS}; or environments of a worker share something: {_SHARES}"),
     "uneven steps": (Question.COST, REMARK, "uneven steps (p99 is {ratio:.0f}x the median)",
         "`step` waits for the slowest environment; send and recv(min_envs=...) go on with the others"),
     "long resets": (Question.COST, REMARK, "long resets (as long as {ratio:.0f} steps)",
@@ -483,7 +493,7 @@ class Probe:
             return self.call(function)
         except (Exception, SystemExit, GeneratorExit) as error:
             question, what, where = self.job.question, _raises(doing, error), ""
-            to_do = 'fix that line, or let runs go on with on_error="restart"'
+            to_do = FLAGS if is_of_flags(error) else 'fix that line, or let runs go on with on_error="restart"'
             if isinstance(error, TypeError) and not _place_of(error):
                 # The adapter raises it because of what the simulator returned; or Python, because of how it was called.
                 last = traceback.extract_tb(error.__traceback__)[-1].line or ""
@@ -671,7 +681,10 @@ def alone(probe: Probe, constructor: Constructor) -> Steps:
     job, before = probe.job, _started()
     yield Finding(Question.PICKLING, PROBLEM, "pickling the constructor", "")
     if (reason := probe.call(lambda: pickling_error(constructor))) is not None:
-        probe.find("unpicklable constructor", "the constructor", reason=reason)
+        finding = _finding("unpicklable constructor", reason=reason)
+        if "FlagValues" in reason:
+            finding = finding._replace(advice=FLAGS)
+        probe.add(finding._replace(where=_method("the constructor", probe.defined)))
     solo: Solo = yield from _construct(probe, constructor)
     constructed = _started()
     env, types = solo.env, {"reward": set[str](), "flag": set[str]()}
@@ -929,6 +942,8 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
         to_do = str(error).partition("What to do: ")[2].partition(".\n")[0]
         what = re.sub(r" at 0x[0-9a-f]+", "", first_line(error))
         advice = to_do or "fix what it says; ParallelEnv raised this error"
+        if isinstance(error, EnvError) and job.backend == "process":  # alone, it did not raise
+            advice = f"{advice}. {_UNKNOWN_TO_WORKERS[0].upper()}{_UNKNOWN_TO_WORKERS[1:]}"
         probe.add(Finding(job.question, PROBLEM, f"in a ParallelEnv: {what}", advice))
     else:
         _check_nothing_left(probe, before, "ParallelEnv.close")
@@ -1330,12 +1345,16 @@ def examine(job: Job, backends: list[str], on_start: Callable[[str], None] = lam
             finding = finding._replace(where=_method("reset", defined))
             result.add([finding])
             first, traces = first_episodes, traces if unseeded else {}
+    # Environments of "serial" run in the process that has loaded the script.
+    of_serial = traces.get("serial", {})
+    serial_differs = any(first_difference(first[one], of_serial[one]) for one in first.keys() & of_serial.keys())
     for backend, together in traces.items():
         question = Question.of_backend(backend)
         result.checked.add(question)
         for env_id in first.keys() & together.keys():
             if (difference := first_difference(first[env_id], together[env_id])) is not None:
-                finding = _finding("shared", env_id=env_id, where=difference[1])
+                name = "unlike the script" if backend == "process" and not serial_differs else "shared"
+                finding = _finding(name, env_id=env_id, where=difference[1])
                 if facts.get("generators"):
                     names = " and ".join(facts["generators"])
                     finding = finding._replace(advice=f"it uses {names}: pass isolate_rng=True; {finding.advice}")

@@ -12,7 +12,7 @@ import re
 import threading
 import traceback
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from marl_parallel.adapters import AdapterMismatch
 from marl_parallel.adapters.attributes import LookupFailed
@@ -42,6 +42,8 @@ def advice(error: BaseException, *, own_process: bool) -> str:
     for one, is_shown in _chain(error):
         if own_process and _needs_terminal(one):
             return NO_TERMINAL
+        if own_process and (is_of_flags(one) or _is_of_gym(one)):
+            return FLAGS if is_of_flags(one) else GYM_ID
         if not in_main_thread and _needs_main_thread(one):
             return OTHER_THREAD
         if is_shown and _is_of_a_limit(one):
@@ -98,6 +100,30 @@ def _needs_terminal(error: BaseException) -> bool:
     if _number(error) == errno.ENXIO and getattr(error, "filename", None) == "/dev/tty":
         return True
     return any(_USES_TERMINAL.search(one.line or "") for one in traceback.extract_tb(error.__traceback__))
+
+
+# -- what the caller's script has done ---------------------------------------------------------------------------------
+
+FLAGS = (
+    "workers do not have your program's absl flags: read them in your program and pass their values to the "
+    "constructor, as in functools.partial(make_env, size=FLAGS.size). For flags that a library defines and reads, call "
+    "absl.flags.FLAGS(sys.argv, known_only=True) in the constructor, after the import of that library"
+)
+GYM_ID = "import the module that registers this id with gym inside the constructor"
+_OF_ABSENT_FLAGS = ("UnparsedFlagAccessError", "UnrecognizedFlagError", "AttributeError", "TypeError")
+
+
+def is_of_flags(error: BaseException) -> bool:
+    """Whether absl raises because flags are not parsed or not defined here, or because it does not pickle flags."""
+    last: Any = {}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        last = frame.f_globals
+    return type(error).__name__ in _OF_ABSENT_FLAGS and str(last.get("__name__")).startswith("absl.flags")
+
+
+def _is_of_gym(error: BaseException) -> bool:
+    """Whether an id is not registered with OpenAI's gym."""
+    return any((kind.__module__, kind.__name__) == ("gym.error", "UnregisteredEnv") for kind in type(error).__mro__)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Settings that workers copy from the caller's process: levels of loggers and filters of warnings.
+"""Settings that workers copy from the caller: levels of loggers, filters of warnings, `numpy.seterr`, recursion limit.
 
 `CallerSettings` reads them at construction and at each reset, `WorkerSettings` applies them in a worker. What a
-simulator sets in the worker stays until the caller changes the same setting.
+simulator sets in the worker stays until the caller changes the same setting. NumPy has a `seterr` for each thread, so
+workers in threads of the caller's process copy this one, too; all other settings belong to a process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from marl_parallel.core import pickling
 
@@ -40,11 +43,13 @@ class Filter(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The settings of the caller's process."""
+    """The settings of the caller's process, and of its thread."""
 
     disabled: int  # the level of `logging.disable`
     loggers: Mapping[str, LoggerState] | None  # those that differ from a new one; None: levels are not taken over
     filters: Sequence[Filter]
+    float_errors: Mapping[str, str]  # for `numpy.seterr`
+    recursion_limit: int
 
 
 _NEW = LoggerState()
@@ -93,10 +98,12 @@ class CallerSettings:
                 if one.level or one.handlers or not one.propagate
             }
         disabled = logging.root.manager.disable if self._takes_levels else logging.NOTSET
-        seen = disabled, loggers, [*warnings.filters], len(self._local_modules)
+        of_thread = _float_errors(), sys.getrecursionlimit()
+        seen = disabled, loggers, [*warnings.filters], len(self._local_modules), of_thread
         if seen != self._seen:
             self._seen = seen
-            self._pickled = pickle.dumps(Settings(disabled, loggers, self._filters()), pickle.HIGHEST_PROTOCOL)
+            settings = Settings(disabled, loggers, self._filters(), *of_thread)
+            self._pickled = pickle.dumps(settings, pickle.HIGHEST_PROTOCOL)
         return self._pickled
 
     def _filters(self) -> list[Filter]:
@@ -110,15 +117,30 @@ class CallerSettings:
         return found
 
 
+def _float_errors() -> dict[str, str]:
+    """NumPy's handling of floating-point errors in this thread.
+
+    The function of the modes "call" and "log" belongs to the caller: workers warn in place of calling it.
+    """
+    modes = cast("dict[str, str]", np.geterr())
+    return {kind: "warn" if mode in ("call", "log") else mode for kind, mode in modes.items()}
+
+
 class WorkerSettings:
-    """The settings of the caller in a worker process.
+    """The settings of the caller in a worker.
+
+    Args:
+        own_process: Whether the worker has its own process; if it is a thread, only NumPy's `seterr` is applied.
 
     Attributes:
         forwards: Whether log records go to the caller's process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own_process: bool = True) -> None:
         self.forwards = False
+        self._own_process = own_process
+        self._float_errors: Mapping[str, str] = {}
+        self._recursion_limit = 0
         self._pickled = b""
         self._loggers: Mapping[str, LoggerState] = {}
         self._filters: Sequence[Filter] = ()
@@ -133,6 +155,14 @@ class WorkerSettings:
             return
         first, self._pickled = not self._pickled, pickled
         settings: Settings = pickle.loads(pickled)
+        before, self._float_errors = self._float_errors, settings.float_errors
+        np.seterr(**cast("Any", {kind: how for kind, how in self._float_errors.items() if how != before.get(kind)}))
+        if not self._own_process:
+            return
+        if settings.recursion_limit != self._recursion_limit:
+            self._recursion_limit = settings.recursion_limit
+            with contextlib.suppress(RecursionError):  # too low for the calls that are running: it stays as it is
+                sys.setrecursionlimit(settings.recursion_limit)
         if settings.loggers is not None:
             self._set_levels(settings.loggers)
             if logging.root.manager.disable != settings.disabled:

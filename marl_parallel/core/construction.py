@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters import Schema
 from marl_parallel.core import pickling
-from marl_parallel.core.advice import a_process_each
+from marl_parallel.core.advice import FLAGS, a_process_each, is_of_flags
 from marl_parallel.core.array_file import LARGE, ArrayFileError, ArrayWriter
 from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.constructors import Constructor
@@ -114,9 +114,10 @@ def _warn_of_neighbours(pool: Pool, built: Mapping[int, Built]) -> None:
     )
 
 
+_NEED_NO_PICKLE = 'backend="serial" and "thread" need no pickle'
 _WAY_OUT = (
     "Create what does not pickle inside the constructor, or move the class or function that uses it into a module, "
-    'which workers import; backend="serial" and "thread" need no pickle'
+    f"which workers import; {_NEED_NO_PICKLE}"
 )
 
 
@@ -147,9 +148,10 @@ def _pickle(
                     by_id[id(constructor)] = constructor
                     continue
                 where = pickling.where_unpicklable(constructor, writer.dumps)
+                way_out = f"What to do: {FLAGS}; {_NEED_NO_PICKLE}" if is_of_flags(error) else _WAY_OUT
                 raise TypeError(
                     f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "
-                    f"worker: {error}{where}. {_WAY_OUT}: {constructor!r}"
+                    f"worker: {error}{where}. {way_out}: {constructor!r}"
                 ) from error
     return {env_id: _of_one(by_id[id(constructors[env_id])]) for env_id in env_ids}
 

@@ -48,7 +48,7 @@ class Request(NamedTuple):
     env_ids: Sequence[int] | None = None  # which of its environments, in this order; None for all of them
     payload: Any = None  # a dict by environment, or another value that the message needs; None for most steps
     each: bool = False  # whether each environment replies as soon as it is done; else one reply for all
-    settings: bytes | None = None  # of the caller's process, to apply first; None if unchanged
+    settings: bytes | None = None  # of `CallerSettings`, to apply first; None if unchanged
 
 
 class Failure(NamedTuple):
@@ -151,7 +151,7 @@ class Construction(NamedTuple):
     isolate_rng: bool = False  # whether each environment has process-wide generators of its own
     derived_seeds: bool = False  # whether resets without a seed get a derived one, see `episode.derived_seed`
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
-    settings: bytes = b""  # of `CallerSettings`; workers in the caller's process ignore them
+    settings: bytes = b""  # of `CallerSettings`; workers in the caller's thread ignore them
 
 
 class Block(NamedTuple):

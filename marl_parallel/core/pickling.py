@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import io
 import itertools
 import pickle
@@ -474,16 +475,26 @@ def in_order(values: dict[Any, Any], possible_agents: Sequence[AgentID]) -> dict
     return first | {key: value for key, value in values.items() if key not in first}
 
 
+_GYM = "gym.envs.registration"  # OpenAI's; only a program that imports it has its registry
+
+
 def dump_registrations() -> bytes:
-    """Pickle the registries of Gymnasium and PettingZoo, without specs that cannot be pickled."""
-    return pickle.dumps({name: dict(_pickled(specs)) for name, specs in _registries()}, pickle.HIGHEST_PROTOCOL)
+    """Pickle the registries of Gymnasium, PettingZoo and OpenAI's gym, without specs that cannot be pickled."""
+    registries = dict(_registries())
+    if "gym" in registries:  # workers import gym only for ids that it does not register itself
+        of_gym = registries["gym"].items()
+        registries["gym"] = {env_id: spec for env_id, spec in of_gym if not _is_of_gym_itself(env_id, spec)}
+    return pickle.dumps({name: dict(_pickled(specs)) for name, specs in registries.items()}, pickle.HIGHEST_PROTOCOL)
 
 
 def install_registrations(pickled: bytes) -> None:
     """Register in this process the specs that `dump_registrations` has pickled in another process."""
     # A simulator that is imported later registers its environments again, each with a warning.
-    warnings.filterwarnings("ignore", r".*Overriding environment .* in (the \w+ )?registry", UserWarning)
+    warnings.filterwarnings("ignore", r".*Overriding environment ", UserWarning)
     received: Mapping[str, Mapping[str, bytes]] = pickle.loads(pickled)
+    if received.get("gym"):
+        with contextlib.suppress(Exception):  # this machine lacks it: a constructor that needs it names it
+            importlib.import_module(_GYM)
     for name, registry in _registries():
         known = dict(_pickled(registry))
         for env_id, spec in received.get(name, {}).items():
@@ -498,6 +509,23 @@ def _registries() -> Iterator[tuple[str, MutableMapping[str, Any]]]:
     for name in ("aec_registry", "parallel_registry"):  # older releases of PettingZoo have none
         if isinstance(registry := getattr(pettingzoo, name, None), dict):
             yield name, registry
+    registry = getattr(sys.modules.get(_GYM), "registry", None)
+    if isinstance(registry, dict):  # before 0.24 it is not, and a module could not register its ids once more
+        yield "gym", registry
+
+
+def _is_of_gym_itself(env_id: str, spec: Any) -> bool:
+    """Whether OpenAI's gym registers this id when it is imported."""
+    return str(spec.entry_point).startswith("gym.envs.") and f'"{env_id}"' in _ids_of_gym()
+
+
+@functools.cache
+def _ids_of_gym() -> str:
+    """The source of the module in which OpenAI's gym registers its own ids."""
+    try:
+        return inspect.getsource(sys.modules["gym.envs"])
+    except (OSError, TypeError):  # it comes without a source: all ids travel
+        return ""
 
 
 def _pickled(registry: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:

@@ -304,7 +304,11 @@ def as_array(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArra
         return cast
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise _mismatch(dtype, shape, f"dtype {array.dtype}, which cannot be cast to it")
-    return array.astype(dtype)
+    try:
+        return array.astype(dtype)
+    except FloatingPointError:  # `numpy.seterr` of the script or the simulator; rounding a tiny number is no error
+        with np.errstate(under="ignore"):
+            return array.astype(dtype)
 
 
 def check_no_axes(value: Any, dtype: np.dtype[Any]) -> None:

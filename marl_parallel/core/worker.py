@@ -150,7 +150,7 @@ class Worker:
         self._saved: dict[int, bytes] = {}  # leftovers of last steps whose automatic reset has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be partially written
         self.outputs = Outputs()  # what each reset and step writes besides the transitions
-        self.settings = WorkerSettings()  # the caller's settings, in a process of its own
+        self.settings = WorkerSettings(own_process)
         self._rollout: RolloutBuffer | None = None
         self._mask_columns: list[MaskColumns] = []  # of the block, if masks have a place in it
         self._joint_columns: list[JointColumn] = []  # of the block, if `JOINT` actions have a place in it
@@ -179,7 +179,7 @@ class Worker:
     def _carry_out(self, request: Request, env_ids: Sequence[int] | None, *, last: bool) -> None:
         message, _, payload, each, settings = request
         self._status.begin_request()
-        if settings is not None and self._own_process:
+        if settings is not None and not self._in_line:
             self.settings.apply(settings)
         elif message is not Message.STEP:
             self.settings.look_again()
@@ -295,7 +295,7 @@ class Worker:
         with self._status.during(env_id, Activity.CONSTRUCTOR), seeding_new_torch(generators_seed):
             if generators_seed is not None:
                 seed_generators(generators_seed)  # modules imported now may also draw
-            if self._own_process and construction.settings:
+            if construction.settings and not self._in_line:
                 self.settings.apply(construction.settings)
             if self._own_process and construction.registrations != self._registrations:
                 self._registrations = construction.registrations

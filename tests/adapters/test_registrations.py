@@ -158,3 +158,126 @@ def test_pettingzoo_without_a_registry(monkeypatch):
     assert pickle.loads(dump_registrations()).keys() == {"gymnasium"}
     with ParallelEnv([Hunt], backend="serial") as env:
         env.reset()
+
+
+# The registry of OpenAI's gym 0.26, and what of it `make` and `register` use.
+GYM = {
+    "__init__.py": "from gym.envs.registration import make, register, spec\n",
+    "error.py": """
+        class Error(Exception): pass
+        class Unregistered(Error): pass
+        class UnregisteredEnv(Unregistered): pass
+        class NameNotFound(UnregisteredEnv): pass
+    """,
+    "envs/__init__.py": """
+        from gym.envs.registration import make, register, registry, spec
+
+        register(id="Own-v0", entry_point="gym.envs.registration:Nothing")
+    """,
+    "envs/registration.py": """
+        import importlib, warnings
+        from dataclasses import dataclass, field
+        from gym import error
+
+        @dataclass
+        class EnvSpec:
+            id: str
+            entry_point: object
+            max_episode_steps: object = None
+            kwargs: dict = field(default_factory=dict)
+
+        registry = {}
+
+        def register(id, **kwargs):
+            if id in registry:
+                warnings.warn(f"WARN: Overriding environment {id} already in registry.", UserWarning)
+            registry[id] = EnvSpec(id=id, **kwargs)
+
+        def spec(id):
+            if id not in registry:
+                raise error.NameNotFound(f"Environment {id} doesn't exist.")
+            return registry[id]
+
+        def make(id, **kwargs):
+            create = spec(id).entry_point
+            if isinstance(create, str):
+                module, name = create.split(":")
+                create = getattr(importlib.import_module(module), name)
+            return create(**spec(id).kwargs, **kwargs)
+    """,
+    "../registers_itself.py": """
+        import gym
+        from simulators.deterministic import Hunt
+
+        gym.register("package/Hunt-v0", entry_point="registers_itself:Hunt", kwargs={"env_id": 4})
+    """,
+}
+WITH_GYM = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    import pickle, threading
+    from marl_parallel import EnvError, ParallelEnv
+    from marl_parallel.backends.spawn import PortableProcessBackend
+    from marl_parallel.core import pickling
+    from simulators.deterministic import Hunt
+
+    def travel():
+        return {{*pickle.loads(pickling.dump_registrations()).get("gym", ())}}
+
+    assert "gym" not in sys.modules
+    with ParallelEnv([Hunt]) as env:
+        assert env.call(lambda _: "gym" in sys.modules) == (False,)
+    assert "gym" not in sys.modules, "nothing but the program imports it"
+
+    import gym
+    import registers_itself
+
+    class Script(Hunt):
+        pass
+
+    gym.register("script/Class-v0", entry_point=Script, kwargs={{"env_id": 1}})
+    gym.register("script/Lambda-v0", entry_point=lambda: Hunt(env_id=2))
+    gym.register("script/Text-v0", entry_point="simulators.deterministic:Hunt", kwargs={{"env_id": 3}})
+    gym.register("script/Longer-v0", entry_point="gym.envs.registration:Nothing", max_episode_steps=77)
+    gym.register("script/Lock-v0", entry_point=Script, kwargs={{"env_id": threading.Lock()}})
+    ids = ["script/Class-v0", "script/Lambda-v0", "script/Text-v0", "package/Hunt-v0"]
+    assert travel() == {{*ids, "script/Longer-v0"}}
+
+    def made(env_id):
+        def make():
+            import gym
+            return gym.make(ids[env_id])
+        return make
+
+    def limit(_):
+        import gym
+        return gym.spec("script/Longer-v0").max_episode_steps, gym.spec("Own-v0").id
+
+    for backend in ("process", PortableProcessBackend(), "thread", "serial"):
+        with ParallelEnv([made(env_id) for env_id in range(4)], backend=backend, num_workers=2) as env:
+            env.reset()
+            assert env.get_attr("env_id") == (1, 2, 3, 4)
+            assert env.call(limit) == ((77, "Own-v0"),) * 4
+
+    def missing():
+        import gym
+        return gym.make("script/Lock-v0")
+
+    try:
+        ParallelEnv([missing])
+    except EnvError as error:
+        assert "What to do: import the module that registers this id with gym inside the constructor." in str(error)
+    print("made")
+"""
+
+
+def test_registrations_with_openais_gym(tmp_path):
+    for name, text in GYM.items():
+        path = tmp_path / "gym" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    (tmp_path / "script.py").write_text(textwrap.dedent(WITH_GYM.format(tests=str(TESTS))))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "made" in done.stdout
+    assert "Overriding" not in done.stderr

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from marl_parallel.cli.check import Job, Question, Severity, run_probes
+from marl_parallel.cli.check import Job, Question, Severity, examine, run_probes
 
 pytestmark = pytest.mark.release_independent
 
@@ -91,3 +91,52 @@ def test_script_in_all_backends(tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+GAME = """
+    import {module}
+    import numpy as np
+    from gymnasium import spaces
+    from pettingzoo import ParallelEnv
+
+    {module}.{name} = 7  # as a script or a notebook does, before it makes its environments
+
+    class Game(ParallelEnv):
+        metadata = {{"name": "game"}}
+        possible_agents = ["a"]
+
+        def observation_space(self, agent):
+            return spaces.Box(-9, 9, (1,), np.float32)
+
+        def action_space(self, agent):
+            return spaces.Discrete(2)
+
+        def reset(self, seed=None, options=None):
+            self.agents = ["a"]
+            return {{"a": np.full(1, {read}, np.float32)}}, {{"a": {{}}}}
+
+        def step(self, actions):
+            return {{"a": np.full(1, {read}, np.float32)}}, {{"a": 0.0}}, {{"a": False}}, {{"a": False}}, {{"a": {{}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "read", "what"),
+    [
+        ("simulation_config", "number", "simulation_config.number", "in a worker process, environment 0 gives other"),
+        ("simulation_config", "cell", "getattr(simulation_config, 'cell', 3)", "in a worker process, environment 0"),
+        ("calendar", "own_number", "calendar.own_number", "has no attribute 'own_number'"),
+    ],
+)
+def test_what_the_script_has_set_in_modules_is_named_as_a_reason(tmp_path, monkeypatch, module, name, read, what):
+    (tmp_path / "simulation_config.py").write_text("number = 1\n")
+    (tmp_path / "game.py").write_text(textwrap.dedent(GAME.format(module=module, name=name, read=read)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    job = Job("alone", f"{tmp_path}/game.py:Game", "{}", timeout=20.0, seconds=0.02, steps=5)
+    found = examine(job, ["serial", "process"])
+    (problem,) = [one for one in found.findings if one.severity is Severity.PROBLEM]
+    assert problem.question is Question.PROCESS
+    assert what in problem.what
+    assert "his may come from what the script did before, which workers do not know" in problem.advice
+    assert "docs/script_state.md" in problem.advice

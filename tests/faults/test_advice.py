@@ -403,3 +403,129 @@ def test_usual_advice(backend_setup, build, tmp_path):
         )
     )
     assert what_to_do(text).startswith(USUAL)
+
+
+# -- flags of absl -----------------------------------------------------------------------------------------------------
+
+# What absl-py 2.5 does with flags that are not defined, not parsed, or pickled.
+ABSL = """
+class UnparsedFlagAccessError(Exception): pass
+class UnrecognizedFlagError(Exception): pass
+
+class FlagValues:
+    def __init__(self):
+        self.__dict__.update(parsed=False, defaults={})
+
+    def __getattr__(self, name):
+        if name not in self.defaults:
+            raise AttributeError(name)
+        if not self.parsed:
+            raise UnparsedFlagAccessError(f"Trying to access flag --{name} before flags were parsed.")
+        return self.defaults[name]
+
+    def __call__(self, argv, known_only=False):
+        for one in argv[1:]:
+            name = one.lstrip("-").partition("=")[0]
+            if name not in self.defaults and not known_only:
+                raise UnrecognizedFlagError(f"Unknown command line flag '{name}'")
+        self.__dict__["parsed"] = True
+
+    def __getstate__(self):
+        raise TypeError("can't pickle FlagValues")
+
+FLAGS = FlagValues()
+
+class FlagHolder:
+    def __init__(self, name):
+        self._flagvalues, self._name = FLAGS, name
+
+    @property
+    def value(self):
+        return getattr(self._flagvalues, self._name)
+
+def DEFINE_integer(name, default, help):
+    FLAGS.defaults[name] = default
+    return FlagHolder(name)
+"""
+PROGRAM = """
+from absl import flags
+import functools, sys
+
+FLAGS, SIZE = flags.FLAGS, flags.DEFINE_integer("size", 3, "in the program")
+FLAGS(["program"])
+
+def reads_a_global():
+    return Hunt(FLAGS.size)
+
+def reads_a_holder():
+    return Hunt(SIZE.value)
+
+class Keeps:
+    def __init__(self):
+        self.flags = FLAGS
+
+    def __call__(self):
+        return Hunt(self.flags.size)
+
+keeps = Keeps()
+
+def not_defined():
+    from absl import flags
+    return Hunt(flags.FLAGS.size)
+
+def not_parsed():
+    from absl import flags
+    flags.DEFINE_integer("of_library", 3, "")
+    return Hunt(flags.FLAGS.of_library)
+
+def unknown():
+    from absl import flags
+    flags.FLAGS(["program", "--size=3"])
+
+def parses_known_ones():
+    from absl import flags
+    flags.DEFINE_integer("of_library", 3, "")
+    flags.FLAGS(["program", "--size=3"], known_only=True)
+    assert flags.FLAGS.of_library == 3
+    return Hunt()
+
+with_values = functools.partial(lambda size: Hunt(), size=FLAGS.size)
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """The definitions of a script that uses absl's flags."""
+    (tmp_path / "absl").mkdir()
+    (tmp_path / "absl" / "__init__.py").touch()
+    (tmp_path / "absl" / "flags").mkdir()
+    (tmp_path / "absl" / "flags" / "__init__.py").write_text("from absl.flags._flagvalues import *\n")
+    (tmp_path / "absl" / "flags" / "_flagvalues.py").write_text(ABSL)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("absl", "absl.flags", "absl.flags._flagvalues"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    names = {"__name__": "__main__", "Hunt": Hunt}
+    exec(PROGRAM, names)
+    return names
+
+
+@pytest.mark.parametrize("constructor", ["reads_a_global", "reads_a_holder", "keeps"])
+def test_flags_that_cannot_be_pickled(program, constructor):
+    with pytest.raises(TypeError, match="can't pickle FlagValues") as caught:
+        ParallelEnv([program[constructor]] * 2)
+    text = str(caught.value)
+    assert f"What to do: {advice.FLAGS}; backend=" in text
+    assert "into a module" not in text
+
+
+@pytest.mark.parametrize("backend", ["process", "hybrid"])
+@pytest.mark.parametrize("constructor", ["not_defined", "not_parsed", "unknown"])
+def test_flags_that_workers_do_not_have(program, backend, constructor):
+    constructors = [program["with_values"], program[constructor]]  # the second one in a worker process
+    with pytest.raises(EnvError, match=r"Flag|AttributeError: size") as caught:
+        ParallelEnv(constructors, backend=backend, num_workers=2)
+    assert f"What to do: {advice.FLAGS}.\n" in str(caught.value)
+
+
+def test_what_the_advice_about_flags_says_works(program):
+    ParallelEnv([program["with_values"], program["parses_known_ones"]], num_workers=2).close()
