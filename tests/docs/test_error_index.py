@@ -182,8 +182,8 @@ def test_every_advice_has_a_row():
     for one in failed:
         one.__cause__ = KeyError("a")
     declarations = [advice.advice(one, own_process=True) for one in failed]
-    once = advice.only_once(own_process=True)
-    printed = [advice.NO_TERMINAL, advice.OTHER_THREAD, *limits, *advice.OF_KINDS.values(), *declarations, once]
+    others = [advice.only_once(own_process=True), advice.FLAGS, advice.GYM_ID]
+    printed = [advice.NO_TERMINAL, advice.OTHER_THREAD, *limits, *advice.OF_KINDS.values(), *declarations, *others]
     assert all(printed)
     assert len(ADVICE) == len(printed)
     for text in printed:
