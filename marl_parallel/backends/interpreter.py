@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from marl_parallel.backends.memory import anonymous_file
+from marl_parallel.core.reports import runs
 
 _warn_once = functools.cache(logging.getLogger("marl_parallel").warning)
 
@@ -70,7 +71,7 @@ def program(text: str, path: Sequence[str]) -> tuple[list[str], int]:
 
 def worker_name(worker: int, share: Sequence[int]) -> tuple[str, str]:
     """The name of a worker process in lists of processes, and a short one."""
-    envs = f"{share[0]}-{share[-1]}" if len(share) > 1 else "".join(map(str, share))
+    envs = ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs(share))
     return f"marl_parallel worker {worker}" + (f" (env {envs})" if envs else ""), f"marl worker {worker}"
 
 

@@ -191,8 +191,21 @@ def escaped(text: str) -> str:
 
 
 def environments(env_ids: Sequence[int]) -> str:
-    """Neighbouring env ids in words, such as "environments 0 to 3"."""
-    return f"environment {env_ids[0]}" if len(env_ids) == 1 else f"environments {env_ids[0]} to {env_ids[-1]}"
+    """Env ids in words, such as "environments 0 to 3" or "environments 0, 2 and 5 to 7"."""
+    parts = [f"{first} to {last}" if first < last else f"{first}" for first, last in runs(env_ids)]
+    listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return f"environment{'s' * (len(env_ids) > 1)} {listed}"
+
+
+def runs(env_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last of each run of neighbouring env ids, in order."""
+    found: list[tuple[int, int]] = []
+    for env_id in sorted(env_ids):
+        if found and found[-1][1] == env_id - 1:
+            found[-1] = found[-1][0], env_id
+        else:
+            found.append((env_id, env_id))
+    return found
 
 
 def _restart(method: str, advice: str) -> str:

@@ -112,6 +112,7 @@ def test_names_of_keepers_and_fork_server():
         (3, range(12, 16), "marl_parallel worker 3 (env 12-15)"),
         (0, [12], "marl_parallel worker 0 (env 12)"),
         (4, (), "marl_parallel worker 4"),
+        (5, (0, 2, 3), "marl_parallel worker 5 (env 0,2-3)"),
     ],
 )
 def test_name_of_a_share(worker, share, name):

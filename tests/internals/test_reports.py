@@ -7,7 +7,7 @@ import linecache
 import pytest
 
 from marl_parallel.core.messages import Lost, LostServer
-from marl_parallel.core.reports import manner_of_death, with_code
+from marl_parallel.core.reports import environments, manner_of_death, with_code
 
 CELL = "/somewhere/ipykernel_1/1234.py"
 
@@ -43,3 +43,20 @@ def test_worker_that_ended_with_its_fork_server(exitcode, how, to_do):
     assert "all its workers ended with it" in manner
     assert to_do in advice
     assert "memory ran out" not in manner
+
+
+@pytest.mark.parametrize(
+    ("env_ids", "text"),
+    [
+        ((3,), "environment 3"),
+        ((0, 1), "environments 0 to 1"),
+        (range(2, 6), "environments 2 to 5"),
+        ((0, 2), "environments 0 and 2"),
+        ((0, 2, 3), "environments 0 and 2 to 3"),
+        ((1, 3, 6, 7, 8, 10), "environments 1, 3, 6 to 8 and 10"),
+        ((5, 4, 9), "environments 4 to 5 and 9"),
+    ],
+)
+def test_environments_that_are_not_neighbours(env_ids, text):
+    """The share of a worker has gaps while its environments move to other workers."""
+    assert environments(env_ids) == text
