@@ -95,7 +95,10 @@ class Source(ABC):
         *,
         window: float | None = None,
     ) -> Results:
-        """Wait for `at_least` results, or the results of `env_ids`; then `window` seconds for all others in flight."""
+        """Wait for `at_least` results, or the results of `env_ids`.
+
+        First wait up to `window` seconds for all in flight; after that, for `at_least`.
+        """
 
     @abstractmethod
     def check_resets(self, env_ids: Sequence[int]) -> None:

@@ -132,7 +132,7 @@ class Pool(Source):
     ) -> Results:
         """Wait for the results of `at_least` environments, and take all that have come; or wait for all of `env_ids`.
 
-        Then wait `window` seconds for all others in flight.
+        First wait up to `window` seconds for all in flight; after that, for `at_least`.
 
         Raises:
             TimeoutError: Fewer results came within `timeout` seconds. Nothing is lost.
