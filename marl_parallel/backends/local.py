@@ -42,6 +42,8 @@ class _LocalBackend(Backend):
 
         self._arrays = Block()
         self.block: mmap.mmap | None = None
+        # Ctrl-C may come before `start` has set the rest.
+        self.workers: list[Worker] = []
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in shares]
@@ -82,10 +84,13 @@ class SerialBackend(_LocalBackend):
     side_by_side = False
     own_thread = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._replies: list[tuple[int, Reply | Lost]] = []
+
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         super().start(shares, most_requests)
         self.in_line = range(len(shares))
-        self._replies: list[tuple[int, Reply | Lost]] = []
 
     def simulators(self) -> dict[int, Any]:
         """By environment, the object that its constructor has returned."""
@@ -116,11 +121,16 @@ class ThreadBackend(_LocalBackend):
 
     can_isolate_rng = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._requests: list[SimpleQueue[Request | None]] = []  # by worker
+        self._replies: SimpleQueue[tuple[int, Reply | Lost] | None] = SimpleQueue()  # None: an interrupt
+        self._threads: list[threading.Thread] = []
+
     @naming_limits()
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         super().start(shares, most_requests)
-        self._requests: list[SimpleQueue[Request | None]] = [SimpleQueue() for _ in shares]
-        self._replies: SimpleQueue[tuple[int, Reply | Lost] | None] = SimpleQueue()  # None: an interrupt
+        self._requests = [SimpleQueue() for _ in shares]
         self._threads = [
             threading.Thread(target=self._run, args=(index, worker), name=f"marl_parallel-{index}", daemon=True)
             for index, worker in enumerate(self.workers)

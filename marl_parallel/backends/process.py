@@ -755,7 +755,10 @@ def main(index: int, fds: Sequence[int]) -> None:
     open_script_of_worker()
     control = mapped(control_fd)
     channel = Channel(socket.socket(fileno=connection))
-    wait, own_cpu, capacity, forwarding = channel.receive()
+    try:
+        wait, own_cpu, capacity, forwarding = channel.receive()
+    except Gone:  # Ctrl-C has interrupted the start
+        return
     spin = Spin(wait, own_cpu)
     wake, countdown = Semaphore(control, _WAKE), Semaphore(control, _COUNTDOWN)
     queues = QueuePair(control, index, capacity)
