@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -18,6 +17,7 @@ from marl_parallel.core.backend import Backend
 from marl_parallel.core.constructors import KEYWORDS, missing_arguments
 from marl_parallel.core.files import ForeignFile, check_log, check_replaceable, make_folder
 from marl_parallel.core.replay_file import FOLDER, make_private
+from marl_parallel.core.warn import warn
 from marl_parallel.types import RecyclePolicy, RestartPolicy
 
 _POOL_SEEDS = 2**31  # limit of native simulators' seeds: EnvPool takes signed 32-bit integers
@@ -268,11 +268,10 @@ def warn_of_in_line(
     what = [f"{', '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no effect"] if lacking else []
     if restarts:
         what.append('on_error="restart" covers exceptions only: a crash ends this program')
-    warnings.warn(
+    warn(
         f'with backend="hybrid", this thread steps environments {env_ids}; for them, {" and ".join(what)}. With '
         'backend="process", no environment runs in this process',
         RuntimeWarning,
-        stacklevel=3,
     )
 
 
@@ -291,11 +290,10 @@ def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | N
     if workers is None:
         return min(num_envs, available)
     if workers > available and backend.side_by_side:
-        warnings.warn(
+        warn(
             f"{workers} workers share {available} CPUs and slow each other down: pass num_workers={available}, or "
             "ignore this if the simulators mostly wait",
             ResourceWarning,
-            stacklevel=3,
         )
     return workers
 

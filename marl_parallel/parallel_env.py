@@ -28,7 +28,6 @@ import copy as copying
 import functools
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -70,6 +69,7 @@ from marl_parallel.core.pool.tracing import Tracing
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema
 from marl_parallel.core.source import Source
+from marl_parallel.core.warn import warn
 from marl_parallel.core.worker_status import Tracer
 from marl_parallel.runner import NO_STATE, BatchRunner, Workers
 from marl_parallel.sources.native import NativeSimulator, SimulatorArrays, SimulatorSource, check_simulator
@@ -306,18 +306,15 @@ class ParallelEnv:
         opened = open_backend(backend, worker_threads=worker_threads, wait=wait)
         arguments.check_isolate_rng(isolate_rng, opened)
         if unenforced and not opened.enforces_timeouts:
-            warnings.warn(
-                f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning, stacklevel=2
-            )
+            warn(f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning)
         opened.forward_logs = forward_logs
         if opened.keeps_logs:
             opened.log_dir = folder
         elif folder is not None:
-            warnings.warn(
+            warn(
                 f"log_dir={os.fspath(folder)!r} has no effect with backend={backend!r}: only worker processes have "
                 "logs. Serial and thread workers write to the output of this program, Ray's to the logs of Ray",
                 RuntimeWarning,
-                stacklevel=2,
             )
         if self.plan is None:
             workers = arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened)
@@ -1174,11 +1171,10 @@ class ParallelEnv:
     def _warn_of_recycling(recycle: RecyclePolicy, backend: Any) -> None:
         """Warn of limits that are never reached, since the memory of workers is unknown."""
         if recycle.max_memory_mb is not None or recycle.kill_above_mb is not None:
-            warnings.warn(
+            warn(
                 f"max_memory_mb and kill_above_mb of {recycle} have no effect with backend={backend!r}: the memory of "
                 "its workers is unknown. It is known for worker processes, on Linux or if psutil is installed",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
     def _trace_workers(self, pool: Pool, on: bool) -> list[ParallelEnvError]:

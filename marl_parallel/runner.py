@@ -13,7 +13,6 @@ It checks env ids and the order of calls, and decides about the seeds and option
 from __future__ import annotations
 
 import ctypes
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import get_ident
@@ -50,6 +49,7 @@ from marl_parallel.core.pool.rebuilds import Rebuilds
 from marl_parallel.core.pool.saved_states import EnvState, SavedStates, from_bytes
 from marl_parallel.core.pool.slots import Results, Snapshot
 from marl_parallel.core.source import Source, Transitions
+from marl_parallel.core.warn import warn
 from marl_parallel.planning import WaitingRemark
 from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
 
@@ -133,7 +133,7 @@ class BatchRunner:
         # Until all environments have been reset once: the check whether their seeds make a difference.
         self._seed_check = None if seed_check is None or seed_check.is_done else seed_check
         if seed_check is not None and seed_check.first_warning is not None:
-            warnings.warn(seed_check.first_warning, UserWarning, stacklevel=3)
+            warn(seed_check.first_warning, UserWarning)
 
     def view(self, *, copy: bool, env_ids: range | None = None) -> ArrayView:
         """An `ArrayView` of all environments, or of a range. With `copy`, observations belong to the caller."""
@@ -247,11 +247,10 @@ class BatchRunner:
         saved = states.save(ids)
         if states.drawing and not self._has_warned_of_draws:
             self._has_warned_of_draws = True
-            warnings.warn(
+            warn(
                 f"environments {states.drawing}, or others in their workers, draw from process-wide generators, whose "
                 "states are not saved (random, numpy.random, torch): pass isolate_rng=True to save them, too",
                 RuntimeWarning,
-                stacklevel=5,
             )
         for env_id, state in saved.items():
             if env_id not in self._samplers and self.schema.action_spaces:  # it depends on the environment's number
@@ -585,7 +584,7 @@ class BatchRunner:
             self._default_seed_noted = True
             text = self.default_seed.warning(self._first_observations(0, leftovers))
             if text is not None:
-                warnings.warn(text, UserWarning, stacklevel=5)
+                warn(text, UserWarning)
         check = self._seed_check
         if check is None:
             return
@@ -597,7 +596,7 @@ class BatchRunner:
         declared = self.source.execute_in(Message.SEED, self.env_ids) if check.asks_again else None
         text = check.warning(self.seeds, declared)
         if text is not None:
-            warnings.warn(text, UserWarning, stacklevel=5)
+            warn(text, UserWarning)
 
     def _first_observations(self, env_id: int, leftovers: Any) -> dict[AgentID, Any]:
         """The observations that a reset has returned, from the leftovers of its result."""
@@ -619,11 +618,10 @@ class BatchRunner:
             return None if seed is None else self._seeds_of_all(env_ids, seed)
         pool, rebuilds = self.workers.pool, self.workers.rebuilds
         if seed is not None and self.schema.seeded_when_made:
-            warnings.warn(
+            warn(
                 f"seed={seed!r} is ignored: these environments are seeded when they are made. Pass the seed to "
                 "ParallelEnv",
                 UserWarning,
-                stacklevel=5,
             )
             seed = None
         base = self._base_seed

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map, unfit_leaf, zeros
 from marl_parallel.core.transition import COMMON, FINAL_OBS
+from marl_parallel.core.warn import warn
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import installed
 from marl_parallel.vector.rows import AgentRows, agent_infos, divided, env_infos
@@ -333,9 +333,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
     def get_images(self) -> Sequence[NDArray[Any] | None]:
         """A frame of each environment, for `render` to tile; None if there are no frames."""
         if self.render_mode != "rgb_array":
-            warnings.warn(
-                f"there are images only with render_mode='rgb_array', not with {self.render_mode!r}", stacklevel=2
-            )
+            warn(f"there are images only with render_mode='rgb_array', not with {self.render_mode!r}")
             return [None] * self.env.num_envs
         return list(self.env.render())
 
@@ -510,10 +508,9 @@ class SB3RolloutBuffer(RolloutBuffer):
     def acting_in(self, env: VecEnv) -> None:
         _check_rows(_BUFFER, "acting_in", env)
         if not isinstance(env, SB3VecEnv | VecNormalize):  # others cannot be pickled
-            warnings.warn(
+            warn(
                 f"Stable-Baselines3 cannot save a model whose acting_in is a {type(env).__name__}: pass the SB3VecEnv "
                 "inside it",
-                stacklevel=2,
             )
         if env.num_envs != self.n_envs:
             raise ValueError(
