@@ -259,10 +259,12 @@ class BatchRunner:
             saved[env_id] = state._replace(base_seed=self._base_seed, seed=self.seeds[env_id], sampler=sampler)
         return saved
 
-    def load_state(self, states: Sequence[Any], env_ids: Sequence[int] | None) -> tuple[dict[int, EnvState], Any]:
+    def load_state(
+        self, states: Sequence[Any], env_ids: Sequence[int] | None, facades: Collection[str] | None = None
+    ) -> tuple[dict[int, EnvState], Any]:
         """Load states; returns them by env id, and the leftovers that `transitions` needs to read their results.
 
-        Arguments and errors are as in `ParallelEnv.load_state`.
+        Arguments and errors are as in `ParallelEnv.load_state`; `facades` are as in `SavedStates.check`.
         """
         self.check_idle("load_state")
         ids = self.checked_ids(env_ids)
@@ -271,7 +273,7 @@ class BatchRunner:
             raise TypeError(f"states must be a list with the bytes of each environment, got {type(states).__name__}")
         one_for_each(states, ids, "states")
         loaded = {env_id: from_bytes(state, f"environment {env_id}") for env_id, state in zip(ids, states)}
-        saved_states.check(loaded)
+        saved_states.check(loaded, facades)
         leftovers, fault = saved_states.load(loaded)
         seeds, bases = [*self.seeds], {state.base_seed for state in loaded.values()}
         for env_id in leftovers:

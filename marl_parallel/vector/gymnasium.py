@@ -78,6 +78,8 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
         >>> env.close()
     """
 
+    saved_as = "GymnasiumVectorEnv"
+
     def __init__(self, env: ParallelEnv, agents: Sequence[AgentID] | None = None, others: Others | None = None) -> None:
         super().__init__(env, vectors=True)
         self.agents = list(env.possible_agents if agents is None else agents)

@@ -127,6 +127,8 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
         >>> env.close()
     """
 
+    saved_as = "SB3VecEnv"
+
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         ArrayFacade.__init__(self, env, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
         self.agents = env.possible_agents

@@ -735,6 +735,7 @@ class ShareVecEnv(_VecEnv[ShareResults]):
     """
 
     _has_share = True
+    saved_as = "ShareVecEnv"
 
     def __init__(
         self, env: ParallelEnv, *, share: Share = "auto", pad: bool = False, scalarize: Scalarize | None = None
@@ -874,6 +875,7 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
     """
 
     _has_share = False
+    saved_as = "SubprocVecEnv"
 
     def __init__(
         self,

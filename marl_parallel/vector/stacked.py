@@ -190,6 +190,8 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         >>> env.close()
     """
 
+    saved_as = "StackedVecEnv"
+
     def __init__(
         self,
         env: ParallelEnv,

@@ -39,6 +39,9 @@ Scalarize: TypeAlias = Rule | Mapping[AgentID, Rule]
 Rules: TypeAlias = Mapping[AgentID, Callable[[NDArray[Any]], float]]
 """By agent, the function that turns a vector reward into a number."""
 
+_FACADES = frozenset({"GymnasiumVectorEnv", "SB3VecEnv", "ShareVecEnv", "StackedVecEnv", "SubprocVecEnv", "TorchRLEnv"})
+"""`saved_as` of all facades of this package that add values to saved states."""
+
 
 class OfParallelEnv:
     """Base of all facades: `parallel_env`, also as `env`, and a `repr`."""
@@ -63,7 +66,9 @@ class ArrayStepper(OfParallelEnv):
 
     Args:
         env: The `ParallelEnv`. All its agents are known beforehand and declare both spaces.
-        facade: The object that steps. While it lives and is not closed, no other facade may step `env`.
+        facade: The object that steps. While it lives and is not closed, no other facade may step `env`. The
+            attribute `saved_as` of its class is the key of its own values in saved states, which must stay the same;
+            without it, the key is the name of the class.
         modes: The auto-reset modes that the facade supports; none for all.
         copy: Whether observations are arrays of the facade's own; None for the `copy` of `env`.
         scalarize: Turns vector rewards into numbers, see `Scalarize`.
@@ -112,7 +117,8 @@ class ArrayStepper(OfParallelEnv):
         name = type(facade).__name__
         self.env, self.runner = env, open_runner(env, name, modes or tuple(AutoresetMode))
         self.mode = self.runner.mode
-        self._facade, self._guard, self._name = weakref.ref(facade), self.runner.guard, name
+        self._facade, self._guard = weakref.ref(facade), self.runner.guard
+        self._saved_as: str = getattr(type(facade), "saved_as", name)
         schema, transitions = self.runner.schema, self.runner.transitions
         if not schema.possible_agents:
             raise ValueError(f"{name} needs to know all agents beforehand, but possible_agents is empty")
@@ -185,8 +191,8 @@ class ArrayStepper(OfParallelEnv):
             env_ids: Which environments; None for all.
             facade_state: Returns the facade's own state of an environment, which must be picklable.
         """
-        saved, name = self.runner.save_state(env_ids), self._name
-        return [to_bytes(state.with_facade(name, facade_state(env_id))) for env_id, state in saved.items()]
+        saved, key = self.runner.save_state(env_ids), self._saved_as
+        return [to_bytes(state.with_facade(key, facade_state(env_id))) for env_id, state in saved.items()]
 
     @exclusive("load_state")
     def load_state(
@@ -200,17 +206,18 @@ class ArrayStepper(OfParallelEnv):
 
         Returns:
             The arrays of the latest reset or step at that time; and by environment what `facade_state` returned, or
-            None for a state that a facade of another class has saved.
+            None for a state that another facade has saved.
 
         Raises:
+            ValueError: A state has values of a facade that is not one of this package's, and has another `saved_as`.
             RuntimeError: Another facade steps this environment.
             ResetNeeded: Only some are to be loaded, but the others have never been reset.
         """
         last = self._last_before_reset("load_state", env_ids)
-        loaded, leftovers = self.runner.load_state(states, env_ids)
+        loaded, leftovers = self.runner.load_state(states, env_ids, {*_FACADES, self._saved_as})
         self.runner.claim(self._facade)
         arrays = self.view.read(leftovers) if last is None else self.view.read_some(tuple(loaded), leftovers, last)
-        return self._noted(arrays), {env_id: state.facade.get(self._name) for env_id, state in loaded.items()}
+        return self._noted(arrays), {env_id: state.facade.get(self._saved_as) for env_id, state in loaded.items()}
 
     def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
         """The arrays from which a reset takes the rows of other environments; None if all are reset."""

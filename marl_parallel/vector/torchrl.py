@@ -108,6 +108,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         >>> env.close()
     """
 
+    saved_as = "TorchRLEnv"
+
     def __init__(
         self,
         env: ParallelEnv,

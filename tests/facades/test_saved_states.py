@@ -22,9 +22,18 @@ from simulators.rollouts import TruncatedUnseen
 from simulators.team_battles import TeamBattle
 from simulators.variable_agents import VariableAgents, VariableDictAgents
 
-from marl_parallel import ParallelEnv, Rollout, gae
+from marl_parallel import ParallelEnv, Rollout, gae, vector
+from marl_parallel.core.pool.saved_states import from_bytes
 from marl_parallel.core.spaces import tree_map
-from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, ShareVecEnv, StackedVecEnv, SubprocVecEnv
+from marl_parallel.vector import (
+    ArrayStepper,
+    GymnasiumVectorEnv,
+    PettingZooVecEnv,
+    ShareVecEnv,
+    StackedVecEnv,
+    SubprocVecEnv,
+    stepper,
+)
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=5),
@@ -125,6 +134,66 @@ def test_states_of_another_facade(parallel):
     with pytest.raises(ResetNeeded, match="reset or load all environments"):
         GymnasiumVectorEnv(opened("variable", "NEXT_STEP", 1)).load_state(states[:1], env_ids=[1])
     facade.close()
+
+
+class OwnFacade:
+    """A facade that keeps the number of its steps in saved states."""
+
+    def __init__(self, env: ParallelEnv) -> None:
+        self.stepper, self.steps = ArrayStepper(env, self), 0
+
+    def save_state(self) -> list[bytes]:
+        return self.stepper.save_state(None, lambda _: self.steps)
+
+    def load_state(self, states: Sequence[bytes]) -> None:
+        self.steps = self.stepper.load_state(states)[1][0]
+
+
+class RenamedFacade(OwnFacade):
+    pass
+
+
+class RenamedWithKey(OwnFacade):
+    saved_as = "OwnFacade"
+
+
+def test_facade_that_has_been_renamed(parallel):
+    """Its own values are not lost in silence; `saved_as` finds them."""
+    facade = OwnFacade(parallel(VariableAgents, 2))
+    facade.stepper.reset()
+    facade.steps = 7
+    states = facade.save_state()
+    for other in (RenamedFacade, StackedVecEnv):
+        env = parallel(VariableAgents, 2)
+        with pytest.raises(ValueError, match="environment 0: its state has values of the facade 'OwnFacade'"):
+            other(env).load_state(states)
+    renamed = RenamedWithKey(parallel(VariableAgents, 2))
+    renamed.load_state(states)
+    assert renamed.steps == 7
+    parallel(VariableAgents, 2).load_state(states)
+
+
+@pytest.mark.parametrize("kind", [GymnasiumVectorEnv, ShareVecEnv])
+def test_subclass_of_a_facade(kind, parallel):
+    """It loads what its base has saved, with the base's own values."""
+
+    class Derived(kind):  # type: ignore[misc]
+        pass
+
+    mode = "NEXT_STEP" if kind is GymnasiumVectorEnv else "SAME_STEP"
+    first, other = kind(opened("spread", mode, 1)), Derived(opened("spread", mode, 1))
+    first.reset()
+    saved = first.save_state()
+    other.load_state(saved)
+    assert from_bytes(other.save_state()[0], "").facade == from_bytes(saved[0], "").facade
+    first.close()
+    other.close()
+
+
+def test_keys_of_facades():
+    """All that add values are known to each other."""
+    keys = {cls.saved_as for name in vector.__all__ if hasattr(cls := getattr(vector, name), "saved_as")}
+    assert {"GymnasiumVectorEnv", "ShareVecEnv", "StackedVecEnv", "SubprocVecEnv"} <= keys <= stepper._FACADES
 
 
 def test_global_states(parallel):

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,12 @@ from simulators.saved import (
 )
 
 from marl_parallel import ParallelEnv, RecyclePolicy
+from marl_parallel.core.pool.extensions import Extension
+from marl_parallel.core.pool.rebuilds import Rebuilds
+from marl_parallel.core.pool.recycling import Recycling
+from marl_parallel.core.pool.replay import Histories
+from marl_parallel.core.pool.restarts import Restarts
+from marl_parallel.core.pool.saved_states import from_bytes, to_bytes
 
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 OTHERS = {
@@ -520,3 +526,63 @@ def test_simulators_of_a_script_that_has_changed(tmp_path):
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout.strip())
     assert printed == ["[2.0, 4.0]", "[22.0, 44.0]", "[222.0, 444.0]"]
+
+
+# -- the keys of saved bytes -------------------------------------------------------------------------------------------
+
+
+def with_everything(**more: Any) -> ParallelEnv:
+    """With all extensions that save something."""
+    return ParallelEnv(
+        [Voyage] * 2, num_workers=1, on_error="restart", replay=9, recycle=RecyclePolicy(max_episodes=9), **more
+    )
+
+
+@pytest.fixture
+def renamed_extensions() -> Iterator[Callable[[], None]]:
+    """Renames the classes of extensions when it is called."""
+    kinds = [Rebuilds, Restarts, Recycling, Histories]
+    names = [kind.__name__ for kind in kinds]
+
+    def rename() -> None:
+        for kind in kinds:
+            kind.__name__ = f"Renamed{kind.__name__}"
+
+    yield rename
+    for kind, name in zip(kinds, names):
+        kind.__name__ = name
+
+
+def test_keys_are_fixed_texts(renamed_extensions):
+    """They are in the files of users: a class that is renamed keeps its key, and finds its values."""
+    with with_everything() as env:
+        env.reset()
+        env.restart([0])
+        env.reset()
+        states = env.save_state()
+        restarts = env.stats().restarts
+    assert {*from_bytes(states[0], "").extensions} == {"Rebuilds", "Restarts", "Recycling", "Histories"}
+    renamed_extensions()
+    with with_everything() as env:
+        env.load_state(states)
+        assert env.stats().restarts == restarts == 1
+        assert from_bytes(env.save_state()[1], "").extensions.keys() == from_bytes(states[1], "").extensions.keys()
+
+
+def test_unknown_keys_are_refused():
+    """A state that another release has saved with parts that this one does not know; nothing is lost in silence."""
+    with with_everything() as env:
+        env.reset()
+        state = env.save_state(env_ids=[1])[0]
+        known = from_bytes(state, "")
+        newer = to_bytes(known._replace(extensions={**known.extensions, "Tides": (1, 2)}))
+        with pytest.raises(ValueError, match="environment 1: its state has the part 'Tides', which this release"):
+            env.load_state([state, newer])
+        env.load_state([state], env_ids=[1])
+
+
+def test_each_extension_with_a_state_has_a_key():
+    saving = [kind for kind in Extension.__subclasses__() if kind.save is not Extension.save]
+    keys = [kind.saved_as for kind in saving]
+    assert sorted(keys) == ["Histories", "Rebuilds", "Recycling", "Restarts"]
+    assert not any(kind.saved_as for kind in Extension.__subclasses__() if kind not in saving)

@@ -65,9 +65,12 @@ class Extension:
     Attributes:
         lean_patience: Seconds. In the fast path, the pool calls `patience` only when the step has taken this long, or
             when something else has ended the fast path. With None, it calls `patience` before the step.
+        saved_as: The key of the result of `save` in saved states, which stays if the class is renamed; empty if nothing
+            is saved.
     """
 
     lean_patience: float | None = math.inf
+    saved_as: str = ""
 
     def begin(self, now: float) -> None:
         """The caller begins a call of the pool."""

@@ -620,14 +620,13 @@ class Pool(Source):
             on_outdated(env_ids)
 
     def saved_by_extensions(self, slot: Slot) -> dict[str, Any]:
-        """The states of extensions for an environment, by the names of the extensions."""
-        saved = {type(one).__name__: one.save(slot) for one in self._extensions}
-        return {name: value for name, value in saved.items() if value is not None}
+        """The states of extensions for an environment, by `Extension.saved_as`."""
+        return {one.saved_as: one.save(slot) for one in self._extensions if one.saved_as}
 
     def load_extensions(self, slot: Slot, saved: Mapping[str, Any]) -> None:
         """Restore a result of `saved_by_extensions`."""
         for one in self._extensions:
-            one.load(slot, saved.get(type(one).__name__), self.latest.get(slot.env_id))
+            one.load(slot, saved.get(one.saved_as), self.latest.get(slot.env_id))
         self.is_lean, self.seeds_stale = False, True
 
     def note_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:

@@ -47,6 +47,8 @@ class Rebuilds(Extension):
         outputs: The outputs of workers besides transitions.
     """
 
+    saved_as = "Rebuilds"
+
     def __init__(
         self,
         pool: Pool,

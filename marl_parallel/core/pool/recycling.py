@@ -104,6 +104,7 @@ class Recycling(Extension):
     """
 
     lean_patience = None
+    saved_as = "Recycling"
 
     def __init__(
         self, pool: Pool, rebuilds: Rebuilds, transitions: BlockTransitions, policy: RecyclePolicy, build_s: float

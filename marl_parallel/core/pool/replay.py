@@ -85,6 +85,8 @@ class Histories(Extension):
         local_modules: Modules that other processes cannot import.
     """
 
+    saved_as = "Histories"
+
     def __init__(
         self,
         pool: Pool,

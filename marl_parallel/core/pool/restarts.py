@@ -101,6 +101,8 @@ class Restarts(Extension):
         on_restart: Called for each environment that is rebuilt.
     """
 
+    saved_as = "Restarts"
+
     def __init__(
         self,
         pool: Pool,

@@ -15,7 +15,7 @@ beside the present ones, and `REPLACE` puts them in their places.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from marl_parallel.core.block_transitions import BlockTransitions
@@ -24,12 +24,16 @@ from marl_parallel.core.messages import Message, Refusal, Saved
 from marl_parallel.core.pickling import dump_leftovers, dumps, loads
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
+from marl_parallel.core.pool.recycling import Recycling
+from marl_parallel.core.pool.replay import Histories
+from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.slots import Slot, Snapshot
 from marl_parallel.core.statistics import Sums
 from marl_parallel.core.transition import ALL, Transition
 from marl_parallel.types import ParallelEnvError
 
 VERSION = 1
+_EXTENSIONS = frozenset(one.saved_as for one in (Rebuilds, Restarts, Recycling, Histories))
 _MAGIC = b"marl_parallel state %d %08x\n"  # the format, and the checksum of the bytes that follow
 
 
@@ -43,15 +47,15 @@ class EnvState(NamedTuple):
     result: Snapshot  # as its caller has received it
     is_replaced: bool  # whether `result` differs from `transition`
     statistics: Sums
-    extensions: dict[str, Any]
+    extensions: dict[str, Any]  # by `Extension.saved_as`
     base_seed: int | None
     seed: int | None
     sampler: tuple[int | None, Any]  # the seed of random actions, and their sampler, if it has been used
-    facade: dict[str, Any]  # values that facades have added, by the name of the facade
+    facade: dict[str, Any]  # values that facades have added, by the key of the facade
 
-    def with_facade(self, name: str, value: Any) -> EnvState:
-        """The same state, with a value that the facade of this name adds."""
-        return self._replace(facade={**self.facade, name: value})
+    def with_facade(self, key: str, value: Any) -> EnvState:
+        """The same state, with a value that a facade adds."""
+        return self._replace(facade={**self.facade, key: value})
 
 
 def to_bytes(state: EnvState) -> bytes:
@@ -141,10 +145,25 @@ class SavedStates:
             self.rebuilds.base_seed, None, (None, None), {},
         )  # fmt: skip
 
-    def check(self, states: Mapping[int, EnvState]) -> None:
-        """Raise `ValueError` for states of environments with other settings or agents."""
+    def check(self, states: Mapping[int, EnvState], facades: Collection[str] | None = None) -> None:
+        """Raise `ValueError` for states of environments with other settings or agents, or with unknown parts.
+
+        `facades` are the keys of all facades that may have added values; None if these values are not needed.
+        """
         construction, schema = self.rebuilds.construction, self._transitions.layout.schema
         for env_id, state in states.items():
+            if unknown := sorted(state.extensions.keys() - _EXTENSIONS):
+                raise ValueError(
+                    f"environment {env_id}: its state has the part {unknown[0]!r}, which this release of marl_parallel "
+                    "does not know: load it with the release that saved it"
+                )
+            added = [key for key, value in state.facade.items() if value is not None]
+            if facades is not None and (unknown := [key for key in added if key not in facades]):
+                raise ValueError(
+                    f"environment {env_id}: its state has values of the facade {unknown[0]!r}, which is unknown here: "
+                    f"set saved_as = {unknown[0]!r} in the class of that facade if it has been renamed, or load the "
+                    "state with ParallelEnv.load_state, which leaves these values out"
+                )
             mode = self._transitions.mode.name
             if state.mode != mode:
                 raise ValueError(
@@ -165,7 +184,7 @@ class SavedStates:
                     f"environment {env_id}: its state includes a restart that has not been reported yet, which needs "
                     'on_error="restart": pass it here, too'
                 )
-            has_derived_seeds = "Histories" in state.extensions
+            has_derived_seeds = Histories.saved_as in state.extensions
             if has_derived_seeds != construction.derived_seeds:
                 how = "with" if has_derived_seeds else "without"
                 raise ValueError(
@@ -227,7 +246,7 @@ class SavedStates:
         construction = construction._replace(seeds={env_id: seed})
         if not (state.saved.needs_constructor or state.saved.needs_arrays):
             construction = construction._replace(constructors={}, adapter=None)
-        return state.saved._replace(construction=construction, options=state.extensions["Rebuilds"][3])
+        return state.saved._replace(construction=construction, options=state.extensions[Rebuilds.saved_as][3])
 
     def _take_over(self, slot: Slot, state: EnvState) -> None:
         env_id, pool = slot.env_id, self._pool
@@ -247,7 +266,7 @@ class SavedStates:
 
 def _unreported(extensions: Mapping[str, Any]) -> Any:
     """The restart that has not been reported to the caller yet; None without one."""
-    return getattr(extensions.get("Restarts"), "fault", None)
+    return getattr(extensions.get(Restarts.saved_as), "fault", None)
 
 
 def _as_transition(result: Snapshot) -> Transition:
