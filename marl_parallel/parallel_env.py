@@ -1220,7 +1220,7 @@ class ParallelEnv:
             terminate: True skips the environments' own `close`.
             timeout: Seconds that closing may take; then workers are killed, if the backend can. None for no limit. The
                 wait for another thread that is inside a call, such as `on_restart`, has this limit too, but at least
-                half a second.
+                half a second. While another thread closes, this call waits for it, at most this long, and returns.
 
         Raises:
             EnvError: An environment raised in its own `close`; everything has been freed nevertheless.

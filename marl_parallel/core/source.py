@@ -7,8 +7,10 @@ for features that need workers: `BatchRunner.workers` is None without workers.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,6 +26,9 @@ from marl_parallel.core.pool.slots import Results
 from marl_parallel.core.records import Columns
 from marl_parallel.core.statistics import EpisodeStatistics
 from marl_parallel.types import EnvError, Stats
+
+_CLOSE = "close"  # the only key of `Source._closing`
+_TICK_S = 0.005  # how often a thread looks whether another one has closed everything
 
 StackedMasks: TypeAlias = dict[AgentID, tuple[NDArray[Any] | None, NDArray[np.bool_]]]
 """By agent, views of its action masks, `(num_envs, ...)`, and which rows the simulator reported; other rows have any
@@ -65,6 +70,9 @@ class Source(ABC):
     guard: Callable[[], CallGuard | None] = staticmethod(
         lambda: None
     )  # a weak reference: the guard refers to this object
+
+    def __init__(self) -> None:
+        self._closing: dict[str, tuple[int]] = {}  # the thread that closes everything now, under `_CLOSE`
 
     @property
     @abstractmethod
@@ -141,12 +149,46 @@ class Source(ABC):
 
     def note_fork(self) -> None:
         """Have `check_open` say that this process is a forked child; call it in `abandon`."""
+        self._closing.clear()  # that thread does not exist here
         if not self.closed:
             self.closed_by = " in this process, which was forked from the one that made them"
 
-    @abstractmethod
     def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> EnvError | None:
-        """Free everything, and with `ask`, close the environments first; returns their first error. Idempotent."""
+        """Free everything, and with `ask`, close the environments first; returns their first error. Idempotent.
+
+        While another thread closes, this waits for it, at most `timeout` seconds. Then it frees what Ctrl-C has left
+        there.
+        """
+        deadline, claim = time.monotonic() + timeout, (get_ident(),)
+        try:  # as in `exclusive`: Ctrl-C at any moment leaves no claim
+            while (first := self._closing.setdefault(_CLOSE, claim)) is not claim:
+                if not self._wait_for_close(first, deadline):
+                    return None
+                timeout = max(deadline - time.monotonic(), 0.0)
+            return self._close(ask, timeout)
+        finally:
+            if _CLOSE in self._closing and self._closing[_CLOSE] is claim:
+                del self._closing[_CLOSE]
+
+    def _wait_for_close(self, claim: tuple[int], deadline: float) -> bool:
+        """Wait until another call of `close` has ended; False if it has not before the deadline.
+
+        Also False if that call is this thread's own, or waits for the call that this thread is in: the caller is a
+        signal handler or a callback.
+        """
+        guard = self.guard()
+        call = None if guard is None else guard[CALL]
+        if get_ident() in (*claim, *([] if call is None else call[1:])):
+            return False
+        while self._closing.get(_CLOSE) is claim:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_TICK_S)
+        return True
+
+    @abstractmethod
+    def _close(self, ask: bool | Collection[int], timeout: float) -> EnvError | None:
+        """`close`, in one thread at a time."""
 
     def drop_memory(self) -> None:  # noqa: B027
         """Let go of shared memory, once everything is freed and no call is in progress; `stats` still works."""

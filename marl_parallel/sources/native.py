@@ -196,6 +196,7 @@ class SimulatorSource(Source, Transitions):
     copies = True
 
     def __init__(self, simulator: NativeSimulator) -> None:
+        super().__init__()
         self._simulator, self.name, self.schema = simulator, simulator.name, simulator.schema
         self.batch_size = simulator.batch_size
         self.reseeds = simulator.reseeds  # all at once
@@ -552,7 +553,7 @@ class SimulatorSource(Source, Transitions):
     def stats(self) -> Stats:
         return Stats.of([WorkerStats(steps=self._steps, resets=self._resets, simulator_s=self._simulator_s)])
 
-    def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> None:
+    def _close(self, ask: bool | Collection[int], timeout: float) -> None:
         if self.freed:
             return
         self.closed = self.freed = True

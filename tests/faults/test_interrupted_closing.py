@@ -13,23 +13,29 @@ from typing import Any
 
 import pytest
 from gymnasium.error import ClosedEnvironmentError
-from helpers.processes import gone, workers
+from helpers.processes import all_gone, gone, workers
 from helpers.setups import Setup, rest
 from helpers.start_methods import arguments
 from simulators.failing import Fragile, SimulatorError, killed_by, raising
+from simulators.native_arena import Arena
 
 from marl_parallel import ParallelEnv
 from marl_parallel.backends import spawn
 from marl_parallel.backends.launching import Launcher
 from marl_parallel.backends.process import ProcessBackend
 from marl_parallel.backends.spawn import PortableProcessBackend
+from marl_parallel.core import source
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import Message, Reply, Request, answer
 from marl_parallel.core.pool import pool as pool_module
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.worker_status import WorkerStatus
+from marl_parallel.vector import PettingZooVecEnv, StackedVecEnv
 
 pytestmark = [pytest.mark.release_independent, pytest.mark.starts_anew]
+
+
+_FILES = (pool_module.__file__, source.__file__)
 
 
 class IdleWorkers(Backend):
@@ -67,7 +73,7 @@ class IdleWorkers(Backend):
 
 
 def interrupted_at(place: int, close: Callable[[], Any]) -> bool:
-    """Call `close` with Ctrl-C at one place in `pool.py`; returns False if it ended before that.
+    """Call `close` with Ctrl-C at one place in `pool.py` or `source.py`; returns False if it ended before that.
 
     Places are those where Python handles signals, in the order of execution: where functions begin, and where they
     return.
@@ -78,7 +84,7 @@ def interrupted_at(place: int, close: Callable[[], Any]) -> bool:
         nonlocal count
         code, caller = frame.f_code, frame.f_back
         inside = [code, *([] if event.startswith("c_") or caller is None else [caller.f_code])]
-        if event != "c_call" and any(one.co_filename == pool_module.__file__ for one in inside):
+        if event != "c_call" and any(one.co_filename in _FILES for one in inside):
             count += 1
             if count > place:
                 raise KeyboardInterrupt  # which ends the profile
@@ -151,6 +157,151 @@ def test_close_in_a_signal_handler_during_close() -> None:
     pool.close()
     assert len(replies) == 2
     assert backend.stops == 1
+
+
+# A second thread that closes
+
+
+class Closing:
+    """A first `close`, in a thread of its own, which waits inside until `leave` is set."""
+
+    def __init__(self, close: Callable[[], Any], inside: threading.Event, leave: threading.Event) -> None:
+        self.leave, self.errors = leave, list[BaseException]()
+        self.thread = threading.Thread(target=self._run, args=[close])
+        self.thread.start()
+        assert inside.wait(30.0)
+
+    def _run(self, close: Callable[[], Any]) -> None:
+        try:
+            close()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def end(self) -> None:
+        self.leave.set()
+        self.thread.join(30.0)
+        assert not self.thread.is_alive()
+
+
+class ClosesLater(Fragile):
+    """Its `close` waits for the test, in this process."""
+
+    inside, leave = threading.Event(), threading.Event()
+
+    def close(self) -> None:
+        self.inside.set()
+        self.leave.wait(30.0)
+
+
+class ArenaClosesLater(Arena):
+    def close(self) -> None:
+        ClosesLater.inside.set()
+        ClosesLater.leave.wait(30.0)
+        super().close()
+
+
+CLOSERS: dict[str, Callable[[ParallelEnv], Callable[..., Any]]] = {
+    "dicts": lambda env: env.close,
+    "terminate": lambda env: functools.partial(env.close, terminate=True),
+    "no limit": lambda env: functools.partial(env.close, timeout=None),
+    "stacked": lambda env: StackedVecEnv(env).close,
+    "pettingzoo": lambda env: PettingZooVecEnv(env).close,
+    "exit": lambda env: functools.partial(env.__exit__, None, None, None),
+    "finalizer": lambda env: env._finalizer,
+}
+
+
+@pytest.fixture
+def closes_later() -> Iterator[None]:
+    ClosesLater.inside.clear()
+    ClosesLater.leave.clear()
+    yield
+    ClosesLater.leave.set()
+
+
+@pytest.mark.usefixtures("closes_later")
+@pytest.mark.parametrize(
+    ("backend", "closer"), [("serial", name) for name in CLOSERS] + [("thread", "dicts"), ("native", "dicts")]
+)
+def test_second_close_waits_for_the_first(backend: Any, closer: str, tmp_path: Any) -> None:
+    if backend == "native":
+        env = ParallelEnv.from_native(ArenaClosesLater(2))
+    else:
+        env = ParallelEnv([functools.partial(ClosesLater, {}, tmp_path)], backend=backend, seed=1)
+    close = CLOSERS[closer](env)
+    first = Closing(lambda: env.close(timeout=60.0), ClosesLater.inside, ClosesLater.leave)
+    timer = threading.Timer(0.2, ClosesLater.leave.set)
+    timer.start()
+    close()
+    assert ClosesLater.leave.is_set()
+    assert env.runner.source.freed
+    timer.join()
+    first.end()
+    assert not first.errors
+
+
+def test_second_close_waits_for_processes(start_method: str, tmp_path: Any) -> None:
+    constructors = [functools.partial(Fragile, {"close": functools.partial(time.sleep, 0.5)}, tmp_path)]
+    env = ParallelEnv(constructors, seed=1, **arguments(start_method))
+    env.reset()
+    thread = threading.Thread(target=env.close)
+    thread.start()
+    while not env.runner.source.closed:
+        time.sleep(0.001)
+    env.close(timeout=60.0)
+    assert env.runner.source.freed
+    assert all_gone(*workers(tmp_path))
+    thread.join()
+
+
+@pytest.mark.usefixtures("closes_later")
+@pytest.mark.parametrize("timeout", [0.0, 0.1])
+def test_second_close_waits_no_longer_than_its_timeout(timeout: float, tmp_path: Any) -> None:
+    env = ParallelEnv([functools.partial(ClosesLater, {}, tmp_path)], backend="serial", seed=1)
+    first = Closing(lambda: env.close(timeout=60.0), ClosesLater.inside, ClosesLater.leave)
+    env.close(timeout=timeout)
+    assert not ClosesLater.leave.is_set()
+    assert first.thread.is_alive()
+    first.end()
+    assert env.runner.source.freed
+
+
+def test_waiting_close_frees_what_ctrl_c_has_left() -> None:
+    """Ctrl-C ends the first close before workers are stopped; the one that waits stops them."""
+    backend, inside, leave = IdleWorkers(), threading.Event(), threading.Event()
+    pool, stop = Pool(backend, [range(1), range(1, 2)]), backend.stop
+
+    def interrupted(timeout: float) -> list[int]:
+        backend.stop = stop  # type: ignore[method-assign]
+        inside.set()
+        leave.wait(30.0)
+        raise KeyboardInterrupt
+
+    backend.stop = interrupted  # type: ignore[method-assign]
+    first = Closing(pool.close, inside, leave)
+    threading.Timer(0.1, leave.set).start()
+    pool.close(timeout=60.0)
+    assert backend.stops == 1
+    first.end()
+    assert [type(error) for error in first.errors] == [KeyboardInterrupt]
+
+
+def test_forked_child_waits_for_no_thread_of_its_parent() -> None:
+    backend, inside, leave = IdleWorkers(), threading.Event(), threading.Event()
+    pool, stop = Pool(backend, [range(1)]), backend.stop
+
+    def waits(timeout: float) -> list[int]:
+        inside.set()
+        leave.wait(30.0)
+        return stop(timeout)
+
+    backend.stop = waits  # type: ignore[method-assign]
+    first = Closing(pool.close, inside, leave)
+    pool.abandon()  # as in a forked child
+    began = time.monotonic()
+    pool.close(timeout=60.0)
+    assert time.monotonic() - began < 30.0
+    first.end()
 
 
 # With real workers, while another thread is inside `on_restart`
@@ -248,6 +399,50 @@ def test_ctrl_c_in_close_before_a_restart_is_the_callers(cause, build, tmp_path)
         env.step([{"a": 0, "b": 0}]) if cause == "fault" else env.restart([0])
     with pytest.raises(ClosedEnvironmentError):
         env.reset()
+
+
+@pytest.mark.usefixtures("alarm_interrupt", "closes_later")
+def test_ctrl_c_while_close_waits_for_another_thread(tmp_path):
+    env = ParallelEnv([functools.partial(ClosesLater, {}, tmp_path)], backend="serial", seed=1)
+    first = Closing(lambda: env.close(timeout=60.0), ClosesLater.inside, ClosesLater.leave)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        env.close(timeout=50.0)
+    assert not env.runner.source.freed
+    first.end()
+    assert env.runner.source.freed
+    assert not first.errors
+
+
+def test_callback_that_closes_while_another_thread_closes(build, tmp_path, caplog):
+    """The other thread waits for the callback, so the callback does not wait for the other thread."""
+    entered, errors = threading.Event(), list[BaseException]()
+
+    def close_too(_: Any) -> None:
+        entered.set()
+        while not env.runner.source.closed:
+            time.sleep(0.001)
+        env.close(timeout=60.0)
+
+    def step() -> None:
+        try:
+            env.step([{"a": 0, "b": 0}])
+        except ClosedEnvironmentError as error:
+            errors.append(error)
+
+    faults = {"step": raising(SimulatorError, "bad terrain")}
+    constructors = [functools.partial(Fragile, faults, tmp_path)]
+    env = build(constructors, Setup("serial", True, 1), on_error="restart", on_restart=close_too)
+    env.reset()
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert entered.wait(30.0)
+    began = time.monotonic()
+    env.close(timeout=60.0)
+    assert time.monotonic() - began < 50.0
+    thread.join(30.0)
+    assert len(errors) == 1
+    assert not [record for record in caplog.records if "close() waited" in record.getMessage()]
 
 
 def test_other_exceptions_of_close_before_a_restart_are_ignored(backend_setup, build, tmp_path):

@@ -65,6 +65,7 @@ class Pool(Source):
     """
 
     def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
+        super().__init__()
         self.name = f"a {type(backend).__name__}"
         self.backend, self.shares, self.clock = backend, shares, backend.clock
         self.slots = [Slot(env_id, worker) for worker, share in enumerate(shares) for env_id in share]
@@ -77,7 +78,6 @@ class Pool(Source):
         self.seeds_stale = True
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None
         self.closed = False
-        self._closing = False  # whether a thread is closing everything now
         self.freed = False  # whether everything has been freed
         self._final_stats: Stats | None = None  # once everything has been freed
         self._memory_dropped = False
@@ -718,20 +718,21 @@ class Pool(Source):
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close(self, *, ask: bool | Collection[int] = True, timeout: float = 5.0) -> EnvError | None:
-        """Close all environments, end all workers and free everything. Idempotent.
+    def _close(self, ask: bool | Collection[int], timeout: float) -> EnvError | None:
+        """Close all environments, end all workers and free everything.
 
         With `ask`, all workers, or these workers, close their environments first, within `timeout` seconds. Returns the
-        first error of these closes; everything is freed all the same. If Ctrl-C interrupts this call, the next one
-        frees the rest. If another thread does not leave its call in time, everything is freed nevertheless.
+        first error that an environment raised while closing. Resources are freed in any case. If Ctrl-C interrupts this
+        call, the next one frees the rest. If another thread does not leave its call in time, everything is freed
+        nevertheless.
         """
-        if self.freed or self._closing:
-            return None  # another thread closes, or this one, interrupted by a signal handler
+        if self.freed:
+            return None
         deadline = self.clock() + timeout
         ask = False if self.closed else ask  # a close that Ctrl-C has interrupted: the rest is freed now
         locked, error, patience = False, None, 0.0  # workers without a CLOSE do not end by themselves
         try:
-            self.closed, self._closing, self.is_lean = True, True, False
+            self.closed, self.is_lean = True, False
             for status in getattr(self.backend, "statuses", ()):  # a backend that did not start has none
                 status.discard()
             self.backend.interrupt()
@@ -750,7 +751,6 @@ class Pool(Source):
             try:
                 self._free(patience)
             finally:  # also after a second Ctrl-C
-                self._closing = False
                 if locked:
                     self._lock.release()
         return error
