@@ -244,8 +244,9 @@ class SimulatorSource(Source, Transitions):
         with self._in_simulator(message, env_ids):
             ids = self._start(message, env_ids, payloads)
             received = self._receive(len(ids))
-        if received.env_ids.tobytes() == ids.tobytes():
-            return received
+            if received.env_ids.tobytes() == ids.tobytes():
+                return received
+            _check_returned(received.env_ids, env_ids, len(ids))
         row_of = np.zeros(len(self._all), np.intp)
         row_of[received.env_ids] = np.arange(len(ids))
         return received.at(row_of[ids])
@@ -294,6 +295,7 @@ class SimulatorSource(Source, Transitions):
             self._check_whole_batches(at_least, f"recv of all {at_least} in flight")
         with self._in_simulator(Message.STEP, (*self._pending,)):
             received = self._receive(at_least)
+            _check_returned(received.env_ids, self._pending, at_least)
         ids = tuple(received.env_ids.tolist())
         return Results(ids, [env_id for env_id in ids if self._pending.pop(env_id) is Message.RESET], received)
 
@@ -389,9 +391,9 @@ class SimulatorSource(Source, Transitions):
         return ids
 
     def _receive(self, count: int) -> Received:
-        parts = [self._simulator.receive()]
+        parts = [_checked(self._simulator.receive())]
         while (rows := sum(len(part.env_ids) for part in parts)) < count:
-            parts.append(self._simulator.receive())
+            parts.append(_checked(self._simulator.receive()))
         received = parts[0]
         if len(parts) > 1:
             received = Received(*tree_map(lambda *arrays: np.concatenate(arrays), *map(tuple, parts)))
@@ -567,6 +569,31 @@ class SimulatorSource(Source, Transitions):
         self.note_fork()
         self.closed = self.freed = True
         self._simulator.abandon()
+
+
+def _checked(received: Received) -> Received:
+    """Transitions of some environments; raises an error if their ids are not integers, or if there are none."""
+    ids = received.env_ids
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim != 1:
+        got = f"an array of {ids.dtype} of shape {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
+        raise TypeError(f"receive() returned env_ids that are no array of integers with one axis, but {got}")
+    if not len(ids):  # else `_receive` would ask for ever
+        raise ValueError("receive() returned no environment: it must wait for results")
+    return received
+
+
+def _check_returned(returned: EnvIds, expected: Collection[int], count: int) -> None:
+    """Raise `ValueError` unless a simulator has returned `count` of the expected environments, each once."""
+    ids = returned.tolist()
+    if wrong := [env_id for env_id in ids if env_id not in expected]:
+        raise ValueError(
+            f"receive() returned results of environments {wrong}, which are not in flight; expected results of "
+            f"{[*expected]}"
+        )
+    if twice := [env_id for env_id in dict.fromkeys(ids) if ids.count(env_id) > 1]:
+        raise ValueError(f"receive() returned results of environments {twice} more than once, expected each once")
+    if len(ids) > count:
+        raise ValueError(f"receive() returned results of {len(ids)} environments, expected {count}")
 
 
 def _one_by_one(env_ids: Sequence[int], agent: AgentID, space: Space[Any], values: Sequence[Any]) -> Any:

@@ -17,7 +17,7 @@ from simulators.native_arena import Arena
 from marl_parallel import EnvError, ParallelEnv, Rollout
 from marl_parallel.sources.envpool import EnvPool
 from marl_parallel.sources.native import Received
-from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
+from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
 COPIES = 4
 
@@ -518,3 +518,74 @@ def test_agents_that_come_back():
             env.step([{agent: actions[agent] for agent in of_env} for of_env in env.acting])
             assert env.acting == (acting,) * 2
             assert env.runner.transitions.alive == [acting] * 2
+
+
+# -- wrong answers of a simulator --------------------------------------------------------------------------------------
+
+
+class Answers(Arena):
+    """Returns other environments than those that were sent to, from the second `receive` on."""
+
+    partial = True
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__(3)
+        self._change, self._answers = change, 0
+
+    def receive(self) -> Received:
+        received = super().receive()
+        self._answers += 1
+        return received if self._answers == 1 else received._replace(env_ids=self._change(received.env_ids))
+
+
+WRONG_ANSWERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "not asked": (lambda ids: np.int32([0, 2]), r"results of environments \[2\], which are not in flight"),
+    "twice": (lambda ids: np.int32([0, 0]), r"results of environments \[0\] more than once"),
+    "out of range": (lambda ids: np.int32([0, 7]), r"results of environments \[7\], which are not in flight"),
+    "negative": (lambda ids: np.int32([-3, 1]), r"results of environments \[-3\], which are not in flight"),
+    "none": (lambda ids: np.int32([]), "returned no environment"),
+    "too many": (lambda ids: np.int32([0, 1, 1]), r"results of environments \[1\] more than once"),
+    "floats": (lambda ids: np.float32([0, 1]), "no array of integers with one axis, but an array of float32"),
+    "list": (lambda ids: [0, 1], "no array of integers with one axis, but list"),
+    "two axes": (lambda ids: ids[None], r"no array of integers with one axis, but an array of int32 of shape \(1, 2\)"),
+}
+
+
+class Facade:
+    pass
+
+
+@pytest.mark.parametrize("way", ["dicts", "arrays", "async"])
+@pytest.mark.parametrize("answer", WRONG_ANSWERS)
+def test_simulator_that_returns_other_environments(answer, way):
+    """The error names the simulator, the call and what is wrong, and everything is closed."""
+    change, text = WRONG_ANSWERS[answer]
+    env = ParallelEnv.from_native(Answers(change))
+    action = {"scout": {"go": 2, "look": np.ones(2)}, "tank_0": 1, "tank_1": 3}
+    facade = Facade()
+    stepper = ArrayStepper(env, facade, partial_resets=True)
+    stepper.reset()
+
+    def asynchronously() -> None:
+        env.send([action] * 2, env_ids=[0, 1])
+        env.recv()
+
+    call = {
+        "dicts": lambda: env.step([action] * 2, env_ids=[0, 1]),
+        "arrays": lambda: stepper.reset(env_ids=[0, 1]),
+        "async": asynchronously,
+    }[way]
+    with pytest.raises(EnvError, match=f"the arena raised in (step|reset): .*{text}") as caught:
+        call()
+    assert caught.value.method in ("step", "reset")
+    with pytest.raises(ClosedEnvironmentError):
+        env.reset()
+
+
+def test_ids_of_another_width():
+    """Only their values matter."""
+    with ParallelEnv.from_native(Answers(lambda ids: ids.astype(np.int64))) as env:
+        action = {"scout": {"go": 2, "look": np.ones(2)}, "tank_0": 1, "tank_1": 3}
+        env.reset()
+        env.step([action] * 3)
+        assert [seen["tank_0"] for seen in env.step([action] * 2, env_ids=[2, 0])[0]] == [(4.0,), (2.0,)]
