@@ -152,7 +152,7 @@ static double monotonic(void) {
    many pieces are kept as two batches have arrays of this size (`keep`). NumPy calls these functions with the GIL, and
    returns memory to the functions that it came from. */
 
-enum { LARGE = 1 << 16, MOST_SIZES = 64 };
+enum { LARGE = 1 << 16, MORE_SIZES = 16 };
 
 /* Before each piece of memory; its size is the alignment of malloc. */
 typedef union Piece {
@@ -163,12 +163,14 @@ typedef union Piece {
     char aligned[64];
 } Piece;
 
-static struct {
+typedef struct {
     size_t size;
-    Py_ssize_t count, most;
+    Py_ssize_t count, most;    /* `most` is positive: a size that no codec has any more is removed */
     Piece *first;
-} kept[MOST_SIZES];
-static int sizes;              /* how many sizes there have been */
+} Kept;
+
+static Kept *kept;
+static int sizes, room;        /* how many sizes there are, and for how many there is room */
 
 /* The place of a size; `sizes` if it is new. */
 static int place_of_size(size_t size) {
@@ -177,18 +179,27 @@ static int place_of_size(size_t size) {
     return place;
 }
 
-/* Keep more or fewer pieces of a size. */
+/* Keep more or fewer pieces of a size. Without memory for a new size, none is kept. */
 static void keep(size_t size, Py_ssize_t more) {
     int place = place_of_size(size);
-    if (place == MOST_SIZES || size < LARGE) return;
-    if (place == sizes) kept[sizes++].size = size;
+    if (size < LARGE || (place == sizes && more <= 0)) return;
+    if (place == sizes) {
+        if (sizes == room) {
+            Kept *larger = realloc(kept, (size_t)(room + MORE_SIZES) * sizeof(Kept));
+            if (larger == NULL) return;
+            kept = larger;
+            room += MORE_SIZES;
+        }
+        kept[sizes++] = (Kept){.size = size};
+    }
     kept[place].most += more;
-    while (kept[place].count > kept[place].most) {
+    while (kept[place].count > 0 && kept[place].count > kept[place].most) {
         Piece *piece = kept[place].first;
         kept[place].first = piece->of.next;
         kept[place].count -= 1;
         free(piece);
     }
+    if (kept[place].most <= 0) kept[place] = kept[--sizes];
 }
 
 static void *new_piece(void *Py_UNUSED(context), size_t size) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -123,3 +124,72 @@ def test_other_arrays_come_from_numpy():
         before = np._core.multiarray.get_handler_name()
         env.step([dict.fromkeys(AGENTS, 0)])
         assert np._core.multiarray.get_handler_name() == before != "marl_parallel"
+
+
+def pieces(sizes: Sequence[int], more: int) -> None:
+    assert codec._codec is not None
+    for nbytes in sizes:
+        codec._codec.keep(nbytes, more)
+
+
+def reused(nbytes: int) -> bool:
+    """Whether memory of a size is used again: whether an array that has been freed is kept."""
+
+    class Large(Images):
+        observation_space = spaces.Dict(dict.fromkeys(AGENTS, spaces.Box(0, 255, (nbytes,), np.uint8)))
+
+        def _observe(self) -> dict[str, Any]:
+            return {agent: np.full(nbytes, self.steps, np.uint8) for agent in AGENTS}
+
+    with ParallelEnv([Large], backend="serial") as env:
+        env.reset()
+        env.step([dict.fromkeys(AGENTS, 0)])
+        return kept(nbytes) > 0
+
+
+def test_any_number_of_sizes_one_after_the_other():
+    """A program that makes many environments, such as a search over resolutions."""
+    for round_ in range(200):
+        pieces([codec._codec.LARGE + round_], 2)
+        pieces([codec._codec.LARGE + round_], -2)
+    assert reused(codec._codec.LARGE + 1000)
+    assert kept(codec._codec.LARGE + 1000) == 0, "nothing after `close`"
+
+
+@pytest.mark.parametrize("order", ["first", "last", "middle"])
+def test_many_sizes_at_a_time(order):
+    sizes = [codec._codec.LARGE + 8 * number for number in range(150)]
+    pieces(sizes, 2)
+    try:
+        assert reused(codec._codec.LARGE + 2000)
+    finally:
+        gone = {"first": sizes, "last": sizes[::-1], "middle": sizes[75:] + sizes[:75]}[order]
+        pieces(gone[:100], -2)
+        assert reused(gone[120])
+        assert reused(gone[3])
+        pieces(gone[100:], -2)
+    assert reused(codec._codec.LARGE + 2000)
+    assert not any(map(kept, [*sizes, codec._codec.LARGE + 2000]))
+
+
+def test_fewer_pieces_of_an_unknown_size():
+    pieces([codec._codec.LARGE + 77], -5)
+    assert reused(codec._codec.LARGE + 77)
+    assert kept(codec._codec.LARGE + 77) == 0
+
+
+def test_two_environments_with_one_size():
+    with ParallelEnv([Images], seed=1, backend="serial") as env:
+        env.reset()
+        env.step([dict.fromkeys(AGENTS, 0)])
+        with ParallelEnv([Images], seed=2, backend="serial") as other:
+            other.reset()
+            batch = other.step([dict.fromkeys(AGENTS, 0)])
+        del other
+        env.step([dict.fromkeys(AGENTS, 0)])
+        assert kept(NBYTES) > 0
+        del batch
+        assert kept(NBYTES) <= 2 * 2, "two batches of one environment"
+    del env
+    gc.collect()
+    assert kept(NBYTES) == 0
