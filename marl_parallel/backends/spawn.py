@@ -17,6 +17,7 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -36,7 +37,7 @@ from marl_parallel.backends.memory import Block, fill_standard, mapped
 from marl_parallel.backends.relay import Relay
 from marl_parallel.backends.stacks import CrashFile, answer_requests, report_to
 from marl_parallel.core import reports
-from marl_parallel.core.advice import name_limit, naming_limits
+from marl_parallel.core.advice import name_limit, naming_limits, summary
 from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import Lost, Message, Reply, Request
@@ -44,6 +45,7 @@ from marl_parallel.core.pickling import open_script_of_worker
 from marl_parallel.core.sharing import CONSTRUCTING, close_all, dumps_request, loads_request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
+from marl_parallel.types import ParallelEnvError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -57,6 +59,7 @@ _DIES_WITHIN_S = 0.5
 _STARTED = "started"  # the first message of a worker
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 _UNKNOWN = Lost(None, "")
+_UNREAD = "it could not read a request"
 
 # The path is set first: files in the working directory must not replace modules of the standard library.
 _PROGRAM = """import sys
@@ -339,41 +342,56 @@ class _WorkerProcess:
             on_error.callback(_end, [self])
             self.log.mark_start(self._process.pid)
             identity, argv = interpreter.next_identity(), list(getattr(sys, "argv", []))
-            self._requests.put(sys.path)
-            self._requests.put((worker, name, identity, files, asks, to_tracker, argv, forwarding))
+            self._put(sys.path)
+            self._put((worker, name, identity, files, asks, to_tracker, argv, forwarding))
             on_error.callback(self._requests.put, None)  # ends a thread that has started
             for thread in self._threads:
                 thread.start()
             on_error.pop_all()
 
+    def _put(self, message: Any) -> None:
+        """Pickle a message here, where an error reaches the caller, and have it sent."""
+        self._requests.put(_Outgoing(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), None))
+
     def _send(self) -> None:
-        with contextlib.suppress(OSError):  # the receiving thread finds out that the worker has died
+        try:
             while (message := self._requests.get()) is not None:
-                if type(message) is not _WithDescriptors:
-                    self._connection.send(message)
-                    continue
-                self._connection.send(len(message.fds))
-                for fd in message.fds:
-                    assert self._socket is not None  # on Windows there are no descriptors
-                    socket.send_fds(self._socket, [b"\0"], [fd])
+                if message.fds is not None:
+                    self._connection.send_bytes(b"%d" % len(message.fds))
+                    for fd in message.fds:
+                        assert self._socket is not None  # on Windows there are no descriptors
+                        socket.send_fds(self._socket, [b"\0"], [fd])
                 self._connection.send_bytes(message.pickled)
+        except OSError:
+            pass  # the receiving thread finds out that the worker has died
+        except BaseException as error:
+            self._report(_broken("no request could be sent to it", error))
 
     def _receive(self) -> None:
         try:
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    self._replies.put(self._connection.recv())
-                    self._events.put(False)
+            while True:
+                self._report(self._connection.recv())
+        except (EOFError, OSError):
+            pass
+        except BaseException as error:
+            self._report(_broken("its reply could not be read", error))
         finally:
             self._replies.put(None)
             self._events.put(False)
+
+    def _report(self, reply: Any) -> None:
+        self._replies.put(reply)
+        self._events.put(False)
 
     def wait_started(self, deadline: float) -> None:
         """Wait until the worker receives requests; `RuntimeError` if it has ended, `TimeoutError` after `deadline`."""
         while True:
             with contextlib.suppress(Empty):
-                if self._replies.get(timeout=_TICK_S) == _STARTED:
+                reply = self._replies.get(timeout=_TICK_S)
+                if reply == _STARTED:
                     return
+                if type(reply) is Lost:
+                    raise RuntimeError(f"worker {self._worker} could not start: {reply.reason}\n\n{reply.stack}")
                 _wait_for_ends([self], _DIES_WITHIN_S)
             if (exitcode := self.exitcode()) is not None:
                 self.lost = self._manner_of_death()
@@ -387,13 +405,21 @@ class _WorkerProcess:
         if self.lost is not None:
             return
         if request.message not in CONSTRUCTING:
-            self._requests.put(request)
+            try:
+                self._put(request)
+            except Exception as error:
+                raise ParallelEnvError(
+                    f"worker {self._worker} ({reports.environments(self.share)}): a request for "
+                    f"{request.message.name} cannot be pickled: {summary(error)}",
+                    env_ids=tuple(request.env_ids or self.share),
+                    worker=self._worker,
+                ) from error
             return
         process: Any = self._process
         handle = int(process._handle) if sys.platform == "win32" else None  # that no public attribute has
-        message = _WithDescriptors(*dumps_request(request, handle))
-        self._lent += message.fds
-        self._requests.put(message)
+        pickled, fds = dumps_request(request, handle)
+        self._lent += fds
+        self._requests.put(_Outgoing(pickled, fds))
 
     def received(self) -> list[Reply | Lost]:
         """Take the replies that have come, then the loss of the worker if it died with unanswered requests."""
@@ -405,6 +431,10 @@ class _WorkerProcess:
                 break
             if reply is None:
                 self.lost = self._manner_of_death()
+                break
+            if type(reply) is Lost:
+                self._manner_of_death()  # which kills it
+                self.lost = reply
                 break
             if reply == _STARTED:  # of a worker that was added later: nothing waits for this message
                 continue
@@ -487,11 +517,11 @@ class _WorkerProcess:
             self._socket.close()
 
 
-class _WithDescriptors(NamedTuple):
-    """A pickled request, after the number of its descriptors and these descriptors."""
+class _Outgoing(NamedTuple):
+    """A pickled message; one with constructors is sent after the number of its descriptors and these descriptors."""
 
     pickled: bytes
-    fds: list[int]
+    fds: list[int] | None
 
 
 def _socket_of(connection: Connection) -> socket.socket | None:
@@ -503,8 +533,38 @@ def _socket_of(connection: Connection) -> socket.socket | None:
     return end
 
 
+def _broken(what: str, error: BaseException) -> Lost:
+    """The loss of a worker whose connection is of no use any more."""
+    return Lost(None, "".join(traceback.format_exception(error)), f"{what}: {summary(error)}")
+
+
+def _receive_request(link: Connection, end: socket.socket | None) -> Request | Lost:
+    """The next request, or why it cannot be read; `EOFError` or `ConnectionError` if the parent is gone."""
+    pickled, fds, lost = link.recv_bytes(), list[int](), None
+    constructs = not pickled.startswith(pickle.PROTO)
+    if constructs:  # the number of descriptors
+        for _ in range(int(pickled)):
+            assert end is not None
+            try:
+                fds.append(_receive_descriptor(end))
+            except (ConnectionError, EOFError):
+                raise
+            except OSError as error:
+                lost = _broken(_UNREAD, error)
+        pickled = link.recv_bytes()
+    if lost is not None:
+        close_all(fds)
+        return lost
+    try:
+        return loads_request(pickled, fds) if constructs else pickle.loads(pickled)  # type: ignore[no-any-return]
+    except BaseException as error:  # which may be an `EOFError` of an object in it
+        return _broken(_UNREAD, error)
+
+
 def _receive_descriptor(end: socket.socket) -> int:
-    _, fds, *_ = socket.recv_fds(end, 1, 1)
+    data, fds, *_ = socket.recv_fds(end, 1, 1)
+    if not data:
+        raise EOFError
     if not fds:
         raise name_limit(OSError(errno.EMFILE, "a descriptor was lost"))
     os.set_inheritable(fds[0], False)
@@ -559,18 +619,14 @@ def serve(
     stack_signal = report_to(crash_fd)
     answer_requests(type(link)(asks))
     signals.take_signals(stack_signal, identity.parent_pid)
-    requests: SimpleQueue[Request] = SimpleQueue()
+    requests: SimpleQueue[Request | Lost] = SimpleQueue()
     end = _socket_of(link)
 
     def receive() -> None:
         """Receive requests as they come, so that the parent's thread does not wait, and end when the parent is gone."""
         try:
             while True:
-                if type(request := link.recv()) is int:
-                    assert end is not None
-                    fds = [_receive_descriptor(end) for _ in range(request)]
-                    request = loads_request(link.recv_bytes(), fds)
-                requests.put(request)
+                requests.put(_receive_request(link, end))
         except (ConnectionError, EOFError):
             return  # the parent is gone
         except BaseException:
@@ -597,6 +653,9 @@ def serve(
     link.send(_STARTED)
     while True:
         request = requests.get()
+        if isinstance(request, Lost):
+            link.send(request)
+            return
         executor.execute(request, link.send)
         if request.message is Message.CLOSE:
             return

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +19,9 @@ import pytest
 from gymnasium.vector import AutoresetMode
 from helpers import ROOT, TESTS
 from helpers.processes import wait_for
+from simulators.counting import Counting
 
-from marl_parallel import backends
+from marl_parallel import ParallelEnv, ParallelEnvError, WorkerCrashed, backends
 from marl_parallel.backends import spawn
 from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core.backend import Backend
@@ -93,6 +98,161 @@ def test_an_interrupt_is_not_lost_among_replies(portable):
         replies = portable.wait(10.0, 2)
         assert len(replies) <= 1
         assert len(replies) + len(portable.wait(10.0) if not replies else []) == 1
+
+
+class Unreadable:
+    """Raises when it is unpickled."""
+
+    def __init__(self, kind: type[BaseException], *arguments: Any) -> None:
+        self.raised = kind, arguments
+
+    def __reduce__(self) -> Any:
+        return _raise, self.raised
+
+
+def _raise(kind: type[BaseException], arguments: tuple[Any, ...]) -> Any:
+    raise kind(*arguments)
+
+
+def unreadable(request: Request) -> bytes:
+    """Pickled, with functions of this module by value."""
+    module = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture
+def link() -> Iterator[tuple[Any, Any, Any]]:
+    """The program's end of a connection, the worker's end, and the worker's socket for descriptors."""
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        end = spawn._socket_of(theirs)
+        yield ours, theirs, end
+        if end is not None:
+            end.close()
+
+
+UNREADABLE = [ValueError, EOFError, ConnectionRefusedError, SystemExit, KeyboardInterrupt, RecursionError]
+"""`EOFError` and `ConnectionError` must not be taken for the end of the program."""
+
+
+@pytest.mark.parametrize("with_constructors", [False, True])
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_message_that_cannot_be_unpickled(kind, with_constructors, link):
+    """It becomes the loss of the worker, with cause and traceback; the next message is in order."""
+    ours, theirs, end = link
+    for request in (Request(Message.CALL, (0,), Unreadable(kind, "no such map")), Request(Message.CLOSE)):
+        if with_constructors:
+            ours.send_bytes(b"0")
+        ours.send_bytes(unreadable(request))
+    lost = spawn._receive_request(theirs, end)
+    assert isinstance(lost, Lost)
+    assert lost.reason.startswith(f"it could not read a request: {kind.__name__}")
+    assert "no such map" in lost.reason
+    assert "in _raise" in lost.stack
+    assert spawn._receive_request(theirs, end) == Request(Message.CLOSE)
+    ours.close()
+    with pytest.raises((EOFError, ConnectionError)):
+        spawn._receive_request(theirs, end)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no descriptors are sent there")
+def test_descriptor_that_is_lost(link):
+    """As when the worker has too many files open: the loss names the limit, and the next message is in order."""
+    ours, theirs, end = link
+    ours.send_bytes(b"2")
+    sending = spawn._socket_of(ours)
+    read, write = os.pipe()
+    socket.send_fds(sending, [b"\0"], [read])
+    socket.send_fds(sending, [b"\0"], [])
+    for _ in range(2):
+        ours.send_bytes(pickle.dumps(Request(Message.CLOSE)))
+    os.close(read)
+    lost = spawn._receive_request(theirs, end)
+    assert isinstance(lost, Lost)
+    assert "a descriptor was lost" in lost.reason
+    assert spawn._receive_request(theirs, end) == Request(Message.CLOSE)
+    with pytest.raises(BrokenPipeError):
+        os.write(write, b"x")  # the other descriptor has been closed
+    os.close(write)
+    sending.close()
+
+
+def test_request_that_cannot_be_unpickled(portable, monkeypatch):
+    """The loss says so; the other worker goes on, and a new one can take the place."""
+    worker = portable._workers[0]
+    pickled = unreadable(Request(Message.CALL, (0,), Unreadable(EOFError, "no such map")))
+    with monkeypatch.context() as patched:
+        patched.setattr(spawn.pickle, "dumps", lambda *_: pickled)
+        worker.post(Request(Message.TRACE, (0,), False))
+    ((index, lost),) = received(portable, 1)
+    assert index == 0
+    assert isinstance(lost, Lost)
+    assert lost.reason.startswith("it could not read a request: EOFError: no such map")
+    assert worker.exitcode() is not None
+    portable.replace(0)
+    portable.post(dict.fromkeys((0, 1), Request(Message.CLOSE)))
+    assert all(isinstance(reply, Reply) for _, reply in received(portable, 2))
+
+
+def test_request_that_cannot_be_pickled(portable):
+    """The error is raised where the request is posted."""
+    text = r"worker 1 \(environment 1\): a request for CALL cannot be pickled: TypeError: cannot pickle"
+    with pytest.raises(ParallelEnvError, match=text) as caught:
+        portable.post({1: Request(Message.CALL, (1,), threading.Lock())})
+    assert (caught.value.env_ids, caught.value.worker) == ((1,), 1)
+
+
+@pytest.mark.parametrize("thread", ["_send", "_receive"])
+def test_thread_of_a_connection_that_fails(thread, portable, monkeypatch):
+    """Whatever it raises, the worker counts as lost, and says why."""
+    worker = portable._workers[0]
+
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            if name == "send_bytes":
+                raise RuntimeError("out of order")
+            return getattr(connection, name)
+
+    connection = worker._connection
+    if thread == "_send":
+        worker._connection = Broken()
+        portable.post({0: Request(Message.TRACE, (0,), False)})
+    else:
+        monkeypatch.setattr(worker, "_report", fails_once(worker._report))
+        portable.post({0: Request(Message.TRACE, (0,), False)})
+        received(portable, 1)  # the thread has waited for it in the method before
+        portable.post({0: Request(Message.TRACE, (0,), False)})
+    ((index, lost),) = received(portable, 1)
+    assert index == 0
+    assert isinstance(lost, Lost)
+    assert "RuntimeError: out of order" in lost.reason
+    worker._connection = connection
+
+
+def fails_once(report: Callable[[Any], None]) -> Callable[[Any], None]:
+    calls: list[Any] = []
+
+    def failing(reply: Any) -> None:
+        calls.append(reply)
+        if len(calls) == 1:
+            raise RuntimeError("out of order")
+        report(reply)
+
+    return failing
+
+
+def test_error_names_worker_and_environment(monkeypatch):
+    monkeypatch.setattr(spawn, "dumps_request", lambda *_: (b"\x80\x04no pickle", []))
+    with pytest.raises(
+        WorkerCrashed, match=r"worker 0 \(environment 0\) died.*: it could not read a request: "
+    ) as caught:
+        ParallelEnv([Counting], backend=PortableProcessBackend(), num_workers=1)
+    assert caught.value.env_ids == (0,)
+    assert "Traceback" in caught.value.stack
 
 
 def test_replacement_that_dies_during_its_start(portable, monkeypatch):
