@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +21,7 @@ from marl_parallel.core.constructors import Constructor
 from marl_parallel.core.messages import Built, Construction, Message, Pickled, Request
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.sharing import CannotBeShared
+from marl_parallel.core.warn import warn
 
 
 def construct(
@@ -92,12 +92,10 @@ def _warn_of_neighbours(pool: Pool, built: Mapping[int, Built]) -> None:
         for other, kind in one.in_common.shared:
             wrapping.setdefault(kind, set()).update((other, env_id))
     for kind, env_ids in wrapping.items():
-        warnings.warn(
+        warn(
             f"environments {sorted(env_ids)} wrap the same object of type {kind} as others in their process, so a step "
             "of one of them also steps the others. Let each call of a constructor make a new one. If the object is "
-            "meant for several environments, ignore this",
-            UserWarning,
-            stacklevel=4,
+            "meant for several environments, ignore this"
         )
     overriding = {env_id: one.in_common.overridden for env_id, one in sorted(built.items()) if one.in_common.overridden}
     if not overriding:
@@ -105,12 +103,10 @@ def _warn_of_neighbours(pool: Pool, built: Mapping[int, Built]) -> None:
     names = dict.fromkeys(name for names in overriding.values() for name in names)
     backend = pool.backend
     in_workers = backend.pickles and not any(overriding.keys() & {*pool.shares[worker]} for worker in backend.in_line)
-    warnings.warn(
+    warn(
         f"the constructors of environments {[*overriding]} changed {' and '.join(names)}, which belongs to the whole "
         "process: environments that were constructed before them in the same process now have the new value, too. "
-        f"Pass {a_process_each(own_process=in_workers)} if each environment needs its own",
-        UserWarning,
-        stacklevel=4,
+        f"Pass {a_process_each(own_process=in_workers)} if each environment needs its own"
     )
 
 
