@@ -159,7 +159,7 @@ def test_every_warning_has_a_row():
         if path.is_relative_to(PACKAGE / "cli"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warn":
                 kinds = [argument.id for argument in node.args[1:] if isinstance(argument, ast.Name)]
                 expected.append((node.args[0], (kinds or ["UserWarning"])[0]))
     assert len(expected) >= 9
