@@ -49,7 +49,7 @@ from marl_parallel.core.backend import Backend, most_workers, usable_cpus
 from marl_parallel.core.columns import span_of
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request, answer
-from marl_parallel.core.pickling import open_script_of_worker
+from marl_parallel.core.script_names import open_script_of_worker
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 

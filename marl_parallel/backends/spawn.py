@@ -41,7 +41,7 @@ from marl_parallel.core.advice import name_limit, naming_limits, summary
 from marl_parallel.core.backend import Backend, most_workers
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import Lost, Message, Reply, Request
-from marl_parallel.core.pickling import open_script_of_worker
+from marl_parallel.core.script_names import open_script_of_worker
 from marl_parallel.core.sharing import CONSTRUCTING, close_all, dumps_request, loads_request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus

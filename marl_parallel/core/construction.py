@@ -19,6 +19,7 @@ from marl_parallel.core.array_file import LARGE, ArrayFileError, ArrayWriter
 from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.constructors import Constructor
 from marl_parallel.core.messages import Built, Construction, Message, Pickled, Request
+from marl_parallel.core.namespaces import dump_namespaces
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.sharing import CannotBeShared
 from marl_parallel.core.warn import warn
@@ -58,6 +59,7 @@ def construct(
         construction = Construction(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
             derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
+            namespaces=_namespaces(pickled, how_adapted, registrations, local_modules) if backend.pickles else b"",
             settings=caller_settings.pickled(),
         )  # fmt: skip
         requests = {}
@@ -150,6 +152,13 @@ def _pickle(
                     f"worker: {error}{where}. {way_out}: {constructor!r}"
                 ) from error
     return {env_id: _of_one(by_id[id(constructors[env_id])]) for env_id in env_ids}
+
+
+def _namespaces(
+    constructors: Mapping[int, Any], adapter: Any, registrations: bytes, local_modules: Sequence[ModuleType]
+) -> bytes:
+    pickles = {id(one): one.pickled for one in (*constructors.values(), adapter) if isinstance(one, Pickled)}
+    return dump_namespaces([*pickles.values(), registrations], local_modules)
 
 
 def _of_one(constructor: Any) -> Any:

@@ -151,6 +151,7 @@ class Construction(NamedTuple):
     isolate_rng: bool = False  # whether each environment has process-wide generators of its own
     derived_seeds: bool = False  # whether resets without a seed get a derived one, see `episode.derived_seed`
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
+    namespaces: bytes = b""  # of `dump_namespaces`; workers in the caller's process ignore them
     settings: bytes = b""  # of `CallerSettings`; workers in the caller's thread ignore them
 
 

@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import io
-import itertools
 import pickle
 import sys
 import threading
@@ -23,7 +22,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from queue import Empty, SimpleQueue
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import cloudpickle
@@ -34,6 +33,7 @@ from gymnasium.envs.registration import EnvSpec, parse_env_id
 
 from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.core.advice import summary
+from marl_parallel.core.classes import reduce_class
 from marl_parallel.core.messages import Refusal
 from marl_parallel.core.reducers import (
     REDUCERS,
@@ -43,6 +43,15 @@ from marl_parallel.core.reducers import (
     new_cached,
     parts_of_cached,
     reduce_cached_property,
+)
+from marl_parallel.core.script_names import (
+    complete,
+    globals_in,
+    looks_up_names,
+    names_in_annotations,
+    namesakes,
+    numbers,
+    stand_in_of,
 )
 from marl_parallel.core.sharing import is_shared, reduce_for_worker, reduce_in_message
 from marl_parallel.core.unpicklable import path_to_unpicklable
@@ -223,11 +232,48 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     with_keys: ClassVar[bool] = True
 
+    def __init__(self, file: io.BytesIO, protocol: int, buffer_callback: Callable[[Any], Any] | None = None) -> None:
+        super().__init__(file, protocol, buffer_callback)
+        self._looked_up: dict[str, LookedUp] = {}  # by module
+
+    def dump(self, value: Any) -> None:
+        super().dump(_Whole(value))
+
+    def _dynamic_function_reduce(self, function: FunctionType) -> Any:
+        reduced = super()._dynamic_function_reduce(function)
+        own, used = function.__globals__, reduced[2][1]["__globals__"]
+        used.update({name: own[name] for name in globals_in(function.__code__, in_classes=True) if name in own})
+        return reduced
+
+    def looked_up(self) -> list[tuple[str, dict[str, Any] | None, list[str] | None]]:
+        """What definitions of each module look up: the module, the globals of its functions, the names or None."""
+        found = []
+        for module_name, (names, every) in self._looked_up.items():
+            if (module := sys.modules.get(module_name)) is not None:
+                used = [name for name in names if name in vars(module)]
+                if used or every:
+                    found.append((module_name, self.globals_ref.get(id(vars(module))), None if every else used))
+        return found
+
+    def noted(self, module_name: str) -> LookedUp:
+        """What definitions of a module look up."""
+        return self._looked_up.get(module_name, LookedUp({}, False))
+
+    def _note_names(self, definition: Any) -> None:
+        before = self.noted(definition.__module__)
+        every = before.every or (isinstance(definition, FunctionType) and looks_up_names(definition.__code__))
+        names = before.names | dict.fromkeys(names_in_annotations(definition))
+        self._looked_up[definition.__module__] = LookedUp(names, every)
+
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _code_with_its_file}, REDUCERS, cloudpickle.Pickler.dispatch_table
     )
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _Whole:
+            return _completed, (obj.value, _LookedUpByIt())
+        if type(obj) is _LookedUpByIt:
+            return list, (self.looked_up(),)
         if type(obj) is CachedFunction:
             return _reduce_cached(obj)
         if isinstance(obj, functools.cached_property):  # derived types, too
@@ -240,14 +286,37 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(reduced) is not tuple or len(reduced) != 6:
             return reduced
         create, arguments, state, items, pairs, set_state = reduced
+        self._note_names(obj)
         if isinstance(obj, FunctionType):
-            if obj.__module__ in SCRIPTS:
-                name = obj.__qualname__ if _found_through(obj) is obj else None
-                state, set_state = (set_state, state, name), _set_state_of_function
-            return create, arguments, state, items, pairs, set_state
+            name = obj.__qualname__ if _found_through(obj) is obj else None
+            return create, arguments, (set_state, state, name), items, pairs, _set_state_of_function
         # A class by value: a function to create it, its attributes, and a function to set them (`object.__reduce__`).
+        create, arguments, state, set_state = reduce_class(obj, reduced)
         state = (set_state, state, obj.__qualname__, _found_through(obj))
-        return _known_or_new, (_id_of(obj), create, arguments), state, items, pairs, _set_state_of_new
+        return _known_or_new, (id_of(obj), create, arguments), state, items, pairs, _set_state_of_new
+
+
+class LookedUp(NamedTuple):
+    """The names that definitions of one module look up, apart from globals of functions."""
+
+    names: dict[str, None]  # in annotations; some may be other words
+    every: bool
+
+
+class _Whole(NamedTuple):
+    """The value that a pickler pickles: once it is unpickled, the names that its definitions look up are added."""
+
+    value: Any
+
+
+class _LookedUpByIt(NamedTuple):
+    """What a pickler has noted when it comes to this, after the value."""
+
+
+def _completed(value: T, looked_up: Sequence[tuple[str, dict[str, Any] | None, list[str] | None]]) -> T:
+    for one in looked_up:
+        complete(*one)
+    return value
 
 
 class WithoutKeys(ByValuePickler):
@@ -275,10 +344,16 @@ _ids: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _incomplete: WeakSet[Any] = WeakSet()  # created, but without attributes so far
 
 
-def _id_of(definition: Any) -> str:
+def id_of(definition: Any) -> str:
+    """The id under which a definition travels by value."""
     known_as = _ids.setdefault(definition, uuid.uuid4().hex)
     _known[known_as] = definition
     return known_as
+
+
+def known_class(known_as: str | None) -> Any:
+    """The class that this process has sent or received under an id, perhaps without its attributes so far; or None."""
+    return None if known_as is None else _known.get(known_as)
 
 
 def _known_or_new(known_as: str, create: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -297,8 +372,8 @@ def _set_state_of_new(definition: Any, state: tuple[Callable[[Any, Any], object]
         _incomplete.discard(definition)
         if isinstance(definition, type):
             type.__setattr__(definition, "__qualname__", name)  # which cloudpickle drops
-        if found_through is definition and (script := _script_of_worker()) is not None:
-            setattr(script, name, definition)
+        if found_through is definition and (module := stand_in_of(definition.__module__)) is not None:
+            setattr(module, name, definition)
 
 
 def _reduce_cached(cached: Any) -> Any:
@@ -307,42 +382,14 @@ def _reduce_cached(cached: Any) -> Any:
         return cached.__qualname__
     function, parameters, attributes = parts_of_cached(cached)
     state = (_set_attributes, attributes, getattr(cached, "__qualname__", ""), _found_through(cached))
-    return _known_or_new, (_id_of(cached), new_cached, (function, parameters)), state, None, None, _set_state_of_new
+    return _known_or_new, (id_of(cached), new_cached, (function, parameters)), state, None, None, _set_state_of_new
 
 
 def _set_attributes(definition: Any, attributes: Mapping[str, Any]) -> None:
     vars(definition).update(attributes)
 
 
-# -- the script's `__main__` in workers --------------------------------------------------------------------------------
-
-
-class _ScriptOfWorker(ModuleType):
-    """The `__main__` of a worker process: its attributes are the definitions received from the caller's script.
-
-    So simulators can find and pickle the classes of the script. The module has no file: a process that a simulator
-    spawns must not run the caller's script.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if (function := _namesakes.get(name)) is not None:
-            return function
-        raise AttributeError(f"module '__main__' of this worker has no attribute {name!r}")
-
-
-# Functions of the script whose name is taken in `__main__`: each environment may have its own function of one name.
-_namesakes: WeakValueDictionary[str, Any] = WeakValueDictionary()
-_numbers = itertools.count(2)
-
-
-def open_script_of_worker() -> None:
-    """Give this worker process a `__main__` for the definitions of the caller's script."""
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = _ScriptOfWorker("__main__")
-
-
-def _script_of_worker() -> _ScriptOfWorker | None:
-    script = sys.modules.get("__main__")
-    return script if isinstance(script, _ScriptOfWorker) else None
+# -- stand-ins for the script in workers -------------------------------------------------------------------------------
 
 
 def _found_through(definition: Any) -> Any:
@@ -350,11 +397,12 @@ def _found_through(definition: Any) -> Any:
 
     The attribute is the definition itself, or the class around it.
     """
-    path, script = getattr(definition, "__qualname__", None), sys.modules.get("__main__")
-    if not isinstance(path, str) or getattr(definition, "__module__", None) not in SCRIPTS or script is None:
+    path, module_name = getattr(definition, "__qualname__", None), getattr(definition, "__module__", None)
+    module = sys.modules.get("__main__" if module_name in SCRIPTS else module_name or "")
+    if not isinstance(path, str) or module is None:
         return None
     name, *more = path.split(".")
-    first = found = vars(script).get(name)
+    first = found = vars(module).get(name)
     for part in more:
         found = getattr(found, part, None)
     return first if found is definition else None
@@ -366,15 +414,15 @@ def _set_state_of_function(
     set_state, (attributes, slots), name = state
     used = dict(slots["__globals__"])
     set_state(function, (attributes, slots))
-    script = _script_of_worker()
-    if script is None:
+    module = stand_in_of(function.__module__)
+    if module is None:
         return
     for key, value in used.items():  # constants and modules: simulators may look for them in `__main__`
         if not key.startswith("__"):  # `__file__`, for instance
-            vars(script).setdefault(key, value)
-    if name is not None and vars(script).setdefault(name, function) is not function:
-        function.__qualname__ = f"{name}#{next(_numbers)}"  # else plain pickle would refuse it
-        _namesakes[function.__qualname__] = function
+            vars(module).setdefault(key, value)
+    if name is not None and vars(module).setdefault(name, function) is not function:
+        function.__qualname__ = f"{name}#{next(numbers)}"  # else plain pickle would refuse it
+        namesakes[function.__qualname__] = function
 
 
 def where_unpicklable(value: Any, pickle_part: Callable[[Any], object] = dumps_by_value) -> str:

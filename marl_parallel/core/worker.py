@@ -90,6 +90,7 @@ from marl_parallel.core.saved_simulator import (
     load_simulator,
 )
 from marl_parallel.core.schema import check_pickled_agents, difference, dumps_compactly
+from marl_parallel.core.script_names import install_namespaces
 from marl_parallel.core.sharing import CannotBeShared
 from marl_parallel.core.spaces import DoesNotFit, as_array
 from marl_parallel.core.transition import Transition
@@ -139,6 +140,7 @@ class Worker:
         self._generators: GeneratorStates | None = None  # if each environment has states of its own
         self._has_generators = False  # whether the process-wide generators have been seeded here
         self._registrations = b""  # the installed ones
+        self._namespaces = b""
         self._fingerprints: dict[str, int] = {}  # of generators that environments share, after the last constructor
         self._draws = False  # whether environments have drawn from shared generators since
         self._warned: set[str] = set()  # the warnings that episodes have logged
@@ -300,6 +302,9 @@ class Worker:
             if self._own_process and construction.registrations != self._registrations:
                 self._registrations = construction.registrations
                 install_registrations(construction.registrations)
+            if self._own_process and construction.namespaces != self._namespaces:
+                self._namespaces = construction.namespaces
+                install_namespaces(construction.namespaces)
             constructor = _received(construction.constructors[env_id], self._arrays(), "constructor", arrays)
             how_adapted = _received(construction.adapter, self._arrays(), "adapter")
             if generators_seed is not None and seed is not None:

@@ -1,0 +1,200 @@
+"""Pickles the namespaces of the script and of other modules that workers cannot import: what code looks up by name.
+
+Functions, classes and modules travel, and constants of types whose pickling has no effects and takes little time.
+Everything else could be huge, open or bound to this process: it travels only with the code that names it as a global.
+A function or class that uses such a value does not travel in the namespace either, as it would lack it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, cast
+
+import cloudpickle
+import gymnasium
+import numpy as np
+
+from marl_parallel.core import script_names
+from marl_parallel.core.pickling import ByValuePickler, by_value, id_of, known_class
+from marl_parallel.core.reducers import can_be_imported
+from marl_parallel.core.script_names import Entry, Namespace
+from marl_parallel.core.sharing import is_shared
+
+_LARGEST = 1 << 17
+"""Bytes of one entry."""
+
+
+def dump_namespaces(pickles: Sequence[bytes], local_modules: Sequence[ModuleType]) -> bytes:
+    """Pickle the namespaces of the modules that pickles refer to, and that workers cannot import."""
+    script = sys.modules.get("__mp_main__")
+    with by_value([*local_modules, *([] if script is None else [script])]):
+        names = {"__main__", *cloudpickle.list_registry_pickle_by_value()} - {"__mp_main__"}
+        modules = {}
+        for name, module in [*sys.modules.items()]:
+            parents = [name[:place] for place, character in enumerate(name) if character == "."]
+            if isinstance(module, ModuleType) and not names.isdisjoint([name, *parents]):
+                used_as = b"main__" if name == "__main__" else name.encode()
+                if any(used_as in one for one in pickles):
+                    modules[name] = _namespace(module)
+    return pickle.dumps(modules, pickle.HIGHEST_PROTOCOL) if modules else b""
+
+
+def _namespace(module: ModuleType) -> Namespace:
+    values = {name: value for name, value in [*vars(module).items()] if not name.startswith("__")}
+    names = {id(value): name for name, value in values.items()}
+    names |= {id(value): name for name, value in values.items() if getattr(value, "__qualname__", None) == name}
+
+    @functools.cache
+    def submodules(package: str) -> list[str]:
+        """The submodules that are imported here, by their names inside the package."""
+        return [one[len(package) + 1 :] for one in [*sys.modules] if one.startswith(f"{package}.")]
+
+    entries, left_out, needed = dict[str, Entry](), dict[str, str](), dict[str, set[str]]()
+    picklers = dict[str, _EntryPickler]()
+    for name, value in values.items():
+        file = _Limited()
+        pickler = _EntryPickler(file, module, values, names, submodules, name)
+        try:
+            cloudpickle.Pickler.dump(pickler, value)
+        except Exception as error:  # pickle may raise anything
+            left_out[name] = f"it cannot be pickled ({error})"
+            continue
+        needed[name], picklers[name] = pickler.needs | pickler.may_need, pickler
+        looked_up, looks_up = pickler.noted(module.__name__)
+        uses = {*needed[name], *(one for one in looked_up if one in values)} - {name}
+        entries[name] = Entry(file.getvalue(), tuple(sorted(uses)), looks_up, _imported(value))
+    while lacking := [name for name in entries if not needed[name] <= entries.keys()]:
+        for name in lacking:
+            pickler = picklers[name]
+            exactly = {
+                one for code in pickler.codes for one in script_names.globals_in(code) if one in values
+            }  # this is slow
+            needed[name] = pickler.needs | exactly
+            if missing := needed[name] - entries.keys():
+                first = min(missing, key=[*values].index)
+                del entries[name]
+                left_out[name] = f"it uses {first!r}, and {left_out[first]}"
+    file_name = getattr(module, "__file__", None)
+    return Namespace(entries, left_out, os.path.abspath(file_name) if isinstance(file_name, str) else None)
+
+
+def _imported(value: Any) -> str:
+    if isinstance(value, type | FunctionType) and can_be_imported(value):
+        return value.__module__
+    return ""
+
+
+class _Limited(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > _LARGEST:
+            raise pickle.PicklingError("it is large")
+        return super().write(data)
+
+
+class _EntryPickler(ByValuePickler):
+    """Pickles one value of a module; refers to the other values by their names.
+
+    Attributes:
+        needs: The names of these values.
+        may_need: Names of globals of functions; some are names of attributes only.
+        codes: The code of the functions.
+    """
+
+    with_keys = False
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        module: ModuleType,
+        values: Mapping[str, Any],
+        names: Mapping[int, str],
+        submodules: Callable[[str], Sequence[str]],
+        name: str,
+    ) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._module, self._values, self._names, self._name = module, values, names, name
+        self._submodules = submodules
+        self.needs: set[str] = set()
+        self.may_need: set[str] = set()
+        self.codes: list[CodeType] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _Globals:
+            return script_names.globals_here, ()
+        if isinstance(obj, ModuleType):
+            if obj.__name__ not in sys.modules:
+                raise pickle.PicklingError(f"module {obj.__name__!r} cannot be imported")
+            return script_names.module_on_demand, (obj.__name__,)
+        is_definition = isinstance(obj, type | FunctionType)
+        name = self._names.get(id(obj), self._name)
+        if name != self._name and not (is_definition and can_be_imported(obj)):
+            self.needs.add(name)
+            return _named, (self._module.__name__, name, id_of(obj) if isinstance(obj, type) else None)
+        if not is_definition and not _is_plain(obj) and type(obj).__module__ != self._module.__name__:
+            raise pickle.PicklingError(f"a value of {type(obj).__module__}.{type(obj).__qualname__}")
+        return super().reducer_override(obj)
+
+    def _dynamic_function_reduce(self, function: Any) -> Any:
+        """As cloudpickle does, but without the globals, and faster: it searches all modules for each function."""
+        if function.__globals__ is not vars(self._module):
+            return super()._dynamic_function_reduce(function)
+        create, _, (_, slots), items, pairs, set_state = super()._dynamic_function_reduce(
+            cast("FunctionType", _empty_function)
+        )
+        used = [name for name in _names_in(function.__code__) if name in self._values]
+        self.may_need.update(used)
+        self.codes.append(function.__code__)
+        attributes = {*function.__code__.co_names}
+        submodules = [
+            sys.modules[f"{package.__name__}.{more}"]
+            for name in used
+            if isinstance(package := self._values[name], ModuleType)
+            for more in self._submodules(package.__name__)
+            if attributes.issuperset(more.split("."))
+        ]
+        slots = {name: getattr(function, name, None) for name in slots}
+        slots |= {"__globals__": {}, "_cloudpickle_submodules": submodules}
+        cells = None if function.__closure__ is None else tuple([CellType() for _ in function.__closure__])
+        arguments = (function.__code__, _Globals(), None, None, cells)
+        return create, arguments, ({**vars(function)}, slots), items, pairs, set_state
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names of globals in code, and of attributes."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _empty_function() -> None:
+    pass
+
+
+class _Globals(NamedTuple):
+    """Stands for the globals of the module."""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether pickling a value has no effects and takes little time."""
+    if is_shared(value):
+        return False
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _LARGEST
+    package = type(value).__module__.partition(".")[0]
+    return isinstance(value, gymnasium.Space | enum.Enum) or package in _PLAIN
+
+
+_PLAIN = {*sys.stdlib_module_names, "numpy"}
+"""Packages whose objects are plain, or cannot be pickled."""
+
+
+def _named(module_name: str, name: str, known_as: str | None) -> Any:
+    return script_names.named(module_name, name, known_class(known_as))
