@@ -184,7 +184,7 @@ class _Globals(NamedTuple):
 
 def _is_plain(value: Any) -> bool:
     """Whether pickling a value has no effects and takes little time."""
-    if is_shared(value):
+    if is_shared(value) or isinstance(value, io.IOBase):  # cloudpickle reads files
         return False
     if isinstance(value, np.ndarray):
         return value.nbytes <= _LARGEST

@@ -10,6 +10,7 @@ are looked up, so that what nobody looks up costs no time and imports no module.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import importlib
 import importlib.util
@@ -176,6 +177,9 @@ def install_namespaces(pickled: bytes) -> None:
 def complete(module_name: str, functions_globals: dict[str, Any] | None, names: Iterable[str] | None) -> None:
     """Add names that code looks up to the globals of its functions, and to the stand-in; with None, all names."""
     module = sys.modules.get("__main__" if module_name in SCRIPTS else module_name)
+    if module is None:
+        with contextlib.suppress(Exception):  # a module that this process can import, but that travels by value
+            module = importlib.import_module(module_name)
     if isinstance(module, StandIn):
         namespace = _namespaces.get(module.__name__, _EMPTY)
         loaded = [name for name, one in namespace.entries.items() if not one.imports or one.imports in sys.modules]
@@ -237,10 +241,14 @@ def named(module_name: str, name: str, known: Any) -> Any:
 
 
 class ModuleOnDemand(ModuleType):
-    """A module that is imported once one of its attributes is read."""
+    """A module that is imported once one of its attributes is read; so are its submodules."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+        module = importlib.import_module(self.__name__)
+        submodule = f"{self.__name__}.{name}"
+        if not hasattr(module, name) and hasattr(module, "__path__") and importlib.util.find_spec(submodule):
+            importlib.import_module(submodule)
+        return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(importlib.import_module(self.__name__), name, value)
@@ -250,5 +258,7 @@ class ModuleOnDemand(ModuleType):
 
 
 def module_on_demand(name: str) -> ModuleType:
-    """The module if this process has imported it."""
+    """The module if this process has imported it, or the package around it."""
+    if name.rpartition(".")[0] in sys.modules:
+        return importlib.import_module(name)
     return sys.modules.get(name) or ModuleOnDemand(name)

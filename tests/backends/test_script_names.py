@@ -1,0 +1,253 @@
+"""Names of the caller's script that code looks up in workers: in annotations, by `globals()`, `eval` and `__main__`.
+
+One script is run as a file, by IPython, and by pytest as a test that workers cannot import. It compares what workers
+find with what it finds itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers.setups import rest
+
+pytestmark = pytest.mark.release_independent
+
+SCRIPT = '''
+from __future__ import annotations
+import concurrent.futures, dataclasses, functools, inspect, json, os, pickle, socket, sys, threading, typing
+import numpy as np
+import wave  # which workers have no other reason to import
+from typing import Optional
+from gymnasium import spaces
+from pettingzoo import ParallelEnv as PettingZooEnv
+from marl_parallel import ParallelEnv
+
+SIZE, TABLE = 3, {"a": 1}
+lock = threading.Lock()
+listening = socket.socket()
+opened = open(os.devnull)
+thread = threading.Thread()
+large = np.zeros(1 << 24)
+long = list(range(1 << 20))
+
+class Refusing:
+    def __reduce__(self):
+        raise SystemError("it is never pickled")
+
+refusing = Refusing()
+
+@dataclasses.dataclass
+class Deep:
+    size: int = 0
+
+@dataclasses.dataclass
+class Inner:
+    number: int
+    deep: "Optional['Deep']" = None
+    waves: Optional["wave.Wave_read"] = None
+
+@dataclasses.dataclass
+class Outer:
+    inner: list[Inner]
+    other: "typing.Union[Optional['Inner'], Left]" = None
+    more: Optional["Unknown"] = None
+
+@dataclasses.dataclass
+class Left:
+    up: Optional[Outer] = None
+Unknown = typing.Union[int, "Deep"]
+
+class ByName:
+    size = SIZE
+    def value(self):
+        return 5 * SIZE + len(TABLE) + helper() + (Derived().value() if type(self) is ByName else 0)
+
+class Derived(ByName):
+    def value(self):
+        return super().value() + 1
+
+class Both(Derived, dict):
+    pass
+
+def helper():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(int, np.ones(1)[0]).result()
+
+@functools.lru_cache
+def cached(x):
+    return x + SIZE
+
+class Plugin:
+    pass
+
+class One(Plugin):
+    pass
+
+class Two(One):
+    pass
+
+class UsesLock:
+    def use(self):
+        return lock
+
+def uses_refusing():
+    return refusing, UsesLock
+
+class Calls:
+    lock = "an attribute"
+    def use(self):
+        return self.lock
+
+LEVEL = 1
+made = []
+
+def annotated(x: Deep, *, y: "list[Inner]" = ()) -> ByName:
+    pass
+
+def hints_of(kind):
+    found = typing.get_type_hints(kind)
+    return {name: str(value) for name, value in found.items()}
+
+class Reader(PettingZooEnv):
+    metadata = {"name": "reader"}
+    possible_agents = ["a"]
+    def observation_space(self, agent): return spaces.Box(-9, 9, (1,), np.float32)
+    def action_space(self, agent): return spaces.Discrete(2)
+    def reset(self, seed=None, options=None):
+        self.agents = ["a"]
+        return {"a": np.zeros(1, np.float32)}, {"a": {}}
+    def step(self, actions):
+        return {"a": np.zeros(1, np.float32)}, {"a": 1.0}, {"a": False}, {"a": False}, {"a": {}}
+    def annotations(self):
+        inner = typing.get_args(typing.get_type_hints(Outer)["inner"])[0]
+        return hints_of(Outer), hints_of(inner), str(inspect.signature(annotated, eval_str=True)), hints_of(annotated)
+
+def by_globals():
+    return globals()["Derived"]().value(), globals().get("cached")(1), globals()["Both"](a=1), "ByName" in globals()
+
+def by_eval():
+    return eval("Derived().value() + cached(2) + helper()"), eval("SIZE + np.ones(1)[0]"), eval("Calls().use()")
+
+def by_module():
+    module = sys.modules[__name__]
+    names = sorted(name for name, one in inspect.getmembers(module, inspect.isclass) if one.__module__ == __name__)
+    return getattr(module, "".join(["Der", "ived"]))().value(), hasattr(module, "nothing"), "Both" in names
+
+def by_dict():
+    return vars(sys.modules[__name__])["Derived"]().value(), sys.modules[__name__].__dict__["cached"](3)
+
+def by_base():
+    return [one.__name__ for one in Plugin.__subclasses__()], [one.__name__ for one in One.__subclasses__()]
+
+def by_pickle():
+    again = [pickle.loads(pickle.dumps(one)) for one in (Outer([]), Deep, Derived)]
+    by_file = pickle.loads(b"\\x80\\x04c" + __name__.encode() + b"\\nDerived\\n)\\x81.")
+    return [type(one).__name__ for one in again], again[1] is Deep, by_file.value()
+
+def by_source():
+    return inspect.getsource(Reader)[:20], inspect.getsource(Outer), os.path.basename(inspect.getfile(Deep)), (
+        inspect.getsource(by_base))
+
+def set_first():
+    """What a function sets as a global is what a class reads that it finds by name, as long as it is the first."""
+    return globals()["Levelled"]().level()
+
+class Levelled:
+    def level(self):
+        return LEVEL
+
+def nested():
+    class Local(ByName):
+        size = SIZE + 1
+        kind: Deep
+    return Local.size, Local().value()
+
+def raised():
+    raise globals()["Failure"](3)
+
+class Failure(Exception):
+    def __init__(self, code):
+        super().__init__(code)
+        self.code = code
+
+def make(fails=False):
+    return globals()["Reader"]()
+
+def missing(name):
+    try:
+        return str(getattr(sys.modules[__name__], name))
+    except AttributeError as error:
+        return str(error)
+
+def in_globals(*names):
+    return [name in globals() for name in names]
+
+FOUND = [by_globals, by_eval, by_dict, by_base, by_pickle, set_first, nested]
+
+def check():
+    asked = [by_module, *FOUND, *([by_source] if "__file__" in globals() else [])]
+    annotations, expected = Reader().annotations(), {function.__name__: function() for function in asked}
+    for backend in BACKENDS:
+        with ParallelEnv([make, Reader, lambda: make(), Reader], num_workers=2, backend=backend) as env:
+            env.reset()
+            if backend == "process":
+                assert env.call(lambda _: "wave" in sys.modules) == (False,) * 4
+            assert env.call("annotations") == (annotations,) * 4, (backend, env.call("annotations"), annotations)
+            for function in asked:
+                found = env.call(lambda _, function: function(), function)
+                assert found == (expected[function.__name__],) * 4, (backend, function.__name__, found)
+            if backend == "process":
+                assert env.call(lambda _: "wave" in sys.modules) == (True,) * 4  # in an annotation
+                for name, why in (
+                    ("lock", "cannot pickle '_thread.lock' object"), ("large", "numpy.ndarray"), ("long", "large"),
+                    ("UsesLock", "it uses 'lock'"), ("uses_refusing", "it uses "), ("opened", "TextIOWrapper"),
+                ):
+                    for text in env.call(lambda _, name: missing(name), name):
+                        assert "has no attribute '" + name + "': the caller has it" in text and why in text, text
+                assert env.call(lambda _: missing("nothing"))[0].endswith("of this worker has no attribute 'nothing'")
+                assert env.call(lambda _: in_globals("Both", "large", "UsesLock")) == ([True, False, False],) * 4
+            value = env.call(lambda _: globals()["Derived"]())[3]
+            assert type(value) is Derived and value.value() == Derived().value()
+            try:
+                env.call(lambda _: raised())
+            except Exception as error:
+                cause = error.__cause__
+                assert type(cause) is Failure and cause.code == 3, repr(cause)
+    print("checked", flush=True)
+'''
+
+END = """
+if __name__ == "__main__":
+    check()
+"""
+
+IPYTHON = ["-m", "IPython", "--no-banner", "--colors=NoColor", "program.py"]
+_CONSOLE_SCRIPT = "import sys; del sys.path[0]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+PYTEST = ["-c", _CONSOLE_SCRIPT, "-q", "-s", "-p", "no:cacheprovider", "--rootdir=.", "--import-mode=importlib"]
+
+
+@pytest.mark.parametrize(
+    ("command", "backends", "portable"),
+    [
+        (["program.py"], ("serial", "thread", "process", "hybrid"), False),
+        (["program.py"], ("process",), True),
+        rest(IPYTHON, ("process",), False),
+        ([*PYTEST, "test_program.py"], ("serial", "process"), False),
+    ],
+    ids=["script", "portable", "ipython", "pytest importlib"],
+)
+def test_names_of_a_script(command, backends, portable, tmp_path):
+    text = SCRIPT.replace("BACKENDS", repr(backends))
+    (tmp_path / "program.py").write_text(text + END)
+    (tmp_path / "test_program.py").write_text(text + "def test_it():\n    check()\n")
+    environ = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
+    if portable:
+        environ["MARL_PARALLEL_PORTABLE"] = "1"
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "checked" in done.stdout, done.stdout + done.stderr
