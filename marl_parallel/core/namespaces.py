@@ -63,6 +63,9 @@ def _namespace(module: ModuleType) -> Namespace:
         pickler = _EntryPickler(file, module, values, names, submodules, name)
         try:
             cloudpickle.Pickler.dump(pickler, value)
+        except _Stays as error:
+            left_out[name] = str(error)
+            continue
         except Exception as error:  # pickle may raise anything
             left_out[name] = f"it cannot be pickled ({error})"
             continue
@@ -91,10 +94,14 @@ def _imported(value: Any) -> str:
     return ""
 
 
+class _Stays(Exception):
+    """The value does not travel; the text says why."""
+
+
 class _Limited(io.BytesIO):
     def write(self, data: Any) -> int:
         if self.tell() + len(data) > _LARGEST:
-            raise pickle.PicklingError("it is large")
+            raise _Stays(f"it is larger than {_LARGEST >> 10} KiB")
         return super().write(data)
 
 
@@ -130,7 +137,7 @@ class _EntryPickler(ByValuePickler):
             return script_names.globals_here, ()
         if isinstance(obj, ModuleType):
             if obj.__name__ not in sys.modules:
-                raise pickle.PicklingError(f"module {obj.__name__!r} cannot be imported")
+                raise _Stays(f"workers cannot import the module {obj.__name__!r}")
             return script_names.module_on_demand, (obj.__name__,)
         is_definition = isinstance(obj, type | FunctionType)
         name = self._names.get(id(obj), self._name)
@@ -138,7 +145,7 @@ class _EntryPickler(ByValuePickler):
             self.needs.add(name)
             return _named, (self._module.__name__, name, id_of(obj) if isinstance(obj, type) else None)
         if not is_definition and not _is_plain(obj) and type(obj).__module__ != self._module.__name__:
-            raise pickle.PicklingError(f"a value of {type(obj).__module__}.{type(obj).__qualname__}")
+            raise _Stays(f"a {type(obj).__module__}.{type(obj).__qualname__} travels only with code that names it")
         return super().reducer_override(obj)
 
     def _dynamic_function_reduce(self, function: Any) -> Any:

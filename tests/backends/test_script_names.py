@@ -202,7 +202,7 @@ def check():
             if backend == "process":
                 assert env.call(lambda _: "wave" in sys.modules) == (True,) * 4  # in an annotation
                 for name, why in (
-                    ("lock", "cannot pickle '_thread.lock' object"), ("large", "numpy.ndarray"), ("long", "large"),
+                    ("lock", "cannot pickle '_thread.lock' object"), ("large", "numpy.ndarray"), ("long", "larger"),
                     ("UsesLock", "it uses 'lock'"), ("uses_refusing", "it uses "), ("opened", "TextIOWrapper"),
                 ):
                     for text in env.call(lambda _, name: missing(name), name):

@@ -181,7 +181,7 @@ class ListLike(list):
 """
 
 EXPRESSIONS = {
-    "Child": "'limit' in vars(c), 'nothing' in vars(c), 'names' in vars(c), c().child() is c, c.__mro__[1]().child() is c",
+    "Child": "sorted({'limit', 'nothing', 'names'} & vars(c).keys()), c().child() is c, c.__mro__[1]().child() is c",
     "OfBoth": "sorted({'limit', 'side'} & vars(c).keys()), [one.__name__ for one in c.__mro__]",
     "Second": "c.counted, sorted(c.known), c.known['second'] is c, c.__mro__[1] is c.known['first']",
     "Read": "c.twice, c.size",
@@ -199,7 +199,7 @@ EXPRESSIONS = {
     "OneSlot": "hasattr(c(), '__dict__'), c().hidden(), c.__slots__, type(vars(c)['one']).__name__",
     "NoSlots": "hasattr(c(), '__dict__'), c().hidden(), c.__slots__",
     "WeakSlots": "hasattr(c(), '__dict__'), weakref.ref(c()) is not None, sorted(vars(c()))",
-    "Sliced": "hasattr(c(), '__dict__'), c(), c().parent(), pickle.loads(pickle.dumps(c(3))), dataclasses.replace(c(), x=2)",
+    "Sliced": "hasattr(c(), '__dict__'), c(), c().parent(), pickle.loads(pickle.dumps(c(3)))",
     "Data": "c(1) < c(2), c(1), [one.name for one in dataclasses.fields(c)]",
     "Colour": "c['CRIMSON'] is c.RED is c(1), list(c), [*c.__members__]",
     "Planet": "c.EARTH.mass, c.MARS.radius, c((1, 2)), [*c]",
