@@ -144,9 +144,23 @@ class _EntryPickler(ByValuePickler):
         if name != self._name and not (is_definition and can_be_imported(obj)):
             self.needs.add(name)
             return _named, (self._module.__name__, name, id_of(obj) if isinstance(obj, type) else None)
-        if not is_definition and not _is_plain(obj) and type(obj).__module__ != self._module.__name__:
+        if not is_definition and not self._is_plain(obj):
             raise _Stays(f"a {type(obj).__module__}.{type(obj).__qualname__} travels only with code that names it")
         return super().reducer_override(obj)
+
+    def _is_plain(self, value: Any) -> bool:
+        """Whether pickling a value has no effects, takes little time and runs no method of the script."""
+        if is_shared(value) or isinstance(value, io.IOBase):  # cloudpickle reads files
+            return False
+        if isinstance(value, np.ndarray) and value.nbytes > _LARGEST:
+            return False
+        script = self._module.__name__
+        of_script = [one for one in type(value).__mro__ if one.__module__ == script]
+        own = (vars(one).get(name) for one in of_script for name in _PICKLING)
+        if any(getattr(one, "__module__", None) == script for one in own):
+            return False
+        package = type(value).__module__.partition(".")[0]
+        return bool(of_script) or isinstance(value, gymnasium.Space | enum.Enum) or package in _PLAIN
 
     def _dynamic_function_reduce(self, function: Any) -> Any:
         """As cloudpickle does, but without the globals, and faster: it searches all modules for each function."""
@@ -189,16 +203,7 @@ class _Globals(NamedTuple):
     """Stands for the globals of the module."""
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether pickling a value has no effects and takes little time."""
-    if is_shared(value) or isinstance(value, io.IOBase):  # cloudpickle reads files
-        return False
-    if isinstance(value, np.ndarray):
-        return value.nbytes <= _LARGEST
-    package = type(value).__module__.partition(".")[0]
-    return isinstance(value, gymnasium.Space | enum.Enum) or package in _PLAIN
-
-
+_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__", "__getattr__")
 _PLAIN = {*sys.stdlib_module_names, "numpy"}
 """Packages whose objects are plain, or cannot be pickled."""
 

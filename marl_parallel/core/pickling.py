@@ -40,6 +40,7 @@ from marl_parallel.core.reducers import (
     SCRIPTS,
     CachedFunction,
     can_be_imported,
+    is_by_value,
     new_cached,
     parts_of_cached,
     reduce_cached_property,
@@ -249,7 +250,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         """What definitions of each module look up: the module, the globals of its functions, the names or None."""
         found = []
         for module_name, (names, every) in self._looked_up.items():
-            if (module := sys.modules.get(module_name)) is not None:
+            if isinstance(module := sys.modules.get(module_name), ModuleType):
                 used = [name for name in names if name in vars(module)]
                 if used or every:
                     found.append((module_name, self.globals_ref.get(id(vars(module))), None if every else used))
@@ -260,10 +261,14 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._looked_up.get(module_name, LookedUp({}, False))
 
     def _note_names(self, definition: Any) -> None:
-        before = self.noted(definition.__module__)
-        every = before.every or (isinstance(definition, FunctionType) and looks_up_names(definition.__code__))
-        names = before.names | dict.fromkeys(names_in_annotations(definition))
-        self._looked_up[definition.__module__] = LookedUp(names, every)
+        module_name = definition.__module__
+        if not isinstance(module_name, str):
+            return
+        names, every = self.noted(module_name)
+        every = every or (isinstance(definition, FunctionType) and looks_up_names(definition.__code__))
+        if is_by_value(module_name):  # others are local to a function: rarely are their annotations evaluated
+            names |= dict.fromkeys(names_in_annotations(definition))
+        self._looked_up[module_name] = LookedUp(names, every)
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _code_with_its_file}, REDUCERS, cloudpickle.Pickler.dispatch_table
@@ -399,7 +404,7 @@ def _found_through(definition: Any) -> Any:
     """
     path, module_name = getattr(definition, "__qualname__", None), getattr(definition, "__module__", None)
     module = sys.modules.get("__main__" if module_name in SCRIPTS else module_name or "")
-    if not isinstance(path, str) or module is None:
+    if not isinstance(path, str) or not isinstance(module, ModuleType):
         return None
     name, *more = path.split(".")
     first = found = vars(module).get(name)

@@ -31,16 +31,19 @@ CachedFunction: type = type(functools.lru_cache(maxsize=1)(lambda: None))
 def can_be_imported(definition: Any) -> bool:
     """Whether another process finds a definition by module and name; False for one that travels by value."""
     module_name, path = getattr(definition, "__module__", None), getattr(definition, "__qualname__", None)
-    if not isinstance(module_name, str) or not isinstance(path, str) or module_name in SCRIPTS:
-        return False
-    by_value = cloudpickle.list_registry_pickle_by_value()
-    parts = module_name.split(".")
-    if any(".".join(parts[: count + 1]) in by_value for count in range(len(parts))):
+    if not isinstance(module_name, str) or not isinstance(path, str) or is_by_value(module_name):
         return False
     found: Any = sys.modules.get(module_name)
     for part in path.split("."):
         found = getattr(found, part, None)
     return found is definition
+
+
+def is_by_value(module_name: str) -> bool:
+    """Whether the definitions of a module travel by value."""
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    parts = module_name.split(".")
+    return module_name in SCRIPTS or any(".".join(parts[: count + 1]) in by_value for count in range(len(parts)))
 
 
 def parts_of_cached(cached: Any) -> tuple[Callable[..., Any], Mapping[str, Any], dict[str, Any]]:

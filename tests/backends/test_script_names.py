@@ -1,7 +1,7 @@
 """Names of the caller's script that code looks up in workers: in annotations, by `globals()`, `eval` and `__main__`.
 
-One script is run as a file, by IPython, and by pytest as a test that workers cannot import. It compares what workers
-find with what it finds itself.
+One script is run as a file, by IPython, by pytest as a test that workers cannot import, and as a module that travels by
+value. It compares what workers find with what it finds itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ long = list(range(1 << 20))
 
 class Refusing:
     def __reduce__(self):
-        raise SystemError("it is never pickled")
+        raise SystemExit("it is never pickled")
 
 refusing = Refusing()
 
@@ -203,7 +203,7 @@ def check():
                 assert env.call(lambda _: "wave" in sys.modules) == (True,) * 4  # in an annotation
                 for name, why in (
                     ("lock", "cannot pickle '_thread.lock' object"), ("large", "numpy.ndarray"), ("long", "larger"),
-                    ("UsesLock", "it uses 'lock'"), ("uses_refusing", "it uses "), ("opened", "TextIOWrapper"),
+                    ("UsesLock", "it uses 'lock'"), ("refusing", "travels only"), ("opened", "TextIOWrapper"),
                 ):
                     for text in env.call(lambda _, name: missing(name), name):
                         assert "has no attribute '" + name + "': the caller has it" in text and why in text, text
@@ -229,6 +229,14 @@ _CONSOLE_SCRIPT = "import sys; del sys.path[0]; import pytest; sys.exit(pytest.m
 PYTEST = ["-c", _CONSOLE_SCRIPT, "-q", "-s", "-p", "no:cacheprovider", "--rootdir=.", "--import-mode=importlib"]
 
 
+REGISTERED = """
+import cloudpickle, program
+cloudpickle.register_pickle_by_value(program)
+program.FOUND.remove(program.by_base)  # workers import the module, whose classes have the subclasses
+program.check()
+"""
+
+
 @pytest.mark.parametrize(
     ("command", "backends", "portable"),
     [
@@ -236,8 +244,9 @@ PYTEST = ["-c", _CONSOLE_SCRIPT, "-q", "-s", "-p", "no:cacheprovider", "--rootdi
         (["program.py"], ("process",), True),
         rest(IPYTHON, ("process",), False),
         ([*PYTEST, "test_program.py"], ("serial", "process"), False),
+        (["-c", REGISTERED], ("hybrid",), False),
     ],
-    ids=["script", "portable", "ipython", "pytest importlib"],
+    ids=["script", "portable", "ipython", "pytest importlib", "registered"],
 )
 def test_names_of_a_script(command, backends, portable, tmp_path):
     text = SCRIPT.replace("BACKENDS", repr(backends))
