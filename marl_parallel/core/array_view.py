@@ -111,6 +111,19 @@ def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[Agen
     return {agent: actions[agent] for agent in acting}
 
 
+class DoesNotFit(ValueError):
+    """Values of some environments have no place in arrays; all others have been read.
+
+    Attributes:
+        env_ids: These environments.
+        arrays: The arrays with the rows of the others.
+    """
+
+    def __init__(self, text: str, env_ids: Sequence[int], arrays: Arrays) -> None:
+        super().__init__(text)
+        self.env_ids, self.arrays = tuple(env_ids), arrays
+
+
 class ArrayView(ABC):
     """A view of environments whose actions and transitions are arrays; the schema names all agents and their spaces.
 

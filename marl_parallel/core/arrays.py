@@ -19,7 +19,7 @@ from marl_parallel.action_masks import binary_rows, choices_of, flat_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import JOINT, Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, ArrayView, Joint
+from marl_parallel.core.array_view import Actions, Arrays, ArrayView, DoesNotFit, Joint
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.codec import LargeArrays
 from marl_parallel.core.info_columns import InfoArrays, InfoColumns
@@ -312,17 +312,14 @@ class BlockArrays(ArrayView):
         if around is not None and (context := around("read results")):
             with context:
                 return self.read_some(env_ids, leftovers, last)
-        errors: list[ValueError] = []
-        try:
-            for env_id in env_ids:  # all of them, before a value that has no place in an array raises
-                try:
-                    self._put(last, env_id, [rows[0] for rows in self._transitions.read((env_id,), leftovers)])
-                except ValueError as error:
-                    errors.append(error)
-            if errors:
-                raise errors[0]
-        finally:
-            del errors  # else they and this frame would refer to each other, and keep the block
+        errors: dict[int, str] = {}
+        for env_id in env_ids:  # all of them, before a value that has no place in an array raises
+            try:
+                self._put(last, env_id, [rows[0] for rows in self._transitions.read((env_id,), leftovers)])
+            except ValueError as error:
+                errors[env_id] = str(error)
+        if errors:
+            raise DoesNotFit(next(iter(errors.values())), [*errors], last)
         return last
 
     def drop_memory(self) -> None:

@@ -21,7 +21,7 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import check_one_for_each
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, Joint, Stacked
+from marl_parallel.core.array_view import Actions, Arrays, DoesNotFit, Joint, Stacked
 from marl_parallel.core.arrays import action_masks
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.pool.saved_states import to_bytes
@@ -138,6 +138,8 @@ class ArrayStepper(OfParallelEnv):
         self.latest: Arrays | None = None
         self.in_flight = False
         self._resetting: tuple[tuple[int, ...], Arrays | None] | None = None  # the reset in flight
+        # After an error in `receive_some`: environments that were stepped and reset, and the arrays with their results.
+        self._read: tuple[set[int], set[int], Arrays] | None = None
 
     def narrow(self, env_ids: range) -> None:
         """From now on, step only a range of environments, while copies of this object step the others.
@@ -298,15 +300,32 @@ class ArrayStepper(OfParallelEnv):
 
         Arguments and errors are as in `ParallelEnv.recv`.
 
+        Raises:
+            DoesNotFit: A value of some environments has no place in the arrays: a `ValueError` with their `env_ids`.
+                The next call returns the results of the others that have come.
+
         Returns:
             The environments that were stepped, those that were reset, and the arrays, of which only the rows of these
             environments are valid.
         """
-        last = self.view.last()
-        results = self.runner.recv(min_envs, timeout)
-        ids = sorted(results.env_ids)
-        arrays = self._noted(self.view.read_some(ids, results.leftovers, last))
-        return tuple(i for i in ids if i not in results.resets), tuple(sorted(results.resets)), arrays
+        stepped, begun, last = self._read or (set[int](), set[int](), self.view.last())
+        came = len(stepped) + len(begun)
+        if came and (min_envs <= came or not self.runner.source.in_flight):
+            self._read = None
+            return tuple(sorted(stepped)), tuple(sorted(begun)), last
+        results = self.runner.recv(max(min_envs - came, 0), timeout)
+        self._read = None
+        begun |= {*results.resets}
+        stepped |= {*results.env_ids} - begun
+        try:
+            arrays = self._noted(self.view.read_some(sorted(results.env_ids), results.leftovers, last))
+        except DoesNotFit as error:
+            stepped -= {*error.env_ids}
+            begun -= {*error.env_ids}
+            if stepped or begun:  # the next call returns them
+                self._read = stepped, begun, error.arrays
+            raise
+        return tuple(sorted(stepped)), tuple(sorted(begun)), arrays
 
     @exclusive("step_async")
     def send_dicts(self, actions: Sequence[Mapping[Any, Any]]) -> None:
@@ -399,6 +418,7 @@ class ArrayStepper(OfParallelEnv):
     def close(self, **keywords: Any) -> None:
         """Close the environment, with the keywords of `ParallelEnv.close`."""
         self.in_flight = False
+        self._read = None
         self.latest = None  # observations of a rollout are in memory that workers shared
         self.runner.release()
         self.env.close(**keywords)
@@ -428,10 +448,14 @@ class ArrayStepper(OfParallelEnv):
                     arrays.rewards[env_id, place] = rule(vectors[env_id])
             elif (missing := arrays.rewarded[:, place] & ~arrays.vectored[:, place]).any():
                 env_id = int(np.flatnonzero(missing)[0])
-                raise ValueError(
+                places = [place for place, one in enumerate(self.view.agents) if one in self._reward_spaces]
+                wrong = (arrays.rewarded & ~arrays.vectored)[:, places].any(axis=1)
+                raise DoesNotFit(
                     f"environment {env_id}: the reward of agent {agent!r} is {arrays.rewards[env_id, place]!r}, but "
                     f"its reward_space is {self._reward_spaces[agent]}; a wrapper that returns numbers must set "
-                    "`reward_space = None`"
+                    "`reward_space = None`",
+                    np.flatnonzero(wrong).tolist(),
+                    arrays,
                 )
         return arrays
 

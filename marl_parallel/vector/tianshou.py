@@ -18,7 +18,7 @@ from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays
+from marl_parallel.core.array_view import Arrays, DoesNotFit
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
@@ -114,6 +114,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         self.is_closed = False
         self._over = np.zeros(self.env_num, np.bool_)
         self._early: dict[int, tuple[Any, ...]] = {}  # results of steps that came while others were being reset
+        self._failed: DoesNotFit | None = None  # the error of a step that came while others were being reset
 
     # -- attributes ----------------------------------------------------------------------------------------------------
 
@@ -171,10 +172,27 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         """Reset environments while others are being stepped, whose results wait for the next `step`."""
         self._stepper.send_some_resets(ids, seeds, options)
         first: dict[int, tuple[Any, Any]] = {}
-        while len(first) < len(ids):
-            stepped, reset, arrays = self._stepper.receive_some()
+        failed: DoesNotFit | None = None
+        missing = {*ids}
+        while missing:
+            try:
+                stepped, reset, arrays = self._stepper.receive_some()
+            except DoesNotFit as error:
+                if missing & {*error.env_ids}:
+                    failed = failed or error
+                if not missing.issuperset(error.env_ids):
+                    self._failed = self._failed or error  # of a step, which the next `step` raises
+                missing -= {*error.env_ids}
+                self._are_ready(error.env_ids)
+                continue
             self._early |= self._by_env(arrays, stepped)
             first |= zip(reset, zip(self._observations(arrays, reset), self._infos(arrays, reset)))
+            missing -= {*reset}
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # else it and this frame would refer to each other
         return _together([first[env_id][0] for env_id in ids]), _objects([first[env_id][1] for env_id in ids])
 
     @exclusive("step")
@@ -195,6 +213,8 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             ResetNeeded: An environment was never reset, or its episode is over.
             AlreadyPendingCallError: An environment is being stepped.
             NoAsyncCallError: No action, and no environment is being stepped.
+            DoesNotFit: With `is_async`, a value of some environments has no place in arrays: a `ValueError` with their
+                `env_ids`. They are ready; later calls return the results of the others.
         """
         if action is None and self.is_async:
             return self._receive([] if id is None else self._ids(id))
@@ -217,6 +237,12 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
 
     def _receive(self, ids: Sequence[int]) -> StepReturn:
         """Results of environments that are being stepped: at least of `ids`, or of `wait_num` environments."""
+        failed, self._failed = self._failed, None
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # else it and this frame would refer to each other
         if not self.waiting_id or not {*ids} <= {*self.waiting_id}:
             which = f"environments {[*ids]} are not all" if ids else "no environment is"
             raise NoAsyncCallError(f"step() without actions, but {which} being stepped", "step")
@@ -240,8 +266,21 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
 
     def _receive_some(self, min_envs: int, timeout: float | None = None) -> None:
         """Receive results of steps, for the result of `step`."""
-        stepped, _, arrays = self._stepper.receive_some(min_envs, timeout)
+        try:
+            stepped, _, arrays = self._stepper.receive_some(min_envs, timeout)
+        except DoesNotFit as error:
+            self._are_ready(error.env_ids)
+            raise
         self._early |= self._by_env(arrays, stepped)
+
+    def _are_ready(self, env_ids: Sequence[int]) -> None:
+        """Environments whose results cannot be returned are no longer being stepped."""
+        over = self._stepper.runner.transitions.over
+        for env_id in env_ids:
+            self._over[env_id] = over[env_id]
+            if env_id in self.waiting_id:
+                self.waiting_id.remove(env_id)
+                self.ready_id.append(env_id)
 
     def seed(self, seed: int | Sequence[int | None] | None = None) -> list[list[int] | None]:
         """Reset all environments with these seeds, as Tianshou does; collectors reset them once more without seeds.

@@ -11,8 +11,10 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode
 from helpers import ROOT
 from mpe2 import simple_spread_v3
+from simulators.unfit_rewards import BAD, UnfitRewards
 
 from marl_parallel import ParallelEnv
+from marl_parallel.core.array_view import DoesNotFit
 from marl_parallel.vector import Arrays, ArrayStepper, PettingZooVecEnv, Stacked
 
 PACKAGE = ROOT / "marl_parallel"
@@ -113,3 +115,56 @@ def test_facades_use_no_private_attribute_of_another_object(path):
         if ast.unparse(node.value) not in ("self", "super()")
     }
     assert not private
+
+
+# -- values that have no place in arrays -------------------------------------------------------------------------------
+
+
+class Own:
+    """A facade."""
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("failing", [[1], [0, 2], [3], [0, 1, 2, 3]])
+def test_results_of_others_are_not_lost(failing, shared_memory):
+    """After the error, `receive_some` returns the results of the other environments of the same call."""
+    with ParallelEnv([UnfitRewards] * 4, False, backend="serial", shared_memory=shared_memory) as env:
+        facade = Own()
+        stepper = ArrayStepper(env, facade, partial_resets=True)
+        stepper.reset()
+        stepper.send_some([{"agent_0": BAD if env_id in failing else 1} for env_id in range(4)], range(4))
+        text = f"environment {failing[0]}: the reward of agent 'agent_0' is 'many'"
+        with pytest.raises(DoesNotFit, match=text) as caught:
+            stepper.receive_some(4)
+        assert [*caught.value.env_ids] == failing
+        good = [env_id for env_id in range(4) if env_id not in failing]
+        assert not env.pending
+        stepper.send_some([{"agent_0": 0}] * len(failing), failing)
+        received: dict[int, tuple[float, float]] = {}
+        while len(received) < 4:
+            stepped, begun, arrays = stepper.receive_some(4 - len(received))
+            assert not begun
+            received |= {one: (arrays.observations[0][one, 0, 0], arrays.rewards[one, 0]) for one in stepped}
+        assert received == {**dict.fromkeys(good, (1.0, 1.0)), **dict.fromkeys(failing, (2.0, 0.0))}
+        with pytest.raises(NoAsyncCallError):
+            stepper.receive_some(1)
+
+
+def test_results_that_were_kept_go_with_later_ones():
+    """Also resets; fewer than are asked for are returned only if nothing else is in flight."""
+    with ParallelEnv([UnfitRewards] * 4, False, backend="serial") as env:
+        facade = Own()
+        stepper = ArrayStepper(env, facade, partial_resets=True)
+        stepper.reset()
+        stepper.send_some([{"agent_0": BAD}, {"agent_0": 1}], [0, 1])
+        stepper.send_some_resets([3])
+        with pytest.raises(DoesNotFit):
+            stepper.receive_some(3)
+        stepper.send_some([{"agent_0": BAD}], [0])
+        with pytest.raises(DoesNotFit):
+            stepper.receive_some(3)
+        stepper.send_some([{"agent_0": 0}], [2])
+        stepped, begun, arrays = stepper.receive_some(3)
+        assert (stepped, begun) == ((1, 2), (3,))
+        assert arrays.rewards[:, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
+        assert arrays.observations[0][:, 0, 0].tolist()[1:] == [1.0, 1.0, 0.0]

@@ -16,6 +16,7 @@ from mpe2 import simple_adversary_v3, simple_spread_v3
 from simulators.drifting import Drift, Painter
 from simulators.masked_actions import Gate
 from simulators.skirmish import Skirmish
+from simulators.unfit_rewards import BAD, UnfitRewards
 from tianshou.algorithm import DQN
 from tianshou.algorithm.algorithm_base import Policy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
@@ -426,4 +427,40 @@ def test_observations_of_a_derived_box():
 
     env = facade(functools.partial(Listener, Lettered(-1, 1, (2,))))
     assert env.reset()[0].shape == (ENVS, 2)
+    env.close()
+
+
+@pytest.mark.parametrize("failing", [[1], [0, 3]])
+def test_value_without_a_place_loses_no_results_of_others(failing):
+    """The failed environments are ready; the next call returns what the others returned in the same one."""
+    env = facade(UnfitRewards, backend="serial", wait_num=3)
+    env.reset()
+    with pytest.raises(ValueError, match=f"environment {failing[0]}: the reward .* is 'many'"):
+        env.step(np.array([BAD if env_id in failing else 1 for env_id in range(ENVS)]))
+    others = [env_id for env_id in range(ENVS) if env_id not in failing]
+    assert sorted(env.ready_id) == failing
+    assert sorted(env.waiting_id) == others
+    observations, rewards, *_, infos = env.step(np.zeros(len(failing), np.int64), failing)
+    by_env = {info["env_id"]: (seen[0], reward) for info, seen, reward in zip(infos, observations, rewards)}
+    while env.waiting_id:
+        observations, rewards, *_, infos = env.step(None)
+        by_env |= {info["env_id"]: (seen[0], reward) for info, seen, reward in zip(infos, observations, rewards)}
+    assert by_env == {**dict.fromkeys(others, (1.0, 1.0)), **dict.fromkeys(failing, (2.0, 0.0))}
+    env.close()
+
+
+def test_value_without_a_place_while_another_environment_is_reset():
+    """The reset returns; the error of the step, and the results of the others, come with the next `step`."""
+    env = facade(UnfitRewards, backend="serial", wait_num=1)
+    env.reset()
+    env._stepper.send_some([{"agent_0": action} for action in (BAD, 1, 1)], [0, 1, 2])
+    env.waiting_id, env.ready_id = [0, 1, 2], [3]
+    observations, _ = env.reset([3])
+    assert observations.tolist() == [[0.0]]
+    assert sorted(env.waiting_id) in ([1, 2], [0, 1, 2])
+    with pytest.raises(ValueError, match="environment 0: the reward"):
+        env.step(None)
+    assert sorted(env.ready_id) == [0, 3]
+    infos = env.step(None, [1, 2])[-1]
+    assert sorted(info["env_id"] for info in infos) == [1, 2]
     env.close()
