@@ -32,7 +32,7 @@ class SpreadTask(TaskClass):
     def get_env_fun(
         self, num_envs: int, continuous_actions: bool, seed: int | None, device: Any
     ) -> Callable[[], EnvBase]:
-        env_kwargs = {**self.config, "continuous_actions": continuous_actions}
+        env_kwargs = {**self.config, "continuous_actions": continuous_actions, "render_mode": "rgb_array"}
         facade_kwargs = {"device": device, "return_state": True}
         return partial(
             make, "mpe2.simple_spread_v3", num_envs, env_kwargs,
@@ -49,7 +49,7 @@ class SpreadTask(TaskClass):
         return int(self.config["max_cycles"])
 
     def has_render(self, env: EnvBase) -> bool:
-        return False
+        return True  # evaluations call `env.render`, whose frames become a video of environment 0
 
     def group_map(self, env: EnvBase) -> dict[str, list[str]]:
         return dict(env.group_map)
@@ -91,7 +91,8 @@ def main() -> None:
     config.on_policy_collected_frames_per_batch = num_envs * steps
     config.on_policy_minibatch_size, config.on_policy_n_minibatch_iters = num_envs * steps // 4, 10
     config.evaluation_interval, config.evaluation_episodes = num_envs * steps, 4
-    config.lr, config.render, config.loggers, config.create_json = 5e-4, False, [], False
+    config.lr, config.create_json = 5e-4, False
+    config.render, config.loggers = True, []  # with a logger, such as "csv", videos are kept
     with tempfile.TemporaryDirectory() as folder:
         config.save_folder = folder
         experiment = Experiment(

@@ -35,8 +35,8 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
     """A Gymnasium vector environment with a row for each agent of each environment.
 
     With k agents, row `i * k + j` is agent j of environment i. Observations and actions are in the form of the agents'
-    space, batched; rewards are float64, flags bool. Vector rewards are `(num_envs, num_objectives)`, in the dtype of
-    `reward_space`, as in MO-Gymnasium.
+    space, batched; whole numbers may be floats in actions. Rewards are float64, flags bool. Vector rewards are
+    `(num_envs, num_objectives)`, in the dtype of `reward_space`, as in MO-Gymnasium.
 
     The row of an absent agent is zeros; `infos["present"]` marks the rows that are data, `infos["acting"]` those that
     need an action. If the observation space declares an `action_mask`, or the kind of environment has masks of its own,
@@ -203,8 +203,9 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
             try:
                 drawn = self._act(agent, seen.get(agent)) if self._act else _nearest_to_zero(space, num_envs)
                 by_agents.append(Stacked((agent,), stacked(space, drawn, num_envs, 1)))
-            except ValueError as error:
-                raise ValueError(f"others, for agent {agent!r}: {error}") from error
+            except (TypeError, ValueError) as error:
+                kind = ValueError if isinstance(error, ValueError) else TypeError
+                raise kind(f"others, for agent {agent!r}: {error}") from error
         return by_agents
 
     def _results(self, arrays: Arrays) -> StepReturn:

@@ -109,7 +109,7 @@ class AgentRows:
         return [*values[::per_env]]
 
     def actions(self, rows: Any) -> Stacked:
-        """Actions in the form of the batched space; raises `ValueError` for another form."""
+        """Actions in the form of the batched space; errors are as in `stacked`."""
         return Stacked(self.agents, stacked(self.action_space, rows, self.num_envs, len(self.agents)))
 
     def observations(self, observations: Sequence[Any]) -> Any:
@@ -197,7 +197,17 @@ class AgentRows:
 
 
 def stacked(space: Space[Any], rows: Any, num_envs: int, agents: int) -> Any:
-    """Rows in the form of a batched space as values `(num_envs, agents, ...)`; `ValueError` for another form."""
+    """Rows in the form of a batched space as values `(num_envs, agents, ...)`.
+
+    Whole numbers may be floats, as in `stacking.whole`. Raises `ValueError` for another form, and `TypeError` for what
+    cannot be iterated, as Gymnasium's `iterate`.
+    """
+
+    def check_rows(part: Any, others: Iterable[Any]) -> None:
+        for other in others:
+            if not isinstance(other, Iterable):
+                raise TypeError(f"expected actions for {num_envs * agents} rows, got {other!r:.200}")
+        check_form(part, others)
 
     def of_leaf(leaf: Space[Any], values: Any) -> NDArray[Any]:
         if isinstance(values, tuple) and leaf.shape is None:  # values that do not stack, one for each row
@@ -205,11 +215,15 @@ def stacked(space: Space[Any], rows: Any, num_envs: int, agents: int) -> Any:
             array[:] = values
         else:
             array = np.asarray(values)
-        if not array.ndim or len(array) != num_envs * agents:
+        if not array.ndim:
+            raise TypeError(f"expected actions for {num_envs * agents} rows, got {values!r:.200}")
+        if len(array) != num_envs * agents:
             raise ValueError(f"expected actions for {num_envs * agents} rows, got shape {array.shape}")
+        if array.dtype.kind == "f":
+            array = stacking.whole(leaf, array)
         return array[:, None] if agents == 1 else array.reshape(num_envs, agents, *array.shape[1:])
 
-    return tree_map(of_leaf, space, rows, form=check_form)
+    return tree_map(of_leaf, space, rows, form=check_rows)
 
 
 def bounds(leaf: Any) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import flat_mask, mask_of
-from marl_parallel.adapters import AgentID, attributes
+from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Joint, Stacked
 from marl_parallel.core.columns import evenly_spaced
@@ -32,7 +32,7 @@ from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
 from marl_parallel.vector.rows import agent_info, came_back, env_infos, has_restarted
-from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, simulators
+from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, rendered, simulators
 
 BAD_TRANSITION = "bad_transition"
 
@@ -660,10 +660,8 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         `mode` is for the `render(mode)` of simulators without a `render_mode`; None for its default. The others ignore
         it.
         """
-        frames = self.env.render()
-        if self.env.render_mode is None:
-            frames = self.env.call(functools.partial(_rendered, mode))
-        if frames is None or all(frame is None for frame in frames):
+        frames = rendered(self.env, mode)
+        if all(frame is None for frame in frames):
             return None
         return np.stack([np.asarray(frame) for frame in frames])
 
@@ -928,22 +926,6 @@ class DummyVecEnv(SubprocVecEnv):
 
 _IN_PROCESSES: Mapping[str, Any] = {"seed": "own", "isolate_rng": True}
 _IN_THIS_PROCESS: Mapping[str, Any] = {"seed": "own", "backend": "serial", "isolate_rng": False}
-
-
-def _rendered(mode: str | None, simulator: Any) -> Any:
-    """What a simulator's own `render(mode)` returns, in a worker; None unless its `render` takes a mode."""
-    render = attributes.method(simulator, "render", through=True)
-    if render is None:
-        return None
-    try:
-        takes = inspect.signature(render).parameters
-    except ValueError:  # compiled code may have no signature
-        return None
-    if "mode" not in takes and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
-        return None
-    frame = render() if mode is None else render(mode=mode)
-    shown = takes["mode"].default if mode is None and "mode" in takes else mode
-    return None if shown == "human" else frame
 
 
 def open_parallel_env(

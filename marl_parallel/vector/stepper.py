@@ -6,6 +6,8 @@ A facade has one library's shapes and names, and `ArrayStepper` the checks of al
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.adapters import AgentID
+from marl_parallel.adapters import AgentID, attributes
 from marl_parallel.arguments import check_one_for_each
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
@@ -482,6 +484,33 @@ def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -
     env.runner.check_open()
     env.runner.check_mode(facade, modes)
     return env.runner
+
+
+def rendered(env: ParallelEnv, mode: str | None, env_ids: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """A frame of each environment; None from simulators that show it themselves, or have none.
+
+    `mode` is for the `render(mode)` of simulators without a `render_mode`; None for its default. The others ignore it.
+    """
+    if env.render_mode is None:
+        return env.call(functools.partial(_rendered, mode), env_ids=env_ids)
+    frames: tuple[Any, ...] = env.render(env_ids=env_ids)
+    return frames
+
+
+def _rendered(mode: str | None, simulator: Any) -> Any:
+    """What a simulator's own `render(mode)` returns, in a worker; None unless its `render` takes a mode."""
+    render = attributes.method(simulator, "render", through=True)
+    if render is None:
+        return None
+    try:
+        takes = inspect.signature(render).parameters
+    except ValueError:  # compiled code may have no signature
+        return None
+    if "mode" not in takes and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+        return None
+    frame = render() if mode is None else render(mode=mode)
+    shown = takes["mode"].default if mode is None and "mode" in takes else mode
+    return None if shown == "human" else frame
 
 
 class ForwardedCalls(OfParallelEnv):

@@ -24,7 +24,7 @@ from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
-from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, Scalarize
+from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, Scalarize, rendered
 
 __doctest_requires__ = ["tianshou"]
 
@@ -200,7 +200,8 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         """Step environments.
 
         Args:
-            action: One action for each of these environments; with `is_async`, None only receives.
+            action: One action for each of these environments; whole numbers may be floats. With `is_async`, None only
+                receives.
             id: Which environments, in any order. Without actions: environments that must be in the results.
 
         Returns:
@@ -305,7 +306,12 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         return [None if one is None else [one] for one in seeds]
 
     def render(self, **kwargs: Any) -> list[Any]:
-        """A frame of each environment; None if `render_mode` is None. Keywords are for the environments' `render`."""
+        """A frame of each environment; None if `render_mode` is None.
+
+        Keywords are for the environments' `render`; `mode` only for those without a `render_mode`.
+        """
+        if kwargs.keys() == {"mode"}:
+            return [*rendered(self.env, kwargs["mode"])]
         if kwargs:
             return [*self.env.call("render", **kwargs)]
         frames = self.env.render()
@@ -344,6 +350,10 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
                 f"expected an action for each of {len(ids)} environments, of shape {(len(ids), *self._action_shape)}; "
                 f"got {actions.shape}: {action!r}"
             )
+        if actions.dtype.kind == "f" and not isinstance(space := self._action_spaces[0], spaces.Box):
+            actions = stacking.whole(space, actions)
+            if actions.dtype.kind == "f":
+                raise ValueError(f"expected whole numbers as actions in {space}, got {action!r}")
         if self._is_single:
             return {self._agents[0]: actions}
         parts = np.split(actions, self._ends[:-1], axis=1)

@@ -34,7 +34,7 @@ from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import AgentRows, bounds, came_back
-from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv
+from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, rendered
 
 __doctest_requires__ = ["torchrl"]
 
@@ -69,7 +69,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     integers, not one-hot. Actions of `Discrete(n, start=s)` count from 0.
 
     Attributes and methods of the simulators are available as in TorchRL's `ParallelEnv`: `env.level` is a list of
-    values, and `env.twice(3)` a list of results, one for each environment.
+    values, and `env.twice(3)` a list of results, one for each environment. `render` returns a frame of one environment.
 
     Only `_reset` resets environments, which TorchRL's loops call; see `docs/facades.md`. The seed of `set_seed` takes
     effect at each environment's next reset; native simulators, such as EnvPool, must then all be reset at once.
@@ -275,6 +275,34 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             rewards = group.rewards(arrays).astype(np.float32)
             rewards = rewards[..., None] if group.reward_space is None else rewards
             tensordict.set(self._at(name, "reward"), torch.from_numpy(rewards[:, 0] if self._flat else rewards))
+
+    def render(self, mode: str | None = "rgb_array", env_index: int = 0, **keywords: Any) -> Any:
+        """A frame of one environment, as for TorchRL's `PixelRenderTransform`; `parallel_env.render` has them all.
+
+        Args:
+            mode: For the `render(mode)` of simulators without a `render_mode`; None for its default. The others ignore
+                it.
+            env_index: The environment.
+            keywords: For the simulator's own `render`.
+
+        Returns:
+            What the simulator's `render` returns, such as an array `(height, width, 3)`; None if it shows the frame
+            itself.
+
+        Raises:
+            ValueError: The simulator renders nothing, since it was constructed without a `render_mode`.
+        """
+        if keywords:
+            with_mode = {"mode": mode} if self.env.render_mode is None and mode is not None else {}
+            (frame,) = self.env.call("render", env_ids=[env_index], **with_mode, **keywords)
+        else:
+            (frame,) = rendered(self.env, mode, [env_index])
+        if frame is None and mode not in (None, "human") and self.env.render_mode != "human":
+            raise ValueError(
+                f"environment {env_index} renders nothing; its render_mode is {self.env.render_mode!r}: construct "
+                'simulators with render_mode="rgb_array"'
+            )
+        return frame
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Close the environment; idempotent."""

@@ -23,11 +23,14 @@ from simulators.crashing import FAULT_KINDS, Fate, crashing
 from simulators.deterministic import Hunt, Relay
 from simulators.dict_rules import DictRules
 from simulators.every_space import EverySpace
+from simulators.painting import Nothing, OldPainting, OnScreen, Painting
 from simulators.returning_agents import ReturningPettingZooAgents
 from simulators.stackable import NO_TENSORS, DeclaredSkirmish, EveryTensorSpace, StackableAgents, spread
 from simulators.vector_rewards import Couriers
-from torchrl.envs import PettingZooWrapper
+from torchrl.envs import PettingZooWrapper, TransformedEnv
 from torchrl.envs.utils import MarlGroupMapType, check_env_specs
+from torchrl.record import PixelRenderTransform, VideoRecorder
+from torchrl.record.loggers import CSVLogger
 
 from marl_parallel import ParallelEnv
 from marl_parallel.core.columns import ArrayColumn, NumberColumn
@@ -493,6 +496,60 @@ def test_vector_rewards_of_a_group_must_be_alike():
     with pytest.raises(ValueError, match=r"the reward_space of 'bike' is .* and of 'van' it is"):
         TorchRLEnv(parallel, {"all": ["van", "bike", "drone"]})
     parallel.close()
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrap", "setup"), [(TorchRLEnv, "serial"), (lambda env: TransformedEnv(TorchRLEnv(env)), "process")]
+)
+@pytest.mark.parametrize("kind", [Painting, OldPainting])
+def test_frame_of_one_environment(kind, wrap, setup, parallel):
+    env = wrap(parallel(kind, 3, **SETUPS[setup]))
+    env.rand_step(env.reset())
+    frame = env.render(mode="rgb_array")  # as BenchMARL calls it
+    assert (frame.shape, frame.dtype, frame.max()) == ((4, 6, 3), np.uint8, 1)
+    assert np.array_equal(env.render(), frame)
+    assert [env.render("rgb_array", env_index=number).max() for number in range(3)] == [1, 11, 21]
+    with pytest.raises(ValueError, match="3"):
+        env.render(env_index=3)
+    assert env.rollout(2).batch_size == (3, 2)  # nothing was closed
+
+
+def test_keywords_of_the_simulators_own_render(parallel):
+    env = TorchRLEnv(parallel(OldPainting, 2))
+    env.reset()
+    assert env.render(brightness=5, env_index=1).max() == 15
+    assert env.render(mode=None) is None  # the simulator's default shows it on the screen
+
+
+def test_without_a_frame(parallel):
+    env = TorchRLEnv(parallel(OnScreen, 2))
+    env.reset()
+    assert env.render(mode="rgb_array") is None
+    for call in ({}, {"mode": "rgb_array"}):
+        env = TorchRLEnv(parallel(Nothing, 2))
+        env.reset()
+        with pytest.raises(ValueError, match=r'environment 0 renders nothing; .* with render_mode="rgb_array"'):
+            env.render(**call)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"mode": "rgb_array"}, {"mode": "rgb_array", "env_index": 1}], ids=str)
+@pytest.mark.parametrize("kind", [Painting, OldPainting])
+def test_pixels_of_torchrls_transform(kind, keywords, parallel, tmp_path):
+    """Through its checks, in a rollout over the ends of episodes, and as a video."""
+    logger = CSVLogger("log", str(tmp_path), video_format="pt")
+    env = TransformedEnv(TorchRLEnv(parallel(kind, 2)), PixelRenderTransform(**keywords))
+    check_env_specs(env)
+    env.append_transform(VideoRecorder(logger=logger, tag="frames"))
+    env.rollout(7, break_when_any_done=False)
+    env.transform[-1].dump()
+    (video,) = tmp_path.rglob("*.pt")
+    frames = torch.load(video).reshape(-1, 3, 4, 6)
+    first = 10 * keywords.get("env_index", 0)
+    shown = frames.amax((1, 2, 3)) - first
+    assert shown.tolist()[-8:] == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_refused_space_names_its_part():
