@@ -11,13 +11,16 @@ from pettingzoo.utils import conversions  # type: ignore[import-untyped]
 from marl_parallel.adapters.attributes import (
     AgentID,
     LookupFailed,
+    NotAnEnvironment,
     declared,
     declared_or_none,
     defines,
+    is_a,
     layers,
     owns,
     spaces_by_agent,
     spaces_of,
+    type_name,
 )
 from marl_parallel.adapters.protocol import Adapter, Dicts, Rules
 
@@ -88,6 +91,7 @@ class TurnBasedAECEnv(PettingZooEnv):
     methods: ClassVar[tuple[str, ...]] = ParallelizableAECEnv.methods
 
     def __init__(self, source: Any) -> None:
+        _check_not_tianshous(source)
         super().__init__(source)
         self._simulator = conversions.turn_based_aec_to_parallel(source)
         self._note_required()
@@ -109,8 +113,19 @@ class TurnBasedAECEnv(PettingZooEnv):
         return self._selects.agent_selection if self.agents_left() else None
 
 
+def _check_not_tianshous(source: Any) -> None:
+    """Raise `NotAnEnvironment` for Tianshou's wrapper, which is an `AECEnv`, but returns observations and rewards."""
+    if is_a(source, "tianshou.env", "PettingZooEnv"):
+        raise NotAnEnvironment(
+            f"{type_name(source)} is Tianshou's wrapper of a turn-based environment for its own multi-agent "
+            "algorithms, whose reset and step differ from PettingZoo's. For these algorithms, keep Tianshou's vector "
+            "environments (SubprocVectorEnv); for everything else, return the environment without this wrapper"
+        )
+
+
 def adapt_aec(env: Any) -> PettingZooEnv:
     """Adapt an AEC environment: one step is a cycle if its metadata has `is_parallelizable`, else a turn."""
+    _check_not_tianshous(env)
     metadata = declared_or_none(env, "metadata")
     parallelizable = isinstance(metadata, Mapping) and metadata.get("is_parallelizable", False)
     return ParallelizableAECEnv(env) if parallelizable else TurnBasedAECEnv(env)

@@ -11,6 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 from helpers.comparison import assert_same
+from helpers.setups import Setup
 from simulators.choices import SPACES, Chooser, Choosers, Wide, discrete
 from simulators.native_arena import Arena
 
@@ -171,3 +172,37 @@ def test_native_simulators():
             for (space, _), sent in zip(env.runner.source._action_groups, TypedArena.sent):
                 assert_of_space(space, sent)
         env.step([{agent: env.action_space[agent].sample() for agent in acting} for acting in env.acting])
+
+
+WHOLE = {
+    "choices": spaces.Discrete(3),
+    "from 5": spaces.Discrete(3, start=5),
+    "many choices": spaces.MultiDiscrete([3, 4]),
+    "bits": spaces.MultiBinary(4),
+    "whole numbers": spaces.Box(0, 9, (2,), np.int16),
+    "parts": spaces.Dict(a=spaces.Discrete(3), b=spaces.Tuple([spaces.MultiDiscrete([2, 2]), spaces.Box(0, 1, (2,))])),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_floats_as_rows(name, build):
+    """Simulators get the numbers in the dtype of the space, as `SyncVectorEnv` passes integers on."""
+    space, serial = WHOLE[name], Setup("serial", True, 2)
+    made = [functools.partial(Chooser, space)] * TWO
+    env = GymnasiumVectorEnv(build(made, serial, "NEXT_STEP", adapter="gymnasium"))
+    own = SyncVectorEnv(made)
+    for one in (env, own):
+        one.reset(seed=1)
+    for dtype in (np.float16, np.float32, np.float64):
+        actions = samples(space, TWO, dtype().itemsize)
+        assert_same(env.step(as_floats(space, actions, dtype))[0], own.step(actions)[0])
+        assert types_of(env.get_attr("got")[0][-1]) == types_of(own.get_attr("got")[0][-1])
+    for wrong in (0.5, np.nan):
+        with pytest.raises(ValueError, match="expected"):
+            env.step(tree_map(functools.partial(np.full_like, fill_value=wrong, dtype=np.float64), actions))
+    own.close()
+
+
+def as_floats(space: spaces.Space, actions: Any, dtype: Any) -> Any:
+    """Whole numbers as floats of a dtype."""
+    return tree_map(lambda leaf, array: array.astype(dtype if leaf.dtype.kind in "iu" else leaf.dtype), space, actions)

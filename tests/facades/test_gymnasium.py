@@ -20,6 +20,7 @@ from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers import vector as wrappers
 from helpers.batches import all_zero, assert_vector_info, at, same
 from mpe2 import simple_spread_v3, simple_tag_v3
+from simulators.choices import Chooser
 from simulators.crashing import Fate, crashing
 from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
@@ -565,7 +566,7 @@ def test_wrong_seeds(seeds, env):
         {"move": np.zeros((9, 2), np.float32)},
         {"move": np.zeros((8, 2), np.float32), "jump": np.zeros(8, np.int64)},
         {"move": np.zeros((9, 3), np.float32), "jump": np.zeros(9, np.int64)},
-        {"move": np.zeros((9, 2), np.float32), "jump": np.zeros(9)},
+        {"move": np.zeros((9, 2), np.float32), "jump": np.full(9, 0.5)},
         np.zeros(9),
     ],
     ids=["key", "rows", "shape", "dtype", "form"],
@@ -578,6 +579,32 @@ def test_wrong_actions(actions, env):
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("one", [0, 1.5, None, True, np.int64(0), object()], ids=repr)
+@pytest.mark.parametrize(
+    "space", [spaces.Discrete(2), spaces.Box(-1, 1, (2,)), spaces.Tuple([spaces.Discrete(2)])], ids=str
+)
+def test_an_action_without_rows(space, one):
+    """A `TypeError`, as in Gymnasium's own vector environments, also for a part, and in `step_async`."""
+    made = [functools.partial(Chooser, space)] * 2
+    env = GymnasiumVectorEnv(ParallelEnv(made, "NEXT_STEP", backend="serial", adapter="gymnasium"))
+    env.reset()
+    for call in (env.step, env.step_async):
+        for actions in (one, (one,)) if isinstance(space, spaces.Tuple) else (one,):
+            with pytest.raises(TypeError, match="expected actions for 2 rows, got "):
+                call(actions)
+    env.step(env.action_space.sample())
+    env.close()
+
+
+def test_others_that_return_one_action():
+    env = ParallelEnv([simple_spread_v3.parallel_env], "NEXT_STEP", backend="serial")
+    env = GymnasiumVectorEnv(env, ["agent_0"], others=lambda agent, seen: 0)
+    env.reset()
+    with pytest.raises(TypeError, match=r"others, for agent .*: expected actions for 1 rows, got 0"):
+        env.step(env.action_space.sample())
+    env.close()
+
+
 def test_failed_construction_is_collected_silently():
     with pytest.raises(TypeError):
         GymnasiumVectorEnv(VariableAgents())

@@ -13,8 +13,12 @@ import torch
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from mpe2 import simple_adversary_v3, simple_spread_v3
+from pettingzoo.classic import tictactoe_v3
+from simulators.choices import Chooser
+from simulators.corridors import Corridor
 from simulators.drifting import Drift, Painter
 from simulators.masked_actions import Gate
+from simulators.painting import OldPainting, Painting
 from simulators.skirmish import Skirmish
 from simulators.unfit_rewards import BAD, UnfitRewards
 from tianshou.algorithm import DQN
@@ -23,6 +27,7 @@ from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory
 from tianshou.data import AsyncCollector, Batch, Collector, VectorReplayBuffer
 from tianshou.env import DummyVectorEnv, SubprocVectorEnv, VectorEnvNormObs
+from tianshou.env import PettingZooEnv as TianshouPettingZooEnv
 from tianshou.utils.net.common import Net
 from tianshou.utils.torch_utils import policy_within_training_step
 
@@ -395,6 +400,97 @@ def test_wrong_use():
     core.close()
     with pytest.raises(ValueError, match="needs a ParallelEnv with auto_reset=False"):
         make(Drift, 2, facade="tianshou", auto_reset=True, backend="serial")
+
+
+WHOLE: dict[str, tuple[Any, Any]] = {
+    "choices": (spaces.Discrete(3), np.array([0, 2])),
+    "from 5": (spaces.Discrete(3, start=5), np.array([5, 7])),
+    "many choices": (spaces.MultiDiscrete([3, 4]), np.array([[0, 3], [2, 1]])),
+    "bits": (spaces.MultiBinary(2), np.array([[0, 1], [1, 1]])),
+}
+
+
+@pytest.mark.parametrize("wait_num", [None, 1])
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_floats(name, wait_num):
+    """Simulators get the numbers in the dtype of the space."""
+    space, whole = WHOLE[name]
+    made = [functools.partial(Chooser, space)] * 2
+    env = TianshouVecEnv(ParallelEnv(made, auto_reset=False, backend="thread"), wait_num)
+    env.reset()
+    for floats in (whole.astype(np.float32), whole.astype(np.float64).tolist()):
+        env.step(floats, [0, 1])
+        while env.waiting_id:
+            env.step(None)
+        received = [received[-1] for received in env.get_env_attr("got")]
+        np.testing.assert_array_equal(received, whole)
+        assert all(np.asarray(one).dtype == space.dtype for one in received)
+    for wrong in (whole + 0.5, whole * np.nan):
+        with pytest.raises(ValueError, match="expected whole numbers as actions in"):
+            env.step(wrong, [0, 1])
+    env.close()
+
+
+def test_whole_floats_of_several_agents():
+    env = make("mpe2.simple_spread_v3", 2, facade="tianshou", backend="serial", seed=1)
+    other = make("mpe2.simple_spread_v3", 2, facade="tianshou", backend="serial", seed=1)
+    actions = np.array([[0, 1, 2], [3, 4, 0]])
+    for one in (env, other):
+        one.reset()
+    assert_same_results(env.step(actions.astype(np.float32)), other.step(actions))
+    for one in (env, other):
+        one.close()
+
+
+@pytest.mark.parametrize("dict_state", [False, True])
+@pytest.mark.parametrize("how", [{"backend": "serial"}, {"num_workers": 2}], ids=str)
+def test_environments_whose_observations_have_different_bounds(how, dict_state):
+    """As in Tianshou's own tests, whose environments have different sizes."""
+    made = [functools.partial(Corridor, length, dict_state=dict_state) for length in (2, 3, 5)]
+    env, plain = TianshouVecEnv(ParallelEnv(made, auto_reset=False, **how)), DummyVectorEnv(made)
+    assert env.observation_space == [plain.observation_space[2]] * 3
+    assert_same_results(env.reset(), plain.reset())
+    assert_same_results(env.step(np.ones(3, np.int64)), plain.step(np.ones(3, np.int64)))
+    if not dict_state:
+        assert_same_buffers(*[collected(one, n_step=30) for one in (env, plain)])
+    env.close()
+
+
+def test_frames_with_a_mode():
+    for kind in (Painting, OldPainting):
+        env = TianshouVecEnv(ParallelEnv([kind] * 2, auto_reset=False, backend="serial"))
+        env.reset()
+        assert [frame.max() for frame in env.render(mode="rgb_array")] == [0, 10]
+        env.close()
+
+
+class Derived(TianshouPettingZooEnv):
+    """A class of the user's."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (TianshouPettingZooEnv, {"facade": "tianshou", "backend": "thread"}),
+        (TianshouPettingZooEnv, {"facade": "tianshou", "backend": "serial"}),
+        (TianshouPettingZooEnv, {"backend": "serial", "adapter": "aec"}),
+        (Derived, {"backend": "serial"}),
+        (Derived, {"backend": "serial", "adapter": "aec-turn-based"}),
+    ],
+)
+def test_tianshous_wrapper_of_pettingzoo(kind, how):
+    def make_env(wrapper: Any = kind) -> Any:
+        return wrapper(tictactoe_v3.env())
+
+    advice = r"keep Tianshou's vector environments .*, return the environment without this wrapper"
+    with pytest.raises(TypeError, match=f"environment 0: .*{kind.__name__} is Tianshou's wrapper .*{advice}"):
+        make(make_env, 2, **how)
+    bare = make(tictactoe_v3.env, 2, **how)  # the second way out
+    bare.reset()
+    bare.close()
+    keeps = DummyVectorEnv([make_env] * 2)  # the first
+    assert keeps.reset()[0][0]["agent_id"] == "player_1"
+    keeps.close()
 
 
 def test_spaces_that_tianshou_does_not_know():
