@@ -579,7 +579,7 @@ def test_wrong_actions(actions, env):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("one", [0, 1.5, None, True, np.int64(0), object()], ids=repr)
+@pytest.mark.parametrize("one", [0, 1.5, None, True, np.int64(0), object()], ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize(
     "space", [spaces.Discrete(2), spaces.Box(-1, 1, (2,)), spaces.Tuple([spaces.Discrete(2)])], ids=str
 )
