@@ -55,7 +55,7 @@ from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.messages import Answer, Block, Message, Refusal, Request
-from marl_parallel.core.pickling import add_missing_modules, dumps_for_workers, loads
+from marl_parallel.core.pickling import add_missing_modules, by_value, dumps_for_workers, loads
 from marl_parallel.core.pool.long_calls import LongCalls
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
@@ -67,7 +67,7 @@ from marl_parallel.core.pool.settings import SettingsAtResets
 from marl_parallel.core.pool.timeouts import Limits, Timeouts
 from marl_parallel.core.pool.tracing import Tracing
 from marl_parallel.core.reports import logger
-from marl_parallel.core.schema import common_schema
+from marl_parallel.core.schema import common_schema, dumps_compactly
 from marl_parallel.core.source import Source
 from marl_parallel.core.warn import warn
 from marl_parallel.core.worker_status import Tracer
@@ -340,11 +340,16 @@ class ParallelEnv:
                 pool, constructors, seeds, mode, adapter, restarts, kept is not None, isolate_rng, local_modules,
                 caller_settings,
             )  # fmt: skip
-            schema = common_schema(described)
+            schema, common = common_schema(described), b""
+            if schema is not described[0]:  # the environments differ in bounds
+                with by_value(local_modules):
+                    common = dumps_compactly(schema)
+                construction = construction._replace(described=common)
             layout = Layout(schema, len(seeds), arrays=shared_memory)
             block = opened.allocate(layout)
             compiled = codec == "c"
-            described_block = Block(len(seeds), shared_memory, compiled, compiled and opened.shares_memory)
+            infos_in_block = compiled and opened.shares_memory
+            described_block = Block(len(seeds), shared_memory, compiled, infos_in_block, common)
             attach = Request(Message.ATTACH, None, described_block)
             pool.execute(dict.fromkeys(range(len(shares)), attach))
             transitions = BlockTransitions(

@@ -277,7 +277,11 @@ class GroupSpaces(Mapping[AgentID, Space[Any]]):
 
     def mapped(self, function: Callable[[Space[Any]], Space[Any]]) -> GroupSpaces:
         """The same groups, with a function applied to each space."""
-        return GroupSpaces({group: function(space) for group, space in self._by_group.items()}, self._group_of)
+        return self.of({group: function(space) for group, space in self._by_group.items()})
+
+    def of(self, by_group: Mapping[AgentID, Space[Any]]) -> GroupSpaces:
+        """The same groups with other spaces."""
+        return GroupSpaces(by_group, self._group_of)
 
     def as_space(self) -> spaces.Dict:
         """A `Dict` keyed by group, in which an agent's id also finds its group's space."""

@@ -5,45 +5,153 @@ A `Box` keeps four arrays of its shape. In most boxes, the elements of an array 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
 from numpy.typing import NDArray
 
-from marl_parallel.adapters.protocol import AgentID, InvalidAgents, Schema
+from marl_parallel.adapters.protocol import AgentID, GroupSpaces, InvalidAgents, Schema
 from marl_parallel.core.pickling import ByValuePickler, dumps_by_value, loads
 
 
 def common_schema(described: Sequence[Schema]) -> Schema:
-    """The description of all environments; raises `ValueError` if they differ in rules, agents or spaces."""
-    first = described[0]
+    """The description of all environments; raises `ValueError` if they differ in rules, agents or spaces.
+
+    Spaces of what environments return may differ in their bounds: the description has the bounds of all.
+    """
+    common = first = described[0]
     for env_id, other in enumerate(described):
-        if other is not first and (text := difference(first, other)):  # several environments may share one description
+        if other is first:  # several environments may share one description
+            continue
+        common = _widened(common, other)
+        if text := difference(common, other):
+            others = "environment 0" if common is first else "the environments before it"
             raise ValueError(
                 "all environments must have the same agents and spaces, but environment "
-                f"{env_id} differs from environment 0 in {text}"
+                f"{env_id} differs from {others} in {text}"
             )
-    return first
+    return common
 
 
 def difference(first: Schema, other: Schema) -> str | None:
-    """How another description differs from the first one: "the action space of agent ...: got ..., expected ..."."""
+    """How another description differs from the first one: "the action space of agent ...: got ..., expected ...".
+
+    None also if what the other one's environment returns has narrower bounds.
+    """
     if other.rules is not first.rules:
         return _against("rules", other.rules.value, first.rules.value)
     if other.possible_agents != first.possible_agents:
         return _against("possible_agents", other.possible_agents, first.possible_agents)
-    if not equal(first.state_space, other.state_space, classes=True):
+    if not _includes(first.state_space, other.state_space):
         return _against("the state space", other.state_space, first.state_space)
     for kind in ("observation", "action", "reward", "mask"):
         ours, theirs = (getattr(schema, f"{kind}_spaces") for schema in (first, other))
+        same = _includes if f"{kind}_spaces" in _RETURNED else partial(equal, classes=True)
         for agent in {**ours, **theirs}:
-            if not equal(ours.get(agent), theirs.get(agent), classes=True):
+            one, another = ours.get(agent), theirs.get(agent)
+            if not same(one, another):
                 what = f"the {'space of the action mask' if kind == 'mask' else f'{kind} space'} of agent {agent!r}"
-                return _against(what, theirs.get(agent), ours.get(agent))
+                text = _against(what, another, one)
+                if kind == "action" and one is not None and another is not None and union(one, another) is not None:
+                    text += (
+                        ". Only what environments return may differ in bounds: each action must fit all environments"
+                    )
+                return text
     return None
+
+
+_RETURNED = ("observation_spaces", "reward_spaces")
+"""The spaces of agents that may differ in their bounds, as `state_space` may."""
+
+
+def _widened(ours: Schema, theirs: Schema) -> Schema:
+    """The first description with the bounds of both; spaces that differ in something else stay as they are."""
+    found: dict[tuple[int, int], Any] = {}  # by the ids of two spaces: most agents share one object
+
+    def widened(one: Any, another: Any) -> Any:
+        if one is None or another is None:
+            return one
+        pair = id(one), id(another)
+        if pair not in found:
+            wider = union(one, another)
+            found[pair] = one if wider is None else wider
+        return found[pair]
+
+    changed: dict[str, Any] = {}
+    if (state_space := widened(ours.state_space, theirs.state_space)) is not ours.state_space:
+        changed["state_space"] = state_space
+    for name in _RETURNED:
+        declared, others = getattr(ours, name), getattr(theirs, name)
+        of_agents = {agent: widened(space, others.get(agent)) for agent, space in declared.items()}
+        if any(of_agents[agent] is not space for agent, space in declared.items()):
+            changed[name] = declared.of(of_agents) if isinstance(declared, GroupSpaces) else of_agents
+    return replace(ours, **changed) if changed else ours
+
+
+def _includes(ours: Space[Any] | None, theirs: Space[Any] | None) -> bool:
+    """Whether a space is equal to ours, or has narrower bounds."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    return union(ours, theirs) is ours
+
+
+def union(ours: Space[Any], theirs: Space[Any]) -> Space[Any] | None:
+    """The space with the bounds of both; None if they differ in something else; `ours` if it has these bounds.
+
+    The bounds of a `Box` are `low` and `high`, of a `Discrete` `start` and `n`, of a `MultiDiscrete` `start` and
+    `nvec`. Spaces of derived classes must be equal.
+
+    Example:
+        >>> union(spaces.Box(0, 1, (2,)), spaces.Box(-1, 0, (2,)))
+        Box(-1.0, 1.0, (2,), float32)
+        >>> union(spaces.Discrete(3), spaces.Discrete(3, start=5))
+        Discrete(8)
+        >>> union(spaces.Box(0, 1, (2,)), spaces.Box(0, 1, (3,)))
+    """
+    one: Any = ours
+    another: Any = theirs
+    kind = type(one)
+    if equal(one, another, classes=True):
+        return ours
+    if kind is not type(another):
+        return None
+    if kind is spaces.Dict or kind is spaces.Tuple:
+        is_dict = kind is spaces.Dict
+        keys = [*one] if is_dict else range(len(one))
+        if (one.keys() != another.keys()) if is_dict else (len(one) != len(another)):
+            return None
+        parts: list[Any] = [union(one[key], another[key]) for key in keys]
+        if any(part is None for part in parts):
+            return None
+        if all(part is one[key] for key, part in zip(keys, parts)):
+            return ours
+        return spaces.Dict([*zip(keys, parts)]) if is_dict else spaces.Tuple(parts)
+    if kind not in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete) or (
+        (one.dtype, one.shape) != (another.dtype, another.shape)
+    ):
+        return None
+    if kind is spaces.Box:
+        low, high = np.minimum(one.low, another.low), np.maximum(one.high, another.high)
+        same = np.array_equal(low, one.low) and np.array_equal(high, one.high)
+        return ours if same else spaces.Box(low, high, one.shape, one.dtype)
+    size = "n" if kind is spaces.Discrete else "nvec"
+    (start, count), (other_start, other_count) = (
+        (np.asarray(space.start, np.int64), np.asarray(getattr(space, size), np.int64)) for space in (one, another)
+    )
+    least = np.minimum(start, other_start)
+    most = np.maximum(start + count, other_start + other_count) - least
+    if np.array_equal(least, start) and np.array_equal(most, count):
+        return ours
+    wider = copy.deepcopy(one)  # older releases of Gymnasium take no dtype for a `Discrete`
+    wider.start = least.astype(one.dtype)[()]
+    setattr(wider, size, most.astype(one.dtype)[()])
+    return wider  # type: ignore[no-any-return]
 
 
 def _against(what: str, theirs: Any, ours: Any) -> str:

@@ -351,8 +351,10 @@ class Worker:
     def _attach(self, env_id: int, payload: Block) -> None:
         if self._layout is not None:
             return  # one block for all environments
-        num_records, arrays, compiled, infos_in_block = payload
-        layout = Layout(Schema.of(self._episodes[env_id].env), num_records, arrays=arrays)
+        num_records, arrays, compiled, infos_in_block, described = payload
+        # Agents whose spaces are equal here may have different ones in other environments, and lie apart in the block.
+        schema = loads(described) if described else Schema.of(self._episodes[env_id].env)
+        layout = Layout(schema, num_records, arrays=arrays)
         buffer = self._open_block(layout)
         layout.bind(buffer)
         self._actions = ActionRecords(layout, buffer)
