@@ -52,8 +52,9 @@ from marl_parallel.core.block_transitions import BlockTransitions, DictPerEnv
 from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct
+from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct, generators_warning
 from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.generators import origin_of_program
 from marl_parallel.core.messages import Answer, Block, Message, Refusal, Request
 from marl_parallel.core.pickling import add_missing_modules, by_value, dumps_for_workers, loads
 from marl_parallel.core.pool.long_calls import LongCalls
@@ -68,6 +69,7 @@ from marl_parallel.core.pool.timeouts import Limits, Timeouts
 from marl_parallel.core.pool.tracing import Tracing
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema, dumps_compactly
+from marl_parallel.core.script_generators import ScriptGenerators
 from marl_parallel.core.source import Source
 from marl_parallel.core.warn import warn
 from marl_parallel.core.worker_status import Tracer
@@ -277,6 +279,8 @@ class ParallelEnv:
         if start_timeout == START_TIMEOUT_S:
             del timeouts["start_timeout"]
         unenforced = [f"{name}={seconds}" for name, seconds in timeouts.items() if seconds is not None]
+        made = planning.count_made()
+        origin = origin_of_program(made) if seeds[0] is None else None
         self.plan: dict[str, Any] | None = None
         if isinstance(backend, str) and backend in AUTOMATIC:
             if num_workers is not None or envs_per_worker is not None:
@@ -336,10 +340,13 @@ class ParallelEnv:
             began = opened.clock()
             local_modules: list[ModuleType] = []
             caller_settings = CallerSettings(forward_logs, local_modules)
+            generators = ScriptGenerators()
             described, construction, built = construct(
                 pool, constructors, seeds, mode, adapter, restarts, kept is not None, isolate_rng, local_modules,
-                caller_settings,
+                caller_settings, generators, made, origin,
             )  # fmt: skip
+            if not planning.is_measuring() and (text := generators_warning(generators, local_modules)):
+                warn(text)
             schema, common = common_schema(described), b""
             if schema is not described[0]:  # the environments differ in bounds
                 with by_value(local_modules):

@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
@@ -29,6 +32,29 @@ _MOSTLY_WAITS = 0.5  # simulators wait if workers need a CPU for less than this 
 _BATCHES = 100
 STEP_TIMEOUT_S = 1.0
 """The timeout of each step while a setting is measured."""
+
+
+_measuring = ContextVar("measuring", default=False)
+_made = itertools.count()
+
+
+def is_measuring() -> bool:
+    """Whether this thread constructs a `ParallelEnv` only to measure a setting."""
+    return _measuring.get()
+
+
+def count_made() -> int:
+    """How many `ParallelEnv`s the program has made before this one, without those that only measure a setting."""
+    return 0 if is_measuring() else next(_made)
+
+
+@contextlib.contextmanager
+def _while_measuring() -> Iterator[None]:
+    token = _measuring.set(True)
+    try:
+        yield
+    finally:
+        _measuring.reset(token)
 
 
 class _Measured:
@@ -94,7 +120,7 @@ def plan(
     proposal: dict[str, Any] | None = None
 
     def measured(number: int, backend: Literal["process", "hybrid"] = "process") -> _Measured:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _while_measuring():
             warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs
             warnings.simplefilter("ignore", RuntimeWarning)  # arguments that have no effect in this thread
             env = open_env(backend, number)

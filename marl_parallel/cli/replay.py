@@ -31,12 +31,13 @@ from marl_parallel.cli.target import CommandError, in_brief, short_errors
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.episode import Episode, derived_seed
-from marl_parallel.core.generators import seed_generators, seeding_new_torch
+from marl_parallel.core.generators import GeneratorStates, seed_generators, seeding_new_torch
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.pickling import dump_leftovers, install_registrations, loads
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.replay_file import BadReplay, Crash, read_crash_and_owner
 from marl_parallel.core.reports import escaped, manner_of_death
+from marl_parallel.core.script_generators import Source, receive_copies
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -202,6 +203,7 @@ class _Run:
         self.timeout = None if debugger else timeout
         self._progress = progress
         self._env: MultiAgentEnv | None = None
+        self._generators = GeneratorStates(crash.isolate_rng)
         self.step = 0
         # An exception is looked at where it was raised; what kills or stops the process, before that.
         self.stops_at = until if until is not None or crash.error == "EnvError" else crash.step
@@ -282,7 +284,8 @@ class _Run:
         seeding = crash.seed, crash.number - 1
         status = WorkerStatus(bytearray(WorkerStatus.NBYTES))
         mode = AutoresetMode[crash.mode]
-        episode = Episode(env, crash.env_id, mode, status, seeding, seeds_generators=crash.isolate_rng)
+        generators = self._generators if crash.isolate_rng or self._generators.copies else None
+        episode = Episode(env, crash.env_id, mode, status, seeding, generators=generators)
         layout = Layout(Schema.of(env), 1, arrays=crash.arrays)
         block = bytearray(layout.nbytes)
         layout.bind(block)
@@ -291,6 +294,8 @@ class _Run:
     def _constructed(self, crash: Crash) -> tuple[MultiAgentEnv, list[dict[Any, Any]], Any]:
         """The environment, the actions and the options of the reset."""
         seed_generators(crash.constructor_seed)
+        receive_copies(self._generators.copies)
+        self._generators.begin(crash.env_id, Source(crash.constructor_seed, crash.restarts, 0))
         try:
             install_registrations(crash.registrations)
             constructor, adapter = loads(crash.constructor), loads(crash.adapter)
@@ -320,10 +325,10 @@ class _Run:
         crash, env = self.crash, episode.env
         keywords: dict[str, Any] = {} if crash.number else {"seed": crash.seed}
         if crash.seeds_generators and not crash.number:
-            seed_generators(crash.seed)
+            self._generators.seed(crash.seed)
         if options is not None:
             keywords["options"] = options
-        accepted = env.reset_keywords | ({"seed"} if episode.seeds_generators else frozenset())
+        accepted = env.reset_keywords | (frozenset() if episode.generators is None else {"seed"})
         keywords = {name: value for name, value in keywords.items() if name in accepted}
         calls: list[tuple[Callable[[Any], Transition], Any]] = [(episode.reset, keywords)]
         calls += [(episode.step, of_step) for of_step in actions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -18,9 +19,12 @@ from marl_parallel.core.advice import FLAGS, a_process_each, is_of_flags
 from marl_parallel.core.array_file import LARGE, ArrayFileError, ArrayWriter
 from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.constructors import Constructor
+from marl_parallel.core.generators import Origin
 from marl_parallel.core.messages import Built, Construction, Message, Pickled, Request
 from marl_parallel.core.namespaces import dump_namespaces
 from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.reducers import SCRIPTS
+from marl_parallel.core.script_generators import ScriptGenerators
 from marl_parallel.core.sharing import CannotBeShared
 from marl_parallel.core.warn import warn
 
@@ -36,10 +40,14 @@ def construct(
     isolate_rng: bool,
     local_modules: list[ModuleType],
     caller_settings: CallerSettings,
+    generators: ScriptGenerators,
+    made: int,
+    origin: Origin | None,
 ) -> tuple[list[Schema], Construction, dict[int, Built]]:
     """Build all environments in their workers; returns their descriptions, a `Construction`, and the results by env id.
 
     Modules that workers cannot import are added to `local_modules`, and environments that need them are built again.
+    The random generators that constructors hold are added to `generators`.
     Workers in this process get unpicklable constructors as they are, except with `derived_seeds`, for replays.
     """
     pickled: dict[int, Any] = {}
@@ -47,20 +55,24 @@ def construct(
     backend = pool.backend
     can_share = not backend.pickles and not derived_seeds
     writer = ArrayWriter(backend.array_file(), local_modules, backend.same_machine if backend.pickles else None)
-    registrations = pickling.dump_registrations()
+    everyone = range(len(constructors))
+    with generators.noting(everyone, pickling.entry_points()):
+        registrations = pickling.dump_registrations()
     schemas: dict[bytes, Schema] = {}  # equal descriptions are unpickled once: their spaces may be large
     built: dict[int, Built] = {}
-    to_pickle: Collection[int] = range(len(constructors))
+    to_pickle: Collection[int] = everyone
     what = "the constructor of" if adapter is None else "the constructor or adapter of"
     while to_pickle:
-        pickled.update(_pickle(constructors, {*to_pickle} - as_it_is, local_modules, writer, can_share=can_share))
+        env_ids = {*to_pickle} - as_it_is
+        pickled.update(_pickle(constructors, env_ids, local_modules, writer, generators, can_share=can_share))
         pickled.update({env_id: constructors[env_id] for env_id in as_it_is})
-        how_adapted = _adapter(adapter, local_modules, writer, can_share=can_share, as_it_is=bool(as_it_is))
+        with generators.noting(everyone, adapter):
+            how_adapted = _adapter(adapter, local_modules, writer, can_share=can_share, as_it_is=bool(as_it_is))
         construction = Construction(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
             derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
             namespaces=_namespaces(pickled, how_adapted, registrations, local_modules) if backend.pickles else b"",
-            settings=caller_settings.pickled(),
+            settings=caller_settings.pickled(), generators=generators.originals(), made=made, origin=origin,
         )  # fmt: skip
         requests = {}
         for worker, share in enumerate(pool.shares):
@@ -124,16 +136,22 @@ def _pickle(
     env_ids: Collection[int],
     local_modules: Sequence[ModuleType],
     writer: ArrayWriter,
+    generators: ScriptGenerators,
     *,
     can_share: bool = False,
 ) -> dict[int, Any]:
     """The pickled constructors; with `can_share`, unpicklable constructors stay as they are."""
-    by_id: dict[int, Any] = {}  # most often, all environments have the same constructor
+    by_id: dict[int, Any] = {}
+    marks: dict[int, dict[int, bool]] = {}
+    having: dict[int, list[int]] = {}  # most often, all environments have the same constructor
+    for env_id in env_ids:
+        having.setdefault(id(constructors[env_id]), []).append(env_id)
     with pickling.by_value(local_modules):
-        for env_id in env_ids:
-            constructor = constructors[env_id]
+        for same in having.values():
+            env_id, constructor = same[0], constructors[same[0]]
             try:
-                by_id[id(constructor)] = by_id.get(id(constructor)) or writer.dumps(constructor)
+                with generators.noting(same, constructor) as marks[id(constructor)]:
+                    by_id[id(constructor)] = writer.dumps(constructor)
             except ArrayFileError:
                 raise
             except CannotBeShared as error:
@@ -151,6 +169,10 @@ def _pickle(
                     f"the constructor of environment {env_id} cannot be pickled, so it cannot be sent to a "
                     f"worker: {error}{where}. {way_out}: {constructor!r}"
                 ) from error
+        for key, same in having.items():  # another constructor that has the same generator may have come later
+            if isinstance(by_id[key], Pickled) and not generators.are_right(marks[key]):
+                with generators.noting(same, constructors[same[0]]):
+                    by_id[key] = writer.dumps(constructors[same[0]])
     return {env_id: _of_one(by_id[id(constructors[env_id])]) for env_id in env_ids}
 
 
@@ -184,6 +206,13 @@ def _adapter(
         if can_share:
             return adapter
         raise
+
+
+def generators_warning(generators: ScriptGenerators, local_modules: Sequence[ModuleType]) -> str:
+    """The text about random generators that environments share; empty if there are none."""
+    scripts = [sys.modules[name] for name in SCRIPTS if name in sys.modules]
+    with pickling.by_value(local_modules):
+        return generators.warning([*scripts, *local_modules], pickling.path_to_generator)
 
 
 class SeedCheck:

@@ -22,7 +22,7 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.adapters.protocol import JOINT, AgentID, Dicts, MultiAgentEnv, Rules, refuse_reserved
-from marl_parallel.core.generators import States, current_states, restore_states, seed_generators
+from marl_parallel.core.generators import EnvGenerators, GeneratorStates
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.reports import logger
 from marl_parallel.core.spaces import zeros
@@ -54,7 +54,7 @@ class Standing(NamedTuple):
     over: tuple[Any, Any] | None
     postponed: Mapping[str, Any] | None
     early: Transition | None
-    before_early: States | None
+    before_early: EnvGenerators | None
     seeding: tuple[int, int] | None
 
 
@@ -70,8 +70,8 @@ class Episode:
             called before this object is used again. `fast` is None if compiled code cannot go on.
         seeding: The last seed that was passed to `reset`, and how many episodes have begun without one since: these get
             a derived seed. None if episodes get no seed.
-        seeds_generators: Whether derived seeds also seed the process-wide generators, so that each episode can be
-            repeated by itself. Needs `seeding`; `reset` then takes a seed in any case.
+        generators: The states that derived seeds also seed, so that each episode can be repeated by itself; None for
+            none. Needs `seeding`; `reset` then takes a seed in any case.
         options: The pickled options of every reset that passes none, so that each reset gets its own copy; None for no
             options.
 
@@ -88,12 +88,12 @@ class Episode:
         status: WorkerStatus,
         seeding: tuple[int, int] | None = None,
         *,
-        seeds_generators: bool = False,
+        generators: GeneratorStates | None = None,
         after_step: Callable[[], None] | None = None,
         joint: Callable[[], Any] | None = None,
         warned: set[str] | None = None,
     ) -> None:
-        self.env, self.env_id, self.seeding, self.seeds_generators = env, env_id, seeding, seeds_generators
+        self.env, self.env_id, self.seeding, self.generators = env, env_id, seeding, generators
         self._warned = set[str]() if warned is None else warned
         self._mode, self._status = mode, status
         self._dict_rules = env.rules is Rules.DICT
@@ -111,7 +111,7 @@ class Episode:
         self._over: tuple[Any, Any] | None = None
         self._postponed: Mapping[str, Any] | None = None
         self._early: Transition | None = None
-        self._before_early: States | None = None  # states of the process-wide generators
+        self._before_early: EnvGenerators | None = None
         self.ended_for_now = False
         self.options: bytes | None = None
 
@@ -119,8 +119,8 @@ class Episode:
         """Begin a new episode, with keywords for the simulator's `reset`; rewards are zero, and flags False."""
         passed = keywords.get("options") is not None
         if self._postponed is not None:
-            if self._before_early is not None and keywords.get("seed") is None:
-                restore_states(self._before_early)  # as if the early reset had not been done
+            if self.generators is not None and self._before_early is not None and keywords.get("seed") is None:
+                self.generators.restore(self._before_early)  # as if the early reset had not been done
             keywords = {**self._postponed, **keywords}
             self._postponed = self._early = self._before_early = None
         if self.options is not None and not passed and "options" in self.env.reset_keywords:
@@ -150,8 +150,8 @@ class Episode:
         else:
             self.seeding = seed, number + 1
             keywords = {**keywords, "seed": derived_seed(seed, number + 1)}
-            if self.seeds_generators:
-                seed_generators(keywords["seed"])
+            if self.generators is not None:
+                self.generators.seed(keywords["seed"])
         if "seed" in self.env.reset_keywords:
             return keywords
         return {name: value for name, value in keywords.items() if name != "seed"}
@@ -159,8 +159,8 @@ class Episode:
     def set_options(self, options: bytes | None) -> None:
         """Set the `options`, and drop an episode that `reset_early` has begun: the caller has not seen it."""
         if self._early is not None and options != self.options:
-            if self._before_early is not None:
-                restore_states(self._before_early)
+            if self.generators is not None and self._before_early is not None:
+                self.generators.restore(self._before_early)
             self._early = self._before_early = None
         self.options = options
 
@@ -249,7 +249,7 @@ class Episode:
         """
         if self.awaits_reset:
             keywords, over = self._postponed, self._over
-            before = current_states() if self.seeds_generators else None
+            before = None if self.generators is None else self.generators.states()
             self._early = self.reset({})
             self._postponed, self._over, self.fast, self._before_early = keywords, over, None, before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import pickle
 import random
 import sys
@@ -16,14 +17,55 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import mtrand
 
+from marl_parallel.core.script_generators import ScriptCopies, Source
+
 States = tuple[Any, ...]
 
 
-def seed_generators(seed: int) -> None:
+class Seeds(NamedTuple):
+    """A seed for each process-wide generator."""
+
+    python: int
+    numpy: int
+    torch: int
+
+    @classmethod
+    def of(cls, seed: int) -> Seeds:
+        return cls(seed, seed % 2**32, seed)
+
+
+def seed_generators(seeds: int | Seeds) -> None:
     """Seed all process-wide generators."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    seed_torch(seed)
+    python, numpy, torch = seeds if isinstance(seeds, Seeds) else Seeds.of(seeds)
+    random.seed(python)
+    np.random.seed(numpy)
+    seed_torch(torch)
+
+
+class Origin(NamedTuple):
+    """Where the seeds of generators come from with `seed="own"`: digests of the program's generators."""
+
+    python: bytes
+    numpy: bytes
+    torch: bytes
+    made: int  # how many `ParallelEnv`s the program had made before
+
+    def seeds(self, env_id: int, rebuilds: int) -> Seeds:
+        """The seeds of an environment that has been constructed again `rebuilds` times."""
+        more = f"{self.made} {env_id} {rebuilds}".encode()
+        return Seeds(*[int.from_bytes(_digest(one + more)[:4], "little") for one in self[:3]])
+
+
+def origin_of_program(made: int) -> Origin:
+    """The `Origin` for this process as it is; draws nothing. Without torch, its digest is the one of NumPy's state."""
+    python, numpy = repr(random.getstate()).encode(), pickle.dumps(np.random.get_state(legacy=False), 4)
+    torch = _torch()
+    of_torch = numpy if torch is None else np.asarray(torch.default_generator.get_state()).tobytes()
+    return Origin(_digest(python), _digest(numpy), _digest(of_torch), made)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def seed_torch(seed: int) -> None:
@@ -80,11 +122,6 @@ class _TorchLoader(Loader):
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         seed_torch(self._seed)
-
-
-def unpredictable_seed() -> int:
-    """A seed of 31 bits from the operating system."""
-    return int(np.random.SeedSequence().generate_state(1)[0] >> 1)
 
 
 def current_states() -> States:
@@ -179,12 +216,20 @@ def _memory_at(address: int, size: int) -> memoryview:
 
 
 class GeneratorStates:
-    """States of the generators for each environment of a worker, and under None for the rest of the process.
+    """States of generators for each environment of a worker, and under None for the rest of the process.
 
     The generators have the state of the environment that `switch` chose last.
+
+    Args:
+        isolated: Whether each environment has states of the process-wide generators. If not, each has states of the
+            script's generators only.
+
+    Attributes:
+        copies: The script's generators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, isolated: bool = True) -> None:
+        self.isolated, self.copies = isolated, ScriptCopies()
         self._present: int | None = None
         self._numpy = _NumpyStates()
         self._states: dict[int | None, tuple[Any, _NumpyState, Any]] = {}
@@ -192,6 +237,10 @@ class GeneratorStates:
     def switch(self, env_id: int | None) -> None:
         """Set the generators to the state of an environment; without a state, it goes on with the present one."""
         if env_id == self._present:
+            return
+        self.copies.switch(env_id)
+        if not self.isolated:
+            self._present = env_id
             return
         before = self._states.get(self._present)
         numpy, torch = self._numpy.present(None if before is None else before[1]), _torch()
@@ -205,13 +254,41 @@ class GeneratorStates:
             if torch is not None and of_torch is not None:
                 torch.default_generator.set_state(of_torch)
 
-    def of(self, env_id: int) -> States:
+    def begin(self, env_id: int, source: Source) -> None:
+        """Switch to a new environment, and seed the script's generators for it."""
+        self.switch(env_id)
+        self.copies.begin(env_id, source)
+
+    def seed(self, seed: int) -> None:
+        """Seed the generators for the present environment."""
+        if self.isolated:
+            seed_generators(seed)
+        self.copies.seed(seed)
+
+    def states(self) -> EnvGenerators:
+        """The states of the present environment."""
+        return EnvGenerators(current_states() if self.isolated else None, self.copies.states())
+
+    def restore(self, states: EnvGenerators) -> None:
+        """Set the generators to what `states` has returned."""
+        if self.isolated and states.of_process is not None:
+            restore_states(states.of_process)
+        self.copies.restore(states.of_copies)
+
+    def of(self, env_id: int) -> EnvGenerators:
         """The states of an environment; switches the generators to them."""
         self.switch(env_id)
-        return current_states()
+        return self.states()
 
-    def put(self, env_id: int, states: States) -> None:
+    def put(self, env_id: int, states: EnvGenerators) -> None:
         """Give an environment other states, and switch the generators to them."""
         self.switch(env_id)
-        restore_states(states)
+        self.restore(states)
         self._states.pop(env_id, None)  # the memory may be the same, but a normal number may wait now
+
+
+class EnvGenerators(NamedTuple):
+    """States of the generators of one environment."""
+
+    of_process: States | None
+    of_copies: dict[int, Any]

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from gymnasium.vector import AutoresetMode
 
+from marl_parallel.core.generators import Origin
+from marl_parallel.core.script_generators import Originals
+
 
 class Message(Enum):
     """The kinds of messages: requests, and the two kinds of answers."""
@@ -153,6 +156,9 @@ class Construction(NamedTuple):
     registrations: bytes = b""  # of `dump_registrations` in the caller's process; workers in that process ignore it
     namespaces: bytes = b""  # of `dump_namespaces`; workers in the caller's process ignore them
     settings: bytes = b""  # of `CallerSettings`; workers in the caller's thread ignore them
+    generators: Originals | None = None  # the script's generators that are in the pickles; None for none
+    made: int = 0  # how many `ParallelEnv`s the program had made before
+    origin: Origin | None = None  # of the seeds of process-wide generators; None if environments have seeds
 
 
 class Block(NamedTuple):

@@ -45,6 +45,13 @@ from marl_parallel.core.reducers import (
     parts_of_cached,
     reduce_cached_property,
 )
+from marl_parallel.core.script_generators import (
+    is_noting,
+    may_hold_generators,
+    reaches,
+    reduce_generator,
+    reduce_process_wide,
+)
 from marl_parallel.core.script_names import (
     complete,
     globals_in,
@@ -228,10 +235,12 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's pickler, except that code keeps its file, and that known classes keep their attributes.
 
     It also uses `reducers.py`, and marks definitions that are attributes of the script's `__main__`. `with_keys` says
-    whether proxies of `multiprocessing` may carry the keys of their managers.
+    whether proxies of `multiprocessing` may carry the keys of their managers; `with_process_wide` says whether the
+    generators behind `random.random` and `numpy.random.rand` become those of the process that unpickles.
     """
 
     with_keys: ClassVar[bool] = True
+    with_process_wide: ClassVar[bool] = True
 
     def __init__(self, file: io.BytesIO, protocol: int, buffer_callback: Callable[[Any], Any] | None = None) -> None:
         super().__init__(file, protocol, buffer_callback)
@@ -285,6 +294,10 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduce_cached_property(obj)
         if isinstance(obj, ModuleType) and obj.__name__ in SCRIPTS:
             return importlib.import_module, (obj.__name__,)  # each process imports its own module
+        if self.with_process_wide and (of_process := reduce_process_wide(obj)) is not None:
+            return of_process
+        if (generator := reduce_generator(obj)) is not None:
+            return generator
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented and is_shared(obj):
             return reduce_in_message(obj, with_key=self.with_keys)
@@ -444,6 +457,11 @@ def where_unpicklable(value: Any, pickle_part: Callable[[Any], object] = dumps_b
     return f". The part that cannot be pickled is {path}" if path else ""
 
 
+def path_to_generator(value: Any, generator: Any) -> str:
+    """The path from a value to a generator that is pickled with it, for a message; empty if there is none."""
+    return path_to_unpicklable(value, lambda part: not reaches(generator, dumps_by_value, part))
+
+
 def dumps_for_workers(value: Any, what: str, local_modules: Sequence[ModuleType], *, with_keys: bool = True) -> bytes:
     """Pickle a value of the caller for workers that cannot import `local_modules`; errors name `what`.
 
@@ -452,7 +470,8 @@ def dumps_for_workers(value: Any, what: str, local_modules: Sequence[ModuleType]
     pickler = None if with_keys else WithoutKeys
     try:
         pickled = dumps(value, with_keys=with_keys)
-        if any(module.__name__.encode() in pickled for module in local_modules):
+        by_name = any(module.__name__.encode() in pickled for module in local_modules)
+        if by_name or (is_noting() and may_hold_generators(pickled)):
             with by_value(local_modules):
                 return dumps_by_value(value, pickler)
         return pickled
@@ -557,6 +576,17 @@ def install_registrations(pickled: bytes) -> None:
                 registry[env_id] = _PickledSpec(env_id, spec) if registry is gymnasium.registry else loads(spec)
 
 
+def entry_points() -> dict[str, Any]:
+    """What registered environments are made by, where that is not a text."""
+    found = {
+        env_id: getattr(spec, "entry_point", None)
+        for _, specs in _registries()
+        for env_id, spec in specs.items()
+        if type(spec) is not _PickledSpec
+    }
+    return {env_id: one for env_id, one in found.items() if callable(one)}
+
+
 def _registries() -> Iterator[tuple[str, MutableMapping[str, Any]]]:
     yield "gymnasium", gymnasium.registry
     for name in ("aec_registry", "parallel_registry"):  # older releases of PettingZoo have none
@@ -594,7 +624,7 @@ def _pickled(registry: Mapping[str, Any]) -> Iterator[tuple[str, bytes]]:
             pickled = b"" if here_only else pickle.dumps(spec, pickle.HIGHEST_PROTOCOL)
         except Exception:  # plain pickle knows no lambdas
             pickled = b""
-        if pickled and not any(name.encode() in pickled for name in SCRIPTS):
+        if pickled and not any(name.encode() in pickled for name in SCRIPTS) and not may_hold_generators(pickled):
             yield env_id, pickled
             continue
         modules = [sys.modules[module]] if here_only and module in sys.modules else []

@@ -40,7 +40,7 @@ class Crash:
     seed: int  # the last seed that the caller passed to a reset, or that a rebuilt environment got
     number: int  # how many episodes have begun without a seed since then
     takes_seed: bool  # whether the simulator's `reset` takes a seed
-    isolate_rng: bool  # whether derived seeds also seed the process-wide generators
+    isolate_rng: bool  # whether derived seeds also seed the process-wide generators, not only those of the script
     seeds_generators: bool  # whether `seed` does so too, if `number` is zero: the caller passed it to this reset
     arrays: bool  # whether values travelled through shared memory
     report: str  # the text of the error

@@ -231,6 +231,7 @@ class _References:
 
 class _Pickler(CompactPickler):
     with_keys = False
+    with_process_wide = False  # their states belong to the saved state
 
     def __init__(self, references: _References, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)

@@ -47,8 +47,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f"global {name!r} of {value.__name__}", value.__globals__[name]
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
             yield from ((f"variable {name!r} of {value.__name__}", one) for one in _content(cell))
-        for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-            yield f"a default argument of {value.__name__}", default
+        defaults, code = value.__defaults__ or (), value.__code__
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        for name, default in {**dict(zip(names, defaults)), **(value.__kwdefaults__ or {})}.items():
+            yield f"default argument {name!r} of {value.__name__}", default
         yield from _attributes(vars(value))
     elif isinstance(value, MethodType):
         yield f"the object of its method {value.__name__}", value.__self__

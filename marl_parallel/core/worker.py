@@ -50,12 +50,12 @@ from marl_parallel.core.episode import Episode
 from marl_parallel.core.forks import end_forked_copy
 from marl_parallel.core.generators import (
     GeneratorStates,
+    Seeds,
     current_states,
     fingerprints,
     restore_states,
     seed_generators,
     seeding_new_torch,
-    unpredictable_seed,
 )
 from marl_parallel.core.messages import (
     SEEDS_GENERATORS,
@@ -90,6 +90,7 @@ from marl_parallel.core.saved_simulator import (
     load_simulator,
 )
 from marl_parallel.core.schema import check_pickled_agents, difference, dumps_compactly
+from marl_parallel.core.script_generators import Source, receive_copies, receiving
 from marl_parallel.core.script_names import install_namespaces
 from marl_parallel.core.sharing import CannotBeShared
 from marl_parallel.core.spaces import DoesNotFit, as_array
@@ -260,9 +261,8 @@ class Worker:
 
     def _access(self, env_id: int, construction: Construction) -> Built:
         seed = self._seeds[env_id] = construction.seeds[env_id]
-        if construction.isolate_rng and self._generators is None:
-            self._generators = GeneratorStates()
-            self._generators.switch(env_id)
+        if self._generators is None:
+            self._generators = self._new_generators(construction)
         before = self._neighbours.begin(env_id)
         env, seeding, self._arrays_of[env_id] = self._construct(env_id, construction)
         in_common = self._neighbours.add(env_id, env, before)
@@ -276,12 +276,24 @@ class Worker:
         self._restarts = construction.restarts
         return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source), in_common)
 
+    def _new_generators(self, construction: Construction) -> GeneratorStates | None:
+        """Generators that each environment has states of; None if there are none."""
+        originals = construction.generators
+        if not construction.isolate_rng and (originals is None or not self._own_process):
+            return None
+        generators = GeneratorStates(construction.isolate_rng)
+        if self._own_process:
+            receive_copies(generators.copies)
+        elif originals is not None:
+            generators.copies.adopt(originals)
+        return generators
+
     def _new_episode(self, env_id: int, env: MultiAgentEnv, construction: Construction) -> Episode:
         seed = construction.seeds[env_id]
         derives_from = (seed, 0) if construction.derived_seeds and seed is not None else None
         return Episode(
             env, env_id, construction.mode, self._status, derives_from,
-            seeds_generators=construction.isolate_rng and construction.derived_seeds,
+            generators=self._generators if construction.derived_seeds else None,
             # Without this worker: it has the episode, and only the garbage collector would free both.
             after_step=functools.partial(_write_masks, self._mask_columns, env_id, env) if env.mask_spaces else None,
             joint=functools.partial(_read_joint, self._joint_columns, env_id) if env.joint_actions else None,
@@ -292,11 +304,16 @@ class Worker:
         """A new environment, how its seed reached it, and the large arrays of its constructor."""
         seed = construction.seeds[env_id]
         arrays = self._new_arrays(construction.constructors[env_id])
-        generators_seed = self._generators_seed(seed, construction.isolate_rng)
+        if self._generators is not None:
+            self._generators.begin(env_id, Source(seed, construction.rebuilds, construction.made))
+        seeds = self._generators_seeds(env_id, construction)
         self._note_draws()
-        with self._status.during(env_id, Activity.CONSTRUCTOR), seeding_new_torch(generators_seed):
-            if generators_seed is not None:
-                seed_generators(generators_seed)  # modules imported now may also draw
+        with (
+            self._status.during(env_id, Activity.CONSTRUCTOR),
+            seeding_new_torch(None if seeds is None else seeds.torch),
+        ):
+            if seeds is not None:
+                seed_generators(seeds)  # modules imported now may also draw
             if construction.settings and not self._in_line:
                 self.settings.apply(construction.settings)
             if self._own_process and construction.registrations != self._registrations:
@@ -305,10 +322,11 @@ class Worker:
             if self._own_process and construction.namespaces != self._namespaces:
                 self._namespaces = construction.namespaces
                 install_namespaces(construction.namespaces)
-            constructor = _received(construction.constructors[env_id], self._arrays(), "constructor", arrays)
-            how_adapted = _received(construction.adapter, self._arrays(), "adapter")
-            if generators_seed is not None and seed is not None:
-                seed_generators(seed)
+            with receiving(construction.generators):
+                constructor = _received(construction.constructors[env_id], self._arrays(), "constructor", arrays)
+                how_adapted = _received(construction.adapter, self._arrays(), "adapter")
+            if seeds is not None and (seed is not None or construction.isolate_rng):
+                seed_generators(seeds)
             keywords = {"seed": seed, "env_id": env_id, "restarts": construction.rebuilds}
             simulator, seeding = call_constructor(constructor, keywords)
             try:
@@ -321,7 +339,7 @@ class Worker:
                 if isinstance(error, NotAnEnvironment | InvalidAgents):
                     raise Refusal(TypeError if isinstance(error, TypeError) else ValueError, str(error)) from None
                 raise
-        if self._own_process and self._generators is None:
+        if self._own_process and not construction.isolate_rng:
             self._fingerprints = fingerprints()
         return env, seeding, arrays
 
@@ -335,18 +353,20 @@ class Worker:
             now = fingerprints()
             self._draws = any(now[name] != before for name, before in self._fingerprints.items())
 
-    def _generators_seed(self, seed: int | None, isolate_rng: bool) -> int | None:
-        """The seed of the process-wide generators for a constructor; None to leave them as they are.
+    def _generators_seeds(self, env_id: int, construction: Construction) -> Seeds | None:
+        """The seeds of the process-wide generators for a constructor; None to leave them as they are.
 
-        With `seed="own"`, the seed is unpredictable, so that workers differ: a forked process inherits its parent's
-        states, and isolated environments would begin with the states of their neighbours.
+        With `seed="own"`, environments that share generators get them as the first one in the worker leaves them.
         """
+        seed, origin, isolate_rng = construction.seeds[env_id], construction.origin, construction.isolate_rng
         if not (self._own_process or isolate_rng):
             return None
-        if seed is None and self._has_generators and not isolate_rng:
+        if seed is not None:
+            return Seeds.of(seed)
+        if origin is None or (self._has_generators and not isolate_rng):
             return None
         self._has_generators = True
-        return unpredictable_seed() if seed is None else seed
+        return origin.seeds(env_id, construction.rebuilds)
 
     def _attach(self, env_id: int, payload: Block) -> None:
         if self._layout is not None:
@@ -411,7 +431,7 @@ class Worker:
         if keywords.get("seed") is not None:
             self._seeds[env_id] = keywords["seed"]
             if self._generators is not None and keywords.get(SEEDS_GENERATORS):
-                seed_generators(keywords["seed"])
+                self._generators.seed(keywords["seed"])
         env, transition = self._episodes[env_id].env, self._episodes[env_id].reset(self._accepted(env_id, keywords))
         if not env.possible_agents:  # else the agents have been checked
             check_pickled_agents(transition.observations, lookup.type_name(env.source))
@@ -446,7 +466,7 @@ class Worker:
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a reset that the simulator accepts, and the seed if the episode needs it."""
         episode = self._episodes[env_id]
-        accepted = episode.env.reset_keywords | ({"seed"} if episode.seeds_generators else frozenset())
+        accepted = episode.env.reset_keywords | (frozenset() if episode.generators is None else {"seed"})
         return {name: value for name, value in keywords.items() if name in accepted}
 
     def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
@@ -577,7 +597,8 @@ class Worker:
                 saved = dump_simulator(episode.env, more, self._arrays_of[env_id])
             except CannotBeSaved as error:
                 raise Refusal(TypeError, f"{lookup.type_name(episode.env.source)} cannot be saved: {error}") from None
-        return Saved(*saved, generators is not None, self._draws, self._built[env_id])
+        isolated = generators is not None and generators.isolated
+        return Saved(*saved, isolated, self._draws, self._built[env_id])
 
     def _load(self, env_id: int, payload: Mapping[int, Saved]) -> None:
         saved = payload[env_id]
@@ -586,6 +607,7 @@ class Worker:
         # The present environments go on with these states if the load fails. Other threads may draw meanwhile.
         has_own = self._generators is not None or self._own_process or self._in_line
         before, fingerprints_before = current_states() if has_own else None, self._fingerprints
+        copies_before = None if self._generators is None else self._generators.copies.states()
         try:
             self._loaded[env_id] = beside = self._made_beside(env_id, saved)
             described = dumps_compactly(Schema.of(beside.loaded.env))
@@ -607,6 +629,8 @@ class Worker:
             if before is not None:
                 restore_states(before)
                 self._fingerprints = fingerprints_before
+            if self._generators is not None and copies_before is not None:
+                self._generators.copies.restore(copies_before)
 
     def _made_beside(self, env_id: int, saved: Saved) -> _Beside:
         construction = saved.construction

@@ -81,7 +81,7 @@ WAYS = {
     "closure": (lambda: closure(LOCK), "variable 'held' of <lambda> (lock)"),
     "default": (
         lambda: in_script("def make(held=lock): return Hunt()", lock=LOCK),
-        "a default argument of make (lock)",
+        "default argument 'held' of make (lock)",
     ),
     "argument": (lambda: functools.partial(lambda held: Hunt(), LOCK), "argument 0 (lock)"),
     "keyword": (lambda: functools.partial(lambda held: Hunt(), held=[LOCK]), "argument 'held', item 0 (lock)"),

@@ -209,7 +209,7 @@ class Histories(Extension):
             history.number += 1
         else:
             history.seed, history.number = seed, 0
-            history.seeds_generators = self._construction.isolate_rng and bool(keywords.get(SEEDS_GENERATORS))
+            history.seeds_generators = bool(keywords.get(SEEDS_GENERATORS))
         history.options, history.begun_with = options, None
         history.steps.clear()
         history.count, history.begun, history.postponed, history.saved = 0, True, None, False

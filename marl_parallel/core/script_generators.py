@@ -1,0 +1,407 @@
+"""Random generators of the caller's script that several environments share, such as a global `rng`.
+
+    caller    ScriptGenerators      notes them while constructors are pickled; each gets a number, which the pickle has
+    worker    `_arrived`            in the caller's process: the generator itself
+                                    in a worker process: the one copy of this process, in which `ScriptCopies` exchanges
+                                    the states of the environments
+
+A copy is seeded from the seed of its environment. So the environments of all workers differ, whatever worker they are
+in. A generator that only one environment has keeps the state that it had when it was pickled, as in the caller's
+process, until that environment is constructed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.random import mtrand
+
+Reduced: TypeAlias = tuple[Any, ...]
+
+
+# -- kinds of generators -----------------------------------------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """What can be done with a generator."""
+
+    state: Callable[[Any], Any]
+    set_state: Callable[[Any, Any], object]
+    seed: Callable[[Any, np.random.SeedSequence], object]
+
+
+def _seed_generator(generator: np.random.Generator, sequence: np.random.SeedSequence) -> None:
+    bits: Any = generator.bit_generator
+    bits.__setstate__(type(bits)(sequence).__getstate__())
+
+
+def _seed_random_state(generator: Any, sequence: np.random.SeedSequence) -> None:
+    fresh = np.random.RandomState(type(generator._bit_generator)(sequence))
+    generator.set_state(fresh.get_state(legacy=False))
+
+
+def _number(sequence: np.random.SeedSequence) -> int:
+    return int(sequence.generate_state(1, np.uint64)[0])
+
+
+def _set_bits(generator: Any, state: Any) -> None:
+    generator.bit_generator.__setstate__(state)
+
+
+# With the seed sequence from NumPy 2 on, which counts the children of `spawn`.
+_GENERATOR = _Kind(lambda one: one.bit_generator.__getstate__(), _set_bits, _seed_generator)
+_RANDOM_STATE = _Kind(
+    lambda one: one.get_state(legacy=False), lambda one, state: one.set_state(state), _seed_random_state
+)
+_PYTHON = _Kind(
+    lambda one: one.getstate(),
+    lambda one, state: one.setstate(state),
+    lambda one, sequence: one.setstate(random.Random(_number(sequence)).getstate()),
+)
+_TORCH = _Kind(
+    lambda one: one.get_state(),
+    lambda one, state: one.set_state(state),
+    lambda one, sequence: one.manual_seed(_number(sequence) >> 1),
+)
+_BITS = {
+    getattr(np.random, name)
+    for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")  # others may not take a seed sequence
+}
+
+
+def _kind_of(generator: Any) -> _Kind | None:
+    """How to seed a generator; None for other objects, and for generators that are left as they are."""
+    if isinstance(generator, np.random.Generator):
+        return _GENERATOR if type(generator.bit_generator) in _BITS else None
+    if isinstance(generator, np.random.RandomState):
+        bits: Any = generator
+        return _RANDOM_STATE if type(bits._bit_generator) in _BITS else None
+    if isinstance(generator, random.Random):
+        kind = type(generator)  # a derived class, such as `SystemRandom`, may have no state or another one
+        own = all(getattr(kind, name) is getattr(random.Random, name) for name in ("getstate", "setstate", "random"))
+        return _PYTHON if own else None
+    torch = sys.modules.get("torch")
+    return _TORCH if torch is not None and isinstance(generator, getattr(torch, "Generator", ())) else None
+
+
+def may_hold_generators(pickled: bytes) -> bool:
+    """Whether bytes of plain pickle may have a generator."""
+    return b"andom" in pickled or b"Generator" in pickled
+
+
+# -- generators of the process, such as `random.random.__self__` -------------------------------------------------------
+
+
+def reduce_process_wide(value: Any) -> Reduced | None:
+    """Reduce the generator behind `random.random` or `numpy.random.rand`; None for others.
+
+    A script that has `from random import randint` refers to this generator. Each process has its own.
+    """
+    kind = type(value)
+    if kind is random.Random:
+        return (_inst_of_random, ()) if value is _inst_of_random() else None
+    if kind is np.random.RandomState:
+        return (_rand_of_numpy, ()) if value is _rand_of_numpy() else None
+    if kind.__module__ == "torch._C" and kind.__name__ == "Generator":
+        return (_default_of_torch, ()) if value is _default_of_torch() else None
+    return None
+
+
+def _inst_of_random() -> Any:
+    bound: Any = random.random
+    return bound.__self__
+
+
+def _rand_of_numpy() -> Any:
+    return mtrand._rand
+
+
+def _default_of_torch() -> Any:
+    import torch
+
+    return torch.default_generator
+
+
+# -- in the caller's process -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Found:
+    """A generator that a pickle has reached."""
+
+    generator: Any
+    digest: bytes  # of its state
+    value: Any  # what was pickled then
+    env_ids: set[int] = field(default_factory=set)  # environments that have it
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.env_ids) > 1
+
+
+class ScriptGenerators:
+    """The generators that constructors hold: in arguments, and in functions and classes that are pickled by value."""
+
+    def __init__(self) -> None:
+        self._found: list[_Found] = []
+        self._numbers: dict[int, int] = {}  # by the id of the generator
+
+    @contextlib.contextmanager
+    def noting(self, env_ids: Sequence[int], value: Any) -> Iterator[dict[int, bool]]:
+        """Within, this thread pickles a value that these environments have.
+
+        Gives a dict: by the number of each generator in the pickle, whether it is marked as a shared one there.
+        """
+        before = getattr(_thread, "noting", None)
+        marks: dict[int, bool] = {}
+        _thread.noting = self, env_ids, value, marks
+        try:
+            yield marks
+        finally:
+            _thread.noting = before
+
+    def has(self, generator: Any) -> bool:
+        """Whether a generator has been noted."""
+        return id(generator) in self._numbers
+
+    def reduce(self, generator: Any, env_ids: Sequence[int], value: Any, marks: dict[int, bool]) -> Reduced | None:
+        kind = _kind_of(generator)
+        if kind is None:
+            return None
+        number = self._numbers.setdefault(id(generator), len(self._found))
+        if number == len(self._found):
+            digest = hashlib.blake2b(_bytes_of(kind.state(generator)), digest_size=16).digest()
+            self._found.append(_Found(generator, digest, value))
+        found = self._found[number]
+        found.env_ids.update(env_ids)
+        marks[number] = found.is_shared
+        return _arrived, (number, found.is_shared, found.digest, _Plain(generator))
+
+    def are_right(self, marks: dict[int, bool]) -> bool:
+        """Whether no generator of a pickle has been found in other environments since."""
+        return all(marked or not self._found[number].is_shared for number, marked in marks.items())
+
+    def originals(self) -> Originals | None:
+        """For workers: the generators; None if there are none."""
+        return Originals([(one.generator, one.is_shared, one.digest) for one in self._found]) if self._found else None
+
+    def warning(self, modules: Sequence[ModuleType], path_to: Callable[[Any, Any], str]) -> str:
+        """The text about generators that environments share; empty if there are none.
+
+        Args:
+            modules: The script, and others that workers cannot import: their variables are named.
+            path_to: Names the part of a value that is a generator; empty if it is not found.
+        """
+        names = [_name(one, modules, path_to) for one in self._found if one.is_shared]
+        if not names:
+            return ""
+        what = "a random generator" if len(names) == 1 else "random generators"
+        return (
+            f"environments share {what} of your program: {'; '.join(names)}. In worker processes, each environment "
+            'draws from a copy, which is seeded from the environment\'s seed. With backend="serial" and "thread", and '
+            'in worker 0 of "hybrid", all draw from your generator in turn. So results depend on the backend and on '
+            "the number of workers. What to do: create the generator in the environment, from the seed that its "
+            "constructor or its `reset` gets; see docs/seeding.md (Random generators of the script)"
+        )
+
+
+_thread = threading.local()
+
+
+class _Plain:
+    """Pickles as the generator that it holds does by itself."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._generator.__reduce_ex__(protocol)
+
+
+def reduce_generator(value: Any) -> Reduced | None:
+    """Reduce a generator while constructors are pickled; None for other objects, and at other times."""
+    noting = getattr(_thread, "noting", None)
+    if noting is None:
+        return None
+    table, env_ids, pickled, marks = noting
+    reduced: Reduced | None = table.reduce(value, env_ids, pickled, marks)
+    return reduced
+
+
+def is_noting() -> bool:
+    """Whether this thread pickles constructors."""
+    return getattr(_thread, "noting", None) is not None
+
+
+def reaches(generator: Any, dumps: Callable[[Any], object], part: Any) -> bool:
+    """Whether the pickle of a part contains a generator, as far as the part can be pickled."""
+    table = ScriptGenerators()
+    with contextlib.suppress(Exception), table.noting((), None):
+        dumps(part)
+    return table.has(generator)
+
+
+def _bytes_of(state: Any) -> bytes:
+    return pickle.dumps(state if isinstance(state, tuple | dict) else np.asarray(state), 4)
+
+
+def _name(found: _Found, modules: Sequence[ModuleType], path_to: Callable[[Any, Any], str]) -> str:
+    for module in modules:
+        for name, value in [*vars(module).items()]:
+            if value is found.generator:
+                where = "the script" if module.__name__ in ("__main__", "__mp_main__") else module.__name__
+                return f"`{name}` of {where}"
+    return path_to(found.value, found.generator) or f"a {type(found.generator).__name__}"
+
+
+class Originals:
+    """The generators in the caller's process; a pickle of this object has none of them."""
+
+    def __init__(self, generators: Sequence[tuple[Any, bool, bytes]] = ()) -> None:
+        self.generators = generators
+
+    def __reduce__(self) -> Reduced:
+        return Originals, ()
+
+
+# -- in workers --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def receiving(originals: Originals | None) -> Iterator[None]:
+    """Within, pickles of this thread refer to the generators themselves, if they are in this process."""
+    before = getattr(_thread, "originals", None)
+    _thread.originals = originals.generators if originals is not None and originals.generators else None
+    try:
+        yield
+    finally:
+        _thread.originals = before
+
+
+_copies: ScriptCopies | None = None  # of this worker process
+
+
+def receive_copies(copies: ScriptCopies) -> None:
+    """Put the generators of constructors, and of environments that are registered, into `copies` from now on."""
+    global _copies
+    _copies = copies
+
+
+def _arrived(number: int, is_shared: bool, digest: bytes, generator: Any) -> Any:
+    originals = getattr(_thread, "originals", None)
+    if originals is not None:
+        return originals[number][0]
+    return generator if _copies is None else _copies.arrived(number, is_shared, digest, generator)
+
+
+class Source(NamedTuple):
+    """Where the states of an environment's generators come from."""
+
+    seed: int | None  # of the environment; None for the state of the script's generator
+    rebuilds: int  # how often the environment has been constructed again
+    made: int  # the number of the `ParallelEnv`
+
+
+class _Copy(NamedTuple):
+    """A generator that the environments of a worker use in turn."""
+
+    generator: Any
+    kind: _Kind
+    is_shared: bool
+    digest: bytes
+
+
+class ScriptCopies:
+    """The generators of the script in a worker, each with a state for each environment.
+
+    They have the state of the environment that `switch` chose last. Under None is the state of the program.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, _Copy] = {}
+        self._present: int | None = None
+        self._sources: dict[int, Source] = {}
+        self._states: dict[int | None, dict[int, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def adopt(self, originals: Originals) -> None:
+        """Use the generators of this process themselves."""
+        for number, (generator, is_shared, digest) in enumerate(originals.generators):
+            self.arrived(number, is_shared, digest, generator)
+
+    def begin(self, env_id: int, source: Source) -> None:
+        """Seed the generators for a new environment, the present one."""
+        self._sources[env_id] = source
+        self._states.pop(env_id, None)
+        for number in self._copies:
+            self._begin_one(number, env_id)
+
+    def arrived(self, number: int, is_shared: bool, digest: bytes, generator: Any) -> Any:
+        """The copy with this number: `generator`, unless there is one already."""
+        if number not in self._copies:
+            kind = _kind_of(generator)
+            if kind is None:
+                return generator
+            self._copies[number] = _Copy(generator, kind, is_shared, digest)
+            if self._present is not None:
+                self._begin_one(number, self._present)
+        return self._copies[number].generator
+
+    def _begin_one(self, number: int, env_id: int) -> None:
+        copy, source = self._copies[number], self._sources.get(env_id)
+        if source is not None and (copy.is_shared or source.rebuilds):
+            if source.seed is None:
+                entropy = [int.from_bytes(copy.digest, "little"), source.made, env_id, source.rebuilds]
+                copy.kind.seed(copy.generator, np.random.SeedSequence(entropy, spawn_key=(_KEY, number)))
+            else:
+                self._seed_one(number, source.seed)
+
+    def _seed_one(self, number: int, seed: int) -> None:
+        copy = self._copies[number]
+        copy.kind.seed(copy.generator, np.random.SeedSequence(seed, spawn_key=(_KEY, number)))
+
+    def seed(self, seed: int) -> None:
+        """Seed the shared generators for the present environment."""
+        for number, copy in self._copies.items():
+            if copy.is_shared:
+                self._seed_one(number, seed)
+
+    def switch(self, env_id: int | None) -> None:
+        """Set the generators to the states of an environment."""
+        if env_id == self._present:
+            return
+        if self._copies:
+            self._states[self._present] = self.states()
+        self._present = env_id
+        states = self._states.get(env_id, {})
+        for number, copy in self._copies.items():
+            if number in states:
+                copy.kind.set_state(copy.generator, states[number])
+            elif env_id is not None:
+                self._begin_one(number, env_id)
+
+    def states(self) -> dict[int, Any]:
+        """The states of the present environment."""
+        return {number: copy.kind.state(copy.generator) for number, copy in self._copies.items()}
+
+    def restore(self, states: dict[int, Any]) -> None:
+        """Set the generators to what `states` has returned, here or in another program."""
+        for number, state in states.items():
+            if number in self._copies:
+                copy = self._copies[number]
+                copy.kind.set_state(copy.generator, state)
+
+
+_KEY = 1_936_024_434  # else a generator that a simulator makes from the same seed would draw the same numbers
