@@ -182,7 +182,9 @@ class ParallelEnv:
             folder in which other users may replace files is refused.
         isolate_rng: True for simulators that draw from `random`, `numpy.random` or torch's generator instead of a
             generator of their own: each environment gets its own states of these generators, so that results do not
-            depend on the number of workers. Not with `backend="thread"`. See `docs/seeding.md`.
+            depend on the number of workers. Generators of your script that environments share, such as a global `rng`,
+            also get such states, in worker processes even with False. Not with `backend="thread"`. See
+            `docs/seeding.md`.
         forward_logs: Whether records of `logging` in worker processes reach the loggers of the same names in this
             process, in its next call, with the attributes `env_id` and `worker`. Workers get the levels of
             loggers in this process at construction and at each `reset`. False leaves records in the worker. See

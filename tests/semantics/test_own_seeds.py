@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import json
+import os
 import random
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers import ROOT
 from helpers.comparison import assert_same
-from helpers.setups import Setup
+from helpers.setups import BACKENDS, Setup
 from helpers.start_methods import arguments as started
+from simulators.pymarl_envs import Skirmish
 
-from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, arguments, make
-from marl_parallel.vector import GymnasiumVectorEnv
+from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, arguments, make, planning
+from marl_parallel.vector import (
+    DummyVecEnv,
+    GymnasiumVectorEnv,
+    ShareDummyVecEnv,
+    ShareSubprocVecEnv,
+    SubprocVecEnv,
+    pymarl_connections,
+)
 
 ACTIONS = {"a": 0}
 PACKED = Setup("process", True, 1)
@@ -213,7 +229,7 @@ def test_a_serial_backend_leaves_the_callers_generators_alone(build):
 
 @pytest.mark.parametrize("setup", [PACKED, Setup("serial", True, 1)], ids=str)
 def test_isolated_generators(setup, build):
-    """Each environment has those that its constructor has seeded, or unpredictable ones."""
+    """Each environment has those that its constructor has seeded, or its own ones."""
     random.seed(1)
     np.random.seed(1)
     constructors = [functools.partial(Shared, 5), Shared, functools.partial(Shared, 5), Shared]
@@ -222,3 +238,162 @@ def test_isolated_generators(setup, build):
     drawn = [*zip(*(env.call("draw") for _ in range(2)))]
     assert [*drawn[0]] == [*drawn[2]] == drawn_from(5)
     assert len({*drawn[1], *drawn[3], *drawn_from(5), *drawn_from(1)}) == 8
+
+
+ISOLATED = [Setup("process", True, workers) for workers in (1, 2, 4)] + [
+    Setup(backend, True, 2) for backend in (*BACKENDS, "portable") if backend not in ("thread", "process")
+]
+
+
+def flat(drawn: list[list[Any]]) -> list[Any]:
+    return [*itertools.chain.from_iterable(drawn)]
+
+
+def draws_after(seeds: tuple[int, int], opened: Callable[[], Any]) -> list[list[tuple[float, float]]]:
+    """Twice, what each of four environments draws, of a program that has seeded its generators."""
+    random.seed(seeds[0])
+    np.random.seed(seeds[1])
+    state = random.getstate(), np.random.get_state()[1].tobytes()
+    env = opened()
+    assert (random.getstate(), np.random.get_state()[1].tobytes()) == state
+    return [[*env.call("draw")] for _ in range(2)]
+
+
+@pytest.fixture
+def numbered(monkeypatch) -> Callable[[int], None]:
+    """Sets how many `ParallelEnv`s the program has made."""
+    return lambda made: monkeypatch.setattr(planning, "_made", itertools.count(made))
+
+
+@pytest.mark.parametrize("setup", ISOLATED, ids=str)
+def test_isolated_generators_derive_from_the_programs(setup, build, numbered):
+    """From its seeds, the number of the `ParallelEnv` and of the environment; the same in all backends."""
+
+    def draws(made: int, *seeds: int, on: Setup = setup) -> Any:
+        numbered(made)
+        return draws_after(seeds, lambda: build([Shared] * 4, on, seed="own", isolate_rng=True))  # type: ignore[arg-type]
+
+    first = draws(0, 1, 2)
+    assert draws(0, 1, 2, on=PACKED) == first
+    assert len({*flat(first), *flat(draws(1, 1, 2))}) == 16
+    if setup is not ISOLATED[0]:
+        return
+    for place, seeds in enumerate([(1, 3), (4, 2)]):  # each generator has its own seed
+        other = draws(0, *seeds)
+        assert [one[place] for one in other[0]] == [one[place] for one in first[0]]
+        assert not {one[1 - place] for one in other[0]} & {one[1 - place] for one in first[0]}
+
+
+@pytest.mark.parametrize("isolate_rng", [True, False])
+def test_restarts_derive_other_states(isolate_rng, build, numbered):
+    found = []
+    for _ in range(2):
+        numbered(0)
+        random.seed(1)
+        np.random.seed(2)
+        env = build([Shared] * 2, Setup("process", True, 2), seed="own", isolate_rng=isolate_rng)
+        drawn = [*env.call("draw")]
+        for _ in range(2):
+            env.restart([1])
+            drawn += env.call("draw", env_ids=[1])
+        found.append([*drawn, *env.call("draw")])
+        assert len({*found[-1]}) == 6
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("setup", [PACKED, Setup("process", True, 2), Setup("portable", True, 2)], ids=str)
+def test_shared_generators_derive_from_the_programs(setup, build, numbered):
+    """With the same number of workers; and another `ParallelEnv` has other states."""
+    found = []
+    for made in (0, 0, 1):
+        numbered(made)
+        found.append(draws_after((1, 2), lambda: build([Shared] * 4, setup, seed="own")))
+    assert found[0] == found[1]
+    assert len({*flat(found[0]), *flat(found[2])}) == 16
+
+
+def test_drop_ins_and_make(numbered):
+    """Two vector environments of a program differ, and the program has the same ones when it runs again."""
+
+    def opened() -> list[Any]:
+        numbered(0)
+        random.seed(1)
+        np.random.seed(2)
+        constructors = [Shared] * 3
+        with contextlib.ExitStack() as stack:
+            envs = [
+                stack.enter_context(contextlib.closing(make_envs()))
+                for make_envs in (
+                    lambda: ShareSubprocVecEnv(constructors, num_workers=2),
+                    lambda: SubprocVecEnv(constructors, num_workers=2),
+                    lambda: make(Shared, 3, seed="own", isolate_rng=True, facade="share", num_workers=2),
+                    lambda: pymarl_connections([Drawn] * 3, num_workers=2)[0].connections.parallel_env,
+                    lambda: ShareDummyVecEnv(constructors, isolate_rng=True),
+                    lambda: ShareDummyVecEnv(constructors),
+                    lambda: DummyVecEnv(constructors),
+                )
+            ]
+            return [[*env.call("draw")] for env in envs]
+
+    first = opened()
+    assert opened() == first
+    assert len({*flat(first)}) == 21
+    assert flat(first[-2:]) == _six_of_the_program()  # they use the generators of the program
+
+
+class Drawn(Skirmish):
+    """Draws from process-wide generators."""
+
+    draw = Shared.draw
+
+
+def _six_of_the_program() -> list[tuple[float, float]]:
+    python, numpy = random.Random(1), np.random.RandomState(2)
+    return [(python.random(), numpy.random_sample()) for _ in range(6)]
+
+
+PROGRAM = """
+import json, random
+import numpy as np
+from gymnasium import spaces
+from marl_parallel.vector import SubprocVecEnv
+
+class Drawing:
+    possible_agents = ["a"]
+    observation_space = spaces.Dict(a=spaces.Box(0.0, 1.0, (1,)))
+    action_space = spaces.Dict(a=spaces.Discrete(2))
+
+    def reset(self, *, seed=None, options=None):
+        return {"a": np.zeros(1, np.float32)}, {}
+
+    def step(self, actions):
+        raise NotImplementedError
+
+    def draw(self):
+        return random.random(), np.random.random()
+
+np.random.seed(7)
+drawn = []
+for _ in range(2):
+    envs = SubprocVecEnv([Drawing] * 3, num_workers=2)
+    envs.reset()
+    drawn.append([envs.call("draw"), envs.call("draw")])
+    envs.close()
+print(json.dumps(drawn))
+"""
+
+
+def test_a_program_that_seeds_numpy_alone():
+    """What it did not seed is fresh in each run."""
+
+    def run() -> Any:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert not done.returncode, done.stderr
+        return np.array(json.loads(done.stdout)).reshape(12, 2)
+
+    first, again = run(), run()
+    assert np.array_equal(first[:, 1], again[:, 1])
+    assert len(np.unique(first)) == len(np.unique([first[:, 0], again[:, 0]])) == 24
