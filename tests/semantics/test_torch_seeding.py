@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from helpers import ROOT
 
-from marl_parallel import ParallelEnv
+from marl_parallel import ParallelEnv, planning
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -82,3 +83,61 @@ def test_module_that_imports_torch(tmp_path):
     assert first == again
     assert first[1] == other[0]
     assert len({*first, *other}) == 3
+
+
+def test_generators_of_the_script():
+    """A `torch.Generator` has a state for each environment; torch's default generator is the one of each process."""
+    import torch
+
+    names = {"__name__": "__main__", "Drawing": Drawing, "own": torch.Generator(), "default": torch.default_generator}
+    code = (
+        "def make(): return Drawing(lambda torch: (torch.rand((), generator=own), torch.rand((), generator=default)))"
+    )
+    exec(code, names)
+    before = names["own"].get_state(), torch.default_generator.get_state()
+    seen = []
+    for backend, workers in (("process", 2), ("serial", 1)):
+        with (
+            pytest.warns(UserWarning, match="environments share a random generator of your program: .*'own'"),
+            ParallelEnv([names["make"]] * 2, backend=backend, num_workers=workers, isolate_rng=True) as env,
+        ):
+            seen.append(np.array([[of_env["agent_0"] for of_env in env.reset()[0]] for _ in range(3)]))
+    assert np.array_equal(seen[0], seen[1])
+    assert len(np.unique(seen[0])) == 12
+    assert torch.equal(before[0], names["own"].get_state())
+    assert torch.equal(before[1], torch.default_generator.get_state())
+
+
+def test_own_seeds_derive_from_the_programs_generator(monkeypatch):
+    import torch
+
+    def draws(seed: int) -> np.ndarray:
+        monkeypatch.setattr(planning, "_made", itertools.count())
+        torch.manual_seed(seed)
+        before = torch.default_generator.get_state()
+        with ParallelEnv([Torch] * 2, seed="own", num_workers=1, isolate_rng=True) as env:
+            drawn = np.array([[of_env["agent_0"] for of_env in env.reset()[0]] for _ in range(2)])
+        assert torch.equal(before, torch.default_generator.get_state())
+        return drawn
+
+    first, again, other = draws(1), draws(1), draws(2)
+    assert np.array_equal(first, again)
+    assert len(np.unique([first[..., 1], other[..., 1]])) == 8
+
+
+class Drawing(gymnasium.Env):
+    """Draws two numbers at each reset."""
+
+    observation_space = spaces.Box(0.0, 1.0, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> Any:
+        import torch
+
+        return np.array([float(one) for one in self.draw(torch)], np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        raise NotImplementedError
