@@ -33,7 +33,7 @@ IN_TURN = [SERIAL, Setup("thread", True, 1)]
 ELSEWHERE = [Setup("process", True, 2), Setup("portable", True, 2)]
 if installed("ray"):
     ELSEWHERE = [*ELSEWHERE, Setup("ray", True, 2)]
-DIFFERENT_WORKERS = [Setup("process", True, workers) for workers in (1, 5, 12)]
+DIFFERENT_WORKERS = [Setup("process", True, workers) for workers in (1, 5)]
 
 
 class Drawing(gymnasium.Env):
@@ -359,7 +359,7 @@ def test_generators_that_no_pickle_reaches(build):
             played(build([names["make"]] * 2, setup))
 
 
-@pytest.mark.parametrize("setup", [SERIAL, *ELSEWHERE], ids=str)
+@pytest.mark.parametrize("setup", [SERIAL, ELSEWHERE[0]], ids=str)
 def test_functions_of_process_wide_generators(setup, build):
     """`from random import random` in a script draws from the generator of the process, like the module's function."""
     names = {"__name__": "__main__", "Drawing": Drawing, "of_python": random.random, "of_numpy": np.random.rand}
