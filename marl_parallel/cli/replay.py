@@ -295,7 +295,7 @@ class _Run:
         """The environment, the actions and the options of the reset."""
         seed_generators(crash.constructor_seed)
         receive_copies(self._generators.copies)
-        self._generators.begin(crash.env_id, Source(crash.constructor_seed, crash.restarts, 0))
+        self._generators.begin(crash.env_id, Source(crash.constructor_seed, crash.env_id, crash.restarts, 0))
         try:
             install_registrations(crash.registrations)
             constructor, adapter = loads(crash.constructor), loads(crash.adapter)

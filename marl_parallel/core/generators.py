@@ -228,8 +228,8 @@ class GeneratorStates:
         copies: The script's generators.
     """
 
-    def __init__(self, isolated: bool = True) -> None:
-        self.isolated, self.copies = isolated, ScriptCopies()
+    def __init__(self, isolated: bool = True, copies: ScriptCopies | None = None) -> None:
+        self.isolated, self.copies = isolated, ScriptCopies() if copies is None else copies
         self._present: int | None = None
         self._numpy = _NumpyStates()
         self._states: dict[int | None, tuple[Any, _NumpyState, Any]] = {}

@@ -193,7 +193,10 @@ class ScriptGenerators:
 
     def originals(self) -> Originals | None:
         """For workers: the generators; None if there are none."""
-        return Originals([(one.generator, one.is_shared, one.digest) for one in self._found]) if self._found else None
+        if not self._found:
+            return None
+        generators = [(one.generator, one.is_shared, one.digest) for one in self._found]
+        return Originals(generators, any(one.is_shared for one in self._found))
 
     def warning(self, modules: Sequence[ModuleType], path_to: Callable[[Any, Any], str]) -> str:
         """The text about generators that environments share; empty if there are none.
@@ -265,13 +268,13 @@ def _name(found: _Found, modules: Sequence[ModuleType], path_to: Callable[[Any, 
 
 
 class Originals:
-    """The generators in the caller's process; a pickle of this object has none of them."""
+    """The generators in the caller's process, and whether any is shared; only the latter is pickled."""
 
-    def __init__(self, generators: Sequence[tuple[Any, bool, bytes]] = ()) -> None:
-        self.generators = generators
+    def __init__(self, generators: Sequence[tuple[Any, bool, bytes]], has_shared: bool) -> None:
+        self.generators, self.has_shared = generators, has_shared
 
     def __reduce__(self) -> Reduced:
-        return Originals, ()
+        return Originals, ((), self.has_shared)
 
 
 # -- in workers --------------------------------------------------------------------------------------------------------
@@ -308,6 +311,7 @@ class Source(NamedTuple):
     """Where the states of an environment's generators come from."""
 
     seed: int | None  # of the environment; None for the state of the script's generator
+    env_id: int
     rebuilds: int  # how often the environment has been constructed again
     made: int  # the number of the `ParallelEnv`
 
@@ -317,12 +321,11 @@ class _Copy(NamedTuple):
 
     generator: Any
     kind: _Kind
-    is_shared: bool
     digest: bytes
 
 
 class ScriptCopies:
-    """The generators of the script in a worker, each with a state for each environment.
+    """The generators that environments share in a worker, each with a state for each environment.
 
     They have the state of the environment that `switch` chose last. Under None is the state of the program.
     """
@@ -330,7 +333,7 @@ class ScriptCopies:
     def __init__(self) -> None:
         self._copies: dict[int, _Copy] = {}
         self._present: int | None = None
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int | None, Source] = {}
         self._states: dict[int | None, dict[int, Any]] = {}
 
     def __bool__(self) -> bool:
@@ -339,44 +342,43 @@ class ScriptCopies:
     def adopt(self, originals: Originals) -> None:
         """Use the generators of this process themselves."""
         for number, (generator, is_shared, digest) in enumerate(originals.generators):
-            self.arrived(number, is_shared, digest, generator)
+            if is_shared:
+                self.arrived(number, is_shared, digest, generator)
 
     def begin(self, env_id: int, source: Source) -> None:
-        """Seed the generators for a new environment, the present one."""
+        """Switch to a new environment, and seed the generators for it."""
+        self.switch(env_id)
         self._sources[env_id] = source
         self._states.pop(env_id, None)
-        for number in self._copies:
-            self._begin_one(number, env_id)
+        for number, copy in self._copies.items():
+            self._begin_one(number, copy)
 
     def arrived(self, number: int, is_shared: bool, digest: bytes, generator: Any) -> Any:
-        """The copy with this number: `generator`, unless there is one already."""
-        if number not in self._copies:
-            kind = _kind_of(generator)
-            if kind is None:
-                return generator
-            self._copies[number] = _Copy(generator, kind, is_shared, digest)
-            if self._present is not None:
-                self._begin_one(number, self._present)
-        return self._copies[number].generator
+        """The copy of a shared generator: `generator`, unless there is one already.
 
-    def _begin_one(self, number: int, env_id: int) -> None:
-        copy, source = self._copies[number], self._sources.get(env_id)
-        if source is not None and (copy.is_shared or source.rebuilds):
-            if source.seed is None:
-                entropy = [int.from_bytes(copy.digest, "little"), source.made, env_id, source.rebuilds]
-                copy.kind.seed(copy.generator, np.random.SeedSequence(entropy, spawn_key=(_KEY, number)))
-            else:
-                self._seed_one(number, source.seed)
+        The generator of one environment alone is only seeded, if that has been constructed again.
+        """
+        kind = _kind_of(generator)
+        if kind is None:
+            return generator
+        new = _Copy(generator, kind, digest)
+        copy = self._copies.setdefault(number, new) if is_shared else new
+        source = self._sources.get(self._present)
+        if copy is new and source is not None and (is_shared or source.rebuilds):
+            self._begin_one(number, copy)
+        return copy.generator
 
-    def _seed_one(self, number: int, seed: int) -> None:
-        copy = self._copies[number]
-        copy.kind.seed(copy.generator, np.random.SeedSequence(seed, spawn_key=(_KEY, number)))
+    def _begin_one(self, number: int, copy: _Copy) -> None:
+        source = self._sources.get(self._present)
+        if source is not None and source.seed is not None:
+            _seed(number, copy, source.seed)
+        elif source is not None:
+            _seed(number, copy, [int.from_bytes(copy.digest, "little"), source.made, source.env_id, source.rebuilds])
 
     def seed(self, seed: int) -> None:
-        """Seed the shared generators for the present environment."""
+        """Seed the generators for the present environment."""
         for number, copy in self._copies.items():
-            if copy.is_shared:
-                self._seed_one(number, seed)
+            _seed(number, copy, seed)
 
     def switch(self, env_id: int | None) -> None:
         """Set the generators to the states of an environment."""
@@ -389,8 +391,8 @@ class ScriptCopies:
         for number, copy in self._copies.items():
             if number in states:
                 copy.kind.set_state(copy.generator, states[number])
-            elif env_id is not None:
-                self._begin_one(number, env_id)
+            else:
+                self._begin_one(number, copy)
 
     def states(self) -> dict[int, Any]:
         """The states of the present environment."""
@@ -402,6 +404,10 @@ class ScriptCopies:
             if number in self._copies:
                 copy = self._copies[number]
                 copy.kind.set_state(copy.generator, state)
+
+
+def _seed(number: int, copy: _Copy, entropy: int | list[int]) -> None:
+    copy.kind.seed(copy.generator, np.random.SeedSequence(entropy, spawn_key=(_KEY, number)))
 
 
 _KEY = 1_936_024_434  # else a generator that a simulator makes from the same seed would draw the same numbers

@@ -90,7 +90,7 @@ from marl_parallel.core.saved_simulator import (
     load_simulator,
 )
 from marl_parallel.core.schema import check_pickled_agents, difference, dumps_compactly
-from marl_parallel.core.script_generators import Source, receive_copies, receiving
+from marl_parallel.core.script_generators import ScriptCopies, Source, receive_copies, receiving
 from marl_parallel.core.script_names import install_namespaces
 from marl_parallel.core.sharing import CannotBeShared
 from marl_parallel.core.spaces import DoesNotFit, as_array
@@ -139,6 +139,7 @@ class Worker:
         self._layout: Layout | None = None
         self._restarts = False
         self._generators: GeneratorStates | None = None  # if each environment has states of its own
+        self._copies = ScriptCopies()  # of the script's generators, which each environment has states of
         self._has_generators = False  # whether the process-wide generators have been seeded here
         self._registrations = b""  # the installed ones
         self._namespaces = b""
@@ -279,14 +280,12 @@ class Worker:
     def _new_generators(self, construction: Construction) -> GeneratorStates | None:
         """Generators that each environment has states of; None if there are none."""
         originals = construction.generators
-        if not construction.isolate_rng and (originals is None or not self._own_process):
+        has_shared = self._own_process and originals is not None and originals.has_shared
+        if not construction.isolate_rng and not has_shared:
             return None
-        generators = GeneratorStates(construction.isolate_rng)
-        if self._own_process:
-            receive_copies(generators.copies)
-        elif originals is not None:
-            generators.copies.adopt(originals)
-        return generators
+        if not self._own_process and originals is not None:
+            self._copies.adopt(originals)
+        return GeneratorStates(construction.isolate_rng, self._copies)
 
     def _new_episode(self, env_id: int, env: MultiAgentEnv, construction: Construction) -> Episode:
         seed = construction.seeds[env_id]
@@ -304,8 +303,9 @@ class Worker:
         """A new environment, how its seed reached it, and the large arrays of its constructor."""
         seed = construction.seeds[env_id]
         arrays = self._new_arrays(construction.constructors[env_id])
-        if self._generators is not None:
-            self._generators.begin(env_id, Source(seed, construction.rebuilds, construction.made))
+        if self._own_process and construction.generators is not None:
+            receive_copies(self._copies)
+        (self._generators or self._copies).begin(env_id, Source(seed, env_id, construction.rebuilds, construction.made))
         seeds = self._generators_seeds(env_id, construction)
         self._note_draws()
         with (

@@ -489,3 +489,19 @@ def test_a_script(tmp_path):
         assert untouched
     assert runs[0]["process 2"][0] == runs[1]["process 4"][0]
     assert runs[0]["serial 1"][0] != runs[1]["serial 1"][0]
+
+
+def test_restarts_of_environments_with_their_own(build):
+    """They do not repeat their episodes, and their neighbours draw on."""
+    constructors = [draws_of(np.random.default_rng(seed)) for seed in range(4)]
+    found = []
+    for workers in (1, 2):
+        env = build(constructors, Setup("process", True, workers))
+        seen = played(env, 2)
+        env.restart([1])
+        after = played(env, 2)
+        assert not {one[1] for one in after} & {one[1] for one in seen}
+        found.append((seen, after))
+    assert found[0] == found[1]
+    alone = in_a_loop([draws_of(np.random.default_rng(seed)) for seed in range(4)], 2)
+    assert found[0][0] == alone
