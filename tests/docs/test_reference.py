@@ -96,7 +96,8 @@ def test_classes_that_pages_name_have_entries():
         for word in re.findall(r"\w+", span)
     }
     assert {"BatchRunner", "PortableProcessBackend", "Schema"} <= classes & named
-    assert classes & named - NAMES - {*multiprocessing.__all__} == set()  # pages name its queues and semaphores
+    of_others = {*multiprocessing.__all__, "Namespace", "PettingZooEnv"}  # queues, semaphores, a manager's, Tianshou's
+    assert classes & named - NAMES - of_others == set()
 
 
 @pytest.mark.parametrize("base", [marl_parallel.MultiAgentEnv, NativeSimulator])

@@ -255,7 +255,7 @@ def test_default_actions_from_batched_spaces(in_rows):
     assert [received["b"] for received in env.get_attr("actions")] == [1, 2]
     env = in_rows(agents=["a"], others=lambda agent, seen: 1)
     env.reset()
-    with pytest.raises(ValueError, match="others, for agent 'b': expected actions for 2 rows"):
+    with pytest.raises(TypeError, match="others, for agent 'b': expected actions for 2 rows"):
         env.step(np.zeros(2, np.int64))
     assert env.get_attr("time") == (0, 0)
 

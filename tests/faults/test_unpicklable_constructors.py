@@ -173,7 +173,7 @@ def test_constructor_that_cannot_be_unpickled(backend, build):
     """It has not been called, so the error does not say that it raised."""
     wrapped = Recursive(Hunt())
     if backend in LOCAL:
-        build([lambda: wrapped] * 2, Setup(backend, True, 2)).reset()
+        build([lambda: wrapped], Setup(backend, True, 1)).reset()
         return
     words = r"environment 0: the constructor can be pickled but not unpickled: .*RecursionError"
     with pytest.raises(TypeError, match=words) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import struct
 import sys
 from collections import OrderedDict, defaultdict
@@ -461,10 +462,12 @@ def test_references_are_returned():
             gc.collect()
             return [sys.getrefcount(one) for one in shared], sys.getallocatedblocks()
 
-        measured(3000)
-        (before, blocks), (after, blocks_after) = measured(100), measured(3000)
-    assert all(abs(one - other) < 100 for one, other in zip(before, after))
-    assert blocks_after - blocks < 200
+        rounds = [measured(3000) for _ in range(4)]
+    growth = []
+    for (before, blocks), (after, blocks_after) in itertools.pairwise(rounds):
+        assert all(abs(one - other) < 100 for one, other in zip(before, after))
+        growth.append(blocks_after - blocks)
+    assert min(growth) < 200  # threads that other tests have left may allocate now and then
     assert status.running is None
 
 
