@@ -111,8 +111,10 @@ def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[Agen
     return {agent: actions[agent] for agent in acting}
 
 
-class DoesNotFit(ValueError):
+class ResultDoesNotFit(ValueError):
     """Values of some environments have no place in arrays; all others have been read.
+
+    A pickle of it is a `ValueError` with the same text.
 
     Attributes:
         env_ids: These environments.
@@ -122,6 +124,9 @@ class DoesNotFit(ValueError):
     def __init__(self, text: str, env_ids: Sequence[int], arrays: Arrays) -> None:
         super().__init__(text)
         self.env_ids, self.arrays = tuple(env_ids), arrays
+
+    def __reduce__(self) -> Any:
+        return ValueError, self.args
 
 
 class ArrayView(ABC):

@@ -19,7 +19,7 @@ from marl_parallel.action_masks import binary_rows, choices_of, flat_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import JOINT, Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, ArrayView, DoesNotFit, Joint
+from marl_parallel.core.array_view import Actions, Arrays, ArrayView, Joint, ResultDoesNotFit
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.codec import LargeArrays
 from marl_parallel.core.info_columns import InfoArrays, InfoColumns
@@ -319,7 +319,7 @@ class BlockArrays(ArrayView):
             except ValueError as error:
                 errors[env_id] = str(error)
         if errors:
-            raise DoesNotFit(next(iter(errors.values())), [*errors], last)
+            raise ResultDoesNotFit(next(iter(errors.values())), [*errors], last)
         return last
 
     def drop_memory(self) -> None:

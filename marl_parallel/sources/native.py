@@ -13,6 +13,7 @@ import itertools
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,6 +34,7 @@ from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import in_order, loads
 from marl_parallel.core.pool.slots import Results
 from marl_parallel.core.records import Columns
+from marl_parallel.core.reports import environments
 from marl_parallel.core.schema import alike
 from marl_parallel.core.source import Source, StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, check_form, leaves, tree_map, zeros
@@ -576,7 +578,7 @@ def _checked(received: Received) -> Received:
     ids = received.env_ids
     if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or ids.ndim != 1:
         got = f"an array of {ids.dtype} of shape {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__
-        raise TypeError(f"receive() returned env_ids that are no array of integers with one axis, but {got}")
+        raise TypeError(f"env_ids of receive() must be an array of integers with one axis, got {got}")
     if not len(ids):  # else `_receive` would ask for ever
         raise ValueError("receive() returned no environment: it must wait for results")
     return received
@@ -585,12 +587,14 @@ def _checked(received: Received) -> Received:
 def _check_returned(returned: EnvIds, expected: Collection[int], count: int) -> None:
     """Raise `ValueError` unless a simulator has returned `count` of the expected environments, each once."""
     ids = returned.tolist()
-    if wrong := [env_id for env_id in ids if env_id not in expected]:
+    once = {*ids}
+    if wrong := once.difference(expected):
         raise ValueError(
-            f"receive() returned results of environments {wrong}, which are not in flight; expected results of "
-            f"{[*expected]}"
+            f"receive() returned results of environments {sorted(wrong)}, which are not in flight; expected results of "
+            f"{environments(sorted(expected))}"
         )
-    if twice := [env_id for env_id in dict.fromkeys(ids) if ids.count(env_id) > 1]:
+    if len(once) < len(ids):
+        twice = [env_id for env_id, times in Counter(ids).items() if times > 1]
         raise ValueError(f"receive() returned results of environments {twice} more than once, expected each once")
     if len(ids) > count:
         raise ValueError(f"receive() returned results of {len(ids)} environments, expected {count}")

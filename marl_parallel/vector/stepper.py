@@ -10,7 +10,7 @@ import functools
 import inspect
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -23,7 +23,7 @@ from marl_parallel.adapters import AgentID, attributes
 from marl_parallel.arguments import check_one_for_each
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, DoesNotFit, Joint, Stacked
+from marl_parallel.core.array_view import Actions, Arrays, Joint, ResultDoesNotFit, Stacked
 from marl_parallel.core.arrays import action_masks
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.pool.saved_states import to_bytes
@@ -43,6 +43,9 @@ Rules: TypeAlias = Mapping[AgentID, Callable[[NDArray[Any]], float]]
 
 _FACADES = frozenset({"GymnasiumVectorEnv", "SB3VecEnv", "ShareVecEnv", "StackedVecEnv", "SubprocVecEnv", "TorchRLEnv"})
 """`saved_as` of all facades of this package that add values to saved states."""
+
+_FORMER = {"ShareSubprocVecEnv": "ShareVecEnv", "ShareDummyVecEnv": "ShareVecEnv", "DummyVecEnv": "SubprocVecEnv"}
+"""Keys in states that 0.2.0 saved before it was published, and what they are now."""
 
 
 class OfParallelEnv:
@@ -173,6 +176,7 @@ class ArrayStepper(OfParallelEnv):
         last = self._last_before_reset("reset", env_ids)
         ids, leftovers = self.runner.reset(seed, options, env_ids)
         self.runner.claim(self._facade)
+        self._forget(ids)
         return self._noted(self.view.read(leftovers) if last is None else self.view.read_some(ids, leftovers, last))
 
     @exclusive("reset_async")
@@ -183,6 +187,7 @@ class ArrayStepper(OfParallelEnv):
         self.runner.send_reset(seed, options, env_ids)
         self.runner.claim(self._facade)
         self._resetting = self.runner.checked_ids(env_ids), last
+        self._forget(self._resetting[0])
         self.in_flight = True
 
     @exclusive("save_state")
@@ -218,10 +223,15 @@ class ArrayStepper(OfParallelEnv):
             ResetNeeded: Only some are to be loaded, but the others have never been reset.
         """
         last = self._last_before_reset("load_state", env_ids)
-        loaded, leftovers = self.runner.load_state(states, env_ids, {*_FACADES, self._saved_as})
+        loaded, leftovers = self.runner.load_state(states, env_ids, {*_FACADES, *_FORMER, self._saved_as})
         self.runner.claim(self._facade)
         arrays = self.view.read(leftovers) if last is None else self.view.read_some(tuple(loaded), leftovers, last)
-        return self._noted(arrays), {env_id: state.facade.get(self._saved_as) for env_id, state in loaded.items()}
+        self._forget(loaded)
+        own = {
+            env_id: {_FORMER.get(key, key): value for key, value in state.facade.items()}.get(self._saved_as)
+            for env_id, state in loaded.items()
+        }
+        return self._noted(arrays), own
 
     def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
         """The arrays from which a reset takes the rows of other environments; None if all are reset."""
@@ -252,7 +262,8 @@ class ArrayStepper(OfParallelEnv):
         """
         runner, view, ids = self.runner, self.view, self.env_ids
         # In most steps, all environments are ready, as the pool knows.
-        if not (runner.source.is_lean and env_ids is None and runner.stepped_by is self._facade and self.latest):
+        is_ready = runner.source.is_lean and env_ids is None and runner.stepped_by is self._facade and self.latest
+        if not is_ready or self._read is not None:
             self._check_may_step("step")
             ids = runner.ids_to_step(env_ids)
         written = view.write(actions, ids)
@@ -283,6 +294,7 @@ class ArrayStepper(OfParallelEnv):
         self.runner.claim(self._facade)
         ids = self.runner.checked_ids(env_ids)
         self.runner.check_idle("step_async", ids)
+        self._check_received("step_async", ids)
         self.runner.check_has_reset(ids, "step_async")
         check_one_for_each(actions, ids)
         self.runner.send(ids, self.runner.transitions.write_actions(ids, actions, stacked=True))
@@ -293,6 +305,7 @@ class ArrayStepper(OfParallelEnv):
         self.runner.check_claim(self._facade)
         self.runner.send_reset(seed, options, env_ids)
         self.runner.claim(self._facade)
+        self._forget(env_ids)
 
     @exclusive("recv")
     def receive_some(
@@ -303,7 +316,7 @@ class ArrayStepper(OfParallelEnv):
         Arguments and errors are as in `ParallelEnv.recv`.
 
         Raises:
-            DoesNotFit: A value of some environments has no place in the arrays: a `ValueError` with their `env_ids`.
+            ResultDoesNotFit: A value of some environments has no place in the arrays: a `ValueError` with `env_ids`.
                 The next call returns the results of the others that have come.
 
         Returns:
@@ -321,7 +334,7 @@ class ArrayStepper(OfParallelEnv):
         stepped |= {*results.env_ids} - begun
         try:
             arrays = self._noted(self.view.read_some(sorted(results.env_ids), results.leftovers, last))
-        except DoesNotFit as error:
+        except ResultDoesNotFit as error:
             stepped -= {*error.env_ids}
             begun -= {*error.env_ids}
             if stepped or begun:  # the next call returns them
@@ -364,6 +377,7 @@ class ArrayStepper(OfParallelEnv):
             )
         leftovers, (ids, last) = self._received(timeout), self._resetting
         self._resetting = None
+        self._forget(ids)
         return self._noted(self.view.read(leftovers) if last is None else self.view.read_some(ids, leftovers, last))
 
     def _received(self, timeout: float | None) -> Any:
@@ -432,8 +446,25 @@ class ArrayStepper(OfParallelEnv):
             raise AlreadyPendingCallError(f"{name}() was called while a {what} is in flight: call {wait}() first", name)
         if name == "step_async" or self.latest is None:
             self.runner.check_idle(name, self._some)
+        self._check_received(name, self.env_ids)
         if self.latest is None:  # else all have been reset
             self.runner.check_has_reset(self.env_ids, name)
+
+    def _check_received(self, name: str, env_ids: Iterable[int]) -> None:
+        """Raise `AlreadyPendingCallError` if results of these environments wait for the next `receive_some`."""
+        if self._read is not None and (waiting := sorted({*env_ids} & (self._read[0] | self._read[1]))):
+            raise AlreadyPendingCallError(
+                f"{name}() was called for environments {waiting}, whose results have not been received: call "
+                "receive_some() first",
+                name,
+            )
+
+    def _forget(self, env_ids: Iterable[int]) -> None:
+        """Drop results that wait for the next `receive_some`, of environments that have been reset or loaded."""
+        if self._read is not None:
+            stepped, begun, arrays = self._read
+            stepped, begun = stepped - {*env_ids}, begun - {*env_ids}
+            self._read = (stepped, begun, arrays) if stepped or begun else None
 
     def _noted(self, arrays: Arrays) -> Arrays:
         """Save the latest arrays; turn vector rewards into numbers, or check that they are vectors."""
@@ -452,7 +483,7 @@ class ArrayStepper(OfParallelEnv):
                 env_id = int(np.flatnonzero(missing)[0])
                 places = [place for place, one in enumerate(self.view.agents) if one in self._reward_spaces]
                 wrong = (arrays.rewarded & ~arrays.vectored)[:, places].any(axis=1)
-                raise DoesNotFit(
+                raise ResultDoesNotFit(
                     f"environment {env_id}: the reward of agent {agent!r} is {arrays.rewards[env_id, place]!r}, but "
                     f"its reward_space is {self._reward_spaces[agent]}; a wrapper that returns numbers must set "
                     "`reward_space = None`",
@@ -498,7 +529,10 @@ def rendered(env: ParallelEnv, mode: str | None, env_ids: Sequence[int] | None =
 
 
 def _rendered(mode: str | None, simulator: Any) -> Any:
-    """What a simulator's own `render(mode)` returns, in a worker; None unless its `render` takes a mode."""
+    """What a simulator's own `render(mode)` returns, in a worker.
+
+    If `render` takes no mode, its `render()`, or None if it has a `render_mode`, which says that nothing is rendered.
+    """
     render = attributes.method(simulator, "render", through=True)
     if render is None:
         return None
@@ -507,7 +541,7 @@ def _rendered(mode: str | None, simulator: Any) -> Any:
     except ValueError:  # compiled code may have no signature
         return None
     if "mode" not in takes and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
-        return None
+        return None if attributes.has(simulator, "render_mode") else render()
     frame = render() if mode is None else render(mode=mode)
     shown = takes["mode"].default if mode is None and "mode" in takes else mode
     return None if shown == "human" else frame

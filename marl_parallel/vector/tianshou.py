@@ -18,7 +18,7 @@ from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, DoesNotFit
+from marl_parallel.core.array_view import Arrays, ResultDoesNotFit
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
@@ -114,7 +114,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         self.is_closed = False
         self._over = np.zeros(self.env_num, np.bool_)
         self._early: dict[int, tuple[Any, ...]] = {}  # results of steps that came while others were being reset
-        self._failed: DoesNotFit | None = None  # the error of a step that came while others were being reset
+        self._failed: ResultDoesNotFit | None = None  # the error of a step that came while others were being reset
 
     # -- attributes ----------------------------------------------------------------------------------------------------
 
@@ -172,12 +172,12 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         """Reset environments while others are being stepped, whose results wait for the next `step`."""
         self._stepper.send_some_resets(ids, seeds, options)
         first: dict[int, tuple[Any, Any]] = {}
-        failed: DoesNotFit | None = None
+        failed: ResultDoesNotFit | None = None
         missing = {*ids}
         while missing:
             try:
                 stepped, reset, arrays = self._stepper.receive_some()
-            except DoesNotFit as error:
+            except ResultDoesNotFit as error:
                 if missing & {*error.env_ids}:
                     failed = failed or error
                 if not missing.issuperset(error.env_ids):
@@ -214,8 +214,8 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             ResetNeeded: An environment was never reset, or its episode is over.
             AlreadyPendingCallError: An environment is being stepped.
             NoAsyncCallError: No action, and no environment is being stepped.
-            DoesNotFit: With `is_async`, a value of some environments has no place in arrays: a `ValueError` with their
-                `env_ids`. They are ready; later calls return the results of the others.
+            ResultDoesNotFit: With `is_async`, a value of some environments has no place in arrays: a `ValueError` with
+                `env_ids`, which are ready; later calls return the results of the others.
         """
         if action is None and self.is_async:
             return self._receive([] if id is None else self._ids(id))
@@ -269,7 +269,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         """Receive results of steps, for the result of `step`."""
         try:
             stepped, _, arrays = self._stepper.receive_some(min_envs, timeout)
-        except DoesNotFit as error:
+        except ResultDoesNotFit as error:
             self._are_ready(error.env_ids)
             raise
         self._early |= self._by_env(arrays, stepped)
@@ -319,7 +319,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
 
     def close(self, **keywords: Any) -> None:
         """Close the environments, with the keywords of `ParallelEnv.close`."""
-        self.is_closed = True
+        self.is_closed, self._failed = True, None
         self._stepper.close(**keywords)
 
     # -- forms ---------------------------------------------------------------------------------------------------------

@@ -545,9 +545,12 @@ WRONG_ANSWERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "negative": (lambda ids: np.int32([-3, 1]), r"results of environments \[-3\], which are not in flight"),
     "none": (lambda ids: np.int32([]), "returned no environment"),
     "too many": (lambda ids: np.int32([0, 1, 1]), r"results of environments \[1\] more than once"),
-    "floats": (lambda ids: np.float32([0, 1]), "no array of integers with one axis, but an array of float32"),
-    "list": (lambda ids: [0, 1], "no array of integers with one axis, but list"),
-    "two axes": (lambda ids: ids[None], r"no array of integers with one axis, but an array of int32 of shape \(1, 2\)"),
+    "floats": (lambda ids: np.float32([0, 1]), "must be an array of integers with one axis, got an array of float32"),
+    "list": (lambda ids: [0, 1], "must be an array of integers with one axis, got list"),
+    "two axes": (
+        lambda ids: ids[None],
+        r"must be an array of integers with one axis, got an array of int32 of shape \(1, 2\)",
+    ),
 }
 
 

@@ -22,7 +22,8 @@ ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line
 VALUE = "\0"  # stands for a value in a message
 
 # Errors of wrong arguments and of missing libraries have too many causes for a row each.
-MANY = {"AttributeError", "DoesNotFit", "ImportError", "Mismatch", "ModuleNotFoundError", "TypeError", "ValueError"}
+MANY = {"AttributeError", "ImportError", "Mismatch", "ModuleNotFoundError", "TypeError", "ValueError"}
+MANY |= {"ResultDoesNotFit"}  # a ValueError
 MODULES = [
     *(PACKAGE / f"{name}.py" for name in ("making", "monitoring", "parallel_env", "recording", "rollout", "runner")),
     *sorted((PACKAGE / "vector").glob("*.py")),

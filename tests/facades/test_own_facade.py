@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from mpe2 import simple_spread_v3
 from simulators.unfit_rewards import BAD, UnfitRewards
 
 from marl_parallel import ParallelEnv
-from marl_parallel.core.array_view import DoesNotFit
+from marl_parallel.core.array_view import ResultDoesNotFit
 from marl_parallel.vector import Arrays, ArrayStepper, PettingZooVecEnv, Stacked
 
 PACKAGE = ROOT / "marl_parallel"
@@ -134,7 +135,7 @@ def test_results_of_others_are_not_lost(failing, shared_memory):
         stepper.reset()
         stepper.send_some([{"agent_0": BAD if env_id in failing else 1} for env_id in range(4)], range(4))
         text = f"environment {failing[0]}: the reward of agent 'agent_0' is 'many'"
-        with pytest.raises(DoesNotFit, match=text) as caught:
+        with pytest.raises(ResultDoesNotFit, match=text) as caught:
             stepper.receive_some(4)
         assert [*caught.value.env_ids] == failing
         good = [env_id for env_id in range(4) if env_id not in failing]
@@ -158,13 +159,48 @@ def test_results_that_were_kept_go_with_later_ones():
         stepper.reset()
         stepper.send_some([{"agent_0": BAD}, {"agent_0": 1}], [0, 1])
         stepper.send_some_resets([3])
-        with pytest.raises(DoesNotFit):
+        with pytest.raises(ResultDoesNotFit):
             stepper.receive_some(3)
         stepper.send_some([{"agent_0": BAD}], [0])
-        with pytest.raises(DoesNotFit):
+        with pytest.raises(ResultDoesNotFit):
             stepper.receive_some(3)
         stepper.send_some([{"agent_0": 0}], [2])
         stepped, begun, arrays = stepper.receive_some(3)
         assert (stepped, begun) == ((1, 2), (3,))
         assert arrays.rewards[:, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
         assert arrays.observations[0][:, 0, 0].tolist()[1:] == [1.0, 1.0, 0.0]
+
+
+def test_results_that_wait_are_of_this_episode():
+    """They are gone after a reset, and an environment is not stepped before its result has been received."""
+    with ParallelEnv([UnfitRewards] * 3, False, backend="serial") as env:
+        facade = Own()
+        stepper = ArrayStepper(env, facade, partial_resets=True)
+        stepper.reset()
+
+        def fail() -> ResultDoesNotFit:
+            stepper.send_some([{"agent_0": BAD}, {"agent_0": 1}, {"agent_0": 1}], range(3))
+            with pytest.raises(ResultDoesNotFit) as caught:
+                stepper.receive_some(3)
+            return caught.value
+
+        error = pickle.loads(pickle.dumps(fail()))
+        assert type(error) is ValueError
+        assert "the reward of agent 'agent_0' is 'many'" in str(error)
+        joint = [Stacked(("agent_0",), np.ones((3, 1)))]
+        for step in [
+            lambda: stepper.send_some([{"agent_0": 1}], [1]),
+            lambda: stepper.send(joint),
+            lambda: stepper.step(joint),
+        ]:
+            with pytest.raises(AlreadyPendingCallError, match=r"environments \[1(, 2)?\], whose results have not been"):
+                step()
+        stepper.reset(env_ids=[1])
+        assert stepper.receive_some(1)[:2] == ((2,), ())
+        fail()
+        stepper.reset()
+        stepper.send_some([{"agent_0": 0}], [2])
+        assert stepper.receive_some(1)[:2] == ((2,), ())
+        fail()
+        stepper.send_some_resets([2])
+        assert stepper.receive_some(2)[:2] == ((1,), (2,))

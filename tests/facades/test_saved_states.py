@@ -196,6 +196,20 @@ def test_keys_of_facades():
     assert {"GymnasiumVectorEnv", "ShareVecEnv", "StackedVecEnv", "SubprocVecEnv"} <= keys <= stepper._FACADES
 
 
+def test_keys_of_drop_ins_before_they_had_one(monkeypatch):
+    """Their values came under the names of their classes."""
+    first, other = (vector.ShareSubprocVecEnv([Squad] * 2) for _ in range(2))
+    first.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(first._stepper, "_saved_as", "ShareSubprocVecEnv")
+        saved = first.save_state()
+    other.load_state(saved)
+    expected = {"ShareVecEnv": from_bytes(saved[0], "").facade["ShareSubprocVecEnv"]}
+    assert from_bytes(other.save_state()[0], "").facade == expected
+    first.close()
+    other.close()
+
+
 def test_global_states(parallel):
     def make() -> StackedVecEnv:
         return StackedVecEnv(parallel(TruncatedUnseen, 2, True, backend="process"), with_state=True)

@@ -670,6 +670,13 @@ class Shown(Squad):
         return [np.full((2, 4, 3), self.n_agents, np.uint8)] if mode == "rgb_array" else [lambda: "a window"]
 
 
+class Photographed(Squad):
+    """Its `render` takes no mode, and it has no `render_mode`."""
+
+    def render(self) -> Any:
+        return np.full((2, 4, 3), self.n_agents, np.uint8)
+
+
 class Closer:
     """A wrapper that takes any keywords."""
 
@@ -697,6 +704,10 @@ def test_render_with_a_mode(kind):
     envs.reset()
     assert envs.render() is None
     assert [simulator.rendered for simulator in envs.envs] == ["human"] * 2  # its own default
+    envs.close()
+    envs = ShareDummyVecEnv([Photographed] * 2)
+    envs.reset()
+    assert envs.render("rgb_array").shape == (2, 2, 4, 3)
     envs.close()
     envs = ShareDummyVecEnv([Squad])  # cannot render
     envs.reset()
