@@ -304,15 +304,18 @@ class MAPPOEnv(Adapter):
 
     def _as_sent(self, joint: Any) -> Any:
         """The actions that a runner has sent; one-hot rows as indices for a simulator that says it takes indices."""
-        if not self._takes_indices or not isinstance(joint, np.ndarray) or joint.ndim != 2:
+        if not self._takes_indices:
             return joint
-        sizes = choices_of(self.action_spaces[self.possible_agents[0]]) or []
-        are_equal = all(choices_of(space) == sizes for space in self.action_spaces.values())
-        if not are_equal or len(sizes) in (0, joint.shape[1]) or joint.shape[1] != sum(sizes):
-            return joint
-        parts = np.split(joint, np.cumsum(sizes)[:-1], axis=1)
-        indices = np.stack([part.argmax(axis=1) for part in parts], axis=1)
-        return indices[:, 0] if self._choices else indices
+        indices = []
+        for row, space in zip(joint, self.action_spaces.values()):
+            sizes = choices_of(space) or []
+            if np.ndim(row) != 1 or len(sizes) in (0, len(row)) or len(row) != sum(sizes):
+                return joint
+            parts = np.split(np.asarray(row), np.cumsum(sizes)[:-1])
+            indices.append(np.array([part.argmax() for part in parts]))
+        if all(len(row) == 1 for row in indices):
+            return np.concatenate(indices)
+        return np.stack(indices) if len({len(row) for row in indices}) == 1 else indices
 
     def _idle(self, agent: AgentID) -> Any:
         """The action of an agent for which none was passed: the first one allowed, else 0 or the value nearest to 0."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import OfAdapter
 from marl_parallel.core import stacking
+from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
@@ -126,6 +127,8 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         self._agents = tuple(self._view.agents)
         self._check_interface()
         self._hands_on = self._runner.schema.joint_actions == "pymarl"
+        transitions = self._runner.transitions
+        self._checks = not self._hands_on or (isinstance(transitions, BlockTransitions) and transitions.checks)
         numbers = range(env.num_envs)
         self._sent: list[deque[_Sent]] = [deque() for _ in numbers]
         self._replies: list[deque[Any]] = [deque() for _ in numbers]
@@ -293,6 +296,8 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
                 f"environment {env_id}: a step needs an action for each of {len(self._agents)} agents, an array "
                 f"({len(self._agents)}, ...) of numbers; got {actions.dtype} of shape {actions.shape}: {data!r}"
             )
+        if self._checks:
+            self._by_agent([env_id], [actions])  # raises `ValueError` before the actions of others have been taken
         return actions
 
     def close_one(self, env_id: int) -> None:
@@ -367,16 +372,20 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         return Joint(np.stack(joint) if stacking.are_equal_arrays(joint) else joint, by_agent)
 
     def _by_agent(self, env_ids: Sequence[int], joint: list[NDArray[Any]]) -> list[Stacked]:
-        """Integers `(k,)` or `(k, 1)` as actions of the agents' spaces."""
+        """Integers `(k,)` or `(k, 1)`, or one-hot rows, as actions of the agents' spaces."""
+        space = self._runner.schema.action_spaces[self._agents[0]]
+        one_hot = (len(self._agents), int(getattr(space, "n", 0)))
         whole = np.zeros((len(self._sent), len(self._agents)), np.int64)
         for env_id, of_env in zip(env_ids, joint):
-            if of_env.size != len(self._agents) or of_env.dtype.kind not in "iu":
+            if of_env.shape == one_hot and one_hot[1] > 1 and (np.sort(of_env, axis=1) == np.eye(one_hot[1])[-1]).all():
+                whole[env_id] = of_env.argmax(axis=1)
+            elif of_env.size == len(self._agents) and of_env.dtype.kind in "iu":
+                whole[env_id] = of_env.reshape(-1)
+            else:
                 raise ValueError(
-                    f"environment {env_id}: its agents' space {self._runner.schema.action_spaces[self._agents[0]]} "
-                    f"needs one integer for each of {len(self._agents)} agents, got {of_env.dtype} of shape "
-                    f"{of_env.shape}"
+                    f"environment {env_id}: its agents' space {space} needs one integer or one-hot row for each of "
+                    f"{len(self._agents)} agents, got {of_env.dtype} of shape {of_env.shape}"
                 )
-            whole[env_id] = of_env.reshape(-1)
         return [Stacked(self._agents, whole)]
 
     def _has_team_reward(self, stepped: Sequence[int], rewards: Sequence[Sequence[float]]) -> bool:

@@ -336,6 +336,7 @@ def _together(actions: Any) -> tuple[Any, bool]:
     """Actions of all environments, as one array if possible; and whether each environment has a list of its rows."""
     if isinstance(actions, np.ndarray):
         return actions, False
+    actions = [np.asarray(one) if hasattr(one, "__array__") else one for one in actions]  # tensors, too
     if stacking.are_equal_arrays(actions):
         return np.stack(actions), False
     if all(type(of_env) is list for of_env in actions) and stacking.are_equal_arrays([*itertools.chain(*actions)]):

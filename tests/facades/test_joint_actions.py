@@ -217,7 +217,7 @@ def test_simulators_of_pymarl_get_what_the_original_runner_sends(options):
     for connection in connections:
         connection.send(("reset", None))
     assert {connection.recv()["obs"].shape for connection in connections} == {(K, 1)}
-    for takes, actions in FORMS["discrete"]:
+    for takes, actions in [*FORMS["discrete"], *FORMS["box"]]:
         if not isinstance(actions, np.ndarray) or actions.dtype.hasobject:
             continue  # its runner sends arrays
         env.set_attr("takes", takes)
@@ -252,12 +252,28 @@ def test_simulators_that_say_so_get_indices(kind):
     envs.reset()
     envs.set_attr("takes", "sum")
     one_hot, indices = (np.eye(4)[CHOSEN], CHOSEN) if kind == "discrete" else (BOTH, PARTS)
-    for sent in (one_hot, one_hot.astype(np.float32)):
+    for sent in (one_hot, one_hot.astype(np.float32), [[*of_env] for of_env in one_hot], one_hot.tolist()):
         envs.step(sent)
         assert [*envs.get_attr("received")] == [plain(of_env) for of_env in indices]
-    for handed_on in (indices, CHOSEN[..., None], [[*of_env] for of_env in one_hot]):
+    for handed_on in (indices, CHOSEN[..., None]):
         envs.step(handed_on)
         assert [*envs.get_attr("received")] == [plain(of_env) for of_env in handed_on]
+    envs.close()
+
+
+def test_one_hot_rows_of_agents_with_different_spaces_become_indices():
+    class Uneven(Ground):
+        discrete_action_input = True
+
+        def __init__(self) -> None:
+            self.action_space = [spaces.Discrete(size) for size in (2, 4, 3)]
+
+    chosen = CHOSEN % [2, 4, 3]
+    envs = ShareDummyVecEnv([Uneven] * N)
+    envs.reset()
+    envs.set_attr("takes", "sum")
+    envs.step([[np.eye(size)[choice] for size, choice in zip((2, 4, 3), of_env)] for of_env in chosen])
+    assert [*envs.get_attr("received")] == [plain(of_env) for of_env in chosen]
     envs.close()
 
 
@@ -420,3 +436,25 @@ def test_workers_without_shared_memory_receive_them_in_slices():
     damaged[damaged == 4] = -4
     with pytest.raises(ValueError, match="the record of environment 0 is damaged"):
         theirs.read(0, None)
+
+
+@pytest.mark.parametrize("sent", [np.full(K, 4), np.eye(4)[CHOSEN[0]] * 2, REAL[0], np.zeros(K)], ids=repr)
+def test_check_actions_refuses_what_a_connection_sends(sent):
+    """Before the actions of other connections are carried out."""
+    connections = pymarl_connections([functools.partial(Camp, "discrete")] * N, backend="serial", check_actions=True)
+    env = connections[0].connections.parallel_env
+    for connection in connections:
+        connection.send(("reset", None))
+    for connection in connections:
+        connection.recv()
+    env.set_attr("takes", "argmax")
+    connections[0].send(("step", np.eye(4)[CHOSEN[0]]))
+    if sent.dtype.kind == "i":  # a number that is no choice of its space
+        connections[1].send(("step", sent))
+        with pytest.raises(ValueError, match="environment 1: the action of agent 'agent_0'"):
+            connections[1].recv()
+    else:
+        with pytest.raises(ValueError, match=r"environment 1: its agents' space .* needs one integer or one-hot row"):
+            connections[1].send(("step", sent))
+        assert connections[0].recv()["reward"] == CHOSEN[0].sum()
+    env.close()

@@ -162,10 +162,13 @@ def _launched(server: Any, send: Callable[[], None]) -> None:
 
 
 def _keeper_killed(server: Any, send: Callable[[], None]) -> None:
+    """Only before it has forked the worker: the death of a worker is another fault."""
     old = children_of(server.pid)
     send()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(_new_keeper(server.pid, old), signal.SIGKILL)
+    keeper = _new_keeper(server.pid, old)
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        send_and_wait(keeper, signal.SIGSTOP, "T")
+        os.kill(keeper, signal.SIGCONT if children_of(keeper) else signal.SIGKILL)
 
 
 def _keeper_stopped(server: Any, send: Callable[[], None]) -> None:
