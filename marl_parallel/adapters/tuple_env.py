@@ -143,7 +143,7 @@ def _is_sequence(values: Any) -> bool:
 
 
 def is_true(flag: Any) -> bool:
-    """Whether a flag is true; False if it is no single flag."""
+    """Whether a flag is true; False for several flags."""
     try:
         return bool(flag)
     except Exception:  # several flags in one: `core/transition.py` raises, for every kind of environment

@@ -408,10 +408,13 @@ class _WorkerProcess:
             try:
                 self._put(request)
             except Exception as error:
+                self.expected -= 1
+                env_ids = tuple(request.env_ids or self.share)
+                what = f" ({reports.environments(env_ids)})" if env_ids else ""
                 raise ParallelEnvError(
-                    f"worker {self._worker} ({reports.environments(self.share)}): a request for "
-                    f"{request.message.name} cannot be pickled: {summary(error)}",
-                    env_ids=tuple(request.env_ids or self.share),
+                    f"worker {self._worker}{what}: a request for {request.message.name} cannot be pickled: "
+                    f"{summary(error)}. Pass values that can be pickled",
+                    env_ids=env_ids,
                     worker=self._worker,
                 ) from error
             return

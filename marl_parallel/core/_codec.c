@@ -1070,7 +1070,7 @@ static Outcome note_lives(const Codec *codec, const unsigned char *before, const
 }
 
 /* Check that an agent is alive; LEFT if none is. */
-static Outcome note_any_alive(const Codec *codec, const unsigned char *lives) {
+static Outcome check_any_alive(const Codec *codec, const unsigned char *lives) {
     Outcome outcome = LEFT;
     for (Py_ssize_t i = 0; outcome == LEFT && i < codec->n; i++) outcome = lives[i] & ALIVE_BIT ? DONE : LEFT;
     return outcome;
@@ -1082,7 +1082,7 @@ static Outcome note_left(const Codec *codec, PyObject *agents_left, const unsign
     if (left == NULL) return FAILED;
     Outcome outcome = LEFT;
     if (left == Py_None) {
-        outcome = note_any_alive(codec, lives);
+        outcome = check_any_alive(codec, lives);
     } else if (PyList_CheckExact(left)) {
         for (Py_ssize_t i = 0, agent; outcome == LEFT && i < PyList_Size(left); i++) {
             outcome = place_of(codec, PyList_GetItem(left, i), &agent);
@@ -1154,7 +1154,7 @@ static Outcome write_any(const Codec *codec, char *record, PyObject *result, PyO
     Outcome outcome = note_dicts(codec, dicts, &draft);
     if (outcome == DONE && draft.over) outcome = LEFT;
     if (outcome == DONE) outcome = note_lives(codec, before, flags, draft.presence, draft.lives);
-    if (outcome == DONE && agents_left == Py_None && !draft.all[0]) outcome = note_any_alive(codec, draft.lives);
+    if (outcome == DONE && agents_left == Py_None && !draft.all[0]) outcome = check_any_alive(codec, draft.lives);
     if (outcome != DONE) return outcome;
     hold(codec, &draft, 1);
     if (agents_left != Py_None && !(draft.all[0] && draft.all[1])) outcome = note_left(codec, agents_left, draft.lives);

@@ -160,7 +160,7 @@ class BlockTransitions(Transitions):
         return of_those if self._pettingzoo else dict(actions)
 
     def clear_joint(self, env_ids: Sequence[int]) -> None:
-        """Note that the actions of these environments, which are about to be written, are no `JOINT` actions."""
+        """Remove the `JOINT` actions of these environments, whose actions are about to be written by agent."""
         self.action_records.clear_joint([*env_ids])
 
     def check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:

@@ -481,7 +481,7 @@ class JointColumn:
         return True
 
     def clear(self, records: list[int]) -> None:
-        """Note that there is no array in some records."""
+        """Remove the arrays of some records."""
         self._headers[records] = 0
 
     def read(self, record: int) -> NDArray[Any] | list[Any] | None:

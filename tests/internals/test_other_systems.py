@@ -44,7 +44,7 @@ def run(system: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_every_module_is_imported(system):
     done = run(system, "-c", IMPORT_ALL.format(system=system))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     assert "backends" not in done.stdout.replace("backends.ray", "")
 
 
