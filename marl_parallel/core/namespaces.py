@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType, UnionType
 from typing import Any, NamedTuple, cast
 
 import cloudpickle
@@ -39,7 +39,7 @@ def dump_namespaces(pickles: Sequence[bytes], local_modules: Sequence[ModuleType
         modules = {}
         for name, module in [*sys.modules.items()]:
             parents = [name[:place] for place, character in enumerate(name) if character == "."]
-            if isinstance(module, ModuleType) and not names.isdisjoint([name, *parents]):
+            if _is(module, ModuleType) and not names.isdisjoint([name, *parents]):
                 used_as = b"main__" if name == "__main__" else name.encode()
                 if any(used_as in one for one in pickles):
                     modules[name] = _namespace(module)
@@ -49,7 +49,7 @@ def dump_namespaces(pickles: Sequence[bytes], local_modules: Sequence[ModuleType
 def _namespace(module: ModuleType) -> Namespace:
     values = {name: value for name, value in [*vars(module).items()] if not name.startswith("__")}
     names = {id(value): name for name, value in values.items()}
-    names |= {id(value): name for name, value in values.items() if getattr(value, "__qualname__", None) == name}
+    names |= {id(value): name for name, value in values.items() if _is_definition(value) and value.__qualname__ == name}
 
     @functools.cache
     def submodules(package: str) -> list[str]:
@@ -88,8 +88,17 @@ def _namespace(module: ModuleType) -> Namespace:
     return Namespace(entries, left_out, os.path.abspath(file_name) if isinstance(file_name, str) else None)
 
 
+def _is(value: Any, kinds: type | UnionType) -> bool:
+    """`isinstance`, without reading `__class__`: attributes of proxies may raise, import, or connect to something."""
+    return issubclass(type(value), kinds)
+
+
+def _is_definition(value: Any) -> bool:
+    return _is(value, type | FunctionType)
+
+
 def _imported(value: Any) -> str:
-    if isinstance(value, type | FunctionType) and can_be_imported(value):
+    if _is_definition(value) and can_be_imported(value):
         return value.__module__
     return ""
 
@@ -135,11 +144,11 @@ class _EntryPickler(ByValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is _Globals:
             return script_names.globals_here, ()
-        if isinstance(obj, ModuleType):
+        if _is(obj, ModuleType):
             if obj.__name__ not in sys.modules:
                 raise _Stays(f"workers cannot import the module {obj.__name__!r}")
             return script_names.module_on_demand, (obj.__name__,)
-        is_definition = isinstance(obj, type | FunctionType)
+        is_definition = _is_definition(obj)
         name = self._names.get(id(obj), self._name)
         if name != self._name and not (is_definition and can_be_imported(obj)):
             self.needs.add(name)
@@ -150,9 +159,9 @@ class _EntryPickler(ByValuePickler):
 
     def _is_plain(self, value: Any) -> bool:
         """Whether pickling a value has no effects, takes little time and runs no method of the script."""
-        if is_shared(value) or isinstance(value, io.IOBase):  # cloudpickle reads files
+        if is_shared(value) or _is(value, io.IOBase):  # cloudpickle reads files
             return False
-        if isinstance(value, np.ndarray) and value.nbytes > _LARGEST:
+        if _is(value, np.ndarray) and value.nbytes > _LARGEST:
             return False
         script = self._module.__name__
         of_script = [one for one in type(value).__mro__ if one.__module__ == script]
@@ -160,7 +169,7 @@ class _EntryPickler(ByValuePickler):
         if any(getattr(one, "__module__", None) == script for one in own):
             return False
         package = type(value).__module__.partition(".")[0]
-        return bool(of_script) or isinstance(value, gymnasium.Space | enum.Enum) or package in _PLAIN
+        return bool(of_script) or _is(value, gymnasium.Space | enum.Enum) or package in _PLAIN
 
     def _dynamic_function_reduce(self, function: Any) -> Any:
         """As cloudpickle does, but without the globals, and faster: it searches all modules for each function."""
@@ -176,7 +185,7 @@ class _EntryPickler(ByValuePickler):
         submodules = [
             sys.modules[f"{package.__name__}.{more}"]
             for name in used
-            if isinstance(package := self._values[name], ModuleType)
+            if _is(package := self._values[name], ModuleType)
             for more in self._submodules(package.__name__)
             if attributes.issuperset(more.split("."))
         ]

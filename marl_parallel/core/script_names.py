@@ -56,7 +56,10 @@ def _names_in(annotation: Any) -> Iterator[str]:
     if isinstance(annotation, str):
         yield from _WORD.findall(annotation)
     else:
-        arguments = getattr(annotation, "__args__", None)
+        try:
+            arguments = getattr(annotation, "__args__", None)
+        except Exception:  # a proxy, whose attributes may raise anything
+            return
         for argument in arguments if isinstance(arguments, tuple) else ():
             yield from _names_in(argument)
 

@@ -261,3 +261,188 @@ def test_names_of_a_script(command, backends, portable, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "checked" in done.stdout, done.stdout + done.stderr
+
+
+# -- a script and a process that gets its names, without workers -------------------------------------------------------
+
+SEND = """
+def asked():
+    globals()
+    return answers()
+
+def send(value):
+    import pickle, subprocess, sys
+    from marl_parallel.core.namespaces import dump_namespaces
+    from marl_parallel.core.pickling import dumps
+    pickled = dumps(value)
+    sent = pickle.dumps((dump_namespaces([pickled], []), pickled))
+    done = subprocess.run([sys.executable, "../receiver.py"], input=sent, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().strip()
+"""
+
+RECEIVER = """
+import pickle, sys
+from marl_parallel.core.script_names import install_namespaces, open_script_of_worker
+namespaces, pickled = pickle.load(sys.stdin.buffer)
+open_script_of_worker()
+install_namespaces(namespaces)
+print(pickle.loads(pickled)())
+"""
+
+CHECK = """
+if __name__ == "__main__":
+    found, expected = send(asked), EXPECTED or str(asked())
+    assert found == expected, (found, expected)
+    print("checked")
+"""
+
+
+def sent(tmp_path, script, expected=None, check=CHECK, command=("program.py",)):
+    """Run a script that sends `asked` to another process and compares what this returns."""
+    where = tmp_path / "script"
+    where.mkdir(exist_ok=True)
+    (tmp_path / "receiver.py").write_text(RECEIVER)
+    (where / "program.py").write_text(script + SEND + f"EXPECTED = {expected!r}\n" + check)
+    done = subprocess.run([sys.executable, *command], cwd=where, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "checked\n", done.stdout + done.stderr
+
+
+PROXIES = """
+class Missing:
+    def __getattr__(self, name):
+        raise ImportError("install it first")
+
+class Local:
+    @property
+    def __class__(self):
+        raise RuntimeError("outside of a request")
+    def __getattribute__(self, name):
+        raise RuntimeError("outside of a request")
+
+class Remote:
+    def __getattr__(self, name):
+        raise ConnectionError("it connects when an attribute is read")
+
+library, request, remote = Missing(), Local(), Remote()
+
+class Maze:
+    def use(self):
+        return 5
+class Playing(Maze):
+    def use(self):
+        return library.use()
+
+def answers():
+    return globals()["Maze"]().use(), [name in globals() for name in ("library", "request", "Playing")]
+"""
+
+
+def test_objects_that_raise_when_attributes_are_read(tmp_path):
+    sent(tmp_path, PROXIES, "(5, [False, False, False])")
+
+
+BY_OTHER_NAME = """
+import enum, functools, sys, typing
+LEVEL = 3
+class Base:
+    def value(self):
+        return LEVEL + helper(1)
+class Derived(Base):
+    other: "typing.Optional[Pair]" = None
+    def value(self):
+        return super().value() + 1
+class Pair(typing.NamedTuple):
+    a: int = 1
+class Colour(enum.Enum):
+    RED = 1
+STARTS = {"colour": Colour.RED, "maze": Derived}
+@functools.lru_cache
+def helper(x):
+    return LEVEL * x + Pair().a
+def answers():
+    module = sys.modules[__name__]
+    hints = typing.get_type_hints(globals()["Derived"])
+    return (
+        globals()["Derived"]().value(), eval("helper(2)"), getattr(module, "STARTS")["maze"]().value(),
+        str(globals()["STARTS"]["colour"]), sorted(hints), vars(module)["Colour"](1).name,
+        [one.__name__ for one in Base.__subclasses__()],
+    )
+"""
+
+SPAWNED = """
+def check():
+    found, expected = send(asked), str(asked())
+    assert found == expected, (found, expected)
+    print("checked", flush=True)
+if __name__ == "__main__":
+    import multiprocessing
+    child = multiprocessing.get_context("spawn").Process(target=check)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+"""
+
+BY_COMMAND = """
+from pathlib import Path
+from marl_parallel import making
+script = making._run_script(Path("program.py").resolve())
+found, expected = script.send(script.asked), str(script.asked())
+assert found == expected, (found, expected)
+print("checked")
+"""
+
+
+@pytest.mark.parametrize(
+    ("check", "command"),
+    [(CHECK, ["program.py"]), (SPAWNED, ["program.py"]), ("", ["-c", BY_COMMAND])],
+    ids=["script", "spawned", "command line"],
+)
+def test_names_of_a_script_with_another_name(check, command, tmp_path):
+    """`__mp_main__` is the name of the script in a process of multiprocessing, and for `marl-parallel check`."""
+    sent(tmp_path, BY_OTHER_NAME, check=check, command=command)
+
+
+PACKAGE = """
+import sys
+sys.path.insert(0, "elsewhere")
+import cloudpickle, maps.rooms.large, maps.tools
+cloudpickle.register_pickle_by_value(maps)
+def answers():
+    return maps.rooms.large.asked()
+def asked():
+    return maps.rooms.large.asked()
+"""
+
+LARGE = """
+import maps.rooms
+from maps.tools import twice
+class Large:
+    def size(self):
+        return twice(globals()["SIZE"])
+class Larger(Large):
+    pass
+SIZE = 4
+def missing():
+    try:
+        import maps.nothing
+    except ModuleNotFoundError as error:
+        return str(error)
+def asked():
+    import maps.rooms.large as module
+    from maps.rooms import large
+    return globals()["Larger"]().size(), module.SIZE, large is module, maps.rooms.large is module, missing()
+"""
+
+
+def test_package_that_the_other_process_cannot_import(tmp_path):
+    rooms = tmp_path / "script" / "elsewhere" / "maps" / "rooms"
+    rooms.mkdir(parents=True)
+    (rooms.parent / "__init__.py").write_text("")
+    (rooms.parent / "tools.py").write_text("def twice(x):\n    return 2 * x\n")
+    (rooms / "__init__.py").write_text("")
+    (rooms / "large.py").write_text(LARGE)
+    script = PACKAGE
+    check = CHECK.replace("send(asked)", "send(maps.rooms.large.asked)").replace("str(asked())", "str(answers())")
+    sent(tmp_path, script, check=check)
