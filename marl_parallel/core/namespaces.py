@@ -42,11 +42,11 @@ def dump_namespaces(pickles: Sequence[bytes], local_modules: Sequence[ModuleType
             if _is(module, ModuleType) and not names.isdisjoint([name, *parents]):
                 used_as = b"main__" if name == "__main__" else name.encode()
                 if any(used_as in one for one in pickles):
-                    modules[name] = _namespace(module)
+                    modules[name] = _namespace(name, module)
     return pickle.dumps(modules, pickle.HIGHEST_PROTOCOL) if modules else b""
 
 
-def _namespace(module: ModuleType) -> Namespace:
+def _namespace(module_name: str, module: ModuleType) -> Namespace:
     values = {name: value for name, value in [*vars(module).items()] if not name.startswith("__")}
     names = {id(value): name for name, value in values.items()}
     names |= {id(value): name for name, value in values.items() if _is_definition(value) and value.__qualname__ == name}
@@ -60,7 +60,7 @@ def _namespace(module: ModuleType) -> Namespace:
     picklers = dict[str, _EntryPickler]()
     for name, value in values.items():
         file = _Limited()
-        pickler = _EntryPickler(file, module, values, names, submodules, name)
+        pickler = _EntryPickler(file, module_name, module, values, names, submodules, name)
         try:
             cloudpickle.Pickler.dump(pickler, value)
         except _Stays as error:
@@ -85,7 +85,8 @@ def _namespace(module: ModuleType) -> Namespace:
                 del entries[name]
                 left_out[name] = f"it uses {first!r}, and {left_out[first]}"
     file_name = getattr(module, "__file__", None)
-    return Namespace(entries, left_out, os.path.abspath(file_name) if isinstance(file_name, str) else None)
+    file_name = os.path.abspath(file_name) if isinstance(file_name, str) else None
+    return Namespace(entries, left_out, file_name, is_package="__path__" in vars(module))
 
 
 def _is(value: Any, kinds: type | UnionType) -> bool:
@@ -117,6 +118,8 @@ class _Limited(io.BytesIO):
 class _EntryPickler(ByValuePickler):
     """Pickles one value of a module; refers to the other values by their names.
 
+    `module_name` is what workers call the module: the script is `__main__` there, also if it is `__mp_main__` here.
+
     Attributes:
         needs: The names of these values.
         may_need: Names of globals of functions; some are names of attributes only.
@@ -128,6 +131,7 @@ class _EntryPickler(ByValuePickler):
     def __init__(
         self,
         file: io.BytesIO,
+        module_name: str,
         module: ModuleType,
         values: Mapping[str, Any],
         names: Mapping[int, str],
@@ -135,7 +139,7 @@ class _EntryPickler(ByValuePickler):
         name: str,
     ) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._module, self._values, self._names, self._name = module, values, names, name
+        self._module_name, self._module, self._values, self._names, self._name = module_name, module, values, names, name
         self._submodules = submodules
         self.needs: set[str] = set()
         self.may_need: set[str] = set()
@@ -152,7 +156,7 @@ class _EntryPickler(ByValuePickler):
         name = self._names.get(id(obj), self._name)
         if name != self._name and not (is_definition and can_be_imported(obj)):
             self.needs.add(name)
-            return _named, (self._module.__name__, name, id_of(obj) if isinstance(obj, type) else None)
+            return _named, (self._module_name, name, id_of(obj) if isinstance(obj, type) else None)
         if not is_definition and not self._is_plain(obj):
             raise _Stays(f"a {type(obj).__module__}.{type(obj).__qualname__} travels only with code that names it")
         return super().reducer_override(obj)
@@ -173,7 +177,7 @@ class _EntryPickler(ByValuePickler):
 
     def _dynamic_function_reduce(self, function: Any) -> Any:
         """As cloudpickle does, but without the globals, and faster: it searches all modules for each function."""
-        if function.__globals__ is not vars(self._module):
+        if not script_names.is_in_globals_of(self._module, function):
             return super()._dynamic_function_reduce(function)
         create, _, (_, slots), items, pairs, set_state = super()._dynamic_function_reduce(
             cast("FunctionType", _empty_function)

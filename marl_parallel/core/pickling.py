@@ -55,6 +55,7 @@ from marl_parallel.core.script_generators import (
 from marl_parallel.core.script_names import (
     complete,
     globals_in,
+    is_in_globals_of,
     looks_up_names,
     names_in_annotations,
     namesakes,
@@ -245,6 +246,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, protocol: int, buffer_callback: Callable[[Any], Any] | None = None) -> None:
         super().__init__(file, protocol, buffer_callback)
         self._looked_up: dict[str, LookedUp] = {}  # by module
+        self._own_globals: dict[str, int] = {}  # by module: the id of the globals of its functions
 
     def dump(self, value: Any) -> None:
         super().dump(_Whole(value))
@@ -262,7 +264,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(module := sys.modules.get(module_name), ModuleType):
                 used = [name for name in names if name in vars(module)]
                 if used or every:
-                    found.append((module_name, self.globals_ref.get(id(vars(module))), None if every else used))
+                    own_globals = self.globals_ref.get(self._own_globals.get(module_name))
+                    found.append((module_name, own_globals, None if every else used))
         return found
 
     def noted(self, module_name: str) -> LookedUp:
@@ -273,6 +276,10 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         module_name = definition.__module__
         if not isinstance(module_name, str):
             return
+        if module_name not in self._own_globals and isinstance(definition, FunctionType):
+            module = sys.modules.get(module_name)
+            if isinstance(module, ModuleType) and is_in_globals_of(module, definition):
+                self._own_globals[module_name] = id(definition.__globals__)
         names, every = self.noted(module_name)
         every = every or (isinstance(definition, FunctionType) and looks_up_names(definition.__code__))
         if is_by_value(module_name):  # others are local to a function: rarely are their annotations evaluated

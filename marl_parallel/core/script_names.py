@@ -22,7 +22,7 @@ import sys
 import threading
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -96,6 +96,16 @@ def _read_in(code: CodeType) -> Iterator[str]:
 _READ = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL")
 
 
+def is_in_globals_of(module: ModuleType, function: FunctionType) -> bool:
+    """Whether the globals of a function are those of a module.
+
+    In a process that multiprocessing has spawned, functions of the script have other globals than its module. That
+    module has a copy of them.
+    """
+    own = function.__globals__
+    return own is vars(module) or (module.__name__ == "__mp_main__" and own.get("__name__") == "__mp_main__")
+
+
 # -- in workers --------------------------------------------------------------------------------------------------------
 
 
@@ -114,6 +124,7 @@ class Namespace(NamedTuple):
     entries: Mapping[str, Entry]
     left_out: dict[str, str]  # names that do not travel, and why
     file: str | None
+    is_package: bool = False
 
 
 class StandIn(ModuleType):
@@ -167,14 +178,30 @@ def stand_in_of(module_name: str | None) -> StandIn | None:
 def install_namespaces(pickled: bytes) -> None:
     """Take over the namespaces of modules that only the caller has; what has been looked up before stays."""
     received: Mapping[str, Namespace] = pickle.loads(pickled) if pickled else {}
-    for name, namespace in received.items():
+    for name, namespace in sorted(received.items()):  # packages come before their modules
         if stand_in_of(name) is None:
-            if name in SCRIPTS or name in sys.modules or importlib.util.find_spec(name.partition(".")[0]) is not None:
-                continue  # this process can import it
-            sys.modules[name] = StandIn(name)
+            if name in SCRIPTS or _can_be_found(name):
+                continue
+            module = sys.modules[name] = StandIn(name)
             if namespace.file is not None:
-                sys.modules[name].__file__ = namespace.file
+                module.__file__ = namespace.file
+            if namespace.is_package:
+                module.__path__ = []
+            package, _, name_there = name.rpartition(".")
+            if (around := stand_in_of(package)) is not None:
+                setattr(around, name_there, module)
         _namespaces[name] = namespace
+
+
+def _can_be_found(name: str) -> bool:
+    """Whether this process can import a module, or at least the package around it."""
+    top = name.partition(".")[0]
+    if name in sys.modules or stand_in_of(top) is not None:
+        return name in sys.modules
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):  # a module that a program has made
+        return top in sys.modules
 
 
 def complete(module_name: str, functions_globals: dict[str, Any] | None, names: Iterable[str] | None) -> None:
