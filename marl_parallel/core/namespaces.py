@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CellType, CodeType, FunctionType, ModuleType, UnionType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, UnionType
 from typing import Any, NamedTuple, cast
 
 import cloudpickle
@@ -70,9 +70,13 @@ def _namespace(module_name: str, module: ModuleType) -> Namespace:
             left_out[name] = f"it cannot be pickled ({error})"
             continue
         needed[name], picklers[name] = pickler.needs | pickler.may_need, pickler
-        looked_up, looks_up = pickler.noted(module.__name__)
-        uses = {*needed[name], *(one for one in looked_up if one in values)} - {name}
-        entries[name] = Entry(file.getvalue(), tuple(sorted(uses)), looks_up, _imported(value))
+        noted = pickler.noted(module.__name__)
+        uses = {*needed[name], *(one for one in noted.names if one in values)} - {name}
+        in_signatures = {one for one in noted.in_signatures if one in values} - uses - {name}
+        entries[name] = Entry(
+            file.getvalue(), tuple(sorted(uses)), tuple(sorted(in_signatures)), noted.every,
+            _is_definition(value) and can_be_imported(value), tuple(sorted(pickler.imports)),
+        )  # fmt: skip
     while lacking := [name for name in entries if not needed[name] <= entries.keys()]:
         for name in lacking:
             pickler = picklers[name]
@@ -98,12 +102,6 @@ def _is_definition(value: Any) -> bool:
     return _is(value, type | FunctionType)
 
 
-def _imported(value: Any) -> str:
-    if _is_definition(value) and can_be_imported(value):
-        return value.__module__
-    return ""
-
-
 class _Stays(Exception):
     """The value does not travel; the text says why."""
 
@@ -124,6 +122,7 @@ class _EntryPickler(ByValuePickler):
         needs: The names of these values.
         may_need: Names of globals of functions; some are names of attributes only.
         codes: The code of the functions.
+        imports: The modules of definitions that are pickled by name.
     """
 
     with_keys = False
@@ -144,6 +143,7 @@ class _EntryPickler(ByValuePickler):
         self.needs: set[str] = set()
         self.may_need: set[str] = set()
         self.codes: list[CodeType] = []
+        self.imports: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is _Globals:
@@ -154,7 +154,10 @@ class _EntryPickler(ByValuePickler):
             return script_names.module_on_demand, (obj.__name__,)
         is_definition = _is_definition(obj)
         name = self._names.get(id(obj), self._name)
-        if name != self._name and not (is_definition and can_be_imported(obj)):
+        is_imported = (is_definition or _is(obj, BuiltinFunctionType)) and can_be_imported(obj)
+        if is_imported:
+            self.imports.add(obj.__module__)
+        if name != self._name and not (is_definition and is_imported):
             self.needs.add(name)
             return _named, (self._module_name, name, id_of(obj) if isinstance(obj, type) else None)
         if not is_definition and not self._is_plain(obj):

@@ -257,20 +257,21 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         used.update({name: own[name] for name in globals_in(function.__code__, in_classes=True) if name in own})
         return reduced
 
-    def looked_up(self) -> list[tuple[str, dict[str, Any] | None, list[str] | None]]:
-        """What definitions of each module look up: the module, the globals of its functions, the names or None."""
+    def looked_up(self) -> list[tuple[str, dict[str, Any] | None, list[str] | None, list[str]]]:
+        """What definitions of each module look up: the arguments of `complete`."""
         found = []
-        for module_name, (names, every) in self._looked_up.items():
+        for module_name, (names, in_signatures, every) in self._looked_up.items():
             if isinstance(module := sys.modules.get(module_name), ModuleType):
                 used = [name for name in names if name in vars(module)]
-                if used or every:
+                of_functions = [name for name in in_signatures if name in vars(module) and name not in names]
+                if used or of_functions or every:
                     own_globals = self.globals_ref.get(self._own_globals.get(module_name))
-                    found.append((module_name, own_globals, None if every else used))
+                    found.append((module_name, own_globals, None if every else used, of_functions))
         return found
 
     def noted(self, module_name: str) -> LookedUp:
         """What definitions of a module look up."""
-        return self._looked_up.get(module_name, LookedUp({}, False))
+        return self._looked_up.get(module_name, LookedUp({}, {}, False))
 
     def _note_names(self, definition: Any) -> None:
         module_name = definition.__module__
@@ -280,11 +281,12 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             module = sys.modules.get(module_name)
             if isinstance(module, ModuleType) and is_in_globals_of(module, definition):
                 self._own_globals[module_name] = id(definition.__globals__)
-        names, every = self.noted(module_name)
+        names, in_signatures, every = self.noted(module_name)
         every = every or (isinstance(definition, FunctionType) and looks_up_names(definition.__code__))
         if is_by_value(module_name):  # others are local to a function: rarely are their annotations evaluated
-            names |= dict.fromkeys(names_in_annotations(definition))
-        self._looked_up[module_name] = LookedUp(names, every)
+            into = in_signatures if isinstance(definition, FunctionType) else names
+            into |= dict.fromkeys(names_in_annotations(definition))
+        self._looked_up[module_name] = LookedUp(names, in_signatures, every)
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {CodeType: _code_with_its_file}, REDUCERS, cloudpickle.Pickler.dispatch_table
@@ -324,7 +326,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 class LookedUp(NamedTuple):
     """The names that definitions of one module look up, apart from globals of functions."""
 
-    names: dict[str, None]  # in annotations; some may be other words
+    names: dict[str, None]  # in annotations of classes; some may be other words
+    in_signatures: dict[str, None]  # in annotations of functions
     every: bool
 
 
@@ -338,7 +341,9 @@ class _LookedUpByIt(NamedTuple):
     """What a pickler has noted when it comes to this, after the value."""
 
 
-def _completed(value: T, looked_up: Sequence[tuple[str, dict[str, Any] | None, list[str] | None]]) -> T:
+def _completed(
+    value: T, looked_up: Sequence[tuple[str, dict[str, Any] | None, list[str] | None, list[str]]]
+) -> T:
     for one in looked_up:
         complete(*one)
     return value

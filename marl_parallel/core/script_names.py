@@ -113,9 +113,11 @@ class Entry(NamedTuple):
     """A name of a module that travels in its namespace."""
 
     pickled: bytes
-    needs: tuple[str, ...] = ()  # other names of the module: globals of its functions, names in its annotations
+    needs: tuple[str, ...] = ()  # other names of the module: globals of its functions, names in annotations of classes
+    in_signatures: tuple[str, ...] = ()  # names in the annotations of its functions
     looks_up: bool = False  # whether its functions look up names
-    imports: str = ""  # the module that its unpickling imports, if it is defined there
+    defined_elsewhere: bool = False  # in a module that unpickling imports
+    imports: tuple[str, ...] = ()  # all modules that unpickling imports
 
 
 class Namespace(NamedTuple):
@@ -204,21 +206,56 @@ def _can_be_found(name: str) -> bool:
         return top in sys.modules
 
 
-def complete(module_name: str, functions_globals: dict[str, Any] | None, names: Iterable[str] | None) -> None:
-    """Add names that code looks up to the globals of its functions, and to the stand-in; with None, all names."""
+def complete(
+    module_name: str,
+    functions_globals: dict[str, Any] | None,
+    names: Iterable[str] | None,
+    in_signatures: Iterable[str] = (),
+) -> None:
+    """Add names that code looks up to the globals of its functions, and to the stand-in; with None, all names.
+
+    Programs rarely evaluate the annotations of functions. So their names, `in_signatures`, import no library.
+    """
     module = sys.modules.get("__main__" if module_name in SCRIPTS else module_name)
     if module is None:
         with contextlib.suppress(Exception):  # a module that this process can import, but that travels by value
             module = importlib.import_module(module_name)
     if isinstance(module, StandIn):
         namespace = _namespaces.get(module.__name__, _EMPTY)
-        loaded = [name for name, one in namespace.entries.items() if not one.imports or one.imports in sys.modules]
         into = vars(module) if functions_globals is None else functions_globals
-        _load(module, namespace, loaded if names is None else names, into)
+        if names is None:
+            names = [
+                name
+                for name, one in namespace.entries.items()
+                if not one.defined_elsewhere or _are_imported(one.imports)
+            ]
+        _load(module, namespace, [*names, *_without_imports(namespace, in_signatures)], into)
     elif module is not None and functions_globals is not None:
-        for name in [*vars(module)] if names is None else names:
+        for name in [*vars(module)] if names is None else [*names, *in_signatures]:
             if not name.startswith("__") and name in vars(module):
                 functions_globals.setdefault(name, vars(module)[name])
+
+
+def _are_imported(modules: Iterable[str]) -> bool:
+    return all(one in sys.modules for one in modules)
+
+
+def _without_imports(namespace: Namespace, names: Iterable[str]) -> list[str]:
+    """The names whose unpickling imports no module that this process has not imported yet."""
+
+    def is_without(name: str) -> bool:
+        pending, seen = [name], set[str]()
+        while pending:
+            one = pending.pop()
+            entry = namespace.entries.get(one)
+            if one not in seen and entry is not None:
+                seen.add(one)
+                pending += entry.needs
+                if not _are_imported(entry.imports):
+                    return False
+        return True
+
+    return [name for name in names if is_without(name)]
 
 
 def _load(module: StandIn, namespace: Namespace, names: Iterable[str], into: dict[str, Any]) -> None:
@@ -242,7 +279,7 @@ def _load(module: StandIn, namespace: Namespace, names: Iterable[str], into: dic
                 _in_progress.pop()
             into.setdefault(name, value)
             own.setdefault(name, value)
-            pending += entry.needs
+            pending += [*entry.needs, *_without_imports(namespace, entry.in_signatures)]
             if entry.looks_up:
                 complete(module.__name__, into, None)
 

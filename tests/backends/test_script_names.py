@@ -446,3 +446,48 @@ def test_package_that_the_other_process_cannot_import(tmp_path):
     script = PACKAGE
     check = CHECK.replace("send(asked)", "send(maps.rooms.large.asked)").replace("str(asked())", "str(answers())")
     sent(tmp_path, script, check=check)
+
+
+LIBRARY = """
+class Tensor:
+    pass
+class Module:
+    pass
+"""
+
+ANNOTATED = """
+from __future__ import annotations
+import dataclasses, inspect, sys, typing
+from library import Module, Tensor
+class Agent(Module):
+    def act(self) -> Tensor:
+        return Tensor()
+Weights = typing.Union[int, Agent]
+@dataclasses.dataclass
+class Level:
+    size: int = 1
+    def play(self, agent: Agent) -> Tensor:
+        return 3
+class Maze:
+    level: Level
+    def step(self, x: Tensor, y: "list[Agent]", z: Weights = 0) -> Level:
+        return 5
+    def level_size(self) -> Level:
+        return 6
+def answers():
+    hints = str(typing.get_type_hints(Maze)), str(inspect.signature(Maze.level_size, eval_str=True))
+    found = Maze().step(1, 2), Level().play(0), hints, "library" in sys.modules
+    module = sys.modules[__name__]
+    agent = getattr(module, "".join(["Age", "nt"]))()
+    return found, type(agent.act()).__name__, "library" in sys.modules
+"""
+
+
+def test_annotations_of_functions_import_no_library(tmp_path):
+    """Code that looks a name up imports the library."""
+    (tmp_path / "script").mkdir()
+    for where in (tmp_path, tmp_path / "script"):
+        (where / "library.py").write_text(LIBRARY)
+    check = CHECK.replace("send(asked)", "send(answers)")
+    check = check.replace("str(asked())", 'str(answers()).replace("True), ", "False), ")')
+    sent(tmp_path, ANNOTATED, check=check)
