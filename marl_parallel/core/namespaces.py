@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, UnionType
 from typing import Any, NamedTuple, cast
 
@@ -29,6 +29,8 @@ from marl_parallel.core.sharing import is_shared
 
 _LARGEST = 1 << 17
 """Bytes of one entry."""
+_LARGEST_SUM = 1 << 22
+"""Bytes of all entries of a module."""
 
 
 def dump_namespaces(pickles: Sequence[bytes], local_modules: Sequence[ModuleType]) -> bytes:
@@ -77,6 +79,13 @@ def _namespace(module_name: str, module: ModuleType) -> Namespace:
             file.getvalue(), tuple(sorted(uses)), tuple(sorted(in_signatures)), noted.every,
             _is_definition(value) and can_be_imported(value), tuple(sorted(pickler.imports)),
         )  # fmt: skip
+    size = 0
+    for name in sorted(entries, key=lambda name: len(entries[name].pickled)):
+        size += len(entries[name].pickled)
+        if size > _LARGEST_SUM:
+            del entries[name]
+            left_out[name] = f"the names of the module are larger than {_LARGEST_SUM >> 20} MiB together"
+    places = {name: place for place, name in enumerate(values)}
     while lacking := [name for name in entries if not needed[name] <= entries.keys()]:
         for name in lacking:
             pickler = picklers[name]
@@ -85,7 +94,7 @@ def _namespace(module_name: str, module: ModuleType) -> Namespace:
             }  # this is slow
             needed[name] = pickler.needs | exactly
             if missing := needed[name] - entries.keys():
-                first = min(missing, key=[*values].index)
+                first = min(missing, key=places.__getitem__)
                 del entries[name]
                 left_out[name] = f"it uses {first!r}, and {left_out[first]}"
     file_name = getattr(module, "__file__", None)
@@ -170,13 +179,15 @@ class _EntryPickler(ByValuePickler):
             return False
         if _is(value, np.ndarray) and value.nbytes > _LARGEST:
             return False
+        kind = type(value)
+        for base in kind.__mro__:
+            for name in _PICKLING & vars(base).keys():
+                method_of = getattr(vars(base)[name], "__module__", None) or base.__module__
+                if not _is_of(method_of, _WITHOUT_EFFECTS):
+                    return False
         script = self._module.__name__
-        of_script = [one for one in type(value).__mro__ if one.__module__ == script]
-        own = (vars(one).get(name) for one in of_script for name in _PICKLING)
-        if any(getattr(one, "__module__", None) == script for one in own):
-            return False
-        package = type(value).__module__.partition(".")[0]
-        return bool(of_script) or _is(value, gymnasium.Space | enum.Enum) or package in _PLAIN
+        is_of_script = any(base.__module__ == script for base in kind.__mro__)
+        return is_of_script or _is(value, gymnasium.Space | enum.Enum) or _is_of(kind.__module__, _PLAIN)
 
     def _dynamic_function_reduce(self, function: Any) -> Any:
         """As cloudpickle does, but without the globals, and faster: it searches all modules for each function."""
@@ -219,9 +230,24 @@ class _Globals(NamedTuple):
     """Stands for the globals of the module."""
 
 
-_PICKLING = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__", "__getattr__")
+def _is_of(module_name: str, packages: Collection[str]) -> bool:
+    package = module_name.partition(".")[0]
+    if package in packages or package.lstrip("_") in packages:  # `collections` has classes of `_collections`
+        return True
+    return module_name.startswith("gymnasium.spaces.")
+
+
+_PICKLING = {
+    "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__", "__getattr__",
+}  # fmt: skip
+_WITHOUT_EFFECTS = {
+    "abc", "array", "builtins", "collections", "copyreg", "dataclasses", "datetime", "decimal", "enum", "fractions",
+    "functools", "inspect", "ipaddress", "itertools", "numpy", "operator", "pathlib", "random", "re", "string", "types",
+    "typing", "uuid", "weakref", "zoneinfo",
+}  # fmt: skip
+"""Packages whose own methods for pickling make no more than a value."""
 _PLAIN = {*sys.stdlib_module_names, "numpy"}
-"""Packages whose objects are plain, or cannot be pickled."""
+"""Packages whose objects are plain if `object` pickles them, or cannot be pickled."""
 
 
 def _named(module_name: str, name: str, known_as: str | None) -> Any:

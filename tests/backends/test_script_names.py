@@ -491,3 +491,93 @@ def test_annotations_of_functions_import_no_library(tmp_path):
     check = CHECK.replace("send(asked)", "send(answers)")
     check = check.replace("str(asked())", 'str(answers()).replace("True), ", "False), ")')
     sent(tmp_path, ANNOTATED, check=check)
+
+
+CONSTANTS = """
+import collections, dataclasses, datetime, decimal, enum, fractions, pathlib, re, types, typing, uuid
+import numpy as np
+from gymnasium import spaces
+from gymnasium.utils import EzPickle
+from multiprocessing import shared_memory
+made = []
+class Env(EzPickle):
+    def __init__(self, size=3):
+        super().__init__(size)
+        made.append(size)
+class Reduced:
+    def __reduce__(self):
+        return Env, ()
+class Point(typing.NamedTuple):
+    x: int = 1
+@dataclasses.dataclass(frozen=True, slots=True)
+class Size:
+    width: int = 3
+class Table(dict):
+    pass
+class Colour(enum.Enum):
+    RED = 1
+class Plain:
+    def __init__(self):
+        self.size = Size(2)
+env, reduced, holds = Env(), Reduced(), [Env()]
+memory = shared_memory.SharedMemory(create=True, size=1)
+point, size, table, colour, plain = Point(), Size(), Table(a=Point(2)), Colour.RED, Plain()
+ordered, day, third, precise = collections.OrderedDict(a=1), datetime.date(2020, 1, 1), fractions.Fraction(1, 3), decimal.Decimal("1.5")
+path, pattern, key, simple = pathlib.PurePosixPath("a/b"), re.compile("a+"), uuid.UUID(int=3), types.SimpleNamespace(a=1)
+array, kind, number, box = np.arange(3), np.dtype("f4"), np.float32(2), spaces.Dict(a=spaces.Box(0, 1, (2,)))
+counter, queue, defaults = collections.Counter("aab"), collections.deque([1]), collections.defaultdict(list, a=[1])
+STAY = ("env", "reduced", "holds", "memory")
+TRAVEL = [
+    "point", "size", "table", "colour", "ordered", "day", "third", "precise", "path", "pattern", "key", "simple",
+    "array", "kind", "number", "box", "counter", "queue", "defaults",
+]
+def answers():
+    return [name in globals() for name in STAY], [repr(globals().get(name)) for name in TRAVEL], plain.size, len(made)
+"""
+
+
+def test_objects_whose_pickling_may_have_effects_stay(tmp_path):
+    check = """
+if __name__ == "__main__":
+    found, expected = send(asked), str(answers()).replace("[True, True, True, True]", "[False, False, False, False]")
+    assert found == expected, (found, expected)
+    memory.close()
+    memory.unlink()
+    print("checked")
+"""
+    sent(tmp_path, CONSTANTS, check=check)
+
+
+MANY = """
+import typing
+parts = {f"part{number:03}": bytes(100 << 10) for number in range(200)}
+globals().update(parts)
+class Uses:
+    def use(self):
+        return part000, part199
+class Small:
+    def use(self):
+        return LEVEL
+LEVEL = 3
+def answers():
+    return globals()["Small"]().use(), "Uses" in globals(), "part000" in globals(), "part199" in globals(), reason()
+def reason():
+    import __main__
+    try:
+        return __main__.Uses
+    except AttributeError as error:
+        return str(error)
+"""
+
+
+def test_namespaces_have_a_limit(tmp_path):
+    """The smallest values travel first."""
+    check = """
+if __name__ == "__main__":
+    from marl_parallel.core.namespaces import dump_namespaces
+    assert len(dump_namespaces([b"__main__"], [])) < 5 << 20
+    found = send(asked)
+    assert found.startswith("(3, False, True, False, ") and "it uses 'part199', and the names of the module" in found, found
+    print("checked")
+"""
+    sent(tmp_path, MANY, check=check)
