@@ -142,7 +142,7 @@ class Worker:
         self._copies = ScriptCopies()  # of the script's generators, which each environment has states of
         self._has_generators = False  # whether the process-wide generators have been seeded here
         self._registrations = b""  # the installed ones
-        self._namespaces = b""
+        self._namespaces = hash(b"")  # of what has been installed, which may be large
         self._fingerprints: dict[str, int] = {}  # of generators that environments share, after the last constructor
         self._draws = False  # whether environments have drawn from shared generators since
         self._warned: set[str] = set()  # the warnings that episodes have logged
@@ -314,14 +314,15 @@ class Worker:
         ):
             if seeds is not None:
                 seed_generators(seeds)  # modules imported now may also draw
+            # First, as all other pickles may look up names of the script.
+            if self._own_process and hash(construction.namespaces) != self._namespaces:
+                self._namespaces = hash(construction.namespaces)
+                install_namespaces(construction.namespaces)
             if construction.settings and not self._in_line:
                 self.settings.apply(construction.settings)
             if self._own_process and construction.registrations != self._registrations:
                 self._registrations = construction.registrations
                 install_registrations(construction.registrations)
-            if self._own_process and construction.namespaces != self._namespaces:
-                self._namespaces = construction.namespaces
-                install_namespaces(construction.namespaces)
             with receiving(construction.generators):
                 constructor = _received(construction.constructors[env_id], self._arrays(), "constructor", arrays)
                 how_adapted = _received(construction.adapter, self._arrays(), "adapter")

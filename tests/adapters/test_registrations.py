@@ -48,6 +48,10 @@ SCRIPT = """
     gymnasium.register("script/Unpicklable-v0", entry_point=Lever, kwargs={{"pulls": threading.Lock()}})
     if hasattr(pettingzoo, "register"):
         pettingzoo.register("parallel", "script/Hunt-v0", entry_point="simulators.deterministic:Hunt")
+        pettingzoo.register("parallel", "script/Named-v0", entry_point=lambda **keywords: globals()["Named"](**keywords))
+
+    class Named(Hunt):
+        pass
 
     def parallel(*constructors, backend="process"):
         return ParallelEnv(constructors, backend=backend, num_workers=2)
@@ -59,7 +63,8 @@ SCRIPT = """
     with parallel(lambda seed: gymnasium.make("registered/Scenario-v1", seed=seed)) as env:
         assert env.seed() == (42,)
     if hasattr(pettingzoo, "make"):
-        with parallel(lambda: pettingzoo.make("parallel", "script/Hunt-v0")) as env:
+        hunt, named = "script/Hunt-v0", "script/Named-v0"
+        with parallel(lambda: pettingzoo.make("parallel", hunt), lambda: pettingzoo.make("parallel", named)) as env:
             env.reset()
     print("made")
 """
