@@ -18,6 +18,7 @@ from enum import Enum
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeAlias
 
+from marl_parallel.adapters.attributes import signature
 from marl_parallel.core.reducers import Reduced, can_be_imported
 
 _OF_MEMBERS = ("_value_", "_name_", "__objclass__", "_sort_order_")
@@ -74,12 +75,20 @@ def _slots(cls: Any) -> list[str] | None:
 
 
 def _needs_keywords(metaclass: Any) -> bool:
-    for name in ("__new__", "__init__"):
-        if isinstance(function := vars(metaclass).get(name), staticmethod | FunctionType):
-            parameters = inspect.signature(getattr(function, "__func__", function)).parameters.values()
+    for name in ("__prepare__", "__new__", "__init__"):
+        if isinstance(function := vars(metaclass).get(name), staticmethod | classmethod | FunctionType):
+            parameters = _parameters(getattr(function, "__func__", function)) or ()
             if any(one.kind is one.KEYWORD_ONLY and one.default is one.empty for one in parameters):
                 return True
     return False
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a function; None if they are unknown, as those of compiled functions may be."""
+    try:
+        return [*signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return None
 
 
 def _to_be_told(cls: Any) -> Any:
@@ -103,8 +112,10 @@ def _new_class(create: Callable[..., Any], maker: Any, metaclass: Any, *argument
 def _new_quietly(maker: Any, metaclass: Any, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
     """Make a class as `maker`, a base of its metaclass, does."""
     with _without_init_subclass(bases):
-        new = maker.__new__(metaclass, name, bases, namespace)
-        maker.__init__(new, name, bases, namespace)
+        prepared = maker.__prepare__(name, bases)  # which `types.new_class` calls for classes only
+        prepared.update(namespace)
+        new = maker.__new__(metaclass, name, bases, prepared)
+        maker.__init__(new, name, bases, prepared)
         return new
 
 
@@ -113,10 +124,13 @@ def _without_init_subclass(bases: tuple[type, ...]) -> Iterator[None]:
     """Keep classes that are made here from calling `__init_subclass__` of their bases; Python has no switch for it."""
     mine = (base for one in bases for base in one.__mro__ if not _is_standard(base))
     with _making:
-        found = {base: vars(base)["__init_subclass__"] for base in mine if "__init_subclass__" in vars(base)}
+        found = {}
         try:
-            for base in found:
-                type.__setattr__(base, "__init_subclass__", classmethod(_do_nothing))
+            for base in mine:
+                if base not in found and (method := vars(base).get("__init_subclass__")) is not None:
+                    with contextlib.suppress(TypeError):  # an immutable type of compiled code
+                        type.__setattr__(base, "__init_subclass__", classmethod(_do_nothing))
+                        found[base] = method
             yield
         finally:
             for base, method in found.items():
@@ -153,14 +167,14 @@ def _set_attributes(cls: Any, attributes: Mapping[str, Any]) -> None:
 
 def _tell(init_subclass: Any) -> bool:
     """Call `__init_subclass__` unless it needs keywords of the class statement; returns whether it was called."""
-    parameters = inspect.signature(init_subclass).parameters.values()
-    named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    parameters = _parameters(init_subclass)
+    named = [one for one in parameters or () if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     if any(one.default is one.empty for one in named):
         return False
     try:
         init_subclass()
     except Exception:
-        if not named:
+        if not named and parameters is not None:
             raise
         # It may have refused the defaults of its keywords. The statement in the caller's process did not fail.
     return True

@@ -33,15 +33,17 @@ from marl_parallel.core.reducers import SCRIPTS
 
 def names_in_annotations(definition: Any) -> Iterator[str]:
     """What may be names in the annotations of a class or function, also in texts and in texts inside subscripts."""
+    annotations: Any = None
     if isinstance(definition, type):
         annotations = vars(definition).get("__annotations__")
+    if annotations is None and (sys.version_info >= (3, 14) or not isinstance(definition, type)):
+        with contextlib.suppress(Exception):  # from Python 3.14 on, reading them evaluates them
+            annotations = definition.__annotations__
         if annotations is None and sys.version_info >= (3, 14):
-            try:
-                annotations = definition.__annotations__
-            except NameError:  # names that the script does not have
-                return
-    else:
-        annotations = definition.__annotations__
+            import annotationlib
+
+            with contextlib.suppress(Exception):
+                annotations = annotationlib.get_annotations(definition, format=annotationlib.Format.STRING)
     if isinstance(annotations, Mapping):
         for annotation in annotations.values():
             yield from _names_in(annotation)

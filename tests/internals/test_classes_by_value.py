@@ -8,6 +8,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import types
+import typing
+import uuid
+
+import pytest
+
+from marl_parallel.core import classes
+from marl_parallel.core.script_names import names_in_annotations
 
 MODULE = """
 # A module that both processes import.
@@ -43,6 +51,29 @@ class Tagging(type):
         return super().__new__(cls, name, bases, namespace)
     def __init__(cls, name, bases, namespace, *, tag):
         cls.tag = tag
+
+class Ordered(dict):
+    def __setitem__(self, key, value):
+        self.order = [*getattr(self, "order", []), key]
+        super().__setitem__(key, value)
+
+class Ordering(type):
+    @classmethod
+    def __prepare__(metacls, name, bases, **keywords):
+        return Ordered()
+    def __new__(cls, name, bases, namespace, **keywords):
+        if not isinstance(namespace, Ordered):
+            raise TypeError("not its own namespace")
+        new = super().__new__(cls, name, bases, dict(namespace))
+        new.own = [one for one in getattr(namespace, "order", []) if not one.startswith("__")]
+        return new
+
+class Preparing(Ordering):
+    @classmethod
+    def __prepare__(metacls, name, bases, *, prefix):
+        namespace = Ordered()
+        namespace[prefix] = name
+        return namespace
 """
 
 CLASSES = """
@@ -102,6 +133,15 @@ class Meta(type):
         return {}
 class Tagged(metaclass=Meta, tag="t"): size = 4
 class TaggedElsewhere(metaclass=tagging.Tagging, tag="t"): pass
+class InOrder(metaclass=tagging.Ordering):
+    one, two = 1, 2
+class AlsoInOrder(InOrder): three = 3
+class OrderMeta(tagging.Ordering):
+    @classmethod
+    def __prepare__(metacls, name, bases, *, size=0):
+        return super().__prepare__(name, bases)
+class OfOrderMeta(metaclass=OrderMeta, size=1): four = 4
+class Prepared(metaclass=tagging.Preparing, prefix="first"): last = 5
 class AbstractMeta(abc.ABCMeta):
     def __new__(cls, name, bases, namespace, *, tag=None):
         return super().__new__(cls, name, bases, {**namespace, "tag": tag})
@@ -192,6 +232,10 @@ EXPRESSIONS = {
     "Passed": "c.through, c.twice, c.known['Passed'] is c",
     "Tagged": "c.tag, c.of_body, type(c).__name__, isinstance(type(c), type)",
     "TaggedElsewhere": "c.tag, type(c) is tagging.Tagging",
+    "InOrder": "c.own, c.one + c.two, type(c) is tagging.Ordering",
+    "AlsoInOrder": "c.own, c.one + c.three, type(c) is tagging.Ordering",
+    "OfOrderMeta": "c.own, c.four, type(c).__name__",
+    "Prepared": "c.own, c.first, c.last, type(c) is tagging.Preparing",
     "Concrete": "c.tag, c().play(), sorted(c.__abstractmethods__), sorted(c.__mro__[1].__abstractmethods__)",
     "Virtual": "c.__name__",
     "Abstract": "c.tag, inspect.isabstract(c), len(c._abc_impl.__class__.__name__) > 0",
@@ -254,3 +298,65 @@ def test_all_parts_of_classes_arrive(tmp_path):
     (tmp_path / "expressions.json").write_text(json.dumps(EXPRESSIONS))
     done = subprocess.run([sys.executable, "sender.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == "equal\n", done.stdout + done.stderr
+
+
+def test_bases_that_take_no_attributes(monkeypatch):
+    """Compiled bases may have an `__init_subclass__` and be immutable, as `object` is."""
+
+    class Registering:
+        made: typing.ClassVar[list[str]] = []
+
+        def __init_subclass__(cls):
+            Registering.made.append(cls.__name__)
+
+    monkeypatch.setattr(classes, "_is_standard", lambda cls: False)
+    new = classes._new_quietly(type, type, "New", (Registering, uuid.UUID), {"size": 3})
+    assert new.size == 3 and issubclass(new, Registering)
+    assert Registering.made == []
+    type("Later", (Registering,), {})
+    assert Registering.made == ["Later"]
+
+
+class _Reads:
+    """A function or class whose annotations raise when they are read, as from Python 3.14 on."""
+
+    def __init__(self, error):
+        self._error = error
+
+    @property
+    def __annotations__(self):
+        raise self._error
+
+
+class _Proxy:
+    def __getattr__(self, name):
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize("error", [NameError("Unknown"), TypeError("unsupported operand |"), ZeroDivisionError()])
+def test_annotations_that_cannot_be_evaluated(error):
+    assert [*names_in_annotations(_Reads(error))] == []
+
+
+def test_annotations_whose_attributes_raise():
+    definition = types.SimpleNamespace(__annotations__={"a": _Proxy(), "b": "list[Maze]", "c": _Proxy()})
+    assert [*names_in_annotations(definition)] == ["list", "Maze"]
+
+
+def test_init_subclass_without_a_signature():
+    """Such as one of a compiled class."""
+    called = []
+
+    class Compiled:
+        __signature__ = "text"  # `inspect.signature` refuses it
+
+        def __call__(self):
+            called.append(1)
+
+    assert classes._tell(Compiled())
+    assert called == [1]
+    Compiled.__call__ = lambda self: int("a number")
+    assert classes._tell(Compiled())
+    broken = lambda cls, name, bases, namespace: None  # noqa: E731
+    broken.__signature__ = "text"
+    assert not classes._needs_keywords(type("Meta", (type,), {"__new__": broken}))
