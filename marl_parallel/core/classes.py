@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from marl_parallel.adapters.attributes import signature
 from marl_parallel.core.reducers import Reduced, can_be_imported
@@ -52,7 +53,7 @@ def reduce_class(cls: Any, reduced: Reduced) -> tuple[Callable[..., Any], Reduce
         attributes = {key: value for key, value in attributes.items() if key not in ("__slots__", *slots)}
     if issubclass(cls, tuple) and "__orig_bases__" in vars(cls):  # `NamedTuple` would make another class
         bases, namespace = cls.__bases__, {**namespace, "__orig_bases__": cls.__orig_bases__}
-    maker = next(one for one in metaclass.__mro__ if can_be_imported(one) and not _needs_keywords(one))
+    maker = next(one for one in metaclass.__mro__ if can_be_imported(one) and not _is_with_keywords(one))
     arguments = (create, maker, metaclass, name, bases, namespace, *more)
     return _new_class, arguments, (attributes, {}, _to_be_told(cls)), _fill
 
@@ -72,6 +73,16 @@ def _slots(cls: Any) -> list[str] | None:
     found = [name for name in found if name not in ("__dict__", "__weakref__")]
     are_real = all(isinstance(vars(cls).get(name), MemberDescriptorType) for name in found)
     return found if are_real else None
+
+
+_with_keywords: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # as reading signatures is slow
+
+
+def _is_with_keywords(metaclass: Any) -> bool:
+    found = _with_keywords.get(metaclass)
+    if found is None:
+        found = _with_keywords[metaclass] = _needs_keywords(metaclass)
+    return found
 
 
 def _needs_keywords(metaclass: Any) -> bool:

@@ -282,10 +282,12 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(module, ModuleType) and is_in_globals_of(module, definition):
                 self._own_globals[module_name] = id(definition.__globals__)
         names, in_signatures, every = self.noted(module_name)
-        every = every or (isinstance(definition, FunctionType) and looks_up_names(definition.__code__))
+        every = every or (isinstance(definition, FunctionType) and _looks_up(definition))
         if is_by_value(module_name):  # others are local to a function: rarely are their annotations evaluated
             into = in_signatures if isinstance(definition, FunctionType) else names
-            into |= dict.fromkeys(names_in_annotations(definition))
+            if (in_annotations := _in_annotations.get(definition)) is None:
+                in_annotations = _in_annotations[definition] = [*dict.fromkeys(names_in_annotations(definition))]
+            into |= dict.fromkeys(in_annotations)
         self._looked_up[module_name] = LookedUp(names, in_signatures, every)
 
     dispatch_table: ClassVar[Any] = ChainMap(
@@ -321,6 +323,18 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         create, arguments, state, set_state = reduce_class(obj, reduced)
         state = (set_state, state, obj.__qualname__, _found_through(obj))
         return _known_or_new, (id_of(obj), create, arguments), state, items, pairs, _set_state_of_new
+
+
+# What reading a definition takes long to find; values of a script's classes may travel in each step.
+_in_annotations: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+_look_ups: WeakKeyDictionary[FunctionType, tuple[CodeType, bool]] = WeakKeyDictionary()
+
+
+def _looks_up(function: FunctionType) -> bool:
+    code, looks_up = _look_ups.get(function, (None, False))
+    if code is not function.__code__:
+        code, looks_up = _look_ups[function] = function.__code__, looks_up_names(function.__code__)
+    return looks_up
 
 
 class LookedUp(NamedTuple):

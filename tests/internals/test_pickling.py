@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import importlib.util
 import pickle
@@ -15,6 +16,7 @@ import cloudpickle
 import pytest
 
 from marl_parallel import ParallelEnv
+from marl_parallel.core import classes, pickling
 from marl_parallel.core.pickling import dumps, loads
 
 SIMULATORS = """
@@ -150,3 +152,28 @@ def test_known_classes_stay_unchanged(size):
     assert Own.value == 2
     pickle.loads(by_cloudpickle)
     assert Own.value == 1
+
+
+def test_definitions_are_read_once(monkeypatch):
+    """Steps may return values of a script's classes, which travel by value in each step."""
+
+    class Info(abc.ABC):
+        size: int = 3
+
+        def area(self: "Info") -> int:
+            return eval("self.size") ** 2
+
+    monkeypatch.setattr(Info, "__module__", "__main__")
+    calls = []
+    for owner, name in ((pickling, "looks_up_names"), (pickling, "names_in_annotations"), (classes, "_parameters")):
+        read = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, read=read, name=name: (calls.append(name), read(*args))[1])
+    with pickling.by_value([sys.modules[__name__]]):
+        first = pickling.dumps_by_value(Info())
+        assert {*calls} == {"looks_up_names", "names_in_annotations", "_parameters"}
+        calls.clear()
+        assert pickling.dumps_by_value(Info()) == first
+        assert calls == []
+        Info.area.__code__ = (lambda self: 4).__code__
+        assert pickling.dumps_by_value(Info()) != first
+        assert calls == ["looks_up_names"]
