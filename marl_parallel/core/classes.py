@@ -88,7 +88,8 @@ def _is_with_keywords(metaclass: Any) -> bool:
 def _needs_keywords(metaclass: Any) -> bool:
     for name in ("__prepare__", "__new__", "__init__"):
         if isinstance(function := vars(metaclass).get(name), staticmethod | classmethod | FunctionType):
-            parameters = _parameters(getattr(function, "__func__", function)) or ()
+            plain: Any = getattr(function, "__func__", function)
+            parameters = _parameters(plain) or ()
             if any(one.kind is one.KEYWORD_ONLY and one.default is one.empty for one in parameters):
                 return True
     return False

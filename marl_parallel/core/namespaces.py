@@ -147,7 +147,8 @@ class _EntryPickler(ByValuePickler):
         name: str,
     ) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._module_name, self._module, self._values, self._names, self._name = module_name, module, values, names, name
+        self._module_name, self._module, self._values, self._names = module_name, module, values, names
+        self._name = name
         self._submodules = submodules
         self.needs: set[str] = set()
         self.may_need: set[str] = set()

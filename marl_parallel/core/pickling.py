@@ -355,9 +355,7 @@ class _LookedUpByIt(NamedTuple):
     """What a pickler has noted when it comes to this, after the value."""
 
 
-def _completed(
-    value: T, looked_up: Sequence[tuple[str, dict[str, Any] | None, list[str] | None, list[str]]]
-) -> T:
+def _completed(value: T, looked_up: Sequence[tuple[str, dict[str, Any] | None, list[str] | None, list[str]]]) -> T:
     for one in looked_up:
         complete(*one)
     return value

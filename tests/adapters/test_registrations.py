@@ -48,7 +48,7 @@ SCRIPT = """
     gymnasium.register("script/Unpicklable-v0", entry_point=Lever, kwargs={{"pulls": threading.Lock()}})
     if hasattr(pettingzoo, "register"):
         pettingzoo.register("parallel", "script/Hunt-v0", entry_point="simulators.deterministic:Hunt")
-        pettingzoo.register("parallel", "script/Named-v0", entry_point=lambda **keywords: globals()["Named"](**keywords))
+        pettingzoo.register("parallel", "script/Named-v0", entry_point=lambda **more: globals()["Named"](**more))
 
     class Named(Hunt):
         pass

@@ -522,8 +522,9 @@ class Plain:
 env, reduced, holds = Env(), Reduced(), [Env()]
 memory = shared_memory.SharedMemory(create=True, size=1)
 point, size, table, colour, plain = Point(), Size(), Table(a=Point(2)), Colour.RED, Plain()
-ordered, day, third, precise = collections.OrderedDict(a=1), datetime.date(2020, 1, 1), fractions.Fraction(1, 3), decimal.Decimal("1.5")
-path, pattern, key, simple = pathlib.PurePosixPath("a/b"), re.compile("a+"), uuid.UUID(int=3), types.SimpleNamespace(a=1)
+ordered, day, third = collections.OrderedDict(a=1), datetime.date(2020, 1, 1), fractions.Fraction(1, 3)
+precise, path, pattern = decimal.Decimal("1.5"), pathlib.PurePosixPath("a/b"), re.compile("a+")
+key, simple = uuid.UUID(int=3), types.SimpleNamespace(a=1)
 array, kind, number, box = np.arange(3), np.dtype("f4"), np.float32(2), spaces.Dict(a=spaces.Box(0, 1, (2,)))
 counter, queue, defaults = collections.Counter("aab"), collections.deque([1]), collections.defaultdict(list, a=[1])
 STAY = ("env", "reduced", "holds", "memory")
@@ -577,7 +578,8 @@ if __name__ == "__main__":
     from marl_parallel.core.namespaces import dump_namespaces
     assert len(dump_namespaces([b"__main__"], [])) < 5 << 20
     found = send(asked)
-    assert found.startswith("(3, False, True, False, ") and "it uses 'part199', and the names of the module" in found, found
+    assert found.startswith("(3, False, True, False, ")
+    assert "it uses 'part199', and the names of the module" in found
     print("checked")
 """
     sent(tmp_path, MANY, check=check)

@@ -311,7 +311,8 @@ def test_bases_that_take_no_attributes(monkeypatch):
 
     monkeypatch.setattr(classes, "_is_standard", lambda cls: False)
     new = classes._new_quietly(type, type, "New", (Registering, uuid.UUID), {"size": 3})
-    assert new.size == 3 and issubclass(new, Registering)
+    assert new.size == 3
+    assert issubclass(new, Registering)
     assert Registering.made == []
     type("Later", (Registering,), {})
     assert Registering.made == ["Later"]
