@@ -445,8 +445,11 @@ def _found_through(definition: Any) -> Any:
         return None
     name, *more = path.split(".")
     first = found = vars(module).get(name)
-    for part in more:
-        found = getattr(found, part, None)
+    try:
+        for part in more:
+            found = getattr(found, part, None)
+    except Exception:  # a proxy has the name now, and its attributes may raise anything
+        return None
     return first if found is definition else None
 
 

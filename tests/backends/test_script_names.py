@@ -327,6 +327,11 @@ class Remote:
 
 library, request, remote = Missing(), Local(), Remote()
 
+class Outer:
+    class Inner:
+        size = 2
+Inner, Outer = Outer.Inner, Missing()
+
 class Maze:
     def use(self):
         return 5
@@ -335,12 +340,12 @@ class Playing(Maze):
         return library.use()
 
 def answers():
-    return globals()["Maze"]().use(), [name in globals() for name in ("library", "request", "Playing")]
+    return globals()["Maze"]().use(), Inner.size, [name in globals() for name in ("library", "request", "Playing")]
 """
 
 
 def test_objects_that_raise_when_attributes_are_read(tmp_path):
-    sent(tmp_path, PROXIES, "(5, [False, False, False])")
+    sent(tmp_path, PROXIES, "(5, 2, [False, False, False])")
 
 
 BY_OTHER_NAME = """
