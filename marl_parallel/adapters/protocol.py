@@ -337,6 +337,7 @@ class Adapter(MultiAgentEnv):
     kind: ClassVar[str]  # in error messages
     names: ClassVar[frozenset[str]] = frozenset()  # the values of `adapter=` for its kind
     methods: ClassVar[tuple[str, ...]] = ("reset", "step")  # that the simulator must have
+    _has_own_state = False  # whether the outermost layer defines `state`; saved states of earlier builds lack it
 
     def __init__(self, source: Any) -> None:
         missing = [f"`{name}`" for name in self.methods if method(source, name) is None]
@@ -354,7 +355,7 @@ class Adapter(MultiAgentEnv):
         self.action_spaces = self._found(self._spaces, "action")
         self.state_space = self._found(self._state_space)
         self.reward_spaces = self._found(attributes.vector_reward_spaces, source, self.possible_agents)
-        self._state = None if self.state_space is None else method(source, "state")
+        self._has_own_state = attributes.defines(source, "state")
 
     def _found(self, look_up: Callable[..., Any], *args: Any) -> Any:
         """The result of a function that reads what the simulator declares."""
@@ -401,8 +402,10 @@ class Adapter(MultiAgentEnv):
         return attributes.find(self.source, "render")()
 
     def state(self) -> Any:
-        assert self._state is not None
-        return self._state()
+        if self._has_own_state:
+            return self.source.state()
+        # Looked up in each call: a wrapper may have replaced what it wraps since the last one.
+        return (method(self.source, "state") or attributes.find(self.source, "state"))()
 
     def close(self) -> None:
         attributes.close(self.source)

@@ -318,6 +318,23 @@ def test_what_wrappers_do_not_say_is_forwarded(wrapper, kind):
     assert (counted(engine).closed, counted(engine).rendered) == (1, 1)
 
 
+@pytest.mark.parametrize(("wrapper", "kind"), [case for case in CASES if case[1] not in ("mappo", "pymarl")])
+@pytest.mark.filterwarnings("ignore:The base environment:UserWarning")
+def test_the_global_state_is_of_the_present_simulator(wrapper, kind):
+    """A wrapper may replace what it wraps in each episode, or within one."""
+    env, engine = wrapped(wrapper, kind, {})
+    adapted = adapt(env, ADAPTERS.get(kind, kind))
+    env.reset()
+    assert adapted.state().tolist() == [0.0] * 7
+    attribute = "_hidden" if "_hidden" in vars(env) else "env"
+    for number in (1.0, 2.0):
+        replacement = KINDS[kind]()
+        counted(replacement).state = lambda number=number: np.full(7, number, np.float32)
+        setattr(env, attribute, replacement)
+        env.reset()
+        assert adapted.state().tolist() == [number] * 7
+
+
 @pytest.mark.parametrize("between", [Holding, lambda env: Holding(Holding(env)), lambda env: Through(Holding(env))])
 def test_defaults_of_gymnasium_say_nothing_without_getattr_either(between):
     """The engine beneath is closed and rendered; spaces are not taken from it, since they may not fit."""
