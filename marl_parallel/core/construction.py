@@ -68,10 +68,12 @@ def construct(
         pickled.update({env_id: constructors[env_id] for env_id in as_it_is})
         with generators.noting(everyone, adapter):
             how_adapted = _adapter(adapter, local_modules, writer, can_share=can_share, as_it_is=bool(as_it_is))
+        with generators.noting((), None):  # of environments that look them up by their names, which are not known
+            namespaces = _namespaces(pickled, how_adapted, registrations, local_modules) if backend.pickles else b""
         construction = Construction(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
             derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
-            namespaces=_namespaces(pickled, how_adapted, registrations, local_modules) if backend.pickles else b"",
+            namespaces=namespaces,
             settings=caller_settings.pickled(), generators=generators.originals(), made=made, origin=origin,
         )  # fmt: skip
         requests = {}

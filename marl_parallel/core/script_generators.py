@@ -160,6 +160,8 @@ class ScriptGenerators:
     def noting(self, env_ids: Sequence[int], value: Any) -> Iterator[dict[int, bool]]:
         """Within, this thread pickles a value that these environments have.
 
+        `env_ids` is empty for values that environments look up by name: their generators count as shared in workers,
+        but not for `warning`, since perhaps nobody looks them up.
         Gives a dict: by the number of each generator in the pickle, whether it is marked as a shared one there.
         """
         before = getattr(_thread, "noting", None)
@@ -183,9 +185,11 @@ class ScriptGenerators:
             digest = hashlib.blake2b(_bytes_of(kind.state(generator)), digest_size=16).digest()
             self._found.append(_Found(generator, digest, value))
         found = self._found[number]
+        if not found.env_ids:
+            found.value = value
         found.env_ids.update(env_ids)
-        marks[number] = found.is_shared
-        return _arrived, (number, found.is_shared, found.digest, _Plain(generator))
+        marks[number] = found.is_shared or not env_ids
+        return _arrived, (number, marks[number], found.digest, PlainGenerator(generator))
 
     def are_right(self, marks: dict[int, bool]) -> bool:
         """Whether no generator of a pickle has been found in other environments since."""
@@ -221,7 +225,7 @@ class ScriptGenerators:
 _thread = threading.local()
 
 
-class _Plain:
+class PlainGenerator:
     """Pickles as the generator that it holds does by itself."""
 
     def __init__(self, generator: Any) -> None:

@@ -183,6 +183,7 @@ class Worker:
     def _carry_out(self, request: Request, env_ids: Sequence[int] | None, *, last: bool) -> None:
         message, _, payload, each, settings = request
         self._status.begin_request()
+        self._exchange_new_copies()
         if settings is not None and not self._in_line:
             self.settings.apply(settings)
         elif message is not Message.STEP:
@@ -266,6 +267,7 @@ class Worker:
             self._generators = self._new_generators(construction)
         before = self._neighbours.begin(env_id)
         env, seeding, self._arrays_of[env_id] = self._construct(env_id, construction)
+        self._exchange_new_copies()
         in_common = self._neighbours.add(env_id, env, before)
         if self._own_process:
             self.settings.look_again()
@@ -286,6 +288,11 @@ class Worker:
         if not self._own_process and originals is not None:
             self._copies.adopt(originals)
         return GeneratorStates(construction.isolate_rng, self._copies)
+
+    def _exchange_new_copies(self) -> None:
+        """Give each environment states of the script's generators, once one has looked up a generator by its name."""
+        if self._generators is None and self._copies:
+            self._generators = GeneratorStates(False, self._copies)
 
     def _new_episode(self, env_id: int, env: MultiAgentEnv, construction: Construction) -> Episode:
         seed = construction.seeds[env_id]

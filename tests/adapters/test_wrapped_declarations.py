@@ -322,7 +322,7 @@ def test_what_wrappers_do_not_say_is_forwarded(wrapper, kind):
 @pytest.mark.filterwarnings("ignore:The base environment:UserWarning")
 def test_the_global_state_is_of_the_present_simulator(wrapper, kind):
     """A wrapper may replace what it wraps in each episode, or within one."""
-    env, engine = wrapped(wrapper, kind, {})
+    env, _ = wrapped(wrapper, kind, {})
     adapted = adapt(env, ADAPTERS.get(kind, kind))
     env.reset()
     assert adapted.state().tolist() == [0.0] * 7

@@ -491,6 +491,66 @@ def test_a_script(tmp_path):
     assert runs[0]["serial 1"][0] != runs[1]["serial 1"][0]
 
 
+LOOKS_UP = """
+import json, random, sys, warnings
+import numpy as np, gymnasium
+from gymnasium import spaces
+from marl_parallel import ParallelEnv
+
+rng, state, python = np.random.default_rng(), np.random.RandomState(3), random.Random()
+several, draw = [np.random.default_rng()], random.Random().random
+
+class Hidden(gymnasium.Env):
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(0.0, 1.0, (6,), np.float64)
+    own = np.random.default_rng()
+
+    def reset(self, *, seed=None, options=None):
+        drawn = rng.random(), state.random_sample(), python.random(), several[0].random(), draw(), self.own.random()
+        return np.array(drawn), {}
+
+    def step(self, action):
+        return self.reset()[0], 0.0, False, False, {}
+
+class Late(Hidden):
+    def reset(self, *, seed=None, options=None):
+        if not hasattr(self, "late"):
+            self.late = getattr(sys.modules[__name__], "later")
+        return np.full(6, self.late.random()), {}
+
+def of_name(): return globals()["Hidden"]()
+def late(): return eval("Late")()
+
+warnings.simplefilter("error")
+later = np.random.default_rng()
+found = []
+for make in (of_name, late):
+    for workers in (1, 2):
+        with ParallelEnv([make] * 4, backend="process", num_workers=workers) as env:
+            seen = [[[*one["agent_0"]] for one in env.reset()[0]]]
+            for _ in range(2):
+                seen.append([[*one["agent_0"]] for one in env.step([{"agent_0": 0}] * 4)[0]])
+            found.append(seen)
+print(json.dumps(found))
+"""
+
+
+def test_generators_that_are_looked_up_by_name(tmp_path):
+    """Each environment has states of its own, in any number of workers; nobody may look them up, so nothing warns."""
+    path = tmp_path / "script.py"
+    path.write_text(LOOKS_UP)
+    done = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr
+    found = [np.array(seen) for seen in json.loads(done.stdout)]  # by constructor and workers, time, environment
+    for one_worker, two_workers in zip(found[::2], found[1::2]):
+        assert np.array_equal(one_worker, two_workers)
+        for column in range(6):
+            assert len({*one_worker[..., column].ravel()}) == 12
+
+
 def test_restarts_of_environments_with_their_own(build):
     """They do not repeat their episodes, and their neighbours draw on."""
     constructors = [draws_of(np.random.default_rng(seed)) for seed in range(4)]
