@@ -24,7 +24,7 @@ import numpy as np
 from marl_parallel.core import script_names
 from marl_parallel.core.pickling import ByValuePickler, by_value, id_of, known_class
 from marl_parallel.core.reducers import can_be_imported
-from marl_parallel.core.script_generators import PlainGenerator
+from marl_parallel.core.script_generators import OfSpace, PlainGenerator
 from marl_parallel.core.script_names import Entry, Namespace
 from marl_parallel.core.sharing import is_shared
 
@@ -161,6 +161,8 @@ class _EntryPickler(ByValuePickler):
             return script_names.globals_here, ()
         if type(obj) is PlainGenerator:
             return pickle.loads, (pickle.dumps(obj),)
+        if type(obj) is OfSpace:
+            return super().reducer_override(obj)
         if _is(obj, ModuleType):
             if obj.__name__ not in sys.modules:
                 raise _Stays(f"workers cannot import the module {obj.__name__!r}")

@@ -7,7 +7,8 @@
 
 A copy is seeded from the seed of its environment. So the environments of all workers differ, whatever worker they are
 in. A generator that only one environment has keeps the state that it had when it was pickled, as in the caller's
-process, until that environment is constructed again.
+process, until that environment is constructed again. The generator of a space is not exchanged, as spaces are often
+class attributes that a script has sampled once: each copy is seeded when it arrives.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from gymnasium import Space
 from numpy.random import mtrand
 
 Reduced: TypeAlias = tuple[Any, ...]
@@ -135,6 +138,17 @@ def _default_of_torch() -> Any:
 # -- in the caller's process -------------------------------------------------------------------------------------------
 
 
+class _Kept(IntEnum):
+    """What happens to the state of a generator in a worker process."""
+
+    PRESENT = 0
+    """It is kept: only one environment has the generator."""
+    SEEDED = 1
+    """Each copy is seeded once: the generator of a space."""
+    SHARED = 2
+    """Each environment has a state of its own."""
+
+
 @dataclass
 class _Found:
     """A generator that a pickle has reached."""
@@ -143,10 +157,17 @@ class _Found:
     digest: bytes  # of its state
     value: Any  # what was pickled then
     env_ids: set[int] = field(default_factory=set)  # environments that have it
+    in_space: bool = True  # whether it has been reached only as the generator of a space
+
+    @property
+    def kept(self) -> _Kept:
+        if len(self.env_ids) < 2:
+            return _Kept.PRESENT
+        return _Kept.SEEDED if self.in_space else _Kept.SHARED
 
     @property
     def is_shared(self) -> bool:
-        return len(self.env_ids) > 1
+        return self.kept is _Kept.SHARED
 
 
 class ScriptGenerators:
@@ -157,15 +178,15 @@ class ScriptGenerators:
         self._numbers: dict[int, int] = {}  # by the id of the generator
 
     @contextlib.contextmanager
-    def noting(self, env_ids: Sequence[int], value: Any) -> Iterator[dict[int, bool]]:
+    def noting(self, env_ids: Sequence[int], value: Any) -> Iterator[dict[int, _Kept]]:
         """Within, this thread pickles a value that these environments have.
 
         `env_ids` is empty for values that environments look up by name: their generators count as shared in workers,
         but not for `warning`, since perhaps nobody looks them up.
-        Gives a dict: by the number of each generator in the pickle, whether it is marked as a shared one there.
+        Gives a dict: by the number of each generator in the pickle, what the pickle says of its state.
         """
         before = getattr(_thread, "noting", None)
-        marks: dict[int, bool] = {}
+        marks: dict[int, _Kept] = {}
         _thread.noting = self, env_ids, value, marks
         try:
             yield marks
@@ -176,7 +197,9 @@ class ScriptGenerators:
         """Whether a generator has been noted."""
         return id(generator) in self._numbers
 
-    def reduce(self, generator: Any, env_ids: Sequence[int], value: Any, marks: dict[int, bool]) -> Reduced | None:
+    def reduce(
+        self, generator: Any, in_space: bool, env_ids: Sequence[int], value: Any, marks: dict[int, _Kept]
+    ) -> Reduced | None:
         kind = _kind_of(generator)
         if kind is None:
             return None
@@ -188,12 +211,14 @@ class ScriptGenerators:
         if not found.env_ids:
             found.value = value
         found.env_ids.update(env_ids)
-        marks[number] = found.is_shared or not env_ids
-        return _arrived, (number, marks[number], found.digest, PlainGenerator(generator))
+        found.in_space &= in_space
+        by_name = _Kept.SEEDED if found.in_space else _Kept.SHARED
+        marks[number] = found.kept if env_ids else by_name
+        return _arrived, (number, int(marks[number]), found.digest, PlainGenerator(generator))
 
-    def are_right(self, marks: dict[int, bool]) -> bool:
-        """Whether no generator of a pickle has been found in other environments since."""
-        return all(marked or not self._found[number].is_shared for number, marked in marks.items())
+    def are_right(self, marks: dict[int, _Kept]) -> bool:
+        """Whether no generator of a pickle has been found in other environments, or outside of a space, since."""
+        return all(marked >= self._found[number].kept for number, marked in marks.items())
 
     def originals(self) -> Originals | None:
         """For workers: the generators; None if there are none."""
@@ -235,14 +260,34 @@ class PlainGenerator:
         return self._generator.__reduce_ex__(protocol)
 
 
+class OfSpace(NamedTuple):
+    """The generator of a space, in the state of the space."""
+
+    generator: Any
+
+
 def reduce_generator(value: Any) -> Reduced | None:
-    """Reduce a generator while constructors are pickled; None for other objects, and at other times."""
+    """Reduce a generator, or a space with one, while constructors are pickled; None otherwise."""
     noting = getattr(_thread, "noting", None)
     if noting is None:
         return None
+    if isinstance(value, Space):
+        return _reduce_space(value)
     table, env_ids, pickled, marks = noting
-    reduced: Reduced | None = table.reduce(value, env_ids, pickled, marks)
+    in_space = type(value) is OfSpace
+    reduced: Reduced | None = table.reduce(value.generator if in_space else value, in_space, env_ids, pickled, marks)
     return reduced
+
+
+def _reduce_space(space: Space[Any]) -> Reduced | None:
+    """As the space reduces itself, with a mark at its generator; None for a space that has not been sampled."""
+    reduced: Any = space.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if type(reduced) is not tuple or len(reduced) < 3 or type(reduced[2]) is not dict:
+        return None
+    state = reduced[2]
+    if type(generator := state.get("_np_random")) is not np.random.Generator or _kind_of(generator) is None:
+        return None
+    return (*reduced[:2], {**state, "_np_random": OfSpace(generator)}, *reduced[3:])
 
 
 def is_noting() -> bool:
@@ -304,11 +349,11 @@ def receive_copies(copies: ScriptCopies) -> None:
     _copies = copies
 
 
-def _arrived(number: int, is_shared: bool, digest: bytes, generator: Any) -> Any:
+def _arrived(number: int, kept: int, digest: bytes, generator: Any) -> Any:
     originals = getattr(_thread, "originals", None)
     if originals is not None:
         return originals[number][0]
-    return generator if _copies is None else _copies.arrived(number, is_shared, digest, generator)
+    return generator if _copies is None else _copies.arrived(number, kept, digest, generator)
 
 
 class Source(NamedTuple):
@@ -347,7 +392,7 @@ class ScriptCopies:
         """Use the generators of this process themselves."""
         for number, (generator, is_shared, digest) in enumerate(originals.generators):
             if is_shared:
-                self.arrived(number, is_shared, digest, generator)
+                self.arrived(number, _Kept.SHARED, digest, generator)
 
     def begin(self, env_id: int, source: Source) -> None:
         """Switch to a new environment, and seed the generators for it."""
@@ -357,18 +402,18 @@ class ScriptCopies:
         for number, copy in self._copies.items():
             self._begin_one(number, copy)
 
-    def arrived(self, number: int, is_shared: bool, digest: bytes, generator: Any) -> Any:
+    def arrived(self, number: int, kept: int, digest: bytes, generator: Any) -> Any:
         """The copy of a shared generator: `generator`, unless there is one already.
 
-        The generator of one environment alone is only seeded, if that has been constructed again.
+        The generator of a space is only seeded; that of one environment alone, if that has been constructed again.
         """
         kind = _kind_of(generator)
         if kind is None:
             return generator
         new = _Copy(generator, kind, digest)
-        copy = self._copies.setdefault(number, new) if is_shared else new
+        copy = self._copies.setdefault(number, new) if kept == _Kept.SHARED else new
         source = self._sources.get(self._present)
-        if copy is new and source is not None and (is_shared or source.rebuilds):
+        if copy is new and source is not None and (kept or source.rebuilds):
             self._begin_one(number, copy)
         return copy.generator
 

@@ -551,6 +551,55 @@ def test_generators_that_are_looked_up_by_name(tmp_path):
             assert len({*one_worker[..., column].ravel()}) == 12
 
 
+SPACES: dict[str, Callable[[], spaces.Space[Any]]] = {
+    "Discrete": lambda: spaces.Discrete(1 << 40),
+    "Box": lambda: spaces.Box(0.0, 1.0, (), np.float64),
+    "Dict": lambda: spaces.Dict(a=spaces.Tuple([spaces.Discrete(1 << 40)])),
+}
+
+
+def _drawn(space: spaces.Space[Any]) -> float:
+    sample: Any = space.sample()
+    number = float(sample["a"][0] if isinstance(sample, dict) else sample)
+    return number / (1 << 40) if number > 1 else number
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_generators_of_spaces_are_not_exchanged(kind, build):
+    """No warning, and in no two environments the same draws, where a simulator samples from a space of the script."""
+    space = SPACES[kind]()
+    space.seed(5)
+    names = {"__name__": "__main__", "Drawing": Drawing, "space": space, "drawn": _drawn}
+    exec("class Env(Drawing):\n    sampled = space\n    def draw(self): return drawn(self.sampled)", names)
+    of_argument = [functools.partial(Drawing, functools.partial(_drawn, space)) for _ in range(2)]
+    for constructors in ([names["Env"]] * 2, of_argument):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            for setup in (SERIAL, ELSEWHERE[0]):
+                seen = [played(build(constructors, setup), 3) for _ in range(2)]
+                assert len({*np.ravel(seen[0])}) == np.size(seen[0])
+                assert (seen[0] == seen[1]) is (setup is not SERIAL)  # there, the space of the script is sampled
+    alone = [functools.partial(Drawing, functools.partial(_drawn, one)) for one in _seeded(kind)]
+    played_alone = played(build(alone, ELSEWHERE[0]), 3)
+    assert played_alone == in_a_loop(
+        [functools.partial(Drawing, functools.partial(_drawn, one)) for one in _seeded(kind)], 3
+    )
+    with pytest.warns(UserWarning, match="environments share a random generator") as caught:
+        build([functools.partial(_with_both, space, space.np_random)] * 2, ELSEWHERE[0])
+    assert len(about_generators(caught)) == 1
+
+
+def _seeded(kind: str) -> list[spaces.Space[Any]]:
+    of_kind = [SPACES[kind]() for _ in range(2)]
+    for seed, space in enumerate(of_kind):
+        space.seed(seed)
+    return of_kind
+
+
+def _with_both(space: spaces.Space[Any], rng: np.random.Generator) -> Drawing:
+    return Drawing(lambda: rng.random())
+
+
 def test_restarts_of_environments_with_their_own(build):
     """They do not repeat their episodes, and their neighbours draw on."""
     constructors = [draws_of(np.random.default_rng(seed)) for seed in range(4)]
