@@ -10,6 +10,8 @@ import locale
 import os
 import re
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from marl_parallel.adapters import MultiAgentEnv
@@ -30,7 +32,8 @@ class Neighbours:
 
     def __init__(self, *, own_process: bool = False) -> None:
         self._own_process, self._lock = own_process, threading.Lock()
-        self._objects: dict[int, tuple[int, Any]] = {}  # by id, the environment and the object, which keeps the id
+        # By id, the environment and a reference to the object, which a wrapper may drop later.
+        self._objects: dict[int, tuple[int, Callable[[], Any]]] = {}
         self._present: set[int] = set()  # the environments that live, or are being constructed
         self._settings: dict[int, ProcessSettings] = {}  # by environment, after its constructor
 
@@ -60,19 +63,25 @@ class Neighbours:
         after = process_settings()
         with self._lock:
             outermost, *inner = layers(env.source)
-            owners = {id(one): self._objects.get(id(one), (env_id,))[0] for one in (env, outermost, *inner)}
+            owners = {id(one): self._owner(one, env_id) for one in (env, outermost, *inner)}
             for one in (env, outermost):
                 if owners[id(one)] != env_id:
                     raise Refusal(ValueError, self._same_object(owners[id(one)], outermost))
             shared = [(owners[id(one)], type_name(one)) for one in inner if owners[id(one)] != env_id]
             for one in (env, outermost, *inner):
-                self._objects.setdefault(id(one), (env_id, one))
+                if owners[id(one)] == env_id:
+                    self._objects[id(one)] = env_id, _reference(one)
             earlier = [one for other, one in self._settings.items() if other != env_id]
             overridden = [name for name in _changed(before, after) if any(_has(one, name, before) for one in earlier)]
             # Most constructors change nothing: then all environments have one dict.
             self._settings[env_id] = earlier[-1] if earlier and earlier[-1] == after else after
         labels = [name if name in _NAMES else f"os.environ[{name!r}]" for name in overridden]
         return InCommon(tuple(shared), tuple(labels))
+
+    def _owner(self, one: Any, env_id: int) -> int:
+        """The environment that an object belongs to; `env_id` if it is new."""
+        owner, present = self._objects.get(id(one), (env_id, lambda: one))
+        return owner if present() is one else env_id  # another object had its id
 
     def _same_object(self, other: int, source: Any) -> str:
         return (
@@ -81,6 +90,14 @@ class Neighbours:
             "new environment, such as `lambda: Simulator()`, or, if there can be only one in a process, pass "
             f"{a_process_each(own_process=self._own_process)}"
         )
+
+
+def _reference(one: Any) -> Callable[[], Any]:
+    """A weak reference; a strong one to an object of a class with slots that allows no other."""
+    try:
+        return weakref.ref(one)
+    except TypeError:
+        return lambda: one
 
 
 def process_settings() -> ProcessSettings:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import locale
 import os
 import threading
 import warnings
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -169,6 +171,64 @@ def test_one_object_inside_of_wrappers_is_a_warning(constructor, name):
         assert text.startswith("environments [0, 1, 2, 3] wrap the same object of type ")
         assert "so a step of one of them also steps the others. Let each call of a constructor make a new one" in text
     assert not warned([constructor], backend="serial")
+
+
+class Counted(Counter):
+    """Counts those that live."""
+
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+        self.padding = np.zeros(9)
+
+
+class Holding(gymnasium.Env):
+    observation_space, action_space = Counter.observation_space, Counter.action_space
+
+    def __init__(self) -> None:
+        self.env = Counted()
+
+    def step(self, action: Any) -> Any:
+        return self.env.step(action)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.env = None  # many simulators cannot have two engines at a time
+        assert len(Counted.alive) < 2
+        self.env = Counted()
+        return self.env.reset()
+
+
+class Replacing(gymnasium.Wrapper):
+    def __init__(self) -> None:
+        super().__init__(Counted())
+
+    reset = Holding.reset
+
+
+class ReplacingForwarded(gymnasium.Wrapper):
+    def __init__(self) -> None:
+        super().__init__(gymnasium.Wrapper(Counted()))
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.env.env = None
+        self.env.env = Counted()
+        return self.env.reset()
+
+
+@pytest.mark.parametrize("constructor", [Holding, Replacing, ReplacingForwarded])
+@pytest.mark.parametrize("name", ["serial", "thread"])
+def test_wrappers_may_drop_what_they_wrap(constructor, name):
+    """Its memory is freed, without a garbage collection."""
+    Counted.alive.clear()
+    gc.disable()
+    try:
+        with ParallelEnv([constructor], **{**BACKENDS[name], "num_workers": 1}) as env:
+            for _ in range(3):
+                env.reset()
+                assert len(Counted.alive) == 1
+    finally:
+        gc.enable()
 
 
 # -- settings of the process -------------------------------------------------------------------------------------------
