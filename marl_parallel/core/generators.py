@@ -269,8 +269,10 @@ class GeneratorStates:
         """The states of the present environment."""
         return EnvGenerators(current_states() if self.isolated else None, self.copies.states())
 
-    def restore(self, states: EnvGenerators) -> None:
-        """Set the generators to what `states` has returned."""
+    def restore(self, states: EnvGenerators | States) -> None:
+        """Set the generators to what `states` has returned; earlier builds saved process-wide generators only."""
+        if not isinstance(states, EnvGenerators):
+            states = EnvGenerators(states, {})
         if self.isolated and states.of_process is not None:
             restore_states(states.of_process)
         self.copies.restore(states.of_copies)
@@ -280,7 +282,7 @@ class GeneratorStates:
         self.switch(env_id)
         return self.states()
 
-    def put(self, env_id: int, states: EnvGenerators) -> None:
+    def put(self, env_id: int, states: EnvGenerators | States) -> None:
         """Give an environment other states, and switch the generators to them."""
         self.switch(env_id)
         self.restore(states)

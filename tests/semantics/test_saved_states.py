@@ -34,6 +34,7 @@ from simulators.saved import (
 )
 
 from marl_parallel import ParallelEnv, RecyclePolicy
+from marl_parallel.core.generators import GeneratorStates, current_states
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.rebuilds import Rebuilds
 from marl_parallel.core.pool.recycling import Recycling
@@ -314,6 +315,21 @@ def test_process_wide_generators(build):
         ValueError, match="environment 0: its state was saved with isolate_rng=True: pass isolate_rng=True"
     ):
         build([Voyage, Global], Setup("process", True, 2)).load_state(env.save_state())
+
+
+@pytest.mark.parametrize("kinds", [[Global], [Voyage, Global], [Global] * 3])
+def test_states_of_earlier_builds_with_process_wide_generators(kinds, build, monkeypatch):
+    """They have the states of the process-wide generators in a plain tuple."""
+    env, other = (build(kinds, Setup("serial", True, 1), isolate_rng=True, seed=seed) for seed in (6, 40))
+    for one in (env, other):
+        one.reset()
+    act(env, *[1] * len(kinds))
+    with monkeypatch.context() as patched:
+        patched.setattr(GeneratorStates, "states", lambda self: current_states())
+        states = env.save_state()
+    other.load_state(states)
+    for _ in range(3):
+        assert_same(act(other, *[1] * len(kinds)), act(env, *[1] * len(kinds)))
 
 
 # -- errors: nothing has changed ---------------------------------------------------------------------------------------
