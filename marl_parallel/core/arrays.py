@@ -137,7 +137,7 @@ class BlockArrays(ArrayView):
                 return self.write(actions, env_ids)
         if type(actions) is Joint:
             return self._write_joint(actions, self._env_ids if env_ids is None else env_ids)
-        if transitions.has_joint:
+        if transitions.with_joint:
             transitions.clear_joint(self._env_ids if env_ids is None else env_ids)
         acting = None if self._codec is None else self._codec.acting(self._span.start, self._span.stop)
         if transitions.standings:
@@ -180,9 +180,10 @@ class BlockArrays(ArrayView):
                 raise ValueError(str(error)) from None
             for env_id, of_env in zip(ids, by_env):
                 transitions.check_contained(env_id, of_env)
-        rows = slice(None) if len(ids) == self._num_envs else [env_id - self._first for env_id in ids]
+        is_all = ids is self._env_ids or tuple(ids) == self._env_ids  # else they may be permuted
+        rows = slice(None) if is_all else [env_id - self._first for env_id in ids]
         if self._action_records.write_joint(rows, values, lists=lists):
-            transitions.has_joint = True
+            transitions.note_joint(ids)
             return {}
         return transitions.write_actions(ids, [{JOINT: [*value] if lists else value} for value in values])
 

@@ -63,7 +63,7 @@ class BlockTransitions(Transitions):
     Attributes:
         codec: Compiled code for the block; None if it is missing.
         standings: The states of environments that compiled code does not know.
-        has_joint: Whether records may have `JOINT` actions.
+        with_joint: The environments whose records have `JOINT` actions.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class BlockTransitions(Transitions):
         self._local_modules = local_modules
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
         self.standings: dict[int, Standing] = {}
-        self.has_joint = False
+        self.with_joint: set[int] = set()
         self._masks: dict[int, dict[AgentID, Any]] = {}  # masks outside the records; None for a mask in a record
         self._unrecorded_states: dict[int, States] = {}  # global states outside the records
         self._last_masks: list[dict[AgentID, Any]] | None = None  # of each environment, once the block is dropped
@@ -124,7 +124,7 @@ class BlockTransitions(Transitions):
         if self.around is not None and (context := self.around("write actions")):
             with context:
                 return self.write_actions(env_ids, actions, stacked=stacked)
-        if self.has_joint:
+        if self.with_joint:
             self.clear_joint(env_ids)
         pickled: dict[int, bytes] = {}
         codec, place = None if self.checks else self.codec, 0
@@ -159,9 +159,15 @@ class BlockTransitions(Transitions):
             of_those = of_acting(env_id, actions, acting)  # raises if one is missing
         return of_those if self._pettingzoo else dict(actions)
 
+    def note_joint(self, env_ids: Sequence[int]) -> None:
+        """Note that the records of these environments have `JOINT` actions."""
+        if len(self.with_joint) < self.layout.num_records:
+            self.with_joint.update(env_ids)
+
     def clear_joint(self, env_ids: Sequence[int]) -> None:
         """Remove the `JOINT` actions of these environments, whose actions are about to be written by agent."""
         self.action_records.clear_joint([*env_ids])
+        self.with_joint.difference_update(env_ids)
 
     def check_contained(self, env_id: int, actions: Mapping[Any, Any]) -> None:
         """Raise `ValueError` for an action outside its space."""

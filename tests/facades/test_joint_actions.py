@@ -15,6 +15,7 @@ from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import Schema, adapt
 from marl_parallel.adapters.mappo_env import MAPPOEnv
 from marl_parallel.adapters.protocol import JOINT
+from marl_parallel.core.array_view import Joint
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.records import ActionRecords, RecordSlices
@@ -331,6 +332,45 @@ def test_dicts_of_actions_are_unchanged_and_come_after_arrays():
     gc.collect()
     env.set_attr("takes", "first")
     env.step([{f"agent_{place}": action for place, action in enumerate(of_env)} for of_env in CHOSEN.tolist()])
+    assert [*env.get_attr("received")] == [plain(of_env[:, None]) for of_env in CHOSEN]
+    env.close()
+
+
+@pytest.mark.parametrize("env_ids", [[0, 1, 2], [2, 0, 1], [1, 0], [2]])
+@pytest.mark.parametrize("fits", [True, False], ids=["in the block", "pickled"])
+def test_actions_belong_to_the_environments_in_their_order(env_ids, fits):
+    envs: Any = DummyVecEnv([lambda: Field("discrete")] * N)
+    envs.reset()
+    envs.set_attr("takes", "argmax")
+    sent = np.eye(4)[CHOSEN[env_ids]]
+    values: Any = sent if fits else [*map(list, sent)]
+    envs._stepper.step(Joint(values, list, lists=False), env_ids)
+    received = envs.get_attr("received")
+    for env_id, of_env in zip(env_ids, sent):
+        assert received[env_id] == plain(of_env if fits else [*of_env])
+    envs.close()
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"backend": "serial"}])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_steps_with_dicts_after_those_with_arrays_clear_nothing(options, in_parts):
+    """Only the first ones do, until there is no record left that has joint actions."""
+    env = ParallelEnv([lambda: Ground("discrete")] * N, **options)
+    facade: Any = ShareVecEnv(env)
+    facade.reset()
+    env.set_attr("takes", "argmax")
+    facade.step(np.eye(4)[CHOSEN])
+    transitions = facade._stepper.runner.transitions
+    assert transitions.with_joint
+    del facade
+    gc.collect()
+    env.set_attr("takes", "first")
+    dicts = [{f"agent_{place}": action for place, action in enumerate(of_env)} for of_env in CHOSEN.tolist()]
+    for env_ids in [[2], [0, 1]] if in_parts else [[0, 1, 2]]:
+        assert transitions.with_joint
+        env.send([dicts[env_id] for env_id in env_ids], env_ids)
+        env.recv(len(env_ids))
+    assert not transitions.with_joint
     assert [*env.get_attr("received")] == [plain(of_env[:, None]) for of_env in CHOSEN]
     env.close()
 
