@@ -24,7 +24,7 @@ from marl_parallel.core.messages import Built, Construction, Message, Pickled, R
 from marl_parallel.core.namespaces import dump_namespaces
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.reducers import SCRIPTS
-from marl_parallel.core.script_generators import ScriptGenerators
+from marl_parallel.core.script_generators import Kept, ScriptGenerators
 from marl_parallel.core.sharing import CannotBeShared
 from marl_parallel.core.warn import warn
 
@@ -144,7 +144,7 @@ def _pickle(
 ) -> dict[int, Any]:
     """The pickled constructors; with `can_share`, unpicklable constructors stay as they are."""
     by_id: dict[int, Any] = {}
-    marks: dict[int, dict[int, bool]] = {}
+    marks: dict[int, dict[int, Kept]] = {}
     having: dict[int, list[int]] = {}  # most often, all environments have the same constructor
     for env_id in env_ids:
         having.setdefault(id(constructors[env_id]), []).append(env_id)

@@ -49,7 +49,7 @@ class Neighbours:
             return bool(self._present - {env_id})
 
     def forget(self, env_id: int) -> None:
-        """Forget an environment that is replaced, or whose constructor has raised."""
+        """Forget an environment that is constructed again, is refused, or whose constructor has raised."""
         with self._lock:
             self._present.discard(env_id)
             self._settings.pop(env_id, None)
@@ -77,6 +77,16 @@ class Neighbours:
             self._settings[env_id] = earlier[-1] if earlier and earlier[-1] == after else after
         labels = [name if name in _NAMES else f"os.environ[{name!r}]" for name in overridden]
         return InCommon(tuple(shared), tuple(labels))
+
+    def replace(self, env_id: int, env: MultiAgentEnv) -> None:
+        """Put a loaded environment in the place of an environment; what it has in common with others is not checked."""
+        self.forget(env_id)
+        settings = self.begin(env_id)
+        with self._lock:
+            self._settings[env_id] = settings
+            for one in (env, *layers(env.source)):
+                if self._owner(one, env_id) == env_id:
+                    self._objects[id(one)] = env_id, _reference(one)
 
     def _owner(self, one: Any, env_id: int) -> int:
         """The environment that an object belongs to; `env_id` if it is new."""

@@ -138,7 +138,7 @@ def _default_of_torch() -> Any:
 # -- in the caller's process -------------------------------------------------------------------------------------------
 
 
-class _Kept(IntEnum):
+class Kept(IntEnum):
     """What happens to the state of a generator in a worker process."""
 
     PRESENT = 0
@@ -160,14 +160,14 @@ class _Found:
     in_space: bool = True  # whether it has been reached only as the generator of a space
 
     @property
-    def kept(self) -> _Kept:
+    def kept(self) -> Kept:
         if len(self.env_ids) < 2:
-            return _Kept.PRESENT
-        return _Kept.SEEDED if self.in_space else _Kept.SHARED
+            return Kept.PRESENT
+        return Kept.SEEDED if self.in_space else Kept.SHARED
 
     @property
     def is_shared(self) -> bool:
-        return self.kept is _Kept.SHARED
+        return self.kept is Kept.SHARED
 
 
 class ScriptGenerators:
@@ -178,7 +178,7 @@ class ScriptGenerators:
         self._numbers: dict[int, int] = {}  # by the id of the generator
 
     @contextlib.contextmanager
-    def noting(self, env_ids: Sequence[int], value: Any) -> Iterator[dict[int, _Kept]]:
+    def noting(self, env_ids: Sequence[int], value: Any) -> Iterator[dict[int, Kept]]:
         """Within, this thread pickles a value that these environments have.
 
         `env_ids` is empty for values that environments look up by name: their generators count as shared in workers,
@@ -186,7 +186,7 @@ class ScriptGenerators:
         Gives a dict: by the number of each generator in the pickle, what the pickle says of its state.
         """
         before = getattr(_thread, "noting", None)
-        marks: dict[int, _Kept] = {}
+        marks: dict[int, Kept] = {}
         _thread.noting = self, env_ids, value, marks
         try:
             yield marks
@@ -198,7 +198,7 @@ class ScriptGenerators:
         return id(generator) in self._numbers
 
     def reduce(
-        self, generator: Any, in_space: bool, env_ids: Sequence[int], value: Any, marks: dict[int, _Kept]
+        self, generator: Any, in_space: bool, env_ids: Sequence[int], value: Any, marks: dict[int, Kept]
     ) -> Reduced | None:
         kind = _kind_of(generator)
         if kind is None:
@@ -212,11 +212,11 @@ class ScriptGenerators:
             found.value = value
         found.env_ids.update(env_ids)
         found.in_space &= in_space
-        by_name = _Kept.SEEDED if found.in_space else _Kept.SHARED
+        by_name = Kept.SEEDED if found.in_space else Kept.SHARED
         marks[number] = found.kept if env_ids else by_name
         return _arrived, (number, int(marks[number]), found.digest, PlainGenerator(generator))
 
-    def are_right(self, marks: dict[int, _Kept]) -> bool:
+    def are_right(self, marks: dict[int, Kept]) -> bool:
         """Whether no generator of a pickle has been found in other environments, or outside of a space, since."""
         return all(marked >= self._found[number].kept for number, marked in marks.items())
 
@@ -392,7 +392,7 @@ class ScriptCopies:
         """Use the generators of this process themselves."""
         for number, (generator, is_shared, digest) in enumerate(originals.generators):
             if is_shared:
-                self.arrived(number, _Kept.SHARED, digest, generator)
+                self.arrived(number, Kept.SHARED, digest, generator)
 
     def begin(self, env_id: int, source: Source) -> None:
         """Switch to a new environment, and seed the generators for it."""
@@ -411,7 +411,7 @@ class ScriptCopies:
         if kind is None:
             return generator
         new = _Copy(generator, kind, digest)
-        copy = self._copies.setdefault(number, new) if kept == _Kept.SHARED else new
+        copy = self._copies.setdefault(number, new) if kept == Kept.SHARED else new
         source = self._sources.get(self._present)
         if copy is new and source is not None and (kept or source.rebuilds):
             self._begin_one(number, copy)

@@ -266,9 +266,13 @@ class Worker:
         if self._generators is None:
             self._generators = self._new_generators(construction)
         before = self._neighbours.begin(env_id)
-        env, seeding, self._arrays_of[env_id] = self._construct(env_id, construction)
-        self._exchange_new_copies()
-        in_common = self._neighbours.add(env_id, env, before)
+        try:
+            env, seeding, self._arrays_of[env_id] = self._construct(env_id, construction)
+            self._exchange_new_copies()
+            in_common = self._neighbours.add(env_id, env, before)
+        except Refusal:
+            self._neighbours.forget(env_id)
+            raise
         if self._own_process:
             self.settings.look_again()
         if construction.traced != is_traced(self._status):  # in a standby, a trace may have begun or ended
@@ -694,11 +698,11 @@ class Worker:
                     raise
         saved, loaded, arrays = self._loaded.pop(env_id)
         self._closed.discard(env_id)
-        self._neighbours.forget(env_id)
         if loaded.uses_pygame:
             if saved.needs_constructor:
                 close_quietly(loaded.env)
             _, loaded, arrays = self._made_beside(env_id, saved)
+        self._neighbours.replace(env_id, loaded.env)
         standing, seed, states = loaded.more
         construction = saved.construction
         assert construction is not None

@@ -173,6 +173,44 @@ def test_one_object_inside_of_wrappers_is_a_warning(constructor, name):
     assert not warned([constructor], backend="serial")
 
 
+LOADED: dict[str, Any] = {}
+
+
+def loaded_or_new(env_id: int) -> Any:
+    return Counter() if env_id == 0 else LOADED.get("one") or Counter()
+
+
+def keep(source: Any) -> None:
+    LOADED["one"] = source
+
+
+@pytest.mark.parametrize("num_envs", [2, 3])
+@pytest.mark.parametrize("name", ["serial", "thread", "hybrid"])
+def test_a_loaded_environment_is_compared_with_later_ones(name, num_envs):
+    LOADED.clear()
+    with ParallelEnv([loaded_or_new] * num_envs, **{**BACKENDS[name], "num_workers": 1}) as env:
+        env.reset()
+        env.load_state(env.save_state())
+        env.call(keep, env_ids=[0])
+        with pytest.raises(Exception, match=r"environment 1.*the same object as the constructor of environment 0"):
+            env.restart([1])
+
+
+def fails() -> Any:
+    raise RuntimeError("no licence")
+
+
+@pytest.mark.parametrize("refused", [object, dict, lambda: 3])
+def test_a_refused_environment_is_no_neighbour(refused):
+    """The error of a constructor suggests a process for each environment only if there is another environment."""
+    with pytest.raises(EnvError, match="no licence") as caught:
+        ParallelEnv([refused, fails], backend="serial")
+    assert "envs_per_worker" not in str(caught.value)
+    with pytest.raises(EnvError, match="no licence") as caught:
+        ParallelEnv([Counter, fails], backend="serial")
+    assert "envs_per_worker" in str(caught.value)
+
+
 class Counted(Counter):
     """Counts those that live."""
 
