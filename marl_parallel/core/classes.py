@@ -55,7 +55,7 @@ def reduce_class(cls: Any, reduced: Reduced) -> tuple[Callable[..., Any], Reduce
         bases, namespace = cls.__bases__, {**namespace, "__orig_bases__": cls.__orig_bases__}
     maker = next(one for one in metaclass.__mro__ if can_be_imported(one) and not _is_with_keywords(one))
     arguments = (create, maker, metaclass, name, bases, namespace, *more)
-    return _new_class, arguments, (attributes, {}, _to_be_told(cls)), _fill
+    return _new_class, arguments, (attributes, {}, _registering_base(cls)), _fill
 
 
 _MISSING = object()
@@ -103,7 +103,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def _to_be_told(cls: Any) -> Any:
+def _registering_base(cls: Any) -> Any:
     for base in cls.__mro__[1:]:
         if "__init_subclass__" in vars(base) and can_be_imported(base):
             return None if _is_standard(base) else base
@@ -118,10 +118,12 @@ def _is_standard(cls: Any) -> bool:
 
 
 def _new_class(create: Callable[..., Any], maker: Any, metaclass: Any, *arguments: Any) -> Any:
-    return create(functools.partial(_new_quietly, maker, metaclass), *arguments)
+    return create(functools.partial(_new_without_hooks, maker, metaclass), *arguments)
 
 
-def _new_quietly(maker: Any, metaclass: Any, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+def _new_without_hooks(
+    maker: Any, metaclass: Any, name: str, bases: tuple[type, ...], namespace: dict[str, Any]
+) -> Any:
     """Make a class as `maker`, a base of its metaclass, does."""
     with _without_init_subclass(bases):
         prepared = maker.__prepare__(name, bases)  # which `types.new_class` calls for classes only
@@ -157,13 +159,13 @@ def _do_nothing(cls: type) -> None:
 
 
 def _fill(cls: Any, parts: _Parts) -> None:
-    attributes, members, told = parts
+    attributes, members, registering = parts
     _set_attributes(cls, attributes)
     for name, of_member in members.items():
         vars(cls.__members__[name]).update(of_member)
     for subclass in attributes.get("_abc_impl", ()):
         cls.register(subclass)
-    if told is not None and _tell(vars(told)["__init_subclass__"].__get__(None, cls)):
+    if registering is not None and _register(vars(registering)["__init_subclass__"].__get__(None, cls)):
         _set_attributes(cls, attributes)  # as they were in the end
 
 
@@ -177,7 +179,7 @@ def _set_attributes(cls: Any, attributes: Mapping[str, Any]) -> None:
         assign(cls, "__firstlineno__", attributes["__firstlineno__"])
 
 
-def _tell(init_subclass: Any) -> bool:
+def _register(init_subclass: Any) -> bool:
     """Call `__init_subclass__` unless it needs keywords of the class statement; returns whether it was called."""
     parameters = _parameters(init_subclass)
     named = [one for one in parameters or () if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]

@@ -202,7 +202,7 @@ class _EntryPickler(ByValuePickler):
         create, _, (_, slots), items, pairs, set_state = super()._dynamic_function_reduce(
             cast("FunctionType", _empty_function)
         )
-        used = [name for name in _names_in(function.__code__) if name in self._values]
+        used = [name for name in _names_of(function.__code__) if name in self._values]
         self.may_need.update(used)
         self.codes.append(function.__code__)
         attributes = {*function.__code__.co_names}
@@ -220,12 +220,12 @@ class _EntryPickler(ByValuePickler):
         return create, arguments, ({**vars(function)}, slots), items, pairs, set_state
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def _names_of(code: CodeType) -> Iterator[str]:
     """The names of globals in code, and of attributes."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+            yield from _names_of(constant)
 
 
 def _empty_function() -> None:

@@ -5,7 +5,7 @@
 
 A worker has a stand-in for each module that it cannot import. The attributes of a stand-in are what has arrived with
 constructors, and what its namespace has. A namespace travels once to each worker. Its entries are unpickled when they
-are looked up, so that what nobody looks up costs no time and imports no module.
+are looked up, so that what no code looks up costs no time and imports no module.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ def test_bases_that_take_no_attributes(monkeypatch):
             Registering.made.append(cls.__name__)
 
     monkeypatch.setattr(classes, "_is_standard", lambda cls: False)
-    new = classes._new_quietly(type, type, "New", (Registering, uuid.UUID), {"size": 3})
+    new = classes._new_without_hooks(type, type, "New", (Registering, uuid.UUID), {"size": 3})
     assert new.size == 3
     assert issubclass(new, Registering)
     assert Registering.made == []
@@ -354,10 +354,10 @@ def test_init_subclass_without_a_signature():
         def __call__(self):
             called.append(1)
 
-    assert classes._tell(Compiled())
+    assert classes._register(Compiled())
     assert called == [1]
     Compiled.__call__ = lambda self: int("a number")
-    assert classes._tell(Compiled())
+    assert classes._register(Compiled())
     broken = lambda cls, name, bases, namespace: None  # noqa: E731
     broken.__signature__ = "text"
     assert not classes._needs_keywords(type("Meta", (type,), {"__new__": broken}))
