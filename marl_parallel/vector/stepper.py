@@ -554,7 +554,7 @@ class ForwardedCalls(OfParallelEnv):
         frames: tuple[Any, ...] | None = self.env.render()
         return frames
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str | Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return self.env.call(name, *args, **kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
