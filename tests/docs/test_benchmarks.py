@@ -72,7 +72,7 @@ def simulators(synthetic, monkeypatch):
     return module
 
 
-def run(script, *arguments, timeout=500, returncodes=(0,)):
+def run(script, *arguments, timeout=110, returncodes=(0,)):
     command = [sys.executable, str(BENCHMARKS / script), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     assert result.returncode in returncodes, result.stderr
