@@ -76,8 +76,7 @@ class Episode:
             options.
 
     `after_step` is called after each step that compiled code carries out, before the transition is written. `joint`
-    returns the `JOINT` actions for such a step, or None. `warned` has the warnings that the worker's environments have
-    logged: each comes once.
+    returns the `JOINT` actions for such a step, or None.
     """
 
     def __init__(
@@ -91,10 +90,8 @@ class Episode:
         generators: GeneratorStates | None = None,
         after_step: Callable[[], None] | None = None,
         joint: Callable[[], Any] | None = None,
-        warned: set[str] | None = None,
     ) -> None:
         self.env, self.env_id, self.seeding, self.generators = env, env_id, seeding, generators
-        self._warned = set[str]() if warned is None else warned
         self._mode, self._status = mode, status
         self._dict_rules = env.rules is Rules.DICT
         self._alive: list[AgentID] = []
@@ -214,15 +211,13 @@ class Episode:
         return Transition(*copied_dicts((observations, rewards, terminateds, truncateds, infos)), self._alive, ())
 
     def _warn_of_no_end(self) -> None:
-        """Warn that all agents have ended before this step, in which none has come back."""
-        if "no end" in self._warned:
-            return
-        self._warned.add("no end")
+        """Warn once that all agents have ended before this step, in which none has come back."""
         logger.warning(
             "environment %d: all its agents have ended, but its `step` returns no `__all__`, so the episode goes on "
             'without agents. Let `step` return terminateds["__all__"] = True at the end of an episode, or pass '
             'adapter="pettingzoo" if an episode ends with its last agent. If agents come back later, ignore this.',
             self.env_id,
+            extra={"once": "no end"},
         )
 
     def begin_next(self, last: Transition) -> Transition:

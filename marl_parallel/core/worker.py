@@ -145,7 +145,6 @@ class Worker:
         self._namespaces = hash(b"")  # of what has been installed, which may be large
         self._fingerprints: dict[str, int] = {}  # of generators that environments share, after the last constructor
         self._draws = False  # whether environments have drawn from shared generators since
-        self._warned: set[str] = set()  # the warnings that episodes have logged
         self._built: dict[int, tuple[int | None, int]] = {}  # as of `Saved`
         self._arrays_of: dict[int, ConstructorArrays] = {}
         self._checksums: dict[tuple[int, int], int] = {}  # of `ConstructorArrays`
@@ -307,7 +306,6 @@ class Worker:
             # Without this worker: it has the episode, and only the garbage collector would free both.
             after_step=functools.partial(_write_masks, self._mask_columns, env_id, env) if env.mask_spaces else None,
             joint=functools.partial(_read_joint, self._joint_columns, env_id) if env.joint_actions else None,
-            warned=self._warned,
         )  # fmt: skip
 
     def _construct(self, env_id: int, construction: Construction) -> tuple[MultiAgentEnv, Seeding, ConstructorArrays]:

@@ -57,6 +57,7 @@ ERRORS = {
     ("vector/stepper", "receive", "NoAsyncCallError"): "`step_wait`",
     ("vector/stepper", "receive_reset", "NoAsyncCallError"): "`reset_wait`",
     ("vector/stepper", "_check_may_step", "AlreadyPendingCallError"): "in flight",
+    ("vector/stepper", "_check_received", "AlreadyPendingCallError"): "`receive_some`",
     ("vector/pymarl", "get", "NoAsyncCallError"): "`recv` of a `PyMARLConnection`",
     ("vector/pymarl", "_check_open", "ClosedEnvironmentError"): "a `PyMARLConnection` that has been closed",
     ("vector/pymarl", "_check_may_step", "AlreadyPendingCallError"): "a second step of a `PyMARLConnection`",

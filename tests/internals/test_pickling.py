@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import cloudpickle
 import pytest
@@ -169,6 +170,7 @@ def test_definitions_are_read_once(monkeypatch):
     class Wall(Info):
         name = "wall"
 
+    monkeypatch.setattr(classes, "_with_keywords", WeakKeyDictionary())
     calls = []
     for owner, name in ((pickling, "looks_up_names"), (pickling, "names_in_annotations"), (classes, "_parameters")):
         read = getattr(owner, name)
