@@ -23,8 +23,9 @@
    agent's place plus one. Keys are equal if they are the same object, or equal strings or integers.
 
    The header of a transition: a code of 8 bytes, rewards 8n, types of rewards n, terminated n + 1, truncated n + 1,
-   presence n, for the n agents. The code is written last. Its bits are below; the code of a plain transition also has
-   the type of the rewards, the type of the flags, and the turn.
+   presence n, events n, for the n agents. The code is written last. Its bits are below; the code of a plain transition also has
+   the type of the rewards, the type of the flags, and the turn. The events say what the transition means in each
+   agent's life; `Episode` decides the same.
 
    Built for the limited API of Python 3.10: one file for all later releases. */
 
@@ -95,7 +96,7 @@ typedef struct {
     PyObject **first_lives;    /* by record: the initial bytes of `lives` */
     unsigned char *lives;      /* by record: the bits ALIVE and ENDED of each agent */
     unsigned char *scratch;    /* for one transition: the header after the rewards; then new lives */
-    unsigned char *states;     /* by record: the bits ALIVE and ACTING of each agent after the latest read; then the
+    unsigned char *states;     /* by record: the bits ALIVE, ACTING, ENDED of each agent after the latest read; then the
                                   bits KNOWN and OVER: the episode is over and no reset has followed */
     int same_step;             /* whether the next episode begins in the step that ends one */
     int has_large;             /* whether an observation is a large array */
@@ -109,14 +110,16 @@ typedef struct {
     const volatile double *moment; /* the time in seconds; NULL for the system's monotonic clock */
 } Codec;
 
-/* Bits of a code. INFOS: infos are pickled; NO_INFOS: there are none at all; ONLY_ALL: no flags but `__all__`. Python
-   has another bit, for records that Python has written. */
-enum { PLAIN = 1, INFOS = 2, FINAL = 4, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, NOT_PLAIN = 0xC4 };
+/* Bits of a code. INFOS: infos are pickled; NO_INFOS: there are none at all; ONLY_ALL: no flags but `__all__`; RESET: in
+   a plain transition, all agents begin a life. Python has another bit, for records that Python has written. */
+enum { PLAIN = 1, INFOS = 2, FINAL = 4, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, RESET = 128, NOT_PLAIN = 0x44 };
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
 enum {
     OBSERVED_BIT = 1, REWARDED_BIT = 2, TERMINATED_BIT = 4, TRUNCATED_BIT = 8, FLAG_BITS = 12, INFOS_BIT = 16,
     ALIVE_BIT = 32, ACTING_BIT = 64, EVERYWHERE = 127, FINAL_BIT = 128
 };
+/* Events: see `Events` in `transition.py`. In a plain step, all agents go on; in a plain reset, all begin. */
+enum { LIFE_ENDED = 1, TOOK_PART = 2, BEGAN = 4, WAS_DEAD = 8, WAS_ALIVE = 16, GOES_ON = 18, ALL_EVENTS = 31 };
 enum { ENDED_BIT = 1 }; /* of lives: a flag has been set since the agent was last seen alive */
 enum { KNOWN = 1, OVER = 2 }; /* of states */
 enum { SOME = 0, ALL_IN_ORDER = 1, STACKED = 2 };
@@ -914,6 +917,7 @@ static Outcome write_transition(const Codec *codec, char *record, PyObject *dict
         if (only_all) presence &= ~FLAG_BITS;
         memset(next, turn ? presence & ~ACTING_BIT : presence, n);
         if (turn) next[turn - 1] = (char)presence;
+        memset(next + n, GOES_ON, n);
         *word = code;
     }
     return code & INFOS ? DONE_BUT_INFOS : DONE;
@@ -939,7 +943,7 @@ static int code_of_flag(const Codec *codec, PyObject *flag) {
 
 /* A transition before it is written. */
 typedef struct {
-    unsigned char *tags, *flags[2], *presence, *lives; /* in the scratch of the Codec, as in the header */
+    unsigned char *tags, *flags[2], *presence, *events, *lives; /* in the scratch of the Codec, as in the header */
     PyObject **observations, **finals, **vectors;      /* borrowed, by agent */
     int all[2], any;           /* whether each dict has a flag for `__all__`; whether any agent has a flag */
     int over, are_empty;       /* whether an `__all__` is true; whether all infos are empty and belong to agents */
@@ -948,9 +952,9 @@ typedef struct {
 static Draft empty_draft(const Codec *codec) {
     size_t n = (size_t)codec->n;
     unsigned char *tags = codec->scratch, *presence = tags + 3 * n + 2;
-    memset(codec->scratch, 0, 5 * n + 2);
+    memset(codec->scratch, 0, 6 * n + 2);
     memset(codec->rewards, 0, 8 * n);
-    return (Draft){tags, {tags + n, tags + 2 * n + 1}, presence, presence + n,
+    return (Draft){tags, {tags + n, tags + 2 * n + 1}, presence, presence + n, presence + 2 * n,
                    codec->values, codec->values + n, codec->values + 2 * n, {0, 0}, 0, 0, 1};
 }
 
@@ -1056,15 +1060,21 @@ static void hold(const Codec *codec, const Draft *draft, int on) {
     }
 }
 
-/* Which agents are alive after a step, by the rules of `Episode`; LEFT if an agent has come back after its end. */
-static Outcome note_lives(const Codec *codec, const unsigned char *before, const unsigned char *const flags[2],
-                          unsigned char *presence, unsigned char *lives) {
+/* Which agents are alive after a step, and the events in their lives, by the rules of `Episode`; LEFT if an agent has
+   come back after its end. */
+static Outcome note_lives(const Codec *codec, const unsigned char *before, const Draft *draft) {
     for (Py_ssize_t i = 0; i < codec->n; i++) {
-        int observed = presence[i] & OBSERVED_BIT, ends = (flags[0][i] | flags[1][i]) & 1, ended = before[i] & ENDED_BIT;
+        int observed = draft->presence[i] & OBSERVED_BIT, ends = (draft->flags[0][i] | draft->flags[1][i]) & 1;
+        int ended = before[i] & ENDED_BIT, was_alive = before[i] & ALIVE_BIT;
         if (ended && observed && !ends) return LEFT;
-        int alive = !ended && !ends && (observed || before[i] & ALIVE_BIT);
-        lives[i] = (unsigned char)((alive ? ALIVE_BIT : 0) | (ended || ends ? ENDED_BIT : 0));
-        presence[i] |= (unsigned char)((alive ? ALIVE_BIT : 0) | (alive && observed ? ACTING_BIT : 0));
+        int alive = !ended && !ends && (observed || was_alive), event = was_alive ? WAS_ALIVE : 0;
+        if (ended) event |= WAS_DEAD;
+        else if (ends) event |= LIFE_ENDED;
+        if (ends || draft->presence[i] & (OBSERVED_BIT | REWARDED_BIT)) event |= TOOK_PART;
+        if (observed && !ended && !was_alive) event |= BEGAN;
+        draft->events[i] = (unsigned char)event;
+        draft->lives[i] = (unsigned char)((alive ? ALIVE_BIT : 0) | (ended || ends ? ENDED_BIT : 0));
+        draft->presence[i] |= (unsigned char)((alive ? ALIVE_BIT : 0) | (alive && observed ? ACTING_BIT : 0));
     }
     return DONE;
 }
@@ -1095,8 +1105,10 @@ static Outcome note_left(const Codec *codec, PyObject *agents_left, const unsign
 }
 
 /* The code of a header, with the bits of a plain transition if it is plain. */
-static uint64_t code_of(const Codec *codec, uint64_t code, const unsigned char *tags, const unsigned char *const flags[2],
-                        const unsigned char *presence, int no_infos, int only_all) {
+static uint64_t code_of(const Codec *codec, uint64_t code, const Draft *draft, int no_infos) {
+    const unsigned char *tags = draft->tags, *presence = draft->presence, *events = draft->events;
+    unsigned char *const *flags = draft->flags;
+    int only_all = !draft->any;
     int everywhere = EVERYWHERE & ~(code || no_infos ? INFOS_BIT : 0) & ~(only_all ? FLAG_BITS : 0);
     int flag = flags[0][0];
     Py_ssize_t n = codec->n, acting = 0, turn = 0;
@@ -1104,12 +1116,15 @@ static uint64_t code_of(const Codec *codec, uint64_t code, const unsigned char *
         if (presence[i] & ACTING_BIT && ++acting == 1) turn = i + 1;
     if (acting != 1 || n == 1) turn = 0;
     if ((flag & 1) || flags[0][n] || flags[1][n] || tags[0] == VECTOR_TAG) return code;
+    if (events[0] != GOES_ON && events[0] != BEGAN) return code;
     for (Py_ssize_t i = 0; i < n; i++) {
         int expected = turn && turn != i + 1 ? everywhere & ~ACTING_BIT : everywhere;
-        if (presence[i] != expected || tags[i] != tags[0] || flags[0][i] != flag || flags[1][i] != flag) return code;
+        if (presence[i] != expected || tags[i] != tags[0] || flags[0][i] != flag || flags[1][i] != flag ||
+            events[i] != events[0])
+            return code;
     }
     code |= PLAIN | (uint64_t)tags[0] << REWARD_SHIFT | (uint64_t)flag << FLAG_SHIFT | (uint64_t)turn << TURN_SHIFT;
-    return code | (no_infos ? NO_INFOS : 0) | (only_all ? ONLY_ALL : 0);
+    return code | (no_infos ? NO_INFOS : 0) | (only_all ? ONLY_ALL : 0) | (events[0] == BEGAN ? RESET : 0);
 }
 
 /* Write the values of a draft that is held. After LEFT, some may have been written. */
@@ -1132,12 +1147,11 @@ static Outcome write_header(const Codec *codec, char *record, const Draft *draft
     size_t n = (size_t)codec->n;
     char *header = record + codec->header;
     volatile uint64_t *word = (volatile uint64_t *)header;
-    const unsigned char *const flags[2] = {draft->flags[0], draft->flags[1]};
     *word = 0; /* a worker that dies here leaves no code that does not hold */
     if (infos != NULL) code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
-    if (!(code & FINAL)) code = code_of(codec, code, draft->tags, flags, draft->presence, no_infos, !draft->any);
+    if (!(code & FINAL)) code = code_of(codec, code, draft, no_infos);
     memcpy(header + 8, codec->rewards, 8 * n);
-    memcpy(header + 8 + 8 * n, codec->scratch, 4 * n + 2);
+    memcpy(header + 8 + 8 * n, codec->scratch, 5 * n + 2);
     *word = code;
     return code & INFOS ? DONE_BUT_INFOS : DONE;
 }
@@ -1150,10 +1164,9 @@ static Outcome write_any(const Codec *codec, char *record, PyObject *result, PyO
     PyObject *dicts[5], *agents_left = PyTuple_GetItem(rules, 0);
     for (int i = 0; i < 5; i++) dicts[i] = PyTuple_GetItem(result, i);
     Draft draft = empty_draft(codec);
-    const unsigned char *const flags[2] = {draft.flags[0], draft.flags[1]};
     Outcome outcome = note_dicts(codec, dicts, &draft);
     if (outcome == DONE && draft.over) outcome = LEFT;
-    if (outcome == DONE) outcome = note_lives(codec, before, flags, draft.presence, draft.lives);
+    if (outcome == DONE) outcome = note_lives(codec, before, &draft);
     if (outcome == DONE && agents_left == Py_None && !draft.all[0]) outcome = check_any_alive(codec, draft.lives);
     if (outcome != DONE) return outcome;
     hold(codec, &draft, 1);
@@ -1317,7 +1330,7 @@ static PyObject *pickled_infos(PyObject *leftovers, PyObject *env_id) {
 typedef struct {
     uint64_t code;
     const double *rewards;
-    const unsigned char *tags, *flags[2], *presence;
+    const unsigned char *tags, *flags[2], *presence, *events;
 } Header;
 
 static Header header_of(const Codec *codec, const char *record) {
@@ -1326,6 +1339,7 @@ static Header header_of(const Codec *codec, const char *record) {
     const unsigned char *tags = (const unsigned char *)header + 8 + 8 * n;
     return (Header){
         *(const uint64_t *)header, (const double *)(header + 8), tags, {tags + n, tags + 2 * n + 1}, tags + 3 * n + 2,
+        tags + 4 * n + 2,
     };
 }
 
@@ -1348,7 +1362,7 @@ static int is_left(const Codec *codec, const Header *header) {
     if (codec->in_infos && any_over & 1) return 1;
     for (Py_ssize_t i = 0; i < codec->n; i++) {
         int bits = header->presence[i];
-        if (bits & FINAL_BIT && !(header->code & FINAL)) return 1;
+        if ((bits & FINAL_BIT && !(header->code & FINAL)) || header->events[i] & ~ALL_EVENTS) return 1;
         if (bits & REWARDED_BIT && ((header->tags[i] & TYPE_OF_TAG) >= types || !is_form(header->tags[i])))
             return 1; /* vectors: Python adds them up */
         if (codec->in_infos && (bits & (REWARDED_BIT | ALIVE_BIT)) == REWARDED_BIT) return 1;
@@ -1367,6 +1381,7 @@ static int is_header(const Codec *codec, const Header *header) {
         if (header->flags[0][i] > NP_TRUE_CODE || header->flags[1][i] > NP_TRUE_CODE) return 0;
         int bits = i < codec->n ? header->presence[i] : 0, tag = bits & REWARDED_BIT ? header->tags[i] : 0;
         if (bits & FINAL_BIT && !(header->code & FINAL)) return 0;
+        if (i < codec->n && !(header->code & PLAIN) && header->events[i] & ~ALL_EVENTS) return 0;
         if (tag == VECTOR_TAG ? codec->vectors[i].kind == NO_KIND : !is_tag(codec->reward_types, tag)) return 0;
     }
     return 1;
@@ -1396,7 +1411,10 @@ static int note_state(const Codec *codec, Py_ssize_t number, const Header *heade
     unsigned char *state = state_of(codec, number);
     int terminated = header->flags[0][n] & 1, truncated = header->flags[1][n] & 1, over = terminated | truncated;
     int stays_over = over && state[n] & OVER;
-    for (Py_ssize_t i = 0; i < n; i++) state[i] = header->presence[i] & (ALIVE_BIT | ACTING_BIT);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        int died = !over && header->events[i] & (LIFE_ENDED | WAS_DEAD) && !(header->presence[i] & ALIVE_BIT);
+        state[i] = (header->presence[i] & (ALIVE_BIT | ACTING_BIT)) | (died ? ENDED_BIT : 0);
+    }
     state[n] = KNOWN | (over && !codec->same_step ? OVER : 0);
     if (codec->totals == NULL || stays_over) return 0;
     add_totals(codec, number, header);
@@ -1767,12 +1785,17 @@ static int are_empty_infos(PyObject *infos) {
 
 /* -- arrays over neighbouring environments -------------------------------------------------------------------------- */
 
-/* Fields of `Arrays` after the observations, in the order of `Arrays`, without the infos. */
-enum { REWARDS, TERMINATIONS, TRUNCATIONS, TERMINATED, TRUNCATED, PRESENT, ACTING, OBSERVED, REWARDED, FLAGGED, FIELDS };
+/* Fields of `Arrays` after the observations, in the order of `Arrays`, without the infos; the last ones are events. */
+enum {
+    REWARDS, TERMINATIONS, TRUNCATIONS, TERMINATED, TRUNCATED, PRESENT, ACTING, OBSERVED, REWARDED, FLAGGED, ALIVE_NOW,
+    ALIVE_BEFORE, PARTS, ENDS, BEGINS, DEAD_BEFORE, FIELDS
+};
 
+/* By field, bits of the presence, and from ALIVE_BEFORE on bits of the events. */
 static const int bits_of_mask[FIELDS] = {
     [PRESENT] = OBSERVED_BIT | REWARDED_BIT, [ACTING] = ACTING_BIT, [OBSERVED] = OBSERVED_BIT,
-    [REWARDED] = REWARDED_BIT, [FLAGGED] = FLAG_BITS,
+    [REWARDED] = REWARDED_BIT, [FLAGGED] = FLAG_BITS, [ALIVE_NOW] = ALIVE_BIT, [ALIVE_BEFORE] = WAS_ALIVE,
+    [PARTS] = TOOK_PART, [ENDS] = LIFE_ENDED, [BEGINS] = BEGAN, [DEAD_BEFORE] = WAS_DEAD,
 };
 
 /* Whether a range of records exists; else an error is set. */
@@ -1784,7 +1807,7 @@ static int are_records(const Codec *codec, Py_ssize_t start, Py_ssize_t stop) {
 
 /* Whether a record is plain, all agents act, and there are no infos. */
 static int is_simple(uint64_t code) {
-    return (code >> TURN_SHIFT) == 0 && (code & (PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL | NOT_PLAIN)) == PLAIN;
+    return (code >> TURN_SHIFT) == 0 && (code & (PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL | RESET | NOT_PLAIN)) == PLAIN;
 }
 
 /* The observations of a group, or one leaf of them: an array `(records, agents, ...)` with the values of a view of the
@@ -1852,14 +1875,17 @@ static void fill_row(const Codec *codec, const Header *header, char **fields, Py
         for (Py_ssize_t i = 0; i < n; i++) fields[TERMINATIONS + which][row * n + i] = header->flags[which][i] & 1;
         fields[TERMINATED + which][row] = header->flags[which][n] & 1;
     }
-    for (int mask = PRESENT; mask < FIELDS; mask++)
-        for (Py_ssize_t i = 0; i < n; i++)
-            fields[mask][row * n + i] = (header->presence[i] & bits_of_mask[mask]) != 0;
+    for (int mask = PRESENT; mask < FIELDS; mask++) {
+        const unsigned char *bits = mask < ALIVE_BEFORE ? header->presence : header->events;
+        for (Py_ssize_t i = 0; i < n; i++) fields[mask][row * n + i] = (bits[i] & bits_of_mask[mask]) != 0;
+    }
 }
 
 PyDoc_STRVAR(read_arrays_doc,
-    "read_arrays(start, stop, leaves, targets, written, leftovers, copy, as_table, notes) -> list, (left, masked, ended) | None\n--\n\n"
-    "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards. `leaves` are pairs\n"
+    "read_arrays(start, stop, leaves, targets, written, leftovers, copy, as_table, notes, nothing)\n"
+    "    -> list, (left, masked, ended) | None\n--\n\n"
+    "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards; `nothing` is the\n"
+    "field of events that did not happen. `leaves` are pairs\n"
     "of a view of the block, `(records, agents, ...)`, and the agents' places; each is an array among the observations:\n"
     "new ones, or the `targets`, a list, which may have been `written` already. If there is more to do, the rest is as of\n"
     "`read`, and so is `copy`, for last observations. Rows of environments that are `left` are filled too, as far as their records tell. Without `notes`, nothing\n"
@@ -1868,11 +1894,11 @@ PyDoc_STRVAR(read_arrays_doc,
 
 static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *leaves, *targets, *leftovers;
+    PyObject *leaves, *targets, *leftovers, *nothing;
     Py_ssize_t start, stop;
     int written, copy, as_table, notes;
-    if (!PyArg_ParseTuple(args, "nnO!OpO!ppp:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
-                          &PyDict_Type, &leftovers, &copy, &as_table, &notes))
+    if (!PyArg_ParseTuple(args, "nnO!OpO!pppO:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
+                          &PyDict_Type, &leftovers, &copy, &as_table, &notes, &nothing))
         return NULL;
     if (!are_records(codec, start, stop)) return NULL;
     npy_intp dims[2] = {stop - start, codec->n};
@@ -1885,10 +1911,10 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
     if (observations == NULL) return NULL;
     for (int field = 0; field < FIELDS; field++) {
         int of_envs = field == TERMINATED || field == TRUNCATED;
-        if (simple && field > OBSERVED) Py_INCREF(arrays[field] = arrays[OBSERVED]);
+        if (simple && field > OBSERVED) Py_INCREF(arrays[field] = field > PARTS ? nothing : arrays[OBSERVED]);
         else arrays[field] = PyArray_ZEROS(of_envs ? 1 : 2, dims, field == REWARDS ? NPY_DOUBLE : NPY_BOOL, 0);
         if (arrays[field] == NULL) goto finally;
-        fields[field] = PyArray_DATA((PyArrayObject *)arrays[field]);
+        if (arrays[field] != nothing) fields[field] = PyArray_DATA((PyArrayObject *)arrays[field]);
     }
     if (as_table && notes && !simple && PyDict_Size(leftovers) == 0) {
         found[0] = info_table(codec, start, stop);
@@ -1924,10 +1950,11 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         others = Py_BuildValue("(OOO)", found[1], found[2], found[3]);
     else Py_INCREF(others = Py_None);
     if (others != NULL)
-        result = Py_BuildValue("([OOOOOOOOOOOOOO{}OO]N)", observations, arrays[REWARDS], arrays[TERMINATIONS],
+        result = Py_BuildValue("([OOOOOOOOOOOOOO{}OOOOOOOO]N)", observations, arrays[REWARDS], arrays[TERMINATIONS],
                                arrays[TRUNCATIONS], arrays[TERMINATED], arrays[TRUNCATED], arrays[PRESENT], arrays[ACTING],
                                found[0], arrays[OBSERVED], arrays[REWARDED], arrays[FLAGGED], flag, flag, Py_None,
-                               any_over ? Py_False : Py_True, others);
+                               any_over ? Py_False : Py_True, arrays[ALIVE_NOW], arrays[ALIVE_BEFORE], arrays[PARTS],
+                               arrays[ENDS], arrays[BEGINS], arrays[DEAD_BEFORE], others);
 finally:
     Py_DECREF(observations);
     for (int field = 0; field < FIELDS; field++) Py_XDECREF(arrays[field]);
@@ -2023,20 +2050,19 @@ static PyObject *codec_forget(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(agents_doc,
-    "agents_of(start, stop, are_alive) -> list\n--\n\n"
-    "The lists of agents that act next in neighbouring environments, or are alive, as noted last; empty for environments\n"
-    "without notes. The lists are read-only.");
+    "agents_of(start, stop, bit) -> list\n--\n\n"
+    "The lists of agents in neighbouring environments that act next (64), are alive (32), or have ended and not come back\n"
+    "(1), as noted last; empty for environments without notes. The lists are read-only.");
 
 static PyObject *codec_agents_of(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
     Py_ssize_t start, stop;
-    int are_alive;
-    if (!PyArg_ParseTuple(args, "nnp:agents_of", &start, &stop, &are_alive) || !are_records(codec, start, stop))
+    int bit;
+    if (!PyArg_ParseTuple(args, "nni:agents_of", &start, &stop, &bit) || !are_records(codec, start, stop))
         return NULL;
     PyObject *lists = PyList_New(stop - start);
     for (Py_ssize_t i = start; lists != NULL && i < stop; i++) {
         const unsigned char *state = state_of(codec, i);
-        int bit = are_alive ? ALIVE_BIT : ACTING_BIT;
         PyObject *agents = state[codec->n] & KNOWN ? agents_with(codec, state, bit) : PyList_New(0);
         if (agents == NULL || PyList_SetItem(lists, i - start, agents) < 0) Py_CLEAR(lists);
     }
@@ -2053,6 +2079,26 @@ static PyObject *codec_is_over(PyObject *self, PyObject *env_id) {
     return PyBool_FromLong(state_of(codec, number)[codec->n] & OVER);
 }
 
+/* Note the events of agents, a dict or None. */
+static Outcome note_events(const Codec *codec, PyObject *events, const Draft *draft) {
+    Py_ssize_t position = 0, agent;
+    PyObject *key, *value;
+    if (events == Py_None) {
+        for (agent = 0; agent < codec->n; agent++)
+            if (draft->presence[agent] & (OBSERVED_BIT | REWARDED_BIT)) draft->events[agent] = GOES_ON;
+        return DONE;
+    }
+    if (!PyDict_CheckExact(events)) return LEFT;
+    while (PyDict_Next(events, &position, &key, &value)) {
+        Outcome outcome = place_of(codec, key, &agent);
+        if (outcome != DONE) return outcome;
+        long bits = PyLong_AsLong(value);
+        if (bits < 0 || bits & ~(long)ALL_EVENTS) return PyErr_Occurred() ? FAILED : LEFT;
+        draft->events[agent] = (unsigned char)bits;
+    }
+    return DONE;
+}
+
 PyDoc_STRVAR(put_doc,
     "put(env_id, transition) -> 0 | 1 | 2\n--\n\n"
     "Write a `Transition`. Returns 1; 2 if its infos, and the infos of its reset, have to be pickled; or 0 if Python has to\n"
@@ -2060,16 +2106,16 @@ PyDoc_STRVAR(put_doc,
 
 static PyObject *codec_put(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *env_id, *transition, *parts[9], *pair = NULL;
+    PyObject *env_id, *transition, *parts[10], *pair = NULL;
     Py_ssize_t number;
     if (!PyArg_ParseTuple(args, "OO!:put", &env_id, &PyTuple_Type, &transition)) return NULL;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return NULL;
-    if (PyTuple_Size(transition) != 9) {
+    if (PyTuple_Size(transition) != 10) {
         PyErr_SetString(PyExc_ValueError, "expected a Transition");
         return NULL;
     }
-    for (int i = 0; i < 9; i++) parts[i] = PyTuple_GetItem(transition, i);
+    for (int i = 0; i < 10; i++) parts[i] = PyTuple_GetItem(transition, i);
     PyObject *infos = parts[4], *final = parts[7] == Py_None ? NULL : parts[7];
     PyObject *reset = final == NULL || parts[8] == Py_None ? NULL : parts[8];
     if (codec->observations == NULL || (reset != NULL && !PyDict_CheckExact(reset))) return PyLong_FromLong(0);
@@ -2088,6 +2134,7 @@ static PyObject *codec_put(PyObject *self, PyObject *args) {
         }
         Py_DECREF(agents);
     }
+    if (outcome == DONE) outcome = note_events(codec, parts[9], &draft);
     int reset_is_empty = 1;
     Py_ssize_t position = 0;
     PyObject *key, *info;
@@ -2116,6 +2163,14 @@ static PyObject *codec_put(PyObject *self, PyObject *args) {
     return PyLong_FromLong(outcome == DONE ? 1 : outcome == DONE_BUT_INFOS ? 2 : 0);
 }
 
+/* The events of each agent that has some. */
+static PyObject *read_events(const Codec *codec, const Header *header) {
+    PyObject *dict = PyDict_New();
+    for (Py_ssize_t i = 0; dict != NULL && i < codec->n; i++)
+        if (header->events[i]) set_value(codec, &dict, i, PyLong_FromLong(header->events[i]));
+    return dict;
+}
+
 PyDoc_STRVAR(parts_doc,
     "parts(env_id, copy) -> tuple\n--\n\n"
     "The fields of the `Transition` that `put` or `run` has written; nothing is noted. Infos are None if they are\n"
@@ -2131,7 +2186,7 @@ static PyObject *codec_parts(PyObject *self, PyObject *args) {
     if (record == NULL) return NULL;
     const Header header = header_of(codec, record);
     if (codec->observations == NULL || !is_header(codec, &header)) return damaged(codec, record);
-    PyObject *parts[9] = {NULL}; /* the fields of `Transition` */
+    PyObject *parts[10] = {NULL}; /* the fields of `Transition` */
     parts[0] = read_some(codec, &header, codec->observations, OBSERVED_BIT, record, copy);
     if (parts[0] != NULL) parts[1] = read_some_rewards(codec, &header, record);
     for (int i = 2; i < 4; i++)
@@ -2148,8 +2203,9 @@ static PyObject *codec_parts(PyObject *self, PyObject *args) {
         else Py_INCREF(parts[7] = Py_None);
     }
     if (parts[8] == NULL) Py_INCREF(parts[8] = Py_None);
-    PyObject *result = parts[7] == NULL ? NULL : PyTuple_New(9);
-    for (int i = 0; i < 9; i++) {
+    if (parts[7] != NULL) parts[9] = read_events(codec, &header);
+    PyObject *result = parts[9] == NULL ? NULL : PyTuple_New(10);
+    for (int i = 0; i < 10; i++) {
         if (result == NULL) Py_XDECREF(parts[i]);
         else if (PyTuple_SetItem(result, i, parts[i]) < 0) Py_CLEAR(result);
     }
@@ -2514,7 +2570,7 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     codec->states = PyMem_Calloc((size_t)(codec->records * (codec->n + 1)) + 1, 1);
     codec->first_lives = PyMem_Calloc((size_t)codec->records + 1, sizeof(PyObject *));
     codec->lives = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, 1);
-    codec->scratch = PyMem_Calloc((size_t)(5 * codec->n) + 2, 1);
+    codec->scratch = PyMem_Calloc((size_t)(6 * codec->n) + 2, 1);
     codec->there = PyMem_Calloc((size_t)codec->n + 1, 1);
     codec->values = PyMem_Calloc((size_t)(3 * codec->n) + 1, sizeof(PyObject *));
     codec->agents_list = PySequence_List(agents);

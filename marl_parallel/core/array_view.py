@@ -17,6 +17,15 @@ from marl_parallel.core import stacking
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.schema import alike
 from marl_parallel.core.source import Transitions
+from marl_parallel.core.transition import BEGAN, ENDED, TOOK_PART, WAS_ALIVE, WAS_DEAD
+
+_NOBODY: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)  # the default of fields that a view of one's own may leave out
+
+
+EVENTS = {
+    "were_alive": WAS_ALIVE, "took_part": TOOK_PART, "ended": ENDED, "began": BEGAN, "were_dead": WAS_DEAD
+}  # fmt: skip
+"""The fields of `Arrays` that show events, with the bits of these."""
 
 
 class Arrays(NamedTuple):
@@ -43,6 +52,16 @@ class Arrays(NamedTuple):
             zeros without a reward. The agent's column in `rewards` is 0.0. Empty if no agent declares a reward space.
         vectored: `(num_envs, n)`, bool: which rewards are in `vectors`; None if `vectors` is empty.
         none_over: If True, `terminated` and `truncated` are False everywhere, as in most steps.
+        alive: `(num_envs, n)`, bool: which agents are alive after the step. This field and the following ones are
+            read-only; with SAME_STEP, `alive` and `began` are of the next episode where one has ended, and the others
+            of the one that has ended.
+        were_alive: `(num_envs, n)`, bool: which agents were alive before the step; none before a reset.
+        took_part: `(num_envs, n)`, bool: which agents were observed, rewarded or flagged in the step; none in a reset.
+        ended: `(num_envs, n)`, bool: whose life ended in the step, by its own flag or with the episode: once in a life.
+        began: `(num_envs, n)`, bool: whose life began with its observation: in a reset or restart, for an agent that
+            has joined or come back, and in turn-based games when the agent is first observed.
+        were_dead: `(num_envs, n)`, bool: whose life had ended before the step, in an episode that went on, and which
+            did not come back in it.
     """
 
     observations: list[Any]
@@ -62,6 +81,12 @@ class Arrays(NamedTuple):
     vectors: Mapping[AgentID, NDArray[Any]] = MappingProxyType({})
     vectored: NDArray[np.bool_] | None = None
     none_over: bool = False
+    alive: NDArray[np.bool_] = _NOBODY
+    were_alive: NDArray[np.bool_] = _NOBODY
+    took_part: NDArray[np.bool_] = _NOBODY
+    ended: NDArray[np.bool_] = _NOBODY
+    began: NDArray[np.bool_] = _NOBODY
+    were_dead: NDArray[np.bool_] = _NOBODY
 
 
 class Stacked(NamedTuple):

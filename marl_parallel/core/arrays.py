@@ -19,7 +19,7 @@ from marl_parallel.action_masks import binary_rows, choices_of, flat_mask
 from marl_parallel.adapters import AgentID
 from marl_parallel.adapters.protocol import JOINT, Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, ArrayView, Joint, ResultDoesNotFit
+from marl_parallel.core.array_view import EVENTS, Actions, Arrays, ArrayView, Joint, ResultDoesNotFit
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.codec import LargeArrays
 from marl_parallel.core.info_columns import InfoArrays, InfoColumns
@@ -124,6 +124,8 @@ class BlockArrays(ArrayView):
             self._are_leaves &= isinstance(column.array, np.ndarray)
         self._is_composed = not (self._are_leaves and copy) or bool(self._reward_spaces)
         self._places_of = functools.lru_cache(8)(layout.actions.places_of)
+        self._nobody = np.zeros(self._shape, np.bool_)  # for events that did not happen
+        self._nobody.flags.writeable = False
 
     def _add_leaf(self, places: tuple[int, ...], view: NDArray[Any]) -> None:
         self._leaves += ((view, places),)
@@ -213,6 +215,12 @@ class BlockArrays(ArrayView):
                 mask[env_id - self._first, columns] = True
         return mask
 
+    def _alive(self) -> NDArray[np.bool_]:
+        alive = np.zeros(self._shape, np.bool_)
+        for row, agents in enumerate(self._transitions.alive[self._span.start : self._span.stop]):
+            alive[row, [self._column[agent] for agent in agents if agent in self._column]] = True
+        return alive
+
     def read(self, leftovers: Mapping[int, Any]) -> Arrays:
         transitions = self._transitions
         if transitions.around is not None and (context := transitions.around("read results")):
@@ -249,7 +257,16 @@ class BlockArrays(ArrayView):
         as_table = self.wants_info_arrays and _INTEGERS_OF_64_BITS
         written = self._rollout is not None and self._target is not None and self._rollout.is_written(span)
         return self._codec.read_arrays(
-            span.start, span.stop, self._leaves, targets, written, leftovers, self._transitions.copies, as_table, notes
+            span.start,
+            span.stop,
+            self._leaves,
+            targets,
+            written,
+            leftovers,
+            self._transitions.copies,
+            as_table,
+            notes,
+            self._nobody,
         )
 
     def _complete(self, fields: list[Any]) -> Arrays:
@@ -271,13 +288,17 @@ class BlockArrays(ArrayView):
         elif observations is None:
             observations = [stacking.zeros(space, (self._num_envs, len(columns))) for space, columns in self.groups]
         vectors = {a: np.zeros((self._num_envs, *(s.shape or ())), s.dtype) for a, s in self._reward_spaces.items()}
-        terminations, truncations, present, acting, observed, rewarded, flagged = np.zeros((7, *self._shape), np.bool_)
+        terminations, truncations, present, acting, observed, rewarded, flagged, alive, *events = np.zeros(
+            (13, *self._shape), np.bool_
+        )
         terminated, truncated = np.zeros((2, self._num_envs), np.bool_)
-        return Arrays(
+        arrays = Arrays(
             observations, np.zeros(self._shape), terminations, truncations, terminated, truncated,
             present, acting, {}, observed, rewarded, flagged,
-            vectors=vectors, vectored=np.zeros(self._shape, np.bool_) if vectors else None,
+            vectors=vectors, vectored=np.zeros(self._shape, np.bool_) if vectors else None, alive=alive,
         )  # fmt: skip
+        by_name: dict[str, Any] = dict(zip(EVENTS, events))
+        return arrays._replace(**by_name)
 
     def _with_vectors(self, arrays: Arrays) -> Arrays:
         """The same arrays with the vector rewards in the block."""
@@ -298,7 +319,7 @@ class BlockArrays(ArrayView):
         if self._codec is not None:
             seen = self._complete(self._read_block({}, notes=False)[0])
         arrays = self._empty(seen.observations)._replace(
-            present=seen.present, acting=self.acting(), observed=seen.observed
+            present=seen.present, acting=self.acting(), observed=seen.observed, alive=self._alive()
         )
         for env_id, (observations, present) in self._from_dicts.items():
             self._clear(arrays, env_id)
@@ -370,6 +391,11 @@ class BlockArrays(ArrayView):
                     place = row, self._column[self._known(env_id, agent)]
                     of_agents[place], arrays.flagged[place] = flag, True
         self._put_acting(arrays, env_id)
+        for agent, bits in self._transitions.events_in(env_id).items():
+            if agent in self._column:
+                for name, bit in EVENTS.items():
+                    if bits & bit:
+                        getattr(arrays, name)[row, self._column[agent]] = True
         if not are_empty(infos.values()):
             assert isinstance(arrays.infos, dict)
             arrays.infos[env_id] = infos
@@ -380,8 +406,11 @@ class BlockArrays(ArrayView):
                 stacking.clear(part, env_id - self._first)
 
     def _put_acting(self, arrays: Arrays, env_id: int) -> None:
-        columns = [self._column[agent] for agent in self._transitions.acting[env_id]]
-        arrays.acting[env_id - self._first, columns] = True
+        row, transitions = env_id - self._first, self._transitions
+        for agents, mask in (
+            (transitions.acting_in(env_id), arrays.acting), (transitions.alive_in(env_id), arrays.alive)
+        ):  # fmt: skip
+            mask[row, [self._column[agent] for agent in agents if agent in self._column]] = True
 
     def _put_observations(self, arrays: Arrays, env_id: int, observations: Mapping[Any, Any]) -> None:
         for agent, observation in observations.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core.array_view import of_acting
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, damaged
-from marl_parallel.core.episode import add_to_infos, dicts_of, is_over, needs_actions
+from marl_parallel.core.episode import add_to_infos, dead_after, dicts_of, events_of_last, is_over, needs_actions
 from marl_parallel.core.pickling import dumps_for_workers, in_order
 from marl_parallel.core.pool.slots import Slot, Snapshot, States
 from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionRecords
@@ -40,8 +40,11 @@ class Standing(NamedTuple):
     acting: Sequence[AgentID]
     alive: Sequence[AgentID]
     over: bool  # whether the episode has ended and no reset has followed
+    events: Mapping[AgentID, int] = MappingProxyType({})
+    dead: Sequence[AgentID] = ()  # the agents that have ended in this episode and not come back
 
 
+_BITS_OF_STATES = {"alive": 32, "acting": 64, "dead": 1}  # see `Codec.agents_of`
 _UNKNOWN = Standing((), (), over=False)
 
 
@@ -274,8 +277,9 @@ class BlockTransitions(Transitions):
         """The five dicts of one environment; notes its state."""
         stays_over = self.is_over(env_id)
         if type(leftovers) is Snapshot:
-            dicts, acting, alive, over, masks, states = leftovers
-            self._stand(env_id, Standing(acting, alive, over))
+            dicts, acting, alive, over, masks, states, events = leftovers
+            dead = [] if dicts[2][ALL] or dicts[3][ALL] else dead_after(events, alive)
+            self._stand(env_id, Standing(acting, alive, over, events, dead))
             self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
             if states is not None:
                 self._unrecorded_states[env_id] = states
@@ -288,7 +292,8 @@ class BlockTransitions(Transitions):
             transition = self._whole(self.records, env_id, leftovers)
             dicts, ended = dicts_of(transition), is_over(transition)
             over = ended and self.mode is not AutoresetMode.SAME_STEP
-            self._stand(env_id, Standing(transition.acting, transition.alive, over))
+            dead = [] if ended else dead_after(transition.events, transition.alive)
+            self._stand(env_id, Standing(transition.acting, transition.alive, over, transition.events or {}, dead))
             pickled = {**(leftovers or {}), "reset_infos": transition.reset_infos}
             self._note_masks(env_id, transition.acting, pickled, dicts[4], ended)
         parts = self._add_step(env_id, dicts[1:4], dicts[4], stays_over)
@@ -331,7 +336,8 @@ class BlockTransitions(Transitions):
         masks = {agent: mask.copy() for agent, mask in self.layout.masks.reported(env_id).items()}
         masks |= self._pickled_masks(transition.acting, dicts[0], pickled, dicts[4], ended)
         over = ended and self.mode is not AutoresetMode.SAME_STEP
-        return Snapshot(dicts, transition.acting, transition.alive, over, masks)
+        events = transition.events or {}
+        return Snapshot(dicts, transition.acting, transition.alive, over, masks, events=events)
 
     def transition(self, env_id: int, leftovers: Any) -> Transition:
         """A copy of the transition in the record of an environment, with its leftovers."""
@@ -353,22 +359,25 @@ class BlockTransitions(Transitions):
         """As `snapshot`, for an environment that `has_next_episode`: the last step of the old episode."""
         last = self._own.read(env_id, leftovers)
         dicts = last.final_observations or {}, last.rewards, last.terminateds, last.truncateds, {**last.infos}
-        return Snapshot(dicts, [], [], over=True)
+        return Snapshot(dicts, [], [], over=True, events=events_of_last(last.events))
 
     def last_known(
         self, slot: Slot, leftovers: Any, *, partially_written: bool
-    ) -> tuple[dict[AgentID, Any], Sequence[AgentID]]:
-        """Copies of the last observations of one environment, and the agents alive.
+    ) -> tuple[dict[AgentID, Any], Sequence[AgentID], Sequence[AgentID]]:
+        """Copies of the last observations of one environment, the agents alive, and those that had ended.
 
         The observations are zeros if the record was only `partially_written` when the worker died.
         """
         if not slot.has_reset:
-            return {}, []
+            return {}, [], []
         if partially_written:
             declared, alive = self.layout.schema.observation_spaces, self.alive_in(slot.env_id)
-            return {agent: zeros(declared[agent]) for agent in alive if agent in declared}, [*alive]
+            (dead,) = self._agents((slot.env_id,), "dead")
+            return {agent: zeros(declared[agent]) for agent in alive if agent in declared}, [*alive], dead
         transition = self._own.read(slot.env_id, leftovers)
-        return transition.observations, transition.alive
+        ended = is_over(transition)
+        dead = [] if ended else dead_after(transition.events, transition.alive)
+        return transition.observations, transition.alive, dead
 
     # -- action masks --------------------------------------------------------------------------------------------------
 
@@ -457,31 +466,36 @@ class BlockTransitions(Transitions):
 
     @property
     def acting(self) -> list[Sequence[AgentID]]:
-        return self._agents(self.env_ids, alive=False)
+        return self._agents(self.env_ids, "acting")
 
     def acting_in(self, env_id: int) -> Sequence[AgentID]:
-        return self._agents((env_id,), alive=False)[0]
+        return self._agents((env_id,), "acting")[0]
 
     @property
     def alive(self) -> list[Sequence[AgentID]]:
-        return self._agents(self.env_ids, alive=True)
+        return self._agents(self.env_ids, "alive")
 
     def alive_in(self, env_id: int) -> Sequence[AgentID]:
-        return self._agents((env_id,), alive=True)[0]
+        return self._agents((env_id,), "alive")[0]
 
-    def _agents(self, env_ids: Sequence[int], *, alive: bool) -> list[Sequence[AgentID]]:
-        """The agents that are alive or act, in neighbouring environments."""
+    def _agents(self, env_ids: Sequence[int], which: str) -> list[Sequence[AgentID]]:
+        """The agents that are alive, act or are dead (a field of `Standing`), in neighbouring environments."""
         bounds, lists = (env_ids[0], env_ids[-1] + 1), list[Sequence[AgentID]]()
         codec = self.codec
-        lists = [()] * len(env_ids) if codec is None else codec.agents_of(*bounds, alive)
+        lists = [()] * len(env_ids) if codec is None else codec.agents_of(*bounds, _BITS_OF_STATES[which])
         for env_id in env_ids if self.standings else ():
             if (standing := self.standings.get(env_id)) is not None:
-                lists[env_id - env_ids[0]] = standing.alive if alive else standing.acting
+                lists[env_id - env_ids[0]] = getattr(standing, which)
         return lists
 
     @property
     def over(self) -> list[bool]:
         return [*map(self.is_over, self.env_ids)]
+
+    def events_in(self, env_id: int) -> Mapping[AgentID, int]:
+        """The events of the latest transition of an environment that has been read."""
+        standing = self.standings.get(env_id)
+        return self.records.events_in(env_id) if standing is None else standing.events
 
     def is_over(self, env_id: int) -> bool:
         codec = self.codec
@@ -499,7 +513,9 @@ class BlockTransitions(Transitions):
             return
         self._last_masks = [*map(self.masks, self.env_ids)]
         every = enumerate(zip(self.acting, self.alive, self.over))
-        self.standings = {env_id: Standing(acting, alive, over) for env_id, (acting, alive, over) in every}
+        self.standings = {
+            env_id: Standing(acting, alive, over, self.events_in(env_id)) for env_id, (acting, alive, over) in every
+        }
         layout = self.layout
         self.layout = Layout(layout.schema, layout.num_records, arrays=bool(layout.agents))  # without the block
         self.codec = None

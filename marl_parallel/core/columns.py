@@ -588,7 +588,7 @@ class Layout:
         self.joint: JointColumn | None = None
         if schema.joint_actions and n:
             self.joint = JointColumn([schema.action_spaces[agent] for agent in self.agents], place)
-        self.transition_header = place(8 + 12 * n + 2)
+        self.transition_header = place(8 + 13 * n + 2)
         self.rewards = AgentColumns(schema.reward_spaces, self.agents, place)
         self.observations = AgentColumns(schema.observation_spaces, self.agents, place)
         self.masks = MaskColumns(schema.mask_spaces, self.agents, place)

@@ -28,9 +28,14 @@ from marl_parallel.core.reports import logger
 from marl_parallel.core.spaces import zeros
 from marl_parallel.core.transition import (
     ALL,
+    BEGAN,
     COMMON,
+    ENDED,
     FINAL_OBS,
     RESET_INFO,
+    TOOK_PART,
+    WAS_ALIVE,
+    WAS_DEAD,
     Transition,
     check_infos,
     checked_flags,
@@ -56,6 +61,7 @@ class Standing(NamedTuple):
     early: Transition | None
     before_early: EnvGenerators | None
     seeding: tuple[int, int] | None
+    unseen: Sequence[AgentID] = ()
 
 
 class Episode:
@@ -97,6 +103,7 @@ class Episode:
         self._alive: list[AgentID] = []
         self._acting: list[AgentID] = []
         self._flagged: set[AgentID] = set()
+        self._unseen: set[AgentID] = set()  # agents alive that have not been observed since their life began
         # If the adapter overrides `turn` or `alive`, it has to be called after each step.
         methods = [getattr(method, "__func__", None) for method in (env.turn, env.alive)]
         self._asked = methods != [MultiAgentEnv.turn, MultiAgentEnv.alive]
@@ -133,12 +140,16 @@ class Episode:
             refuse_reserved("reset", observations, {})
         check_infos(infos, observations)
         self._flagged.clear()
+        self._unseen.clear()
         self._over, self.ended_for_now = None, False
         self._note(observations, observations)
         rewards = no_rewards(observations, self.env.reward_spaces)
         terminateds = {**dict.fromkeys(observations, False), ALL: False}
         truncateds = {**terminateds}
-        return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
+        events = dict.fromkeys(observations, BEGAN)
+        return Transition(
+            observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, events=events
+        )
 
     def _seeded(self, keywords: Mapping[str, Any], seed: int, number: int) -> Mapping[str, Any]:
         """Keywords for the simulator's `reset`: a missing seed is derived; it is left out if `reset` takes none."""
@@ -171,7 +182,7 @@ class Episode:
                 return self.reset({}) if self._early is None else self.begin_early()
             if not self._dict_rules or self._postponed is not None:
                 terminated, truncated = self._over
-                return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), ())
+                return Transition({}, {}, {ALL: terminated}, {ALL: truncated}, {}, (), (), events={})
         self._status.enter(self.env_id, _STEP)
         try:
             dicts = self.env.step(actions)
@@ -186,29 +197,69 @@ class Episode:
             refuse_reserved("step", observations, rewards)
         terminateds, truncateds = checked_flags(terminateds, "terminated"), checked_flags(truncateds, "truncated")
         check_infos(infos, observations)
-        before, alive = self._alive, self.env.alive()
+        before, were_dead, alive = self._alive, {*self._flagged}, self.env.alive()
+        ended = {agent for flags in (terminateds, truncateds) for agent, flag in flags.items() if flag and agent != ALL}
         if alive is None:
-            alive = self._seen_and_not_ended(observations, terminateds, truncateds)
+            alive = self._seen_and_not_ended(observations, ended)
+        else:
+            self._flagged = (self._flagged | ended).difference(alive)
         self._note(alive, observations)
+        events = self._events(before, were_dead, observations, rewards, ended)
         if ALL not in terminateds or ALL not in truncateds:
-            ended = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
+            no_agent_left = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
             terminateds, truncateds = {**terminateds}, {**truncateds}  # the simulator may reuse its dicts
             # If the simulator sets `__all__` in one dict only, the other one is set such that an ended episode is over.
             if self._dict_rules and ALL not in terminateds and not before and not self._alive and self._flagged:
                 self._warn_of_no_end()
-            terminateds.setdefault(ALL, ended[0] or (any(ended) and not truncateds.get(ALL, True)))
-            truncateds.setdefault(ALL, any(ended) and not terminateds[ALL])
+            terminateds.setdefault(ALL, no_agent_left[0] or (any(no_agent_left) and not truncateds.get(ALL, True)))
+            truncateds.setdefault(ALL, any(no_agent_left) and not terminateds[ALL])
         over = terminateds[ALL], truncateds[ALL]
         if not (over[0] or over[1]):
             self._over = None
-            return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, self._acting)
+            return Transition(
+                observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, events=events
+            )
+        if self._over is None:  # else the episode has been over before, and lives end once
+            for agent in self._alive:
+                if not events.get(agent, 0) & ENDED:
+                    events[agent] = events.get(agent, 0) | ENDED
         if self._mode is not AutoresetMode.SAME_STEP:
             self._over, self.fast = over, None
             acting = self._acting if needs_actions(self.env.rules, self._mode, over=True) else []
-            return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting)
+            return Transition(observations, rewards, terminateds, truncateds, infos, self._alive, acting, events=events)
         self.ended_for_now, self.fast = True, None
         # Simulators that reuse their arrays and dicts would overwrite them in the next episode.
-        return Transition(*copied_dicts((observations, rewards, terminateds, truncateds, infos)), self._alive, ())
+        dicts = copied_dicts((observations, rewards, terminateds, truncateds, infos))
+        return Transition(*dicts, self._alive, (), events=events)
+
+    def _events(
+        self,
+        before: Sequence[AgentID],
+        were_dead: set[AgentID],
+        observations: Mapping[AgentID, Any],
+        rewards: Mapping[AgentID, Any],
+        ended: set[AgentID],
+    ) -> dict[AgentID, int]:
+        """What a step means in the life of each agent, while its episode goes on; `ended` have a flag of their own.
+
+        `before` are the agents that were alive before the step, `were_dead` those that had ended.
+        """
+        alive, were_alive = {*self._alive}, {*before}
+        unseen, self._unseen = self._unseen, set()
+        events = {}
+        for agent in {**dict.fromkeys([*before, *were_dead, *self._alive, *ended]), **observations, **rewards}:
+            observed, ends = agent in observations, agent in ended
+            was_dead = agent in were_dead and (ends or agent not in alive)
+            begins = not was_dead and (agent not in were_alive or agent in unseen or (ends and agent in alive))
+            events[agent] = (
+                (WAS_ALIVE if agent in were_alive else 0)
+                | (WAS_DEAD if was_dead else ENDED if ends else 0)
+                | (TOOK_PART if observed or ends or agent in rewards else 0)
+                | (BEGAN if begins and observed else 0)
+            )
+            if begins and not observed and agent in alive:
+                self._unseen.add(agent)
+        return {agent: bits for agent, bits in events.items() if bits}
 
     def _warn_of_no_end(self) -> None:
         """Warn once that all agents have ended before this step, in which none has come back."""
@@ -226,6 +277,7 @@ class Episode:
         return Transition(
             first.observations, last.rewards, last.terminateds, last.truncateds, last.infos, first.alive, first.acting,
             final_observations=last.observations, reset_infos=first.infos,
+            events=both_events(last.events, first.events),
         )  # fmt: skip
 
     def postpone_reset(self, keywords: Mapping[str, Any]) -> None:
@@ -255,11 +307,8 @@ class Episode:
         self._over = self._postponed = self._early = self._before_early = None
         return early
 
-    def _seen_and_not_ended(
-        self, observations: Iterable[AgentID], terminateds: Mapping[Any, Any], truncateds: Mapping[Any, Any]
-    ) -> list[AgentID]:
+    def _seen_and_not_ended(self, observations: Iterable[AgentID], ended: set[AgentID]) -> list[AgentID]:
         """The agents alive after a step; notes agents that have ended, and agents that have come back since."""
-        ended = {agent for flags in (terminateds, truncateds) for agent, flag in flags.items() if flag and agent != ALL}
         seen = [*dict.fromkeys([*self._alive, *observations])]
         if self._flagged:
             back = self._flagged.intersection(observations) - ended
@@ -290,7 +339,7 @@ class Episode:
             agents_left = None if self._dict_rules else self.env.agents_left
             if (lives := self._lives()) is not None:
                 self.fast = self._fast_step, None, False, (agents_left, lives)
-        elif self._flagged or self._alive != self.env.possible_agents:
+        elif self._flagged or self._unseen or self._alive != self.env.possible_agents:
             return
         elif self._takes_turns and len(self._acting) == 1 < len(self._alive):
             self._acting = [*self._acting]  # `_next_turn` writes into it
@@ -303,7 +352,7 @@ class Episode:
         """The state of this object between two steps, without the environment; call `take_lives` first."""
         return Standing(
             [*self._alive], [*self._acting], [*self._flagged], self._takes_turns, self._over, self._postponed,
-            self._early, self._before_early, self.seeding,
+            self._early, self._before_early, self.seeding, [*self._unseen],
         )  # fmt: skip
 
     def stand(self, standing: Standing) -> None:
@@ -311,6 +360,7 @@ class Episode:
         alive, acting, flagged, self._takes_turns, self._over, self._postponed = standing[:6]
         self._alive, self._acting, self._flagged = [*alive], [*acting], {*flagged}
         self._early, self._before_early = standing.early, standing.before_early
+        self._unseen = {*standing.unseen}
         if (
             self.seeding is not None and standing.seeding is not None
         ):  # else episodes have no derived seeds now, or had none then
@@ -422,7 +472,7 @@ def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
 
 def dicts_of(transition: Transition) -> Dicts:
     """The five dicts of a transition, with the additions of an automatic reset to infos; other dicts are not copied."""
-    observations, rewards, terminateds, truncateds, infos, _, _, final, reset_infos = transition
+    observations, rewards, terminateds, truncateds, infos, _, _, final, reset_infos, _ = transition
     infos = {**infos}
     if final is not None:
         with_final(infos, final, reset_infos or {})
@@ -475,6 +525,28 @@ def interrupted(
         {**dict.fromkeys(alive, True), ALL: True},
         {},
     )
+
+
+def both_events(last: Mapping[AgentID, int] | None, first: Mapping[AgentID, int] | None) -> dict[AgentID, int]:
+    """The events of a step that ends an episode, in which the next one begins."""
+    last, first = last or {}, first or {}
+    return {agent: last.get(agent, 0) | first.get(agent, 0) for agent in {**last, **first}}
+
+
+def events_of_last(events: Mapping[AgentID, int] | None) -> dict[AgentID, int]:
+    """The part of `both_events` that belongs to the episode that has ended."""
+    return {agent: last for agent, bits in (events or {}).items() if (last := bits & ~BEGAN)}
+
+
+def interrupted_events(alive: Iterable[AgentID], dead: Iterable[AgentID]) -> dict[AgentID, int]:
+    """The events of `interrupted`: the lives of all agents alive end; `dead` had ended before."""
+    return {**dict.fromkeys(dead, WAS_DEAD), **dict.fromkeys(alive, WAS_ALIVE | TOOK_PART | ENDED)}
+
+
+def dead_after(events: Mapping[AgentID, int] | None, alive: Iterable[AgentID]) -> list[AgentID]:
+    """The agents that have ended in a running episode and not come back, by the events of its latest step."""
+    going_on = {*alive}
+    return [agent for agent, bits in (events or {}).items() if bits & (WAS_DEAD | ENDED) and agent not in going_on]
 
 
 def with_report(dicts: Dicts, report: str) -> Dicts:

@@ -9,11 +9,12 @@ The parent writes actions and reads transitions, the worker reads actions and wr
 Columns are described in `columns.py`. The headers, in bytes, for the n agents that have a place there::
 
     of actions:        form 1 | present n, and the header of a `JointColumn` if there is one
-    of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n
+    of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n | events n
 
 The form tells whether every agent has an action; if not, `present` tells which agents have one. Actions from arrays
 over environments are like the actions of Gymnasium's vector environments: NumPy scalars replace arrays without axes.
-The presence of an agent has bits for the dicts that contain it, and for whether it is alive and acts.
+The presence of an agent has bits for the dicts that contain it, and for whether it is alive and acts; its events are
+those of `Transition`.
 
 Compiled code (`codec.py`, with the other bits of codes) writes and reads numeric records. This file handles the other
 records, and all records without compiled code: arrays are in the block, all else is pickled.
@@ -34,7 +35,7 @@ from marl_parallel.core.columns import AgentColumns, Layout, damaged, over_recor
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import Leftovers, in_order
 from marl_parallel.core.spaces import DoesNotFit, Mismatch, as_scalars, check_reward, conform, has_scalars, is_vector
-from marl_parallel.core.transition import Transition, are_empty
+from marl_parallel.core.transition import TOOK_PART, WAS_ALIVE, Transition, are_empty
 
 SOME, ALL_IN_ORDER, STACKED = 0, 1, 2
 """The forms of actions: some or all agents have one; a bit for actions from arrays over environments."""
@@ -144,7 +145,7 @@ class TransitionRecords:
     transitions without compiled code: arrays into the block, all else pickled.
 
     Attributes:
-        tags, presence: Views of all headers, `(records, agents)`.
+        tags, presence, events: Views of all headers, `(records, agents)`.
     """
 
     def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True, codec: Any = None) -> None:
@@ -155,6 +156,7 @@ class TransitionRecords:
         self._codes = view(at - _CODE_NBYTES, np.uint64, ())
         self.tags = view(at + 8 * n, np.uint8, (n,))
         self.presence = view(at + 11 * n + 2, np.uint8, (n,))
+        self.events = view(at + 12 * n + 2, np.uint8, (n,))
 
     def write(self, record: int, transition: Transition) -> Leftovers | None:
         """Write the values that fit, and return the others to be pickled; `Mismatch` if a space does not match."""
@@ -163,7 +165,7 @@ class TransitionRecords:
             written = self._codec.put(record, self._conformed(transition))
         if written == 1:
             return None
-        observations, rewards, terminateds, truncateds, infos, alive, acting, final, reset_infos = transition
+        observations, rewards, terminateds, truncateds, infos, alive, acting, final, reset_infos, events = transition
         leftovers: Leftovers = {"infos": infos}
         if reset_infos and not are_empty(reset_infos.values()):
             leftovers["reset_infos"] = reset_infos
@@ -195,6 +197,10 @@ class TransitionRecords:
                 else:
                     leftovers.setdefault(name, []).append(agent)
         self.presence[record] = np.frombuffer(presence, np.uint8)
+        events = dict.fromkeys({**observations, **rewards}, TOOK_PART | WAS_ALIVE) if events is None else events
+        self.events[record] = [events.get(agent, 0) for agent in self._layout.agents]
+        if others := {agent: bits for agent, bits in events.items() if agent not in self._places}:
+            leftovers["events"] = others
         self._codes[record] = PICKLED | (FINAL if final is not None else 0)
         return leftovers
 
@@ -249,6 +255,7 @@ class TransitionRecords:
                 if code & FINAL else None
             ),
             reset_infos=leftovers.get("reset_infos", {}),
+            events=self.events_in(record) | leftovers.get("events", {}),
         )  # fmt: skip
 
     def _merged(self, record: int, name: str, columns: AgentColumns, leftovers: Leftovers) -> dict[Any, Any]:
@@ -258,6 +265,11 @@ class TransitionRecords:
     def is_final(self, record: int) -> bool:
         """Whether a record has the end of one episode and the beginning of the next one."""
         return bool(int(self._codes[record]) & FINAL)
+
+    def events_in(self, record: int) -> dict[AgentID, int]:
+        """The events of the agents that have a place and some events."""
+        bits = self.events[record].tolist()
+        return {agent: of_agent for agent, of_agent in zip(self._layout.agents, bits) if of_agent}
 
     def observed(self, record: int) -> dict[AgentID, Any]:
         """The observations in a record, without pickled ones; arrays are views."""

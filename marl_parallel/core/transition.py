@@ -25,6 +25,10 @@ FINAL_OBS, RESET_INFO = "final_obs", "reset_info"
 EPISODE = "episode"
 """The key of episode statistics in infos, with `episode_stats`."""
 
+ENDED, TOOK_PART, BEGAN, WAS_DEAD, WAS_ALIVE = 1, 2, 4, 8, 16
+"""Events: bits that say what a transition means in the life of an agent. A life ends with the agent's own flag or with
+the episode, and begins with an observation; with SAME_STEP, one life may end and the next one begin in one step."""
+
 Values: TypeAlias = dict[Any, Any]
 """One of the five dicts."""
 
@@ -42,6 +46,7 @@ class Transition(NamedTuple):
         acting: The agents that act next; in the order of `possible_agents`, then as they came.
         final_observations: The old episode's last observations, if the new one has begun in the same step.
         reset_infos: The infos of that reset.
+        events: The events of each agent that has some; None if all agents of a step have only taken part.
     """
 
     observations: dict[AgentID, Any]
@@ -53,6 +58,7 @@ class Transition(NamedTuple):
     acting: Sequence[AgentID]
     final_observations: dict[AgentID, Any] | None = None
     reset_infos: Values | None = None
+    events: dict[AgentID, int] | None = None
 
 
 def is_empty_info(info: Any) -> bool:

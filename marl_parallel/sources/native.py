@@ -28,7 +28,7 @@ from marl_parallel.action_masks import own_mask
 from marl_parallel.adapters import AgentID, check_agents
 from marl_parallel.adapters.protocol import Schema
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Actions, Arrays, ArrayView, of_acting
+from marl_parallel.core.array_view import EVENTS, Actions, Arrays, ArrayView, of_acting
 from marl_parallel.core.info_columns import InfoArrays, InfoColumns, by_agent
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pickling import in_order, loads
@@ -220,7 +220,8 @@ class SimulatorSource(Source, Transitions):
         self._action_groups = [(space, [view.agents[at] for at in positions]) for space, positions in groups]
         # Where each environment stands: (num_envs, agents), "over" (num_envs,). The arrays are never written into.
         none = np.zeros((simulator.num_envs, len(view.agents)), np.bool_)
-        self.marks = {"acting": none, "alive": none, "flagged": none, "over": np.zeros(len(none), np.bool_)}
+        self.marks: dict[str, NDArray[np.bool_]] = dict.fromkeys(("acting", "alive", "flagged", *EVENTS), none)
+        self.marks["over"] = np.zeros(len(none), np.bool_)
         self._agent_lists: dict[str, list[list[AgentID]]] = {}  # of `marks`
         self._masks: dict[AgentID, Any] = {}  # action masks: arrays (num_envs, ...)
         # By agent, the environments that have reported a mask, bool (num_envs,); None: those in which the agent acts.
@@ -444,18 +445,25 @@ class SimulatorSource(Source, Transitions):
         self.statistics.add_arrays(received, over, in_order=in_order)
         self._copy_masks(received)
         if len(self._agents) == 1 and received.present is None and received.turns is None:  # it lives until the end
-            flagged = over[:, None]
+            flagged = ended = over[:, None]
             alive = acting = ~flagged
+            were_alive = took_part = (received.elapsed != 0)[:, None]
+            began, were_dead = ~were_alive, np.zeros_like(alive)
         else:
             continued = (received.elapsed != 0)[:, None]
-            present = True if received.present is None else received.present
+            present = np.ones_like(received.terminations) if received.present is None else received.present
             ends = received.terminations | received.truncations
-            flagged = (old["flagged"][ids] & continued & ~present) | ends  # an agent may come back after its end
-            alive = ((old["alive"][ids] & continued) | present) & ~flagged
+            had_ended, were_alive = old["flagged"][ids] & continued, old["alive"][ids] & continued
+            flagged = (had_ended & ~present) | ends  # an agent may come back after its end
+            alive = (were_alive | present) & ~flagged
             acting = alive & present & ~over[:, None]
             if received.turns is not None:
                 acting &= received.turns
+            were_dead, took_part = had_ended & ~(present & ~ends), continued & (present | ends)
+            ended = ~were_dead & (ends | (alive & (over & ~(old["over"][ids] & continued[:, 0]))[:, None]))
+            began = present & ~were_dead & ~were_alive
         new = {"acting": acting, "alive": alive, "flagged": flagged, "over": over}
+        new |= dict(zip(EVENTS, (were_alive, took_part, ended, began, were_dead)))
         self.marks = new if in_order else stacking.placed(old, ids, new)
         self._agent_lists.clear()
         return in_order
@@ -651,9 +659,12 @@ class SimulatorArrays(ArrayView):
     def read_some(self, env_ids: Sequence[int], received: Received, last: Arrays) -> Arrays:
         self._pool.note_received(received)
         new = self._arrays(received)
+        events: dict[str, Any] = {name: getattr(new, name)[received.env_ids] for name in EVENTS}
+        new = new._replace(**events)
         fields: dict[str, Any] = {name: getattr(last, name) for name in ("observations", "present", "observed")}
         for name in ("rewards", "terminations", "truncations", "terminated", "truncated", "rewarded", "flagged"):
             fields[name] = np.zeros_like(getattr(last, name))
+        fields |= {name: np.zeros_like(last.alive) for name in EVENTS}
         placed = {name: stacking.placed(whole, received.env_ids, getattr(new, name)) for name, whole in fields.items()}
         self._latest = new._replace(**placed, shared_flags=False)
         return self._latest
@@ -668,9 +679,11 @@ class SimulatorArrays(ArrayView):
             stacking.conform(space, values, (rows, len(positions))) if cast else values
             for (space, positions), values, cast in zip(self.groups, received.observations, self._to_cast)
         ]
-        return Arrays(
+        arrays = Arrays(
             observations, received.rewards.astype(np.float64), received.terminations, received.truncations,
             received.terminated, received.truncated, present, self._pool.marks["acting"].copy(),
             InfoColumns(received.info_arrays, self.agents), present,
             present, present, shared_flags=len(self.agents) == 1 and received.present is None,
         )  # fmt: skip
+        marks: dict[str, Any] = {name: self._pool.marks[name] for name in ("alive", *EVENTS)}
+        return arrays._replace(**marks)

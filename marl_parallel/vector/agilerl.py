@@ -19,7 +19,7 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import agent_infos, took_part, vector_infos, with_env_flags
+from marl_parallel.vector.rows import agent_infos, inherited_flags, vector_infos
 from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
 
 __doctest_requires__ = ["agilerl"]
@@ -187,8 +187,8 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     def _results(self, arrays: Arrays) -> StepReturn:
         flagged, flags = arrays.flagged, (arrays.terminations, arrays.truncations)
         if not arrays.plain:
-            flagged = flagged | took_part(arrays, self.agents, same_step=True)
-            flags = with_env_flags(arrays, flagged)
+            flagged = flagged | arrays.took_part
+            flags = inherited_flags(arrays, flagged)
         return (
             self._observations(arrays),
             self._by_agent(np.where(arrays.rewarded, arrays.rewards, np.nan)),

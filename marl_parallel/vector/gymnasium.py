@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium
@@ -116,7 +116,6 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
         """
         seed, options, env_ids = self._reset_arguments(seed, options)
         arrays = self._stepper.reset(seed, options, env_ids)
-        self._rows.note_reset(env_ids)
         return self._rows.flat_observations(arrays), self._infos(arrays)
 
     @exclusive("reset_async")
@@ -132,7 +131,6 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """The results of `reset_async`; arguments and errors are as in `step_wait`."""
         arrays = self._stepper.receive_reset(timeout)
-        self._rows.note_reset(self._resetting)
         return self._rows.flat_observations(arrays), self._infos(arrays)
 
     def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -210,11 +208,9 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
 
     def _results(self, arrays: Arrays) -> StepReturn:
         rows = self._rows
-        had_dead = rows.any_dead
         terminations, truncations = (flags.ravel() for flags in rows.flags(arrays))
         rewards = stacking.flat(rows.rewards(arrays))
-        if had_dead:  # zeros, whatever the simulator returned for them
-            were_dead = rows.were_dead
+        if not arrays.plain and (were_dead := rows.of(arrays.were_dead)).any():  # whatever the simulator returned
             rewards[were_dead.ravel()] = 0
             if self._same_step:  # the agents are back in environments whose next episode has begun
                 were_dead = were_dead & ~(arrays.terminated | arrays.truncated)[:, None]
@@ -222,12 +218,6 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
         done = np.flatnonzero(terminations | truncations).tolist() if self._same_step else []
         infos = self._infos(arrays, done)
         return rows.flat_observations(arrays), rewards, terminations, truncations, infos
-
-    def _own_state(self, env_id: int) -> Any:
-        return self._rows.saved(env_id)
-
-    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
-        self._rows.load(states, after=after)
 
     def _infos(self, arrays: Arrays, done: Sequence[int] = ()) -> dict[str, Any]:
         """Infos by row; rows that are `done` have the last observation and info, as in Gymnasium's SAME_STEP."""

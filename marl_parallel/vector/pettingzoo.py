@@ -142,7 +142,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         self._present, self._acting = arrays.present, arrays.acting
         flags, agents = (arrays.terminations, arrays.truncations), self.possible_agents
         if not (arrays.shared_flags or arrays.none_over):
-            flags = inherited_flags(arrays, agents, same_step=self._runner.mode is AutoresetMode.SAME_STEP)
+            flags = inherited_flags(arrays)
         if self._stepper.view.is_one_stack:
             observations = dict(zip(agents, arrays.observations[0].swapaxes(0, 1)))
         else:

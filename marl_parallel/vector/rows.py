@@ -1,7 +1,6 @@
 """Agents as rows, infos as arrays over rows, and the flags that agents inherit from their environment.
 
-With k agents, row `i * k + j` is agent j of environment i. The end of an environment's episode, which is decided in
-`core/episode.py`, is the end of each of its agents that has not ended before.
+With k agents, row `i * k + j` is agent j of environment i. `core/episode.py` decides whose life ends.
 
 Infos are laid out as in Gymnasium's vector environments: every key holds an array over all rows, and `_key` a mask of
 the rows that have it, also in nested dicts. Unlike in Gymnasium, the result does not depend on the order of infos:
@@ -16,10 +15,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.adapters import AgentID, Rules
+from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
@@ -39,16 +37,10 @@ _KINDS = {bool: "b", np.bool_: "b", int: "i", np.int64: "i", float: "f", np.floa
 
 
 class AgentRows:
-    """Agents with equal spaces, as rows or columns of arrays; notes which are dead in their environment's episode.
+    """Agents with equal spaces, as rows or columns of arrays.
 
-    A row is flagged whenever its agent dies, and once more when the episode of its environment ends. Evenly spaced
-    columns are indexed by a slice, which makes views. `vectors_for` names a facade that takes vector rewards.
-
-    Attributes:
-        dead: bool `(num_envs, agents)`: which agents have died and have not come back.
-        were_dead: bool `(num_envs, agents)`: which agents took no part in the latest step, since they were dead. An
-            agent that came back in that step took part.
-        any_dead: Whether any agent is in `dead`.
+    Evenly spaced columns are indexed by a slice, which makes views. `vectors_for` names a facade that takes vector
+    rewards.
     """
 
     def __init__(
@@ -79,9 +71,6 @@ class AgentRows:
                     f"{vectors_for} stacks the rewards of {[*agents]}, but the reward_space of {agent!r} is {other}, "
                     f"and of {agents[0]!r} it is {self.reward_space}; use PettingZooVecEnv, or other agents"
                 )
-        self._stepper = stepper
-        self.dead = self.were_dead = np.zeros((self.num_envs, len(agents)), np.bool_)
-        self.any_dead = False
 
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
         """The columns of these agents, of an array `(num_envs, possible agents, ...)`."""
@@ -136,38 +125,15 @@ class AgentRows:
         env_ids, places = np.nonzero(agents)
         stacking.clear(arrays.observations[self._group], (env_ids, self._member_of[places]))
 
-    def note_reset(self, env_ids: Sequence[int] | None = None) -> None:
-        """Note that these environments have been reset; None for all."""
-        rows = slice(None) if env_ids is None else [*env_ids]
-        self.dead[rows] = self.were_dead[rows] = False
-        self.any_dead = bool(self.dead.any())
-
-    def saved(self, env_id: int) -> tuple[list[bool], list[bool]]:
-        """Which agents of an environment were dead before the latest step, and after it; for `load`."""
-        return self.were_dead[env_id].tolist(), self.dead[env_id].tolist()
-
-    def load(self, saved: Mapping[int, tuple[list[bool], list[bool]] | None], *, after: bool) -> None:
-        """Restore what `saved` has returned, before the latest step or `after` it; for None, no agent is dead."""
-        self.dead = self.dead.copy()
-        for env_id, of_env in saved.items():
-            self.dead[env_id] = False if of_env is None else of_env[after]
-        self.any_dead = bool(self.dead.any())
-
     def flags(self, arrays: Arrays) -> Flags:
-        """The flags of rows, from the flags of agents and environments; notes which agents are dead."""
+        """The flags of rows, from the flags of agents and environments.
+
+        A row is flagged whenever its agent dies, and once more when the episode of its environment ends.
+        """
         terminations, truncations = self.of(arrays.terminations), self.of(arrays.truncations)
-        self.were_dead = self.dead
-        if arrays.shared_flags and not self.any_dead:
+        if arrays.shared_flags:
             return terminations, truncations
-        over = (arrays.terminated | arrays.truncated)[:, None]
-        flagged = terminations | truncations
-        if not self.any_dead and not np.count_nonzero(flagged != over):
-            return terminations, truncations  # each ends with its environment, or none does
-        if self.any_dead:
-            self.were_dead = self.dead & ~came_back(self._stepper, arrays, self.agents, self.dead & ~flagged)
-        died = flagged & ~self.were_dead
-        self.dead = (self.were_dead | died) & ~over
-        self.any_dead = bool(self.dead.any())
+        died = self.of(arrays.ended) & (terminations | truncations)
         terminated, truncated = arrays.terminated[:, None], arrays.truncated[:, None]
         return np.where(died, terminations, terminated), np.where(died, truncations, truncated)
 
@@ -235,76 +201,20 @@ def bounds(leaf: Any) -> tuple[Any, Any]:
     return leaf.start, leaf.start + (leaf.n if isinstance(leaf, spaces.Discrete) else leaf.nvec) - 1
 
 
-def came_back(
-    stepper: ArrayStepper, arrays: Arrays, agents: Sequence[AgentID], dead: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """Which of the `dead` agents, `(num_envs, agents)`, have come back in this step, in the episode that it belongs to.
-
-    Agents that have a flag in this step are not among the `dead`.
-    """
-    back = np.zeros(dead.shape, np.bool_)
-    over = arrays.terminated | arrays.truncated
-    columns = {agent: column for column, agent in enumerate(stepper.view.agents)}
-    observed = arrays.observed[:, [columns[agent] for agent in agents]]
-    places = np.argwhere(dead & (observed | over[:, None])).tolist()
-    if not places:
-        return back
-    all_alive = stepper.runner.transitions.alive
-    alive = {env_id: {*all_alive[env_id]} for env_id in {env_id for env_id, _ in places}}
-    # Observations and `alive` are the next episode's; under PettingZoo's rules, no agent was left in the old one.
-    begins = over if stepper.mode is AutoresetMode.SAME_STEP else np.zeros_like(over)
-    may_be_back = stepper.runner.schema.rules is Rules.DICT
-    for env_id, place in places:
-        if begins[env_id]:
-            agent = agents[place]
-            back[env_id, place] = may_be_back and _is_seen_last(arrays, env_id, agent, columns[agent])
-        else:
-            back[env_id, place] = agents[place] in alive[env_id]
-    return back
-
-
-def took_part(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> NDArray[np.bool_]:
-    """The agents that took part in a step: `(num_envs, agents)`; `same_step` is that auto-reset mode."""
-    part = arrays.rewarded | arrays.terminations | arrays.truncations
-    if not same_step:
-        return part | arrays.observed
-    over = arrays.terminated | arrays.truncated
-    part |= arrays.observed & ~over[:, None]  # after the end of an episode, observations are the next one's
-    for env_id in np.flatnonzero(over).tolist():
-        part[env_id] |= [_is_seen_last(arrays, env_id, agent, column) for column, agent in enumerate(agents)]
-    return part
-
-
-def _is_seen_last(arrays: Arrays, env_id: int, agent: AgentID, column: int) -> bool:
-    """Whether an agent was observed in the last step of an episode, with SAME_STEP.
-
-    In a restart, the last known observations include agents that had ended in the step before.
-    """
-    infos = arrays.infos.get(env_id, {})
-    info = infos.get(agent)
-    if not isinstance(info, Mapping) or FINAL_OBS not in info:
-        return False
-    return bool(arrays.rewarded[env_id, column]) or not has_restarted(infos)
-
-
 def has_restarted(infos: Mapping[Any, Any]) -> bool:
     """Whether the infos of an environment say that it has been restarted."""
     common = infos.get(COMMON)
     return isinstance(common, Mapping) and common.get("restarted") is True
 
 
-def inherited_flags(arrays: Arrays, agents: Sequence[AgentID], *, same_step: bool) -> Flags:
-    """The flags of agents; at the end of an episode, those that took part without a flag inherit the environment's."""
-    if not arrays.shared_flags:
-        over = (arrays.terminated | arrays.truncated)[:, None]
-        if np.count_nonzero(over > (arrays.terminations | arrays.truncations)):
-            return with_env_flags(arrays, took_part(arrays, agents, same_step=same_step))
-    return arrays.terminations, arrays.truncations
+def inherited_flags(arrays: Arrays, agents: NDArray[np.bool_] | None = None) -> Flags:
+    """The flags of agents; at the end of an episode, `agents` without a flag of their own inherit the environment's.
 
-
-def with_env_flags(arrays: Arrays, agents: NDArray[np.bool_]) -> Flags:
-    """The flags of agents; where one of `agents` (a mask) has no flag of its own, it gets the environment's."""
-    unflagged = agents & ~(arrays.terminations | arrays.truncations)
+    `agents` is a mask `(num_envs, agents)`; None for those that took part in the step.
+    """
+    if arrays.shared_flags:
+        return arrays.terminations, arrays.truncations
+    unflagged = (arrays.took_part if agents is None else agents) & ~(arrays.terminations | arrays.truncations)
     return (
         arrays.terminations | (unflagged & arrays.terminated[:, None]),
         arrays.truncations | (unflagged & arrays.truncated[:, None]),

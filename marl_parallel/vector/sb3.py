@@ -166,7 +166,6 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
         arrays = self._stepper.reset(self._seeds[0], options)
         self._reset_seeds()
         self._reset_options()
-        self._rows.note_reset()
         self._returns[...] = self._lengths[...] = 0.0
         self.reset_infos = self._infos(arrays)
         return self._observations(arrays)
@@ -192,16 +191,16 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
             info["TimeLimit.truncated"] = False
         observations = self._observations(arrays)
         self._returns += arrays.rewards
-        if arrays.plain and not self._rows.any_dead:
+        if arrays.plain:
             self._lengths += 1
             return observations, arrays.rewards.ravel(), np.zeros(self.num_envs, np.bool_), infos
         over = arrays.terminated | arrays.truncated
         terminations, truncations = self._rows.flags(arrays)
-        were_dead = self._rows.were_dead
+        were_dead, dead = arrays.were_dead, (arrays.were_dead | arrays.ended) & ~over[:, None]
         took_part = arrays.rewarded | arrays.terminations | arrays.truncations
         self._lengths += took_part
         self._returns[were_dead] = self._lengths[were_dead] = 0.0  # another life may begin
-        self.observed = (arrays.observed & ~self._rows.dead).ravel()
+        self.observed = (arrays.observed & ~dead).ravel()
         self.rewarded = (arrays.rewarded & ~were_dead).ravel()
         dones, truncated = terminations | truncations, truncations & ~terminations & ~were_dead
         of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), self.agents) for i in np.flatnonzero(over)}
@@ -225,7 +224,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
             last_info.complete, infos[row] = True, last_info
         self._returns[dones] = self._lengths[dones] = 0.0
         arrays.rewards[were_dead] = 0.0
-        stacking.clear(observations, np.flatnonzero(self._rows.dead))
+        stacking.clear(observations, np.flatnonzero(dead))
         return observations, arrays.rewards.ravel(), dones.ravel(), infos
 
     def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[Any, Any]:
@@ -236,14 +235,13 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
 
     def _own_state(self, env_id: int) -> Any:
         sums = self._returns[env_id].tolist(), self._lengths[env_id].tolist()
-        return self._rows.saved(env_id), *sums, self.reset_infos[self._rows_of(env_id)]
+        return *sums, self.reset_infos[self._rows_of(env_id)]
 
     def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
-        self._rows.load({env_id: None if state is None else state[0] for env_id, state in states.items()}, after=after)
         for env_id, state in states.items():
-            self._returns[env_id], self._lengths[env_id] = (0.0, 0.0) if state is None else state[1:3]
+            self._returns[env_id], self._lengths[env_id] = (0.0, 0.0) if state is None else state[-3:-1]
             if state is not None:
-                self.reset_infos[self._rows_of(env_id)] = state[3]
+                self.reset_infos[self._rows_of(env_id)] = state[-1]
 
     def _rows_of(self, env_id: int) -> slice:
         return slice(env_id * self._per_env, (env_id + 1) * self._per_env)

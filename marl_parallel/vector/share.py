@@ -31,7 +31,7 @@ from marl_parallel.core.spaces import padded_space
 from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
-from marl_parallel.vector.rows import agent_info, came_back, env_infos, has_restarted
+from marl_parallel.vector.rows import agent_info, env_infos, has_restarted
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, rendered, simulators
 
 BAD_TRANSITION = "bad_transition"
@@ -381,8 +381,6 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             self._write_states(name)
         self._set_spaces(pad=pad)
         self._keeps_masks = runner.restarts and self._has_share  # for the next step, which may be a restart
-        self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)  # agents that have died, or not appeared yet
-        self._any_absent = False
         self._latest_infos: Mapping[int, Mapping[Any, Any]] = {}  # where restarts are possible
         self._at_begin = set(self._stepper.env_ids)  # the environments whose episode has had no step yet
         self._last_masks: NDArray[Any] | None = None
@@ -445,44 +443,25 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
 
     # -- resets and steps ------------------------------------------------------------------------------------------
 
-    def _begun(self, arrays: Arrays) -> None:
-        """Note which agents are present after a reset of all environments."""
-        self._at_begin = set(self._stepper.env_ids)
-        self._absent = np.zeros((self.num_envs, self.n_agents), np.bool_)
-        self._note_first(arrays, [*self._stepper.env_ids])
-
     def _own_state(self, env_id: int) -> Any:
         infos = self._latest_infos.get(env_id)
-        return self._absent[env_id].tolist(), env_id in self._at_begin, None if infos is None else {**infos}
+        return env_id in self._at_begin, None if infos is None else {**infos}
 
     def _loaded(self, states: Sequence[bytes], env_ids: Sequence[int] | None) -> Arrays:
         """The latest arrays of environments that have been loaded."""
         arrays, facade_states = self._stepper.load_state(states, env_ids)
-        self._absent = self._absent.copy()
         latest_infos = {env_id: infos for env_id, infos in self._latest_infos.items() if env_id not in facade_states}
         self._at_begin = self._at_begin | {*facade_states}
         for env_id, known in facade_states.items():
             if known is None:
-                self._note_first(arrays, [env_id])
                 continue
-            self._absent[env_id], is_at_begin, infos = known
+            is_at_begin, infos = known[-2:]
             if not is_at_begin:
                 self._at_begin.discard(env_id)
             if infos is not None:
                 latest_infos[env_id] = infos
         self._latest_infos = latest_infos
-        self._any_absent = bool(self._absent.any())
         return arrays
-
-    def _note_first(self, arrays: Arrays, env_ids: Sequence[int]) -> None:
-        """Note which agents are still absent at the beginning of the episodes of some environments."""
-        self._absent[env_ids] = ~arrays.observed[env_ids]
-        if self._absent[env_ids].any():
-            alive = self._stepper.runner.transitions.alive
-            for env_id in env_ids:
-                if self._absent[env_id].any():  # in turn-based games, one agent observes, and all are alive
-                    self._absent[env_id] &= [agent not in alive[env_id] for agent in self.agents]
-        self._any_absent = bool(self._absent.any())
 
     def _actions(self, actions: Any) -> list[Stacked] | Joint:
         expected = self.num_envs, self.n_agents
@@ -518,23 +497,15 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
 
     def _dones(self, arrays: Arrays) -> tuple[NDArray[np.bool_], NDArray[np.bool_] | None, list[int]]:
         """The agents that are done; those truncated, or None if no episode has ended; the environments that ended."""
-        flagged = arrays.terminations | arrays.truncations
-        if not self._any_absent and (arrays.plain or (arrays.none_over and not flagged.any())):
-            return flagged, None, []
-        over, absent = arrays.terminated | arrays.truncated, self._absent
-        ended = np.flatnonzero(over).tolist()
-        if self._any_absent:
-            absent = absent & ~came_back(self._stepper, arrays, self.agents, absent & ~flagged)
-        bad = None
+        if arrays.plain:
+            return arrays.terminations, None, []
+        over = arrays.terminated | arrays.truncated
+        ended, bad = np.flatnonzero(over).tolist(), None
         if ended:
-            truncated = arrays.truncations & ~arrays.terminations
+            own = arrays.ended & (arrays.terminations | arrays.truncations)
             of_env = (arrays.truncated & ~arrays.terminated)[:, None]
-            bad = over[:, None] & np.where(flagged & ~absent, truncated, of_env)
-        self._absent = absent | flagged
-        self._any_absent = bool(self._absent.any())
-        dones = self._absent | over[:, None]
-        if ended:
-            self._note_first(arrays, ended)
+            bad = over[:, None] & np.where(own, arrays.truncations & ~arrays.terminations, of_env)
+        dones = ~arrays.alive | over[:, None]
         # If all agents were done, trainers would take the episode for over.
         dones[dones.all(axis=1) & ~over] = False
         return dones, bad, ended
@@ -748,7 +719,7 @@ class ShareVecEnv(_VecEnv[ShareResults]):
         Arguments are as in `ArrayStepper.reset`.
         """
         arrays = self._stepper.reset(seed, options)
-        self._begun(arrays)
+        self._at_begin = set(self._stepper.env_ids)
         observations, groups = self._observations(arrays.observations)
         return observations, self._share(groups), self._available()
 
@@ -893,7 +864,7 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
     def reset(self, seed: Seeds = None, options: Options = None) -> NDArray[Any]:
         """Begin new episodes; returns observations. Arguments are as in `ArrayStepper.reset`."""
         arrays = self._stepper.reset(seed, options)
-        self._begun(arrays)
+        self._at_begin = set(self._stepper.env_ids)
         return self._observations(arrays.observations)[0]
 
     @exclusive("load_state")

@@ -325,7 +325,6 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
             self.done, self.acting = arrays.terminated, arrays.acting
             self.present, self.present_next = arrays.rewarded, arrays.observed
             return arrays.observations[0], arrays.rewards, arrays.terminations, arrays.truncations, arrays.infos
-        same_step, view = self._same_step, self.stepper.view
         observations, ended = self.stacked(arrays.observations), []
         if arrays.plain:
             self.done = arrays.terminated
@@ -333,11 +332,11 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
             terminations, truncations = arrays.terminations, arrays.truncations
         else:
             self.done = arrays.terminated | arrays.truncated
-            terminations, truncations = inherited_flags(arrays, view.agents, same_step=same_step)
+            terminations, truncations = inherited_flags(arrays)
             self.present, self.present_next = self._of_groups(arrays.rewarded), self._of_groups(arrays.observed)
             self.acting = self._of_groups(arrays.acting)
             ended = np.flatnonzero(self.done).tolist()
-        if same_step and ended:
+        if self._same_step and ended:
             self.final_observations, self.present_final = self._final(arrays, ended)
         elif ended:
             self.final_observations, self.present_final = observations, self.present_next

@@ -33,7 +33,7 @@ from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.vector.rows import AgentRows, bounds, came_back
+from marl_parallel.vector.rows import AgentRows, bounds
 from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, rendered
 
 __doctest_requires__ = ["torchrl"]
@@ -153,8 +153,6 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if return_state and (state_space is None or not fits_block(state_space)):
             raise ValueError(f"return_state=True, but the state_space of these environments is {state_space}")
         self._returns_state = return_state
-        self._ended = np.zeros((env.num_envs, len(env.possible_agents)), np.bool_)
-        self._own = self._ended  # the agents whose own flag was set in the latest step
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
         self._sent: dict[int, Any] = {}  # by environment in flight, the row that was sent; None for a reset
@@ -222,7 +220,6 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         if mask is not None:  # TorchRL's loops reset what has ended, right after the step
             statistics.finished = finished
         self._unseeded[chosen] = False
-        self._ended[chosen] = False
         if mask is None:
             self.infos = dict(arrays.infos)
         else:
@@ -237,11 +234,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             Stacked(group.agents, self._action_arrays(name, group.action_space, tensordict))
             for name, group in self._groups.items()
         ]
-        if self._runner.mode is AutoresetMode.NEXT_STEP:
-            self._ended[np.array(self._runner.transitions.over)] = False  # a new episode begins without `_reset`
         arrays = self._stepper.step(actions, ids)
         self.infos = dict(arrays.infos)
-        result = self._tensors(arrays, self._own_ends(arrays))
+        result = self._tensors(arrays)
         self._set_rewards(result, arrays)
         if ids is None:
             return result
@@ -255,20 +250,15 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     @exclusive("save_state")
     def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
         """As `ParallelEnv.save_state`."""
-        return self._stepper.save_state(
-            env_ids, lambda env_id: (self._ended[env_id].tolist(), self._own[env_id].tolist())
-        )
+        return self._stepper.save_state(env_ids)
 
     @exclusive("load_state")
     def load_state(self, states: Sequence[bytes]) -> TensorDictBase:
         """As `ParallelEnv.load_state`, for all environments; returns what `reset` returns, so that a loop can go on."""
-        arrays, facade_states = self._stepper.load_state(states)
-        flagged = np.zeros_like(self._ended)
-        for env_id, saved in facade_states.items():
-            self._ended[env_id], flagged[env_id] = (False, False) if saved is None else saved
+        arrays, _ = self._stepper.load_state(states)
         self._unseeded[:] = False
         self.infos = dict(arrays.infos)
-        return self._tensors(arrays, flagged)
+        return self._tensors(arrays)
 
     def _set_rewards(self, tensordict: TensorDictBase, arrays: Arrays) -> None:
         for name, group in self._groups.items():
@@ -462,8 +452,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         stepped, begun, arrays = self._stepper.receive_some(at_least, timeout)
         if not stepped and not begun:
             return
-        self._ended[list(begun)] = False
-        tensors = self._tensors(arrays, self._own_ends(arrays))
+        tensors = self._tensors(arrays)
         self._set_rewards(tensors, arrays)
         for env_id in stepped:
             self._stepped[env_id], self._rows_of[env_id] = tensors[env_id], self._sent.pop(env_id)
@@ -538,17 +527,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             return None
         return [int(env_id) for env_id in mask.reshape(self.env.num_envs, -1).any(-1).nonzero()]
 
-    def _own_ends(self, arrays: Arrays) -> NDArray[np.bool_]:
-        """The agents whose own flag is set in this step: `(num_envs, agents)`, once in each life of an agent."""
-        flagged: NDArray[np.bool_] = arrays.terminations | arrays.truncations
-        if self._ended.any():
-            self._ended &= ~came_back(self._stepper, arrays, self._stepper.view.agents, self._ended & ~flagged)
-        return flagged & ~self._ended
-
-    def _tensors(self, arrays: Arrays, per_agent: NDArray[np.bool_] | bool = False) -> TensorDictBase:
-        """Observations and flags; `per_agent`, `(num_envs, agents)`, marks the agents with a flag of their own."""
-        self._ended |= per_agent
-        self._own = np.broadcast_to(per_agent, self._ended.shape)
+    def _tensors(self, arrays: Arrays) -> TensorDictBase:
+        """Observations and flags: an agent's own if it ends its life, else the environment's."""
+        per_agent = arrays.ended & (arrays.terminations | arrays.truncations)
         terminated = np.where(per_agent, arrays.terminations, arrays.terminated[:, None])
         truncated = np.where(per_agent, arrays.truncations, arrays.truncated[:, None])
         of_agents = dict(zip(_FLAGS, (terminated | truncated, terminated, truncated)))

@@ -131,6 +131,7 @@ class OneRecord:
         n, start = len(AGENTS), layout.transition_header
         self.places = {"code": start, "rewards": start + 8, "tags": start + 8 + 8 * n, "terminated": start + 8 + 9 * n}
         self.places |= {"truncated": start + 9 + 10 * n, "presence": start + 10 + 11 * n, "infos": layout.infos}
+        self.places |= {"events": start + 10 + 12 * n}
         tags = [("way", layout.observations.forms[1][2][1][2][0][2]), ("die", layout.observations.forms[0][2])]
         self.places |= {**dict(tags), "action": layout.actions.forms[0][2], "form": layout.action_header}
 
@@ -156,7 +157,7 @@ def test_any_damaged_byte_gives_values_or_the_error_for_damage(form, reader, mon
     """Each byte of the header, of tags, and of the first infos."""
     one = OneRecord(form, reader, monkeypatch)
     start = one.layout.transition_header
-    places = [*range(start, start + 8 + 12 * len(AGENTS) + 2), one.places["way"], one.places["die"]]
+    places = [*range(start, start + 8 + 13 * len(AGENTS) + 2), one.places["way"], one.places["die"]]
     infos = one.places["infos"]
     for place in (*places, *range(infos, infos + 80)):
         before = one.block[place]
@@ -176,7 +177,7 @@ def overwrite(one: OneRecord, field: str, content: bytes) -> None:
     ("form", "field", "content"),
     [
         *(("plain", "code", struct.pack("=Q", code)) for code in (0xF01, 0x3001, 0x8001, 0x10001, 0x40001, 0x3000001)),
-        *(("plain", "code", bytes([code])) for code in (1 | 4, 1 | 64, 1 | 128, 1 | 2 | 8)),
+        *(("plain", "code", bytes([code])) for code in (1 | 4, 1 | 64, 1 | 64 | 128, 1 | 2 | 8)),
         *(("over", "code", struct.pack("=Q", 1 << bit)) for bit in (1, 6, 7, 8, 24, 63)),
         *(("pickled infos", "code", struct.pack("=Q", code)) for code in (0, 4, 8, 64, 1 << 40)),
         *(("plain", "rewards", struct.pack("=d", number)) for number in (np.nan, np.inf, 0.5, 1e300, 2.0**60)),
@@ -186,6 +187,7 @@ def overwrite(one: OneRecord, field: str, content: bytes) -> None:
         ("vector", "tags", b"\x3f"),
         *(("over", name, bytes([flag])) for name in ("terminated", "truncated") for flag in (4, 128, 255)),
         ("over", "presence", b"\xff"),
+        *(("over", "events", bytes([bits])) for bits in (32, 64, 128, 255)),
         *(("infos", "infos", struct.pack("=q", used)) for used in (-1, 3, 1 << 40)),
         *(("infos", "infos", struct.pack("=q", 200) + bytes([kind])) for kind in b"xa\0s"),
         ("final", "infos", struct.pack("=q", 200) + b"l"),

@@ -25,10 +25,10 @@ If no extension deals with the fault, `on_raise` follows `on_fault` for an `EnvE
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from marl_parallel.adapters.protocol import Dicts
+from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request
 from marl_parallel.core.pool.slots import Slot
 from marl_parallel.core.worker_status import Running
@@ -57,6 +57,7 @@ class Interrupted(NamedTuple):
     message: Message | None  # STEP, or RESET (also a reset that was due); None for an idle environment
     dicts: Dicts  # for the caller, without the additions of the fresh environment
     keywords: bytes | None = None  # of the caller's reset, pickled
+    events: Mapping[AgentID, int] = {}  # of the agents in this result
 
 
 class Extension:

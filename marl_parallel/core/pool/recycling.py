@@ -28,7 +28,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core import reports
 from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.episode import recycled, renewed
+from marl_parallel.core.episode import both_events, recycled, renewed
 from marl_parallel.core.messages import Failure, Message, Reply, Request
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Interrupted
@@ -398,10 +398,11 @@ class Recycling(Extension):
         if phase is Phase.GOES_ON:
             return result
         first = self._transitions.snapshot(slot.env_id, result)
-        dicts, over = first.dicts, first.over
+        dicts, over, events = first.dicts, first.over, first.events
         if ending is not None:
             dicts, over = renewed(ending.dicts, first.dicts), False
-        return first._replace(dicts=recycled(dicts), over=over)
+            events = both_events(ending.events, first.events)
+        return first._replace(dicts=recycled(dicts), over=over, events=events)
 
     def _begin_move(self, slot: Slot) -> None:
         """Let the next episode of an environment begin in the new one, as soon as that is ready."""
@@ -534,7 +535,7 @@ class Recycling(Extension):
         if record.phase is Phase.STAYS:
             return None
         if record.ending is not None:
-            return Interrupted(Message.STEP, record.ending.dicts)
+            return Interrupted(Message.STEP, record.ending.dicts, events=record.ending.events)
         keywords = None
         if record.request is not None and record.request.message is Message.RESET:
             keywords = record.request.payload[slot.env_id]

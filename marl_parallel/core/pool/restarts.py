@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core import reports
 from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.episode import interrupted, renewed, with_report
+from marl_parallel.core.episode import both_events, interrupted, interrupted_events, renewed, with_report
 from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request, name_of
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import Extension, Fault
@@ -55,6 +55,7 @@ class _Unreported(NamedTuple):
     report: str = ""  # the text of the error
     state: NDArray[Any] | None = None  # the last known state, if the step did not end; None without states
     next_result: Snapshot | None = None  # of an environment that was idle, once it has been rebuilt
+    events: Mapping[AgentID, int] = {}  # of the agents in `dicts`
 
 
 @dataclass(slots=True, eq=False)
@@ -278,7 +279,7 @@ class Restarts(Extension):
         held = self._pool.what_is_interrupted(slot)
         if held is not None:
             record.keywords = held.keywords
-            return _Unreported(held.message, held.dicts)
+            return _Unreported(held.message, held.dicts, events=held.events)
         activity, partially_written = None, False
         if running is not None and running.env_id == slot.env_id:
             activity, partially_written = running.activity, not (running.inside or idle)
@@ -289,7 +290,8 @@ class Restarts(Extension):
         ):  # the step and the automatic reset had ended  # fmt: skip
             leftovers = loads(record.saved) if record.saved is not None and _can_be_read(record.saved) else None
             ended = self._transitions.ended(slot.env_id, leftovers)
-            return _Unreported(Message.STEP, ended.dicts, state=None if states is None else states[1])
+            state = None if states is None else states[1]
+            return _Unreported(Message.STEP, ended.dicts, state=state, events=ended.events)
         auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
         if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
             return _Unreported(Message.RESET, _NO_DICTS)
@@ -300,16 +302,19 @@ class Restarts(Extension):
         else:
             auto_reset = False
         leftovers = None if record.latest is None else loads(record.latest)
-        observations, alive = self._transitions.last_known(slot, leftovers, partially_written=partially_written)
+        observations, alive, dead = self._transitions.last_known(slot, leftovers, partially_written=partially_written)
         if auto_reset:  # the step had ended
-            dicts = self._transitions.snapshot(slot.env_id, leftovers).dicts
-            return _Unreported(Message.STEP, (observations, *dicts[1:]) if partially_written else dicts)
+            ended = self._transitions.snapshot(slot.env_id, leftovers)
+            dicts = (observations, *ended.dicts[1:]) if partially_written else ended.dicts
+            return _Unreported(Message.STEP, dicts, events=ended.events)
         if record.reported is not None and not partially_written:
             observations = copy.deepcopy(record.reported)
         spaces = self._transitions.layout.schema.reward_spaces
-        dicts = interrupted(observations, [] if record.needs_reset else alive, spaces)
+        alive = [] if record.needs_reset else alive
+        events = interrupted_events(alive, dead)
         state = None if states is None else states[0]
-        return _Unreported(None if idle else Message.STEP, dicts, state=state)
+        dicts = interrupted(observations, alive, spaces)
+        return _Unreported(None if idle else Message.STEP, dicts, state=state, events=events)
 
     def _ends_to_come(self, slot: Slot, fault: _Unreported) -> int:
         """How many ends of episodes the caller still receives: in a result that has come, and in the report."""
@@ -406,10 +411,11 @@ class Restarts(Extension):
                 states = self._transitions.states_in_block(slot.env_id)
                 if states is not None and fault.state is not None:
                     states = states[0], fault.state
-                result = fresh._replace(dicts=renewed(fault.dicts, fresh.dicts), over=False, states=states)
+                dicts, events = renewed(fault.dicts, fresh.dicts), both_events(fault.events, fresh.events)
+                result = fresh._replace(dicts=dicts, over=False, states=states, events=events)
         else:
             states = None if fault.state is None else (fault.state, fault.state)
-            result = Snapshot(fault.dicts, [], [], over=True, states=states)
+            result = Snapshot(fault.dicts, [], [], over=True, states=states, events=fault.events)
             record.needs_reset, record.reported = True, copy.deepcopy(fault.dicts[0])  # the dicts belong to the caller
         if fault.interrupted is None:
             self._set_fault(slot, fault._replace(next_result=result))

@@ -128,7 +128,7 @@ class SavedStates:
         pickled = self._pool.replaced.get(env_id)
         if unreported is not None:  # an unreported restart: the record may belong to the new environment
             observations, flags = unreported.dicts[0], {ALL: False}
-            result = Snapshot((observations, {}, flags, {**flags}, {}), acting, alive, over, masks)
+            result = Snapshot((observations, {}, flags, {**flags}, {}), acting, alive, over, masks, events={})
             transition = _as_transition(unreported.next_result or result)
         elif pickled is not None:  # the record may be partially written
             result = loads(pickled)._replace(acting=acting, alive=alive, over=over, masks=masks)
@@ -136,7 +136,7 @@ class SavedStates:
         else:
             leftovers = self._pool.latest.get(env_id) if transitions.records.has_leftovers(env_id) else None
             transition = transitions.transition(env_id, None if leftovers is None else loads(leftovers))
-            result = Snapshot(dicts_of(transition), acting, alive, over, masks)
+            result = Snapshot(dicts_of(transition), acting, alive, over, masks, events=transition.events or {})
         is_replaced = unreported is not None or pickled is not None
         sums = transitions.statistics.save(env_id)
         return EnvState(
@@ -270,4 +270,4 @@ def _unreported(extensions: Mapping[str, Any]) -> Any:
 
 
 def _as_transition(result: Snapshot) -> Transition:
-    return Transition(*result.dicts, alive=result.alive, acting=result.acting)
+    return Transition(*result.dicts, alive=result.alive, acting=result.acting, events={**result.events})

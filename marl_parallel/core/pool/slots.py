@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +28,7 @@ class Snapshot(NamedTuple):
     over: bool
     masks: dict[AgentID, Any] = {}  # noqa: RUF012  # all action masks that were reported; read-only
     states: States | None = None  # set only if the states in the block may have been overwritten
+    events: Mapping[AgentID, int] = {}  # of the agents, as of `Transition`
 
 
 class Results(NamedTuple):
