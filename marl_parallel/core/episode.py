@@ -529,7 +529,7 @@ def interrupted(
 
 def both_events(last: Mapping[AgentID, int] | None, first: Mapping[AgentID, int] | None) -> dict[AgentID, int]:
     """The events of a step that ends an episode, in which the next one begins."""
-    last, first = last or {}, first or {}
+    last, first = events_of_last(last), first or {}
     return {agent: last.get(agent, 0) | first.get(agent, 0) for agent in {**last, **first}}
 
 

@@ -1,0 +1,187 @@
+"""What a transition means in the life of each agent, as arrays: compared with rules that are written here again."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from marl_parallel import ParallelEnv, make
+from marl_parallel.vector import ArrayStepper, Stacked
+
+AGENTS = ["a", "b", "c"]
+FIELDS = "alive", "were_alive", "took_part", "ended", "began", "were_dead"
+NOBODY = {name: set[str]() for name in FIELDS}
+MODES = "SAME_STEP", "NEXT_STEP", "DISABLED"
+
+
+class Script(NamedTuple):
+    """Who is observed, rewarded, and flagged in each step of one episode after another; the last step ends it."""
+
+    first: list[str]
+    steps: list[tuple[list[str], list[str], list[str]]]
+
+
+def scripts(seed: int) -> list[Script]:
+    rng = random.Random(seed)
+
+    def some(chance: float) -> list[str]:
+        return [agent for agent in AGENTS if rng.random() < chance]
+
+    made = []
+    for _ in range(3):
+        steps = [(some(0.7), some(0.7), some(0.2)) for _ in range(rng.randrange(1, 7))]
+        if rng.random() < 0.3:  # plain ones between the others
+            steps[: len(steps) // 2] = [(AGENTS, AGENTS, [])] * (len(steps) // 2)
+        made.append(Script(some(0.8) or AGENTS[:1], steps))
+    return made
+
+
+class Scripted:
+    """Plays scripts in turn; ends its process in a step if action 1 is among the actions."""
+
+    possible_agents = AGENTS
+    observation_spaces = dict.fromkeys(AGENTS, spaces.Box(-np.inf, np.inf, (2,), np.float32))
+    action_spaces = dict.fromkeys(AGENTS, spaces.Discrete(2))
+
+    def __init__(self, seed: int) -> None:
+        self.scripts, self.number = scripts(seed), -1
+
+    def seen(self, agents: list[str]) -> dict[str, Any]:
+        return {agent: np.full(2, self.number * 10 + self.time, np.float32) for agent in agents}
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        self.number, self.time = self.number + 1, 0
+        return self.seen(self.scripts[self.number % 3].first), {}
+
+    def step(self, actions: Any) -> Any:
+        if 1 in actions.values():
+            os._exit(3)
+        steps = self.scripts[self.number % 3].steps
+        observed, rewarded, flagged = steps[self.time]
+        self.time += 1
+        flags = {agent: agent in flagged for agent in dict.fromkeys([*observed, *flagged])}
+        over = {"__all__": self.time == len(steps)}
+        no = {**dict.fromkeys(flags, False), "__all__": False}
+        return self.seen(observed), dict.fromkeys(rewarded, 1.0), no, {**flags, **over}, {}
+
+
+class Reference:
+    """One environment by the rules: an agent is alive from its observation on until its flag, and may come back."""
+
+    def __init__(self, seed: int, mode: str) -> None:
+        self.scripts, self.mode, self.number, self.over = scripts(seed), mode, -1, False
+
+    def reset(self) -> dict[str, set[str]]:
+        self.number, self.time, self.over = self.number + 1, 0, False
+        self.alive, self.dead = {*self.scripts[self.number % 3].first}, set[str]()
+        return {**NOBODY, "alive": {*self.alive}, "began": {*self.alive}}
+
+    def step(self) -> dict[str, set[str]]:
+        if self.over:
+            return self.reset()
+        steps = self.scripts[self.number % 3].steps
+        observed, rewarded, flagged = map(set, steps[self.time])
+        self.time += 1
+        back = (self.dead & observed) - flagged
+        dead, were_alive = self.dead - back, self.alive
+        self.alive, self.dead = (were_alive | observed) - flagged - dead, dead | flagged
+        result = {"were_alive": were_alive, "took_part": observed | rewarded | flagged, "were_dead": dead}
+        result |= {"ended": flagged - dead, "began": observed - were_alive - dead, "alive": self.alive}
+        if self.time == len(steps):
+            result["ended"] = result["ended"] | self.alive
+            self.over = True
+            if self.mode == "SAME_STEP":
+                first = self.reset()
+                result |= {"alive": first["alive"], "began": first["began"]}
+        return result
+
+
+class Facade:
+    def __init__(self, env: ParallelEnv) -> None:
+        self.stepper = ArrayStepper(env, self)
+
+
+def sets(arrays: Any, env_id: int) -> dict[str, set[str]]:
+    return {name: {a for a, yes in zip(AGENTS, getattr(arrays, name)[env_id]) if yes} for name in FIELDS}
+
+
+NOTHING = [Stacked(tuple(AGENTS), np.zeros((3, 3), np.int64))]
+
+
+@pytest.mark.parametrize("how", ["codec", "python", "pickled", "processes"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(4))
+def test_arrays_say_what_a_step_means_in_each_life(seed, mode, how, monkeypatch):
+    if how == "python":
+        monkeypatch.setattr("marl_parallel.core.codec.Codec", None)
+    numbers = [3 * seed + place for place in range(3)]
+    where: dict[str, Any] = {"num_workers": 2} if how == "processes" else {"backend": "serial"}
+    env = ParallelEnv(
+        [lambda number=number: Scripted(number) for number in numbers], mode, shared_memory=how != "pickled", **where
+    )
+    stepper, references = Facade(env).stepper, [Reference(number, mode) for number in numbers]
+    with env:
+        arrays, expected = stepper.reset(), [one.reset() for one in references]
+        for _ in range(25):
+            assert [sets(arrays, env_id) for env_id in range(3)] == expected
+            over = [env_id for env_id in range(3) if references[env_id].over]
+            if mode == "DISABLED" and over:
+                arrays = stepper.reset(env_ids=over)
+                expected = [one.reset() if one.over else {**NOBODY, "alive": one.alive} for one in references]
+            else:
+                if how == "codec":
+                    arrays, _ = stepper.load_state(stepper.save_state())
+                    assert [sets(arrays, env_id) for env_id in range(3)] == expected
+                arrays, expected = stepper.step(NOTHING), [one.step() for one in references]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_restart_ends_all_lives_and_begins_new_ones(mode):
+    with ParallelEnv([lambda: Dying()] * 2, mode, on_error="restart", num_workers=2) as env:
+        stepper = Facade(env).stepper
+        stepper.reset()
+        none = [Stacked(tuple(AGENTS), np.zeros((2, 3), np.int64))]
+        arrays = stepper.step(none)
+        assert sets(arrays, 0)["ended"] == {"a"}
+        die = np.zeros((2, 3), np.int64)
+        die[0, 1] = 1
+        arrays = stepper.step([Stacked(tuple(AGENTS), die)])
+        lives = {"were_alive": {"b", "c"}, "took_part": {"b", "c"}, "ended": {"b", "c"}, "were_dead": {"a"}}
+        new = {"alive": {*AGENTS}, "began": {*AGENTS}}
+        both = mode == "SAME_STEP"
+        assert sets(arrays, 0) == {**NOBODY, **lives, **(new if both else {})}
+        assert sets(arrays, 1) == {**NOBODY, "alive": {"b", "c"}, "were_alive": {"b", "c"}, "took_part": {"b", "c"},
+                                   "were_dead": {"a"}}  # fmt: skip
+        if mode == "NEXT_STEP":
+            arrays = stepper.step(none)
+        elif mode == "DISABLED":
+            arrays = stepper.reset(env_ids=[0])
+        assert both or sets(arrays, 0) == {**NOBODY, **new}
+
+
+class Dying(Scripted):
+    """Agent a ends in the first step."""
+
+    def __init__(self) -> None:
+        self.scripts = [Script(AGENTS, [(AGENTS, AGENTS, ["a"]), *[(["b", "c"], ["b", "c"], [])] * 9])] * 3
+        self.number = -1
+
+
+def test_in_turn_based_games_a_life_begins_with_the_first_observation():
+    with make("pettingzoo.classic.tictactoe_v3:env", 2, auto_reset="NEXT_STEP", backend="serial") as env:
+        stepper = Facade(env).stepper
+        arrays = stepper.reset(seed=1)
+        began, ended = arrays.began.copy(), arrays.ended.copy()
+        agents = tuple(stepper.view.agents)
+        for _ in range(9):
+            masks = stepper.action_masks(agents)
+            arrays = stepper.step([Stacked(agents, masks.argmax(axis=2))])
+            began, ended = began + arrays.began.astype(int), ended + arrays.ended.astype(int)
+            if arrays.terminated.any():
+                break
+        assert began.tolist() == ended.tolist() == [[1, 1]] * 2
