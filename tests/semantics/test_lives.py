@@ -134,7 +134,7 @@ def test_arrays_say_what_a_step_means_in_each_life(seed, mode, how, monkeypatch)
                 arrays = stepper.reset(env_ids=over)
                 expected = [one.reset() if one.over else {**NOBODY, "alive": one.alive} for one in references]
             else:
-                if how == "codec":
+                if how == "codec" and mode != "DISABLED":  # else only some environments have been reset
                     arrays, _ = stepper.load_state(stepper.save_state())
                     assert [sets(arrays, env_id) for env_id in range(3)] == expected
                 arrays, expected = stepper.step(NOTHING), [one.step() for one in references]
