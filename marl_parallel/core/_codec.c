@@ -1882,10 +1882,10 @@ static void fill_row(const Codec *codec, const Header *header, char **fields, Py
 }
 
 PyDoc_STRVAR(read_arrays_doc,
-    "read_arrays(start, stop, leaves, targets, written, leftovers, copy, as_table, notes, nothing)\n"
+    "read_arrays(start, stop, leaves, targets, written, leftovers, copy, as_table, notes, nobody, no_envs)\n"
     "    -> list, (left, masked, ended) | None\n--\n\n"
-    "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards; `nothing` is the\n"
-    "field of events that did not happen. `leaves` are pairs\n"
+    "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards; `nobody`\n"
+    "and `no_envs` are read-only fields of events that did not happen. `leaves` are pairs\n"
     "of a view of the block, `(records, agents, ...)`, and the agents' places; each is an array among the observations:\n"
     "new ones, or the `targets`, a list, which may have been `written` already. If there is more to do, the rest is as of\n"
     "`read`, and so is `copy`, for last observations. Rows of environments that are `left` are filled too, as far as their records tell. Without `notes`, nothing\n"
@@ -1894,11 +1894,11 @@ PyDoc_STRVAR(read_arrays_doc,
 
 static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
-    PyObject *leaves, *targets, *leftovers, *nothing;
+    PyObject *leaves, *targets, *leftovers, *nobody, *no_envs;
     Py_ssize_t start, stop;
     int written, copy, as_table, notes;
-    if (!PyArg_ParseTuple(args, "nnO!OpO!pppO:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
-                          &PyDict_Type, &leftovers, &copy, &as_table, &notes, &nothing))
+    if (!PyArg_ParseTuple(args, "nnO!OpO!pppOO:read_arrays", &start, &stop, &PyTuple_Type, &leaves, &targets, &written,
+                          &PyDict_Type, &leftovers, &copy, &as_table, &notes, &nobody, &no_envs))
         return NULL;
     if (!are_records(codec, start, stop)) return NULL;
     npy_intp dims[2] = {stop - start, codec->n};
@@ -1911,10 +1911,10 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
     if (observations == NULL) return NULL;
     for (int field = 0; field < FIELDS; field++) {
         int of_envs = field == TERMINATED || field == TRUNCATED;
-        if (simple && field > OBSERVED) Py_INCREF(arrays[field] = field > PARTS ? nothing : arrays[OBSERVED]);
+        if (simple && field > OBSERVED) Py_INCREF(arrays[field] = field > PARTS ? nobody : arrays[OBSERVED]);
         else arrays[field] = PyArray_ZEROS(of_envs ? 1 : 2, dims, field == REWARDS ? NPY_DOUBLE : NPY_BOOL, 0);
         if (arrays[field] == NULL) goto finally;
-        if (arrays[field] != nothing) fields[field] = PyArray_DATA((PyArrayObject *)arrays[field]);
+        if (arrays[field] != nobody) fields[field] = PyArray_DATA((PyArrayObject *)arrays[field]);
     }
     if (as_table && notes && !simple && PyDict_Size(leftovers) == 0) {
         found[0] = info_table(codec, start, stop);
@@ -1950,11 +1950,11 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         others = Py_BuildValue("(OOO)", found[1], found[2], found[3]);
     else Py_INCREF(others = Py_None);
     if (others != NULL)
-        result = Py_BuildValue("([OOOOOOOOOOOOOO{}OOOOOOOO]N)", observations, arrays[REWARDS], arrays[TERMINATIONS],
+        result = Py_BuildValue("([OOOOOOOOOOOOOO{}OOOOOOOOOO]N)", observations, arrays[REWARDS], arrays[TERMINATIONS],
                                arrays[TRUNCATIONS], arrays[TERMINATED], arrays[TRUNCATED], arrays[PRESENT], arrays[ACTING],
                                found[0], arrays[OBSERVED], arrays[REWARDED], arrays[FLAGGED], flag, flag, Py_None,
                                any_over ? Py_False : Py_True, arrays[ALIVE_NOW], arrays[ALIVE_BEFORE], arrays[PARTS],
-                               arrays[ENDS], arrays[BEGINS], arrays[DEAD_BEFORE], others);
+                               arrays[ENDS], arrays[BEGINS], arrays[DEAD_BEFORE], no_envs, no_envs, others);
 finally:
     Py_DECREF(observations);
     for (int field = 0; field < FIELDS; field++) Py_XDECREF(arrays[field]);

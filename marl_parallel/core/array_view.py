@@ -19,7 +19,9 @@ from marl_parallel.core.schema import alike
 from marl_parallel.core.source import Transitions
 from marl_parallel.core.transition import BEGAN, ENDED, TOOK_PART, WAS_ALIVE, WAS_DEAD
 
-_NOBODY: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)  # the default of fields that a view of one's own may leave out
+# The defaults of fields that a view of one's own may leave out.
+_NOBODY: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
+_NO_ENVS: NDArray[np.bool_] = np.zeros(0, np.bool_)
 
 
 EVENTS = {
@@ -62,6 +64,8 @@ class Arrays(NamedTuple):
             has joined or come back, and in turn-based games when the agent is first observed.
         were_dead: `(num_envs, n)`, bool: whose life had ended before the step, in an episode that went on, and which
             did not come back in it.
+        restarted: `(num_envs,)`, bool: the environments that a fault has restarted; infos have the report.
+        recycled: `(num_envs,)`, bool: the environments that a new one has replaced between two episodes.
     """
 
     observations: list[Any]
@@ -87,6 +91,8 @@ class Arrays(NamedTuple):
     ended: NDArray[np.bool_] = _NOBODY
     began: NDArray[np.bool_] = _NOBODY
     were_dead: NDArray[np.bool_] = _NOBODY
+    restarted: NDArray[np.bool_] = _NO_ENVS
+    recycled: NDArray[np.bool_] = _NO_ENVS
 
 
 class Stacked(NamedTuple):

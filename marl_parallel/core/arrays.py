@@ -125,7 +125,8 @@ class BlockArrays(ArrayView):
         self._is_composed = not (self._are_leaves and copy) or bool(self._reward_spaces)
         self._places_of = functools.lru_cache(8)(layout.actions.places_of)
         self._nobody = np.zeros(self._shape, np.bool_)  # for events that did not happen
-        self._nobody.flags.writeable = False
+        self._no_envs = np.zeros(self._num_envs, np.bool_)
+        self._nobody.flags.writeable = self._no_envs.flags.writeable = False
 
     def _add_leaf(self, places: tuple[int, ...], view: NDArray[Any]) -> None:
         self._leaves += ((view, places),)
@@ -244,7 +245,11 @@ class BlockArrays(ArrayView):
         if self._from_dicts:
             self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & incomplete}
         arrays: Arrays = self._complete(fields) if self._is_composed else tuple.__new__(Arrays, fields)
-        return self.read_some(incomplete, leftovers, arrays._replace(none_over=False)) if incomplete else arrays
+        if not incomplete:
+            return arrays
+        restarted, recycled = np.zeros((2, self._num_envs), np.bool_)
+        last = arrays._replace(none_over=False, restarted=restarted, recycled=recycled)
+        return self.read_some(incomplete, leftovers, last)
 
     def _read_block(self, leftovers: Mapping[int, Any], *, notes: bool) -> Any:
         """The result of `Codec.read_arrays`; observations are in the arrays of `write_to`, or in the previous ones."""
@@ -267,6 +272,7 @@ class BlockArrays(ArrayView):
             as_table,
             notes,
             self._nobody,
+            self._no_envs,
         )
 
     def _complete(self, fields: list[Any]) -> Arrays:
@@ -291,11 +297,12 @@ class BlockArrays(ArrayView):
         terminations, truncations, present, acting, observed, rewarded, flagged, alive, *events = np.zeros(
             (13, *self._shape), np.bool_
         )
-        terminated, truncated = np.zeros((2, self._num_envs), np.bool_)
+        terminated, truncated, restarted, recycled = np.zeros((4, self._num_envs), np.bool_)
         arrays = Arrays(
             observations, np.zeros(self._shape), terminations, truncations, terminated, truncated,
             present, acting, {}, observed, rewarded, flagged,
             vectors=vectors, vectored=np.zeros(self._shape, np.bool_) if vectors else None, alive=alive,
+            restarted=restarted, recycled=recycled,
         )  # fmt: skip
         by_name: dict[str, Any] = dict(zip(EVENTS, events))
         return arrays._replace(**by_name)
@@ -391,6 +398,8 @@ class BlockArrays(ArrayView):
                     place = row, self._column[self._known(env_id, agent)]
                     of_agents[place], arrays.flagged[place] = flag, True
         self._put_acting(arrays, env_id)
+        if (mark := self._transitions.mark_of(env_id)) is not None:
+            getattr(arrays, mark.value)[row] = True
         for agent, bits in self._transitions.events_in(env_id).items():
             if agent in self._column:
                 for name, bit in EVENTS.items():

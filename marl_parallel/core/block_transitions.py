@@ -23,7 +23,7 @@ from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, damaged
 from marl_parallel.core.episode import add_to_infos, dead_after, dicts_of, events_of_last, is_over, needs_actions
 from marl_parallel.core.pickling import dumps_for_workers, in_order
-from marl_parallel.core.pool.slots import Slot, Snapshot, States
+from marl_parallel.core.pool.slots import Mark, Slot, Snapshot, States
 from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.source import StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, conform, zeros
@@ -42,6 +42,7 @@ class Standing(NamedTuple):
     over: bool  # whether the episode has ended and no reset has followed
     events: Mapping[AgentID, int] = MappingProxyType({})
     dead: Sequence[AgentID] = ()  # the agents that have ended in this episode and not come back
+    mark: Mark | None = None
 
 
 _BITS_OF_STATES = {"alive": 32, "acting": 64, "dead": 1}  # see `Codec.agents_of`
@@ -277,9 +278,9 @@ class BlockTransitions(Transitions):
         """The five dicts of one environment; notes its state."""
         stays_over = self.is_over(env_id)
         if type(leftovers) is Snapshot:
-            dicts, acting, alive, over, masks, states, events = leftovers
+            dicts, acting, alive, over, masks, states, events, mark = leftovers
             dead = [] if dicts[2][ALL] or dicts[3][ALL] else dead_after(events, alive)
-            self._stand(env_id, Standing(acting, alive, over, events, dead))
+            self._stand(env_id, Standing(acting, alive, over, events, dead, mark))
             self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
             if states is not None:
                 self._unrecorded_states[env_id] = states
@@ -496,6 +497,11 @@ class BlockTransitions(Transitions):
         """The events of the latest transition of an environment that has been read."""
         standing = self.standings.get(env_id)
         return self.records.events_in(env_id) if standing is None else standing.events
+
+    def mark_of(self, env_id: int) -> Mark | None:
+        """Why an environment is another one than before its latest transition; None if it is not."""
+        standing = self.standings.get(env_id)
+        return None if standing is None else standing.mark
 
     def is_over(self, env_id: int) -> bool:
         codec = self.codec

@@ -625,6 +625,8 @@ class SimulatorArrays(ArrayView):
     def __init__(self, pool: SimulatorSource) -> None:
         super().__init__(pool.schema)
         self._pool, self._num_envs = pool, len(pool.env_ids)
+        self._no_envs = np.zeros(self._num_envs, np.bool_)  # none is restarted or recycled
+        self._no_envs.flags.writeable = False
         # Groups with `Discrete` values, which simulators may return in another dtype than the space's.
         self._to_cast = [
             any(isinstance(leaf, spaces.Discrete) for _, leaf in leaves(space)) for space, _ in self.groups
@@ -686,4 +688,4 @@ class SimulatorArrays(ArrayView):
             present, present, shared_flags=len(self.agents) == 1 and received.present is None,
         )  # fmt: skip
         marks: dict[str, Any] = {name: self._pool.marks[name] for name in ("alive", *EVENTS)}
-        return arrays._replace(**marks)
+        return arrays._replace(restarted=self._no_envs, recycled=self._no_envs, **marks)

@@ -201,12 +201,6 @@ def bounds(leaf: Any) -> tuple[Any, Any]:
     return leaf.start, leaf.start + (leaf.n if isinstance(leaf, spaces.Discrete) else leaf.nvec) - 1
 
 
-def has_restarted(infos: Mapping[Any, Any]) -> bool:
-    """Whether the infos of an environment say that it has been restarted."""
-    common = infos.get(COMMON)
-    return isinstance(common, Mapping) and common.get("restarted") is True
-
-
 def inherited_flags(arrays: Arrays, agents: NDArray[np.bool_] | None = None) -> Flags:
     """The flags of agents; at the end of an episode, `agents` without a flag of their own inherit the environment's.
 

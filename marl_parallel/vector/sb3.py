@@ -25,7 +25,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map, unfit_leaf, zeros
-from marl_parallel.core.transition import COMMON, FINAL_OBS
+from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.core.warn import warn
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import installed
@@ -71,12 +71,6 @@ class _LastInfo(dict[str, Any]):
         same = _LastInfo(self)
         same.complete, same.without_own = self.complete, self.without_own
         return same
-
-
-def _has_restarted(info: Mapping[str, Any]) -> bool:
-    """Whether the info of a row has the mark of a restart."""
-    common = info.get(COMMON)
-    return isinstance(common, dict) and common.get("restarted") is True
 
 
 class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
@@ -220,7 +214,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
             if self._lengths[place] and not were_dead[place] and (self._has_stats or "episode" not in last_info):
                 seconds = round(time.time() - self._start, 6)
                 last_info["episode"] = {"r": float(self._returns[place]), "l": int(self._lengths[place]), "t": seconds}
-            last_info.without_own = bool(were_dead[place]) or not took_part[place] or _has_restarted(infos[row])
+            last_info.without_own = bool(were_dead[place]) or not took_part[place] or bool(arrays.restarted[place[0]])
             last_info.complete, infos[row] = True, last_info
         self._returns[dones] = self._lengths[dones] = 0.0
         arrays.rewards[were_dead] = 0.0

@@ -31,7 +31,7 @@ from marl_parallel.core.spaces import padded_space
 from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
-from marl_parallel.vector.rows import agent_info, env_infos, has_restarted
+from marl_parallel.vector.rows import agent_info, env_infos
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, rendered, simulators
 
 BAD_TRANSITION = "bad_transition"
@@ -567,7 +567,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
                 entries["original_avail_actions"] = None
                 return entries
             final = [self._final_masks(infos, acted) for acted in self._acted]
-            if last_masks is not None and has_restarted(infos) and not any(known for _, known in final):
+            if last_masks is not None and arrays.restarted[env_id] and not any(known for _, known in final):
                 entries["original_avail_actions"] = last_masks[env_id].copy()  # the step was interrupted
             else:
                 entries["original_avail_actions"] = self._choices([masks for masks, _ in final])[0]
@@ -610,7 +610,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
 
         In the first step of an episode, they are blank: trainers have already counted the episode before.
         """
-        restarted = [env_id for env_id in ended if has_restarted(arrays.infos.get(env_id, {}))]
+        restarted = np.flatnonzero(arrays.restarted).tolist()
         # The infos of a restart are not kept: the next step may be a restart, too.
         without = {env_id: infos for env_id, infos in arrays.infos.items() if env_id not in restarted}
         before, any_infos = {}, [*without.values(), *self._latest_infos.values()]

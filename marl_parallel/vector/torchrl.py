@@ -31,7 +31,7 @@ from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
-from marl_parallel.core.transition import COMMON, RESET_INFO, is_empty_info
+from marl_parallel.core.transition import RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import AgentRows, bounds
 from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, rendered
@@ -536,8 +536,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         roots = dict(zip(_FLAGS, (arrays.terminated | arrays.truncated, arrays.terminated, arrays.truncated)))
         n = self.env.num_envs
         if self._runner.restarts:
-            roots["restarted"] = np.zeros(n, np.bool_)
-            roots["restarted"][[env_id for env_id, infos in arrays.infos.items() if _is_mark(infos.get(COMMON))]] = True
+            roots["restarted"] = arrays.restarted.copy()
         result: dict[str, Any] = {name: torch.from_numpy(root[:, None]) for name, root in roots.items()}
         if self._returns_state:
             result["state"] = torch.from_numpy(self.env.state())

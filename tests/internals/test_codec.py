@@ -35,7 +35,7 @@ from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 
 AGENTS = ["a", "b", 3]
-NOBODY = np.zeros((3, 3), np.bool_)
+NOBODY = np.zeros((3, 3), np.bool_), np.zeros(3, np.bool_)
 BOX = spaces.Box(-9, 9, (2, 2), np.float32)
 OBSERVATIONS = {
     "boxes": [BOX] * 3,
@@ -501,7 +501,7 @@ def test_infos_that_a_record_does_not_announce():
     for _ in range(5):
         assert compiled.read((0,), {0: {"infos": infos}}, True)[1][0] == [0]
         leftovers = {0: {"infos": infos}}
-        assert compiled.read_arrays(0, 1, (), None, False, leftovers, True, False, True, NOBODY)[1][0] == [0]
+        assert compiled.read_arrays(0, 1, (), None, False, leftovers, True, False, True, *NOBODY)[1][0] == [0]
     assert sys.getrefcount(infos) == before
 
 
@@ -620,15 +620,15 @@ def test_plain_records_that_are_read_are_added_to_totals():
     compiled.read((2,), {}, True)
     compiled.read((1,), {1: "a snapshot"}, True)
     assert totals[:, -1].tolist() == [1, 0, 2]
-    compiled.read_arrays(0, 3, (), None, False, {}, True, False, True, NOBODY)
-    compiled.read_arrays(1, 2, (), None, False, {}, True, False, True, NOBODY)
-    compiled.read_arrays(0, 3, (), None, False, {}, True, False, False, NOBODY)
+    compiled.read_arrays(0, 3, (), None, False, {}, True, False, True, *NOBODY)
+    compiled.read_arrays(1, 2, (), None, False, {}, True, False, True, *NOBODY)
+    compiled.read_arrays(0, 3, (), None, False, {}, True, False, False, *NOBODY)
     assert totals[:, -1].tolist() == [2, 2, 3]
     expected = [[n * reward for reward in rewards.values()] + [n] * len(AGENTS) for n in (2, 2, 3)]
     assert totals[:, :-1].tolist() == expected
     for outside in ((-1, 2), (0, 4)):
         with pytest.raises(IndexError, match="there are no records"):
-            compiled.read_arrays(*outside, (), None, False, {}, True, False, True, NOBODY)
+            compiled.read_arrays(*outside, (), None, False, {}, True, False, True, *NOBODY)
     for wrong in (np.zeros((2, 2)), np.zeros((3, len(AGENTS) + 1), np.float32), totals[:, ::-1], "totals"):
         with pytest.raises(ValueError, match="totals must be None or float64"):
             codec.open_codec(layout, block, infos_in_block=False, totals=wrong)
@@ -687,7 +687,7 @@ def test_damaged_headers(header, code):
     for as_arrays in (False, True):
         try:
             if as_arrays:
-                (observations, *_), _ = compiled.read_arrays(0, 1, leaves, None, False, {}, True, True, True, NOBODY)
+                (observations, *_), _ = compiled.read_arrays(0, 1, leaves, None, False, {}, True, True, True, *NOBODY)
                 assert observations[0].shape == (1, 3, *BOX.shape)
                 continue
             columns, others = compiled.read((0,), {}, True)

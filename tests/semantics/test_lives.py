@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from marl_parallel import ParallelEnv, make
+from marl_parallel import ParallelEnv, RecyclePolicy, make
 from marl_parallel.vector import ArrayStepper, Stacked
 
 AGENTS = ["a", "b", "c"]
@@ -151,6 +151,8 @@ def test_a_restart_ends_all_lives_and_begins_new_ones(mode):
         die = np.zeros((2, 3), np.int64)
         die[0, 1] = 1
         arrays = stepper.step([Stacked(tuple(AGENTS), die)])
+        assert arrays.restarted.tolist() == [True, False]
+        assert not arrays.recycled.any()
         lives = {"were_alive": {"b", "c"}, "took_part": {"b", "c"}, "ended": {"b", "c"}, "were_dead": {"a"}}
         new = {"alive": {*AGENTS}, "began": {*AGENTS}}
         both = mode == "SAME_STEP"
@@ -162,6 +164,40 @@ def test_a_restart_ends_all_lives_and_begins_new_ones(mode):
         elif mode == "DISABLED":
             arrays = stepper.reset(env_ids=[0])
         assert both or sets(arrays, 0) == {**NOBODY, **new}
+        assert both or not arrays.restarted.any()
+
+
+def with_one_script(player: Any) -> Any:
+    """New simulators begin with the first script."""
+    player.scripts = player.scripts[:1] * 3
+    return player
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lives_go_on_as_usual_where_environments_are_recycled(mode):
+    numbers = range(3)
+    env = ParallelEnv(
+        [lambda number=number: with_one_script(Scripted(number)) for number in numbers], mode, num_workers=2,
+        recycle=RecyclePolicy(max_episodes=1),
+    )  # fmt: skip
+    with env:
+        stepper = Facade(env).stepper
+        references = [with_one_script(Reference(number, mode)) for number in numbers]
+        arrays, expected, recycled = stepper.reset(), [one.reset() for one in references], 0
+        for _ in range(20):
+            assert [sets(arrays, env_id) for env_id in numbers] == expected
+            assert [*arrays.recycled] == [
+                arrays.infos.get(env_id, {}).get("__common__", {}).get("recycled", False) for env_id in numbers
+            ]
+            assert not arrays.restarted.any()
+            recycled += np.count_nonzero(arrays.recycled)
+            over = [env_id for env_id in numbers if references[env_id].over]
+            if mode == "DISABLED" and over:
+                arrays = stepper.reset(env_ids=over)
+                expected = [one.reset() if one.over else {**NOBODY, "alive": one.alive} for one in references]
+            else:
+                arrays, expected = stepper.step(NOTHING), [one.step() for one in references]
+        assert recycled
 
 
 class Dying(Scripted):

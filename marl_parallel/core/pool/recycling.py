@@ -34,7 +34,7 @@ from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Interrupted
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
-from marl_parallel.core.pool.slots import Slot, Snapshot
+from marl_parallel.core.pool.slots import Mark, Slot, Snapshot
 from marl_parallel.core.reports import first_line, logger
 from marl_parallel.types import RecyclePolicy, WorkerStats
 
@@ -402,7 +402,7 @@ class Recycling(Extension):
         if ending is not None:
             dicts, over = renewed(ending.dicts, first.dicts), False
             events = both_events(ending.events, first.events)
-        return first._replace(dicts=recycled(dicts), over=over, events=events)
+        return first._replace(dicts=recycled(dicts), over=over, events=events, mark=Mark.RECYCLED)
 
     def _begin_move(self, slot: Slot) -> None:
         """Let the next episode of an environment begin in the new one, as soon as that is ready."""

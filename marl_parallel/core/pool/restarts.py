@@ -28,7 +28,7 @@ from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
-from marl_parallel.core.pool.slots import Slot, Snapshot, State
+from marl_parallel.core.pool.slots import Mark, Slot, Snapshot, State
 from marl_parallel.core.reports import first_line, logger
 from marl_parallel.core.transition import ALL
 from marl_parallel.core.worker_status import Activity, Running
@@ -158,7 +158,7 @@ class Restarts(Extension):
         report = record.fault.report  # the environment was idle
         self._set_fault(slot, None)
         snapshot = self._transitions.snapshot(slot.env_id, result)
-        return snapshot._replace(dicts=with_report(snapshot.dicts, report))
+        return snapshot._replace(dicts=with_report(snapshot.dicts, report), mark=Mark.RESTARTED)
 
     def on_last_step(self, slot: Slot, leftovers: bytes | None) -> None:
         self._records[slot.env_id].saved = leftovers
@@ -406,16 +406,16 @@ class Restarts(Extension):
                 self._pool.latest[slot.env_id] = pickled
             fresh = self._transitions.snapshot(slot.env_id, leftovers)
             if fault.interrupted is Message.RESET:
-                result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))
+                result = fresh._replace(dicts=with_report(fresh.dicts, fault.report), mark=Mark.RESTARTED)
             else:
                 states = self._transitions.states_in_block(slot.env_id)
                 if states is not None and fault.state is not None:
                     states = states[0], fault.state
                 dicts, events = renewed(fault.dicts, fresh.dicts), both_events(fault.events, fresh.events)
-                result = fresh._replace(dicts=dicts, over=False, states=states, events=events)
+                result = fresh._replace(dicts=dicts, over=False, states=states, events=events, mark=Mark.RESTARTED)
         else:
             states = None if fault.state is None else (fault.state, fault.state)
-            result = Snapshot(fault.dicts, [], [], over=True, states=states, events=fault.events)
+            result = Snapshot(fault.dicts, [], [], over=True, states=states, events=fault.events, mark=Mark.RESTARTED)
             record.needs_reset, record.reported = True, copy.deepcopy(fault.dicts[0])  # the dicts belong to the caller
         if fault.interrupted is None:
             self._set_fault(slot, fault._replace(next_result=result))

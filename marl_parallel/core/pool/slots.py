@@ -19,6 +19,13 @@ States: TypeAlias = tuple[NDArray[Any], NDArray[Any]]
 """The global state of one environment, and the last state of an episode that has ended."""
 
 
+class Mark(Enum):
+    """Why an environment in a result is another one than before; the value is the field of `Arrays`."""
+
+    RESTARTED = "restarted"
+    RECYCLED = "recycled"
+
+
 class Snapshot(NamedTuple):
     """A copy of a transition, and the state of its environment after it."""
 
@@ -29,6 +36,7 @@ class Snapshot(NamedTuple):
     masks: dict[AgentID, Any] = {}  # noqa: RUF012  # all action masks that were reported; read-only
     states: States | None = None  # set only if the states in the block may have been overwritten
     events: Mapping[AgentID, int] = {}  # of the agents, as of `Transition`
+    mark: Mark | None = None
 
 
 class Results(NamedTuple):
