@@ -124,9 +124,9 @@ class BlockArrays(ArrayView):
             self._are_leaves &= isinstance(column.array, np.ndarray)
         self._is_composed = not (self._are_leaves and copy) or bool(self._reward_spaces)
         self._places_of = functools.lru_cache(8)(layout.actions.places_of)
-        self._nobody = np.zeros(self._shape, np.bool_)  # for events that did not happen
-        self._no_envs = np.zeros(self._num_envs, np.bool_)
-        self._nobody.flags.writeable = self._no_envs.flags.writeable = False
+        self._nothing = np.zeros(self._shape, np.bool_), np.zeros(self._num_envs, np.bool_)  # of a plain step
+        for field in self._nothing:
+            field.flags.writeable = False
 
     def _add_leaf(self, places: tuple[int, ...], view: NDArray[Any]) -> None:
         self._leaves += ((view, places),)
@@ -262,18 +262,9 @@ class BlockArrays(ArrayView):
         as_table = self.wants_info_arrays and _INTEGERS_OF_64_BITS
         written = self._rollout is not None and self._target is not None and self._rollout.is_written(span)
         return self._codec.read_arrays(
-            span.start,
-            span.stop,
-            self._leaves,
-            targets,
-            written,
-            leftovers,
-            self._transitions.copies,
-            as_table,
-            notes,
-            self._nobody,
-            self._no_envs,
-        )
+            span.start, span.stop, self._leaves, targets, written, leftovers, self._transitions.copies, as_table, notes,
+            *self._nothing,
+        )  # fmt: skip
 
     def _complete(self, fields: list[Any]) -> Arrays:
         """The fields from compiled code, with observations in the forms of their spaces, and vector rewards."""

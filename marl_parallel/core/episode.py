@@ -203,8 +203,8 @@ class Episode:
             alive = self._seen_and_not_ended(observations, ended)
         else:
             self._flagged = (self._flagged | ended).difference(alive)
+        events = self._events(before, were_dead, alive, observations, rewards, ended)
         self._note(alive, observations)
-        events = self._events(before, were_dead, observations, rewards, ended)
         if ALL not in terminateds or ALL not in truncateds:
             no_agent_left = _NOT_ENDED if self._dict_rules else self._left_or_ended(before, terminateds)
             terminateds, truncateds = {**terminateds}, {**truncateds}  # the simulator may reuse its dicts
@@ -236,18 +236,19 @@ class Episode:
         self,
         before: Sequence[AgentID],
         were_dead: set[AgentID],
+        after: Sequence[AgentID],
         observations: Mapping[AgentID, Any],
         rewards: Mapping[AgentID, Any],
         ended: set[AgentID],
     ) -> dict[AgentID, int]:
         """What a step means in the life of each agent, while its episode goes on; `ended` have a flag of their own.
 
-        `before` are the agents that were alive before the step, `were_dead` those that had ended.
+        `before` and `after` are the agents that are alive before and after the step, `were_dead` those that had ended.
         """
-        alive, were_alive = {*self._alive}, {*before}
+        alive, were_alive = {*after}, {*before}
         unseen, self._unseen = self._unseen, set()
         events = {}
-        for agent in {**dict.fromkeys([*before, *were_dead, *self._alive, *ended]), **observations, **rewards}:
+        for agent in {**dict.fromkeys([*before, *were_dead, *after, *ended]), **observations, **rewards}:
             observed, ends = agent in observations, agent in ended
             was_dead = agent in were_dead and (ends or agent not in alive)
             begins = not was_dead and (agent not in were_alive or agent in unseen or (ends and agent in alive))

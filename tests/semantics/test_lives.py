@@ -11,6 +11,7 @@ import pytest
 from gymnasium import spaces
 
 from marl_parallel import ParallelEnv, RecyclePolicy, make
+from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.vector import ArrayStepper, Stacked
 
 AGENTS = ["a", "b", "c"]
@@ -206,6 +207,36 @@ class Dying(Scripted):
     def __init__(self) -> None:
         self.scripts = [Script(AGENTS, [(AGENTS, AGENTS, ["a"]), *[(["b", "c"], ["b", "c"], [])] * 9])] * 3
         self.number = -1
+
+
+class AllAlive(DictEnv):
+    """All agents are alive from the first step on, also before they are observed."""
+
+    def alive(self) -> list[str]:
+        return AGENTS
+
+
+@pytest.mark.parametrize("backend", ["serial", "process"])
+def test_a_life_begins_with_the_first_observation_also_if_the_turn_comes_later(backend):
+    def constructor() -> Any:
+        simulator = Scripted(0)
+        simulator.scripts = [
+            Script(["a"], [*[([agent], [agent], []) for agent in "bcbcaabc"], (AGENTS, AGENTS, [])])
+        ] * 3
+        return simulator
+
+    with ParallelEnv([constructor] * 2, "SAME_STEP", backend=backend, adapter=AllAlive, num_workers=2) as env:
+        stepper = Facade(env).stepper
+        none = [Stacked(tuple(AGENTS), np.zeros((2, 3), np.int64))]
+        for _ in range(2):
+            arrays = stepper.reset()
+            assert sets(arrays, 1)["began"] == {"a"}
+            began = []
+            for _ in range(9):
+                arrays = stepper.step(none)
+                began.append("".join(sorted(sets(arrays, 1)["began"])))
+            assert began == ["b", "c", *[""] * 6, "a"]  # the last step begins the next episode
+            assert sets(arrays, 1)["ended"] == {*AGENTS}
 
 
 def test_in_turn_based_games_a_life_begins_with_the_first_observation():
