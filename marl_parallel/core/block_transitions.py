@@ -28,7 +28,7 @@ from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionR
 from marl_parallel.core.source import StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, conform, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
-from marl_parallel.core.transition import ALL, COMMON, EPISODE, FINAL_OBS, Transition, are_empty
+from marl_parallel.core.transition import ALL, COMMON, EPISODE, WAS_DEAD, Transition, are_empty
 
 DictPerEnv: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
@@ -297,7 +297,7 @@ class BlockTransitions(Transitions):
             self._stand(env_id, Standing(transition.acting, transition.alive, over, transition.events or {}, dead))
             pickled = {**(leftovers or {}), "reset_infos": transition.reset_infos}
             self._note_masks(env_id, transition.acting, pickled, dicts[4], ended)
-        parts = self._add_step(env_id, dicts[1:4], dicts[4], stays_over)
+        parts = self._add_step(env_id, dicts[1:4], stays_over)
         add_to_infos(dicts[4], EPISODE, parts)
         return dicts
 
@@ -308,19 +308,13 @@ class BlockTransitions(Transitions):
             raise damaged(env_id)
         return transition
 
-    def _add_step(
-        self, env_id: int, outcome: Sequence[dict[Any, Any]], infos: Mapping[Any, Any], stays_over: bool
-    ) -> dict[Any, Any]:
+    def _add_step(self, env_id: int, outcome: Sequence[dict[Any, Any]], stays_over: bool) -> dict[Any, Any]:
         """Count a step in the statistics, unless the episode was over before and still is; returns what infos get."""
         rewards, terminateds, truncateds = outcome
-        alive, over = self.alive_in(env_id), terminateds[ALL] or truncateds[ALL]
-        if stays_over and over:
+        if stays_over and (terminateds[ALL] or truncateds[ALL]):
             return {}
-        if over and self.mode is AutoresetMode.SAME_STEP:  # `alive` belongs to the next episode
-            seen = () if self._pettingzoo else infos.items()  # else nobody was left in the one that has ended
-            alive = [agent for agent, info in seen if isinstance(info, Mapping) and FINAL_OBS in info]
-            alive = [agent for agent in alive if not (terminateds.get(agent) or truncateds.get(agent))]
-        return self.statistics.add(env_id, rewards, terminateds, truncateds, alive)
+        were_dead = {agent for agent, bits in self.events_in(env_id).items() if bits & WAS_DEAD}
+        return self.statistics.add(env_id, rewards, terminateds, truncateds, were_dead)
 
     def note_constructed(self, env_ids: Iterable[int]) -> None:
         """Note that these environments have been constructed again, and count as never reset."""

@@ -136,9 +136,9 @@ class EpisodeStatistics:
         rewards: Mapping[Any, Any],
         terminateds: Mapping[Any, Any],
         truncateds: Mapping[Any, Any],
-        alive: Collection[AgentID],
+        were_dead: Collection[AgentID],
     ) -> dict[Any, dict[str, Any]]:
-        """Add a step of one environment, whose episode may have ended; `alive` are the agents alive after it.
+        """Add a step of one environment, whose episode may have ended; `were_dead` are the agents that took no part.
 
         Returns the additions to its infos, by key; an empty dict unless `in_infos`.
         """
@@ -152,7 +152,7 @@ class EpisodeStatistics:
         n = len(self._agents)
         if dead := self.dead.get(env_id):
             # Dead agents with steps came back in a step that compiled code has added.
-            dead -= {agent for agent in dead if agent in alive or self._life(env_id, agent, totals)[1]}
+            dead -= {agent for agent in dead if agent not in were_dead or self._life(env_id, agent, totals)[1]}
         everyone = [*rewards] == self._agents and len({**rewards, **terminateds, **truncateds}) == n + 1
         if everyone and {*map(type, rewards.values())} <= _FLOATS:  # the most frequent case
             totals[:n] = map(float, map(operator.add, totals, rewards.values()))

@@ -130,6 +130,6 @@ def test_statistics_read_what_they_can():
     """A value that can be read in the worker only must not lose the results of a step."""
     statistics = EpisodeStatistics(1, ["a"], AutoresetMode.SAME_STEP)
     flags = {"a": True, "__all__": True}
-    statistics.add(0, {"a": Gradient()}, flags, flags, ["a"])
+    statistics.add(0, {"a": Gradient()}, flags, flags, [])
     (episode,) = statistics.finished
     assert np.isnan(episode.returns["a"])
