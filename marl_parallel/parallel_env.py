@@ -396,8 +396,6 @@ class ParallelEnv:
             self._guard = self.runner.guard
             if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):
                 self.runner.default_seed = DefaultSeed(pool)
-            if self.plan is None and num_workers is None and envs_per_worker is None and workers < len(seeds):
-                self.runner.remark = planning.WaitingRemark(opened, workers)
             if trace is not None:
                 self.start_trace(trace)
         except BaseException:  # Ctrl-C included: nothing may be left behind

@@ -1,4 +1,4 @@
-"""The choice of workers: `backend="auto"` and `"auto-hybrid"`, and a remark about workers that mostly wait.
+"""The choice of workers: `backend="auto"` and `"auto-hybrid"`.
 
 `plan` measures each setting with a `ParallelEnv` of its own and random actions, for about half a second::
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
-from marl_parallel.core.backend import Backend, usable_cpus
+from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.reports import first_line, logger
 from marl_parallel.types import ParallelEnvError
 
@@ -29,7 +29,6 @@ _MEASURED_S = 0.4
 _WARMED_UP_S = 0.05
 _BETTER = 0.9  # an alternative is chosen if it takes at most this share of the time
 _MOSTLY_WAITS = 0.5  # simulators wait if workers need a CPU for less than this share of the time inside them
-_BATCHES = 100
 STEP_TIMEOUT_S = 1.0
 """The timeout of each step while a setting is measured."""
 
@@ -158,36 +157,3 @@ def plan(
             'backend="auto-hybrid", to use it'
         )
     return {"arguments": arguments, "reason": reason, "batch_ms": batch_ms, "proposal": proposal}
-
-
-class WaitingRemark:
-    """Logs one line after 100 batches if simulators mostly wait: then more workers than CPUs may be faster.
-
-    Made only with the default number of workers, if there are more environments than workers. Then each CPU has a
-    worker, and more workers pay off only for simulators that wait.
-    """
-
-    def __init__(self, backend: Backend, num_workers: int) -> None:
-        self._backend, self._workers, self._batches = backend, range(num_workers), 0
-
-    def after_batch(self) -> bool:
-        """Count a batch; returns whether there is one more to count."""
-        self._batches += 1
-        if self._batches == 1:
-            self._before = self._totals()
-        if self._batches < _BATCHES:
-            return True
-        cpu, inside = (now - before for now, before in zip(self._totals(), self._before))
-        if cpu < _MOSTLY_WAITS * inside:
-            logger.info(
-                "simulators mostly wait: workers need a CPU for %.0f %% of the time that they spend in simulators. "
-                'More workers than CPUs may be faster: pass num_workers=..., or backend="auto", which measures it',
-                100 * cpu / inside,
-            )
-        return False
-
-    def _totals(self) -> tuple[float, float]:
-        """Seconds of CPU and inside simulators, of all workers."""
-        cpu = [self._backend.cpu_seconds(worker) for worker in self._workers]
-        inside = sum(self._backend.statuses[worker].stats.simulator_s for worker in self._workers)
-        return sum(math.inf if one is None else one for one in cpu), inside  # unknown times never lead to a remark

@@ -50,7 +50,6 @@ from marl_parallel.core.pool.saved_states import EnvState, SavedStates, from_byt
 from marl_parallel.core.pool.slots import Results, Snapshot
 from marl_parallel.core.source import Source, Transitions
 from marl_parallel.core.warn import warn
-from marl_parallel.planning import WaitingRemark
 from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
 
 Seeds = int | Sequence[int | None] | None
@@ -118,7 +117,6 @@ class BatchRunner:
         self.guard = CallGuard(source.check_open)  # one call at a time
         source.guard = weakref.ref(self.guard)
         self.local_modules = [] if workers is None else workers.local_modules
-        self.remark: WaitingRemark | None = None  # about the first batches, if the number of workers is the default
         self._base_seed = self.seeds[0]  # None with seed="own": environments keep theirs
         self._sampler_seeds: list[int | None] = [*self.seeds]
         self._samplers: dict[int, ActionSampler] = {}  # by environment, those that have been used since its last seed
@@ -332,8 +330,6 @@ class BatchRunner:
             leftovers = source.run(Message.STEP, env_ids, written or None)
         if self.transitions.statistics.any_finished:
             self.transitions.statistics.finished = []
-        if self.remark is not None and not self.remark.after_batch():
-            self.remark = None
         return leftovers
 
     def send(self, env_ids: Sequence[int], written: Any, *, together: bool = False) -> None:
