@@ -16,9 +16,8 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.constructors import KEYWORDS, missing_arguments
 from marl_parallel.core.files import ForeignFile, check_log, check_replaceable, make_folder
-from marl_parallel.core.replay_file import FOLDER, make_private
 from marl_parallel.core.warn import warn
-from marl_parallel.types import RecyclePolicy, RestartPolicy
+from marl_parallel.types import RecyclePolicy
 
 _POOL_SEEDS = 2**31  # limit of native simulators' seeds: EnvPool takes signed 32-bit integers
 _ELEVEN_DAYS_S = 1e6  # a wait that all operating systems accept, also in milliseconds
@@ -149,29 +148,14 @@ def checked_trace(path: Any) -> Path:
     return file.absolute()
 
 
-def checked_replay(steps: Any, folder: Any) -> tuple[int, Path] | None:
-    """How many steps are kept for replays, and the absolute path of the folder of their files; None for no replays.
-
-    The folder is made if it is missing.
-    """
-    if steps is None:
-        if folder is not None:
-            raise ValueError(
-                f"replay_dir={folder!r} needs replay=: pass the number of steps to keep, such as replay=1000"
-            )
-        return None
-    if isinstance(steps, bool | np.bool_):
-        raise TypeError(
-            f"replay must be the number of steps to keep for each environment, such as 1000, or None; got {steps!r}"
-        )
-    number = checked_integer(steps, "replay", or_none=" or None")
-    return number, _made_folder(FOLDER if folder is None else folder, "replay_dir", make_private)
-
-
-def _made_folder(path: Any, name: str, make: Callable[[Path], None] = make_folder) -> Path:
-    """The absolute path of a folder for files, which is made if it is missing."""
+def check_path(path: Any, name: str) -> None:
+    """Raise `TypeError` for anything but the path of a folder."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise TypeError(f"{name} must be the path of a folder, or None; got {path!r}")
+
+
+def made_folder(path: str | os.PathLike[str], name: str, make: Callable[[Path], None] = make_folder) -> Path:
+    """The absolute path of a folder for files, which is made if it is missing."""
     try:
         folder = Path(path).absolute()
         make(folder)
@@ -184,9 +168,9 @@ def _made_folder(path: Any, name: str, make: Callable[[Path], None] = make_folde
     return folder
 
 
-def checked_log_dir(path: Any) -> Path:
+def made_log_dir(path: str | os.PathLike[str]) -> Path:
     """The absolute path of a folder for logs, which is made if it is missing."""
-    folder = _made_folder(path, "log_dir")
+    folder = made_folder(path, "log_dir")
     for log in folder.glob("worker-*.log"):
         if not log.is_file() or not os.access(log, os.W_OK):
             raise ValueError(f"log_dir={os.fspath(path)!r}: cannot append to {log}; remove it, or pass another folder")
@@ -197,46 +181,8 @@ def checked_log_dir(path: Any) -> Path:
     return folder
 
 
-def restarts(on_error: Any, restart_policy: Any) -> bool:
-    """Whether environments that fail are rebuilt."""
-    if on_error not in ("raise", "restart"):
-        raise ValueError(f'on_error must be "raise" or "restart", got {on_error!r}')
-    if not isinstance(restart_policy, RestartPolicy):
-        raise TypeError(f"restart_policy must be a RestartPolicy(max_restarts=..., ...), got {restart_policy!r}")
-    return bool(on_error == "restart")
-
-
-def check_recycle(recycle: Any, restarts: bool) -> None:
-    """Raise for anything but a `RecyclePolicy` that can be carried out, or None."""
-    if recycle is None:
-        return
-    if not isinstance(recycle, RecyclePolicy):
-        raise TypeError(f"recycle must be a RecyclePolicy(max_memory_mb=..., ...) or None, got {recycle!r}")
-    if recycle.kill_above_mb is not None and not restarts:
-        raise ValueError(
-            f"kill_above_mb={recycle.kill_above_mb} kills workers in the middle of episodes, after which their "
-            'environments must be rebuilt: pass on_error="restart", too'
-        )
-
-
-def check_callback(on_restart: Any, restarts: bool) -> None:
-    """Raise for anything but a function, or None, and for a function that would never be called."""
-    if on_restart is not None and not callable(on_restart):
-        raise TypeError(f"on_restart must be a function of a RestartEvent, or None, got {on_restart!r}")
-    if on_restart is not None and not restarts:
-        raise ValueError('on_restart is never called without restarts: pass on_error="restart", too')
-
-
-def check_forward_logs(forward_logs: Any) -> None:
-    """Raise `TypeError` for wrong values of `forward_logs`."""
-    if not isinstance(forward_logs, bool):
-        raise TypeError(f"forward_logs must be True or False, got {forward_logs!r}")
-
-
-def check_isolate_rng(isolate_rng: Any, backend: Backend) -> None:
-    """Raise for anything but True or False, and for True if workers use the same generators at the same time."""
-    if not isinstance(isolate_rng, bool):
-        raise TypeError(f"isolate_rng must be True or False, got {isolate_rng!r}")
+def check_isolate_rng(isolate_rng: bool, backend: Backend) -> None:
+    """Raise `ValueError` for True if workers use the same generators at the same time."""
     if isolate_rng and not backend.can_isolate_rng:
         raise ValueError(
             "isolate_rng=True is impossible with threads, which use the generators of this process at the same time: "
@@ -277,9 +223,9 @@ def warn_of_in_line(
 
 def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | None, backend: Backend) -> int:
     """The number of workers: at most one for each environment, and by default one for each CPU."""
-    workers = None if num_workers is None else min(checked_integer(num_workers, "num_workers"), num_envs)
+    workers = None if num_workers is None else min(operator.index(num_workers), num_envs)
     if envs_per_worker is not None:
-        needed = -(-num_envs // checked_integer(envs_per_worker, "envs_per_worker"))
+        needed = -(-num_envs // operator.index(envs_per_worker))
         if workers not in (None, needed):
             raise ValueError(
                 f"num_workers={num_workers} and envs_per_worker={envs_per_worker} do not agree: {num_envs} environments"

@@ -11,36 +11,23 @@ import difflib
 import functools
 import importlib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import gymnasium
 import pettingzoo  # type: ignore[import-untyped]
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel import arguments, vector
-from marl_parallel.adapters import MultiAgentEnv
-from marl_parallel.core.backend import Backend
 from marl_parallel.core.constructors import Wrapped
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.types import (
-    AdapterName,
-    AutoresetName,
-    BackendName,
-    FacadeName,
-    OnError,
-    OnRestart,
-    RecyclePolicy,
-    RestartPolicy,
-    Seed,
-    Wait,
-)
+from marl_parallel.settings import DEFAULT_SEED, ParallelEnvArguments, Settings
+from marl_parallel.types import FacadeName
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,38 +35,6 @@ if TYPE_CHECKING:
 Name: TypeAlias = str | Callable[..., Any]
 Keywords: TypeAlias = Mapping[str, Any] | None
 Wrapper: TypeAlias = Callable[[Any], Any]
-
-
-class ParallelEnvArguments(TypedDict, total=False):
-    """The arguments of `ParallelEnv` that `make` passes on; types only."""
-
-    auto_reset: bool | AutoresetMode | AutoresetName
-    seed: Seed
-    num_workers: int | None
-    envs_per_worker: int | None
-    backend: BackendName | Backend
-    adapter: AdapterName | Callable[[Any], MultiAgentEnv] | None
-    shared_memory: bool
-    copy: bool
-    check_actions: bool
-    on_error: OnError
-    restart_policy: RestartPolicy
-    step_timeout: float | None
-    reset_timeout: float | None
-    start_timeout: float | None
-    worker_threads: int | None
-    trace: str | os.PathLike[str] | None
-    wait: Wait
-    episode_stats: bool
-    on_restart: OnRestart | None
-    warn_after: float | None
-    log_dir: str | os.PathLike[str] | None
-    recycle: RecyclePolicy | None
-    replay: int | None
-    replay_dir: str | os.PathLike[str] | None
-    isolate_rng: bool
-    forward_logs: bool
-
 
 POOLS = ("envpool", "jaxmarl", "vmas")
 """Prefixes of names of native simulators."""
@@ -209,28 +164,24 @@ def make(
     """
     arguments.checked_integer(num_envs, "num_envs")
     _check_keywords("env_kwargs", "each environment's constructor", env_kwargs)
-    unknown = [key for key in parallel_env_arguments if key not in inspect.signature(ParallelEnv).parameters]
-    if unknown:
-        raise TypeError(
-            f"ParallelEnv takes no argument {unknown[0]!r}; arguments of each environment go into env_kwargs"
-        )
     in_facade = _facade(facade, facade_kwargs)
     pool, _, task = name.partition(":") if isinstance(name, str) else ("", "", "")
     if pool in POOLS and task:
         return _through(in_facade, _open_pool(pool, task, num_envs, env_kwargs or {}, wrappers, parallel_env_arguments))
     if facade is not None:
         parallel_env_arguments = {"auto_reset": _FACADES[facade][1], **parallel_env_arguments}
+    settings = Settings.of(parallel_env_arguments, hint="arguments of each environment go into env_kwargs")
     if isinstance(wrappers, str | Mapping) or not isinstance(wrappers, Sequence):
         raise TypeError(f"wrappers must be a list of callables that take an environment, got {wrappers!r}")
     for place, wrapper in enumerate(wrappers):
         if not callable(wrapper):
             raise TypeError(f"wrappers[{place}] must be a callable that takes an environment, got {wrapper!r}")
     constructor: Callable[..., Any] = functools.partial(find_constructor(name), **(env_kwargs or {}))
-    seed = parallel_env_arguments.get("seed")
+    seed = settings.episodes.seed
     arguments.check_signature(constructor, repr(name), "make(..., env_kwargs=dict({}))", seed=seed)
     if wrappers:
         constructor = Wrapped(constructor, tuple(wrappers))
-    return _through(in_facade, ParallelEnv([constructor] * num_envs, **parallel_env_arguments))
+    return _through(in_facade, ParallelEnv([constructor] * num_envs, **settings))
 
 
 def _through(facade: Callable[[ParallelEnv], Any], env: ParallelEnv) -> Any:
@@ -250,11 +201,12 @@ def _open_pool(
         if key != "seed":
             raise TypeError(
                 f"{pool}:{task} steps its environments by itself, without workers: of ParallelEnv's arguments it takes "
-                f"only seed, not {key!r}. After the end of an episode, the next step begins a new one"
+                f"only seed, not {key!r}; arguments of the simulator go into env_kwargs. After the end of an episode, "
+                "the next step begins a new one"
             )
     if wrappers:
         raise TypeError(f"{pool}:{task} steps all its environments at once and cannot wrap them: leave wrappers= out")
-    seed = passed.get("seed", 42)
+    seed = passed.get("seed", DEFAULT_SEED)
     if pool == "envpool":
         return ParallelEnv.from_envpool(task, num_envs, seed=seed, **env_kwargs)
     module = importlib.import_module(f"marl_parallel.sources.{pool}")

@@ -27,13 +27,13 @@ from __future__ import annotations
 import copy as copying
 import functools
 import math
+import operator
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -41,9 +41,9 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel import arguments, planning
-from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, adapter_function
+from marl_parallel.adapters import AgentID, GroupSpaces, MultiAgentEnv, Schema
 from marl_parallel.adapters.mlagents import merged_timers, timer_tree
-from marl_parallel.backends import AUTOMATIC, open_backend
+from marl_parallel.backends import open_backend
 from marl_parallel.core import reports
 from marl_parallel.core.advice import summary
 from marl_parallel.core.arrays import BlockArrays
@@ -53,9 +53,10 @@ from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.codec import codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.construction import DefaultSeed, SeedCheck, construct, generators_warning
+from marl_parallel.core.constructors import Constructor
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.generators import origin_of_program
-from marl_parallel.core.messages import Answer, Block, Message, Refusal, Request
+from marl_parallel.core.generators import Origin, origin_of_program
+from marl_parallel.core.messages import Answer, Block, Built, Construction, Message, Refusal, Request
 from marl_parallel.core.pickling import add_missing_modules, by_value, dumps_for_workers, loads
 from marl_parallel.core.pool.long_calls import LongCalls
 from marl_parallel.core.pool.pool import Pool
@@ -65,7 +66,7 @@ from marl_parallel.core.pool.replay import Histories
 from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.saved_states import to_bytes
 from marl_parallel.core.pool.settings import SettingsAtResets
-from marl_parallel.core.pool.timeouts import Limits, Timeouts
+from marl_parallel.core.pool.timeouts import Timeouts
 from marl_parallel.core.pool.tracing import Tracing
 from marl_parallel.core.reports import logger
 from marl_parallel.core.schema import common_schema, dumps_compactly
@@ -74,6 +75,7 @@ from marl_parallel.core.source import Source
 from marl_parallel.core.warn import warn
 from marl_parallel.core.worker_status import Tracer
 from marl_parallel.runner import NO_STATE, BatchRunner, Workers
+from marl_parallel.settings import DEFAULT_SEED, NAMES, START_TIMEOUT_S, Settings, is_default
 from marl_parallel.sources.native import NativeSimulator, SimulatorArrays, SimulatorSource, check_simulator
 from marl_parallel.types import (
     AdapterName,
@@ -92,17 +94,11 @@ from marl_parallel.types import (
     Wait,
 )
 
-START_TIMEOUT_S = 60.0
 _MORE_REQUESTS = 8  # queued at a worker besides three for each of its environments, such as the one to close
 
 _live: weakref.WeakSet[Source] = weakref.WeakSet()
 
 
-class _DefaultSeed(int):
-    """The default of `seed`: an object of its own, to tell it from an equal number that the caller passed."""
-
-
-_DEFAULT_SEED = _DefaultSeed(42)
 _IN_PLACE_OF_CALL = {"reset": "reset(env_ids=[...])", "step": "step(actions, env_ids=[...])", "close": "close()"}
 
 
@@ -222,14 +218,11 @@ class ParallelEnv:
             `"proposal"` if there is one, can be passed in place of `backend="auto"`.
     """
 
-    _recycling: Recycling | None = None
-    _tracing: Tracing | None = None  # the present trace
-
     def __init__(
         self,
         env_constructors: Sequence[Callable[..., Any]],
         auto_reset: bool | AutoresetMode | AutoresetName = True,
-        seed: Seed = _DEFAULT_SEED,
+        seed: Seed = DEFAULT_SEED,
         *,
         num_workers: int | None = None,
         envs_per_worker: int | None = None,
@@ -256,152 +249,68 @@ class ParallelEnv:
         isolate_rng: bool = False,
         forward_logs: bool = True,
     ) -> None:
-        constructors = arguments.checked_constructors(env_constructors, seed)
-        mode = arguments.autoreset_mode(auto_reset)
-        timeouts = {"step_timeout": step_timeout, "reset_timeout": reset_timeout, "start_timeout": start_timeout}
-        limits = Limits(*(arguments.checked_timeout(seconds, name) for name, seconds in timeouts.items()))
-        restarts = arguments.restarts(on_error, restart_policy)
-        arguments.check_callback(on_restart, restarts)
-        arguments.check_recycle(recycle, restarts)
-        warn_after = arguments.checked_timeout(warn_after, "warn_after")
-        if worker_threads is not None:
-            worker_threads = arguments.checked_integer(worker_threads, "worker_threads")
-        if trace is not None:
-            arguments.checked_trace(trace)
-        adapter_function(adapter)
-        arguments.check_forward_logs(forward_logs)
-        folder = None if log_dir is None else arguments.checked_log_dir(log_dir)
-        kept = arguments.checked_replay(replay, replay_dir)
-        seeds = arguments.first_seeds(seed, len(constructors))
-        if seeds[0] is None and kept is not None:
-            raise ValueError(
-                f'replay={replay} is impossible with seed="own": an episode is repeated from its seed, which is not '
-                "known here. Pass a number as seed, or leave replay out"
+        settings = Settings.of({name: value for name, value in locals().items() if name in NAMES})
+        self.plan: dict[str, Any] | None = None
+        self._recycling: Recycling | None = None
+        self._tracing: Tracing | None = None  # the present trace
+        if isinstance(env_constructors, SimulatorSource):  # of `from_native`
+            source = env_constructors
+            self._close_at_exit(source)
+            self._set_runner(
+                BatchRunner(source, source, lambda **_: SimulatorArrays(source), source.schema, source.seeds)
             )
-        if start_timeout == START_TIMEOUT_S:
-            del timeouts["start_timeout"]
-        unenforced = [f"{name}={seconds}" for name, seconds in timeouts.items() if seconds is not None]
+            return
+        constructors = arguments.checked_constructors(env_constructors, seed)
+        seeds = arguments.first_seeds(seed, len(constructors))
+        log_dir, kept_steps = settings.output.log_folder(), settings.faults.kept_steps()
         made = planning.count_made()
         origin = origin_of_program(made) if seeds[0] is None else None
-        self.plan: dict[str, Any] | None = None
-        if isinstance(backend, str) and backend in AUTOMATIC:
-            if num_workers is not None or envs_per_worker is not None:
-                instead = "process" if backend == "auto" else "hybrid"
-                raise ValueError(
-                    f'backend="{backend}" chooses the number of workers: pass backend="{instead}" with yours'
-                )
-            takes_hybrid = backend == "auto-hybrid"
-            needs_processes = restarts or unenforced or folder or recycle or wait != "adaptive"
-            options: dict[str, Any] = {
-                "seed": "own" if seeds[0] is None else seeds[0], "adapter": adapter, "shared_memory": shared_memory,
-                "copy": copy, "check_actions": check_actions, "reset_timeout": reset_timeout,
-                "start_timeout": start_timeout, "step_timeout": min(limits.step or math.inf, planning.STEP_TIMEOUT_S),
-                "worker_threads": worker_threads, "wait": wait, "isolate_rng": isolate_rng,
-                "forward_logs": forward_logs,
-            }  # fmt: skip
-
-            def open_env(name: BackendName, workers: int) -> ParallelEnv:
-                # Simulators must not draw from the generators of this process while they are measured.
-                isolation = {"isolate_rng": True} if name == "hybrid" else {}
-                return ParallelEnv(constructors, mode, backend=name, num_workers=workers, **{**options, **isolation})
-
-            self.plan = planning.plan(
-                open_env, len(constructors), can_be_serial=not needs_processes, takes_hybrid=takes_hybrid
-            )
-            backend = self.plan["arguments"]["backend"]
-        opened = open_backend(backend, worker_threads=worker_threads, wait=wait)
-        arguments.check_isolate_rng(isolate_rng, opened)
-        if unenforced and not opened.enforces_timeouts:
-            warn(f"{', '.join(unenforced)} cannot be enforced by backend={backend!r}", RuntimeWarning)
-        opened.forward_logs = forward_logs
-        if opened.keeps_logs:
-            opened.log_dir = folder
-        elif folder is not None:
-            warn(
-                f"log_dir={os.fspath(folder)!r} has no effect with backend={backend!r}: only worker processes have "
-                "logs. Serial and thread workers write to the output of this program, Ray's to the logs of Ray",
-                RuntimeWarning,
-            )
-        if self.plan is None:
-            workers = arguments.workers_for(len(seeds), num_workers, envs_per_worker, opened)
-        else:
-            workers = self.plan["arguments"]["num_workers"]
-        shares = share_out(len(seeds), workers, last_have_more=bool(opened.in_line))  # this thread reads all results
-        in_line = opened.in_line
-        arguments.warn_of_in_line(opened, shares, unenforced, folder, recycle, restarts=restarts)
-        pool = Pool(opened, shares)
-        deadlines = Timeouts(pool, limits)
-        pool.extend(deadlines, LongCalls(pool, warn_after, deadlines.limits))
-        if restarts:
-            pool.advice = reports.FIRST_CONSTRUCTION
+        if settings.workers.is_automatic:
+            with_seed = settings.changed(seed="own" if seeds[0] is None else seeds[0])
+            self.plan = planning.plan(with_seed, len(seeds), lambda measured: ParallelEnv(constructors, **measured))
+            settings = settings.changed(**self.plan["arguments"])
+        faults = settings.faults
+        backend = _open_backend(settings, log_dir)
+        pool = Pool(backend, _shares(settings, len(seeds), backend, log_dir, is_planned=self.plan is not None))
+        deadlines = Timeouts(pool, faults.limits)
+        pool.extend(deadlines, LongCalls(pool, faults.warn_after_s, deadlines.limits))
         self._close_at_exit(pool)
         started = False
         try:
-            opened.start(shares, 3 * len(max(shares, key=len)) + _MORE_REQUESTS)
-            started = True
-            began = opened.clock()
-            local_modules: list[ModuleType] = []
-            caller_settings = CallerSettings(forward_logs, local_modules)
-            generators = ScriptGenerators()
-            described, construction, built = construct(
-                pool, constructors, seeds, mode, adapter, restarts, kept is not None, isolate_rng, local_modules,
-                caller_settings, generators, made, origin,
-            )  # fmt: skip
-            if not planning.is_measuring() and (text := generators_warning(generators, local_modules)):
-                warn(text)
-            schema, common = common_schema(described), b""
-            if schema is not described[0]:  # the environments differ in bounds
-                with by_value(local_modules):
-                    common = dumps_compactly(schema)
-                construction = construction._replace(described=common)
-            layout = Layout(schema, len(seeds), arrays=shared_memory)
-            block = opened.allocate(layout)
-            compiled = codec == "c"
-            infos_in_block = compiled and opened.shares_memory
-            described_block = Block(len(seeds), shared_memory, compiled, infos_in_block, common)
-            attach = Request(Message.ATTACH, None, described_block)
-            pool.execute(dict.fromkeys(range(len(shares)), attach))
-            transitions = BlockTransitions(
-                pool.slots, layout, block, schema.rules, mode,
-                copy=copy, check_actions=check_actions, needs_all_actions=schema.needs_all_actions,
-                local_modules=local_modules, episode_stats=episode_stats,
-            )  # fmt: skip
-            settings = SettingsAtResets(caller_settings)
+            backend.start(pool.shares, 3 * len(max(pool.shares, key=len)) + _MORE_REQUESTS)
+            started, began = True, backend.clock()
+            envs = _construct(pool, constructors, seeds, settings, made, origin)
+            transitions, block = _attach(pool, envs, settings)
+            at_resets = SettingsAtResets(envs.caller_settings)
             rebuilds = Rebuilds(
-                pool,
-                transitions,
-                construction,
-                attach.payload,
-                seeds[0],
-                options_last=schema.options_last,
-                settings=settings,
-            )
-            pool.extend(settings, rebuilds)
-            if kept is not None:
-                pool.extend(Histories(pool, *kept, transitions, construction, local_modules))
-            if recycle is not None or opened.moves:
-                policy = recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
-                self._recycling = Recycling(pool, rebuilds, transitions, policy, opened.clock() - began)
-                pool.extend(self._recycling)
-                last = workers - 1
-                if recycle is not None and opened.memory(last) is None and not (opened.can_kill and last in in_line):
-                    self._warn_of_recycling(recycle, backend)
-            if restarts:
-                pool.extend(Restarts(pool, rebuilds, transitions, restart_policy, on_restart))
-            seed_check = None if seeds[0] is None else SeedCheck(built, "seed" in schema.reset_keywords)
-            self.runner = BatchRunner(
-                pool, transitions, functools.partial(BlockArrays, transitions), schema, seeds,
-                Workers(pool, transitions, rebuilds, local_modules), seed_check, restarts=restarts,
+                pool, transitions, envs.construction, block, seeds[0],
+                options_last=envs.schema.options_last, settings=at_resets,
             )  # fmt: skip
-            self._guard = self.runner.guard
-            if seed is _DEFAULT_SEED and DefaultSeed.reaches(built[0], _DEFAULT_SEED, schema.reset_keywords):
-                self.runner.default_seed = DefaultSeed(pool)
-            if trace is not None:
-                self.start_trace(trace)
+            pool.extend(at_resets, rebuilds)
+            if kept_steps is not None:
+                pool.extend(Histories(pool, *kept_steps, transitions, envs.construction, envs.local_modules))
+            if faults.recycle is not None or backend.moves:
+                policy = faults.recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
+                self._recycling = Recycling(pool, rebuilds, transitions, policy, backend.clock() - began)
+                pool.extend(self._recycling)
+                _warn_of_unknown_memory(settings, backend, len(pool.shares) - 1)
+            if faults.restarts:
+                pool.extend(Restarts(pool, rebuilds, transitions, faults.restart_policy, faults.on_restart))
+            self._set_runner(_runner(pool, transitions, rebuilds, envs, seeds, settings))
+            if settings.output.trace is not None:
+                self.start_trace(settings.output.trace)
         except BaseException:  # Ctrl-C included: nothing may be left behind
             pool.close(ask=started)
             self._finalizer.detach()
             raise
+
+    def _set_runner(self, runner: BatchRunner) -> None:
+        self.runner, self._guard = runner, runner.guard
+
+    def _close_at_exit(self, source: Source) -> None:
+        """Close all when the interpreter exits or this object is collected, unless `close` has freed all."""
+        _live.add(source)
+        self._finalizer = weakref.finalize(self, source.close)
 
     @classmethod
     def from_native(cls, simulator: NativeSimulator) -> ParallelEnv:
@@ -414,14 +323,8 @@ class ParallelEnv:
         `docs/simulators.md`.
         """
         check_simulator(simulator)
-        env = cls.__new__(cls)
-        env.plan = None
-        source = SimulatorSource(simulator)
-        env._close_at_exit(source)
-        schema = replace(simulator.schema, metadata=simulator.metadata, render_mode=simulator.render_mode)
-        env.runner = BatchRunner(source, source, lambda **_: SimulatorArrays(source), schema, simulator.seeds)
-        env._guard = env.runner.guard
-        return env
+        source: Any = SimulatorSource(simulator)  # which `__init__` takes in place of constructors
+        return cls(source)
 
     @classmethod
     def from_envpool(
@@ -430,7 +333,7 @@ class ParallelEnv:
         num_envs: int | None = None,
         batch_size: int | None = None,
         num_threads: int | None = None,
-        seed: int | Sequence[int] | None = 42,
+        seed: int | Sequence[int] | None = DEFAULT_SEED,
         *,
         frame_skip: int | None = None,
         **task_arguments: Any,
@@ -460,7 +363,7 @@ class ParallelEnv:
 
         if not isinstance(task, str):
             others = num_envs, batch_size, num_threads, frame_skip
-            if task_arguments or any(other is not None for other in others) or not (type(seed) is int and seed == 42):
+            if task_arguments or any(other is not None for other in others) or not is_default(seed):
                 raise TypeError("task is a pool, which has its arguments already: pass it without other arguments")
             return cls.from_native(envpool.wrap_pool(task))
         if num_envs is None:
@@ -470,11 +373,6 @@ class ParallelEnv:
         times = None if frame_skip is None else arguments.checked_integer(frame_skip, "frame_skip")
         seeds = arguments.pool_seeds(seed, range(num_envs), "EnvPool")
         return cls.from_native(envpool.open_pool(task, seeds, {**numbers, **task_arguments}, times))
-
-    def _close_at_exit(self, source: Source) -> None:
-        """Close all when the interpreter exits or this object is collected, unless `close` has freed all."""
-        _live.add(source)
-        self._finalizer = weakref.finalize(self, source.close)
 
     # -- what the environments are ---------------------------------------------------------------------------------
 
@@ -1179,16 +1077,6 @@ class ParallelEnv:
         tracing.tracer.finish()
         return tracing.tracer.path
 
-    @staticmethod
-    def _warn_of_recycling(recycle: RecyclePolicy, backend: Any) -> None:
-        """Warn of limits that are never reached, since the memory of workers is unknown."""
-        if recycle.max_memory_mb is not None or recycle.kill_above_mb is not None:
-            warn(
-                f"max_memory_mb and kill_above_mb of {recycle} have no effect with backend={backend!r}: the memory of "
-                "its workers is unknown. It is known for worker processes, on Linux or if psutil is installed",
-                RuntimeWarning,
-            )
-
     def _trace_workers(self, pool: Pool, on: bool) -> list[ParallelEnvError]:
         """Begin or end traces in all workers, and add their slices; returns the first error of a replaced worker.
 
@@ -1278,6 +1166,136 @@ class ParallelEnv:
             if error is None:
                 raise
             logger.warning("closing the environments after an error failed too: %s", failed)
+
+
+# -- what the constructor builds ---------------------------------------------------------------------------------------
+
+
+def _open_backend(settings: Settings, log_dir: Path | None) -> Backend:
+    """The backend, not yet started; warns of settings that have no effect with it."""
+    workers, timeouts = settings.workers, settings.faults.passed_timeouts
+    threads = None if workers.worker_threads is None else operator.index(workers.worker_threads)
+    opened = open_backend(workers.backend, worker_threads=threads, wait=workers.wait)
+    arguments.check_isolate_rng(settings.episodes.isolate_rng, opened)
+    if timeouts and not opened.enforces_timeouts:
+        warn(f"{', '.join(timeouts)} cannot be enforced by backend={workers.backend!r}", RuntimeWarning)
+    opened.forward_logs = settings.output.forward_logs
+    if opened.keeps_logs:
+        opened.log_dir = log_dir
+    elif settings.output.log_dir is not None:
+        warn(
+            f"log_dir={os.fspath(settings.output.log_dir)!r} has no effect with backend={workers.backend!r}: only "
+            "worker processes have logs. Serial and thread workers write to the output of this program, Ray's to the "
+            "logs of Ray",
+            RuntimeWarning,
+        )
+    return opened
+
+
+def _shares(
+    settings: Settings, num_envs: int, backend: Backend, log_dir: Path | None, *, is_planned: bool
+) -> list[range]:
+    """The environments of each worker; warns of too many workers, and of what the caller's own thread cannot do."""
+    workers, faults = settings.workers, settings.faults
+    number = workers.num_workers if is_planned else None
+    if number is None:
+        number = arguments.workers_for(num_envs, workers.num_workers, workers.envs_per_worker, backend)
+    shares = share_out(num_envs, number, last_have_more=bool(backend.in_line))  # this thread reads all results
+    arguments.warn_of_in_line(
+        backend, shares, faults.passed_timeouts, log_dir, faults.recycle, restarts=faults.restarts
+    )
+    return shares
+
+
+class _Environments(NamedTuple):
+    """All environments, constructed in their workers."""
+
+    schema: Schema  # of all of them
+    common: bytes  # this schema, pickled, if their own ones differ in bounds
+    construction: Construction
+    built: Mapping[int, Built]
+    local_modules: list[ModuleType]  # that workers cannot import
+    caller_settings: CallerSettings
+
+
+def _construct(
+    pool: Pool,
+    constructors: Sequence[Constructor],
+    seeds: list[int] | list[None],
+    settings: Settings,
+    made: int,
+    origin: Origin | None,
+) -> _Environments:
+    """Construct all environments; `made` and `origin` are as in `Construction`."""
+    faults, episodes = settings.faults, settings.episodes
+    local_modules: list[ModuleType] = []
+    caller_settings, generators = CallerSettings(settings.output.forward_logs, local_modules), ScriptGenerators()
+    if faults.restarts:
+        pool.advice = reports.FIRST_CONSTRUCTION
+    described, construction, built = construct(
+        pool, constructors, seeds, episodes.mode, episodes.adapter, faults.restarts, faults.replay is not None,
+        episodes.isolate_rng, local_modules, caller_settings, generators, made, origin,
+    )  # fmt: skip
+    if not planning.is_measuring() and (text := generators_warning(generators, local_modules)):
+        warn(text)
+    schema, common = common_schema(described), b""
+    if schema is not described[0]:  # the environments differ in bounds
+        with by_value(local_modules):
+            common = dumps_compactly(schema)
+        construction = construction._replace(described=common)
+    return _Environments(schema, common, construction, built, local_modules, caller_settings)
+
+
+def _attach(pool: Pool, envs: _Environments, settings: Settings) -> tuple[BlockTransitions, Block]:
+    """Allocate the block of all transitions, and let the workers attach to it."""
+    episodes, shared_memory, is_compiled = settings.episodes, settings.workers.shared_memory, codec == "c"
+    layout = Layout(envs.schema, len(pool.slots), arrays=shared_memory)
+    memory = pool.backend.allocate(layout)
+    block = Block(
+        len(pool.slots), shared_memory, is_compiled, is_compiled and pool.backend.shares_memory, envs.common
+    )  # fmt: skip
+    pool.execute(dict.fromkeys(range(len(pool.shares)), Request(Message.ATTACH, None, block)))
+    transitions = BlockTransitions(
+        pool.slots, layout, memory, envs.schema.rules, episodes.mode,
+        copy=episodes.copy, check_actions=episodes.check_actions, needs_all_actions=envs.schema.needs_all_actions,
+        local_modules=envs.local_modules, episode_stats=episodes.episode_stats,
+    )  # fmt: skip
+    return transitions, block
+
+
+def _warn_of_unknown_memory(settings: Settings, backend: Backend, worker: int) -> None:
+    """Warn of limits of `recycle` that are never reached, since the memory of workers is unknown."""
+    recycle = settings.faults.recycle
+    if recycle is None or (recycle.max_memory_mb is None and recycle.kill_above_mb is None):
+        return
+    if backend.memory(worker) is None and not (backend.can_kill and worker in backend.in_line):
+        warn(
+            f"max_memory_mb and kill_above_mb of {recycle} have no effect with backend={settings.workers.backend!r}: "
+            "the memory of its workers is unknown. It is known for worker processes, on Linux or if psutil is "
+            "installed",
+            RuntimeWarning,
+        )
+
+
+def _runner(
+    pool: Pool,
+    transitions: BlockTransitions,
+    rebuilds: Rebuilds,
+    envs: _Environments,
+    seeds: list[int] | list[None],
+    settings: Settings,
+) -> BatchRunner:
+    """What resets and steps environments in workers, with checks of their seeds."""
+    reset_keywords = envs.schema.reset_keywords
+    runner = BatchRunner(
+        pool, transitions, functools.partial(BlockArrays, transitions), envs.schema, seeds,
+        Workers(pool, transitions, rebuilds, envs.local_modules),
+        None if seeds[0] is None else SeedCheck(envs.built, "seed" in reset_keywords),
+        restarts=settings.faults.restarts,
+    )  # fmt: skip
+    if is_default(settings.episodes.seed) and DefaultSeed.reaches(envs.built[0], DEFAULT_SEED, reset_keywords):
+        runner.default_seed = DefaultSeed(pool)
+    return runner
 
 
 def _space_of(declared: Mapping[AgentID, Space[Any]]) -> spaces.Dict | None:

@@ -17,12 +17,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, Literal
 
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.reports import first_line, logger
+from marl_parallel.settings import FaultSettings, OutputSettings, Settings
 from marl_parallel.types import ParallelEnvError
 
 _MEASURED_S = 0.4
@@ -93,26 +95,21 @@ class _Measured:
         self.cpu_share = min(sum(used) / inside, 1.0) if inside > 0 and not math.isnan(sum(used)) else None
 
 
-def plan(
-    open_env: Callable[[Literal["process", "hybrid"], int], Any],
-    num_envs: int,
-    *,
-    can_be_serial: bool,
-    takes_hybrid: bool = False,
-) -> dict[str, Any]:
+def plan(settings: Settings, num_envs: int, open_env: Callable[[Settings], Any]) -> dict[str, Any]:
     """Measure settings for a simulator; returns the fastest arguments, and the measurements.
 
     Args:
-        open_env: Opens a `ParallelEnv` of the simulators, with this backend and number of workers.
+        settings: The settings of the caller. With `backend="auto-hybrid"`, `"hybrid"` may be chosen. With `"auto"`, it
+            is only proposed, and it is measured only if the caller can do without processes, since it runs simulators
+            in this process.
         num_envs: The number of environments.
-        can_be_serial: Whether the caller can do without processes.
-        takes_hybrid: Whether `"hybrid"` may be chosen. If not, it is only proposed, and it is measured only with
-            `can_be_serial`, since it runs simulators in this process.
+        open_env: Opens a `ParallelEnv` of the simulators, with these settings.
 
     Returns:
         `arguments` for `ParallelEnv`; `reason`, a phrase; `batch_ms`, the milliseconds of a batch by setting; and
         `proposal`, the arguments of a faster setting that only the caller may choose, or None.
     """
+    takes_hybrid, can_be_serial = settings.workers.backend == "auto-hybrid", not settings.needs_processes
     workers = min(num_envs, usable_cpus())
     batch_ms: dict[str, float] = {}
     arguments: dict[str, Any] = {"backend": "process", "num_workers": workers}
@@ -122,7 +119,7 @@ def plan(
         with warnings.catch_warnings(), _while_measuring():
             warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs
             warnings.simplefilter("ignore", RuntimeWarning)  # arguments that have no effect in this thread
-            env = open_env(backend, number)
+            env = open_env(_to_measure(settings, backend, number))
         with env:
             found = _Measured(env)
         batch_ms[f"{backend}, {number} workers"] = round(1e3 * found.batch_s, 4)
@@ -157,3 +154,20 @@ def plan(
             'backend="auto-hybrid", to use it'
         )
     return {"arguments": arguments, "reason": reason, "batch_ms": batch_ms, "proposal": proposal}
+
+
+def _to_measure(settings: Settings, backend: Literal["process", "hybrid"], num_workers: int) -> Settings:
+    """The settings while workers are measured: all that changes how long steps take, but no restarts and no files."""
+    faults = settings.faults
+    # Simulators must not draw from the generators of this process while they are measured.
+    isolate_rng = settings.episodes.isolate_rng or backend == "hybrid"
+    return Settings(
+        workers=replace(settings.workers, backend=backend, num_workers=num_workers),
+        faults=FaultSettings(
+            step_timeout=min(faults.limits.step or math.inf, STEP_TIMEOUT_S),
+            reset_timeout=faults.reset_timeout,
+            start_timeout=faults.start_timeout,
+        ),
+        output=OutputSettings(forward_logs=settings.output.forward_logs),
+        episodes=replace(settings.episodes, isolate_rng=isolate_rng),
+    )

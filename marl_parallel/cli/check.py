@@ -67,7 +67,8 @@ from marl_parallel.core.reports import first_line, is_of_a_library, manner_of_de
 from marl_parallel.core.spaces import ARRAY_SPACES, Mismatch, as_array, is_vector
 from marl_parallel.core.transition import ALL, Transition, is_empty_info
 from marl_parallel.core.worker_status import WorkerStatus
-from marl_parallel.parallel_env import START_TIMEOUT_S, ParallelEnv
+from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.settings import START_TIMEOUT_S
 from marl_parallel.types import EnvError, ParallelEnvError, WorkerCrashed, WorkerTimeout
 from marl_parallel.vector.rows import bounds
 

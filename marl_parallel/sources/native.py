@@ -15,6 +15,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -199,7 +200,8 @@ class SimulatorSource(Source, Transitions):
 
     def __init__(self, simulator: NativeSimulator) -> None:
         super().__init__()
-        self._simulator, self.name, self.schema = simulator, simulator.name, simulator.schema
+        self._simulator, self.name, self.seeds = simulator, simulator.name, simulator.seeds
+        self.schema = replace(simulator.schema, metadata=simulator.metadata, render_mode=simulator.render_mode)
         self.batch_size = simulator.batch_size
         self.reseeds = simulator.reseeds  # all at once
         self.partial = simulator.partial and simulator.batch_size == simulator.num_envs

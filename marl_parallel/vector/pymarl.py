@@ -22,6 +22,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.settings import Settings
 from marl_parallel.types import ParallelEnvError
 from marl_parallel.vector.stepper import Arrays, ArrayStepper, Joint, OfParallelEnv, Stacked
 
@@ -557,7 +558,8 @@ def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) ->
         if name in options:
             raise TypeError(f"pymarl_connections takes no {name}=: the runner resets environments and counts returns")
     own_processes = options.get("backend") not in ("serial", "thread")
-    env = ParallelEnv(env_fns, **fixed, **{"adapter": "pymarl", "isolate_rng": own_processes, **options})
+    passed = {"adapter": "pymarl", "isolate_rng": own_processes, **options, **fixed}
+    env = ParallelEnv(env_fns, **Settings.of(passed, "pymarl_connections"))
     try:
         return [*PyMARLConnections(env)]
     except BaseException:

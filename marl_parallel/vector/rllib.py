@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from inspect import signature
 from typing import Any
 
 import gymnasium
@@ -30,6 +29,7 @@ from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import from_zero, leaves, starts_elsewhere, to_start, to_zero
 from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.settings import NAMES, Settings
 from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules
 
 __doctest_requires__ = ["ray", "tree", "torch"]
@@ -363,7 +363,7 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
                 f"env_config[{OPTIONS!r}] may not have {', '.join(reserved)}: RLlib's config has the environment and "
                 'the seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
             )
-        known = {*signature(ParallelEnv).parameters, "scalarize"} - {*_RESERVED}
+        known = {*NAMES, "scalarize"} - {*_RESERVED}
         if unknown := options.keys() - known:
             near = sorted({name for one in unknown for name in get_close_matches(str(one), known)})
             instead = f"; did you mean {', '.join(near)}?" if near else f"; it takes {', '.join(sorted(known))}"
@@ -373,12 +373,11 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
             )
         constructor = _constructor(_creator(self.config.env), context, not self.config.disable_env_checking)
         seeds, scalarize = self._env_seeds(), options.pop("scalarize", None)
-        parallel = ParallelEnv(
-            [constructor] * self.config.num_envs_per_env_runner,
-            AutoresetMode.NEXT_STEP,
-            None if seeds is None else seeds[0],
-            **options if "envs_per_worker" in options else {"num_workers": self._num_workers(), **options},
-        )
+        if "envs_per_worker" not in options:
+            options = {"num_workers": self._num_workers(), **options}
+        seed = None if seeds is None else seeds[0]
+        settings = Settings.of({"auto_reset": AutoresetMode.NEXT_STEP, "seed": seed, **options})
+        parallel = ParallelEnv([constructor] * self.config.num_envs_per_env_runner, **settings)
         try:
             self.env = RLlibVectorMultiAgentEnv(parallel, scalarize=scalarize)
         except BaseException:

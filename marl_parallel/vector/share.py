@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -31,6 +30,7 @@ from marl_parallel.core.spaces import padded_space
 from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
+from marl_parallel.settings import Settings
 from marl_parallel.vector.rows import agent_info, env_infos
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, rendered, simulators
 
@@ -904,13 +904,9 @@ def open_parallel_env(
     facade: str, env_fns: Sequence[Callable[..., Any]], options: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> ParallelEnv:
     """The `ParallelEnv` of a drop-in, with the options of its caller, and its own defaults."""
-    takes = inspect.signature(ParallelEnv).parameters
-    for key in options:
-        if key not in takes:
-            raise TypeError(f"{facade} takes no argument {key!r}; it takes ParallelEnv's arguments: {', '.join(takes)}")
     if options.get("backend") == "thread":  # threads cannot have generators for each environment
         defaults = {**defaults, "isolate_rng": False}
-    return ParallelEnv(env_fns, **{**defaults, **options})
+    return ParallelEnv(env_fns, **Settings.of({**defaults, **options}, facade))
 
 
 @contextlib.contextmanager

@@ -286,7 +286,14 @@ def test_existing_pool(make_pool):
 
 def test_what_is_no_pool():
     pool = envpool.make_gymnasium("CartPole-v1", num_envs=2)
-    for argument in ({"num_envs": 2}, {"seed": 7}, {"seed": None}, {"frame_skip": 2}, {"max_episode_steps": 9}):
+    for argument in (
+        {"num_envs": 2},
+        {"seed": 7},
+        {"seed": 42},
+        {"seed": None},
+        {"frame_skip": 2},
+        {"max_episode_steps": 9},
+    ):
         with pytest.raises(TypeError, match="task is a pool, which has its arguments already: pass it"):
             ParallelEnv.from_envpool(pool, **argument)
     for other in (gymnasium.make("CartPole-v1"), envpool.make_dm("CartPole-v1", num_envs=2), 3):

@@ -398,6 +398,7 @@ def test_nothing_is_left(how, tmp_path):
     ("arguments", "text"),
     [
         ({"step_timeout": 5.0, "reset_timeout": 6.0}, "step_timeout=5.0, reset_timeout=6.0 have no effect"),
+        ({"start_timeout": 60.0}, "start_timeout=60.0 has no effect"),
         ({"log_dir": "logs"}, "log_dir="),
         ({"recycle": RecyclePolicy(max_memory_mb=9000)}, "max_memory_mb=9000 has no effect"),
         (
@@ -405,7 +406,7 @@ def test_nothing_is_left(how, tmp_path):
             'start_timeout=9.0, kill_above_mb=9000 have no effect and on_error="restart" covers exceptions only',
         ),
     ],
-    ids=["timeouts", "logs", "memory", "restarts"],
+    ids=["timeouts", "the default passed", "logs", "memory", "restarts"],
 )
 def test_one_warning_says_what_has_no_effect_in_this_thread(arguments, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import threading
 import weakref
@@ -18,6 +19,7 @@ from simulators.deterministic import Skirmish
 from marl_parallel import EnvError, ParallelEnv, make
 from marl_parallel.adapters import adapt
 from marl_parallel.backends.local import SerialBackend, ThreadBackend
+from marl_parallel.vector.share import DummyVecEnv
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,20 @@ def test_refused_before_anything_starts(arguments, error, says):
     with pytest.raises(error, match=says):
         ParallelEnv([Skirmish] * 2, **arguments)
     assert psutil.Process().children(recursive=True) == children
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"seed": "x"}, {"backend": "auto", "num_workers": 2}, {"wait": "never"}, {"replay": 3, "seed": "own"}],
+    ids=str,
+)
+def test_wrong_arguments_change_nothing(arguments, tmp_path):
+    """No folder is made; `make` does not even import the environment."""
+    folders = {"log_dir": tmp_path / "logs"} | ({"replay_dir": tmp_path / "replays"} if "replay" in arguments else {})
+    for opened in (lambda **all_of: ParallelEnv([Skirmish], **all_of), lambda **all_of: make("no.such", **all_of)):
+        with pytest.raises((TypeError, ValueError), match="|".join(arguments)):
+            opened(**arguments, **folders)
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
@@ -104,6 +120,27 @@ def test_serial_timeout_warns_once(recwarn):
     for arguments in ({"backend": "serial"}, {"backend": "serial", "start_timeout": None}, {"start_timeout": 5.0}):
         ParallelEnv([Skirmish], **arguments).close()
     assert len(recwarn) == 1
+
+
+@pytest.mark.parametrize("seconds", [60.0, 60, np.float32(60), 59.0])
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda **arguments: ParallelEnv([Skirmish], backend="serial", **arguments),
+        lambda **arguments: ParallelEnv([Skirmish], backend=SerialBackend(), **arguments),
+        lambda **arguments: make(Skirmish, backend="serial", facade="stacked", **arguments),
+        lambda **arguments: DummyVecEnv([simple_spread_v3.parallel_env], **arguments),
+    ],
+    ids=["name", "object", "make", "drop-in"],
+)
+def test_a_limit_that_equals_the_default_is_a_given_one(opened, seconds, recwarn):
+    """So the warning does not depend on the number; the default is silent, also where a function passes it on."""
+    opened().close()
+    opened(start_timeout=inspect.signature(ParallelEnv).parameters["start_timeout"].default).close()
+    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
+    opened(start_timeout=seconds).close()
+    (warning,) = [warning for warning in recwarn if warning.category is RuntimeWarning]
+    assert f"start_timeout={seconds} cannot be enforced by backend=" in str(warning.message)
 
 
 def test_unpicklable_adapter():

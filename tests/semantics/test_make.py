@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import sys
 from pathlib import Path
@@ -25,10 +24,9 @@ from pettingzoo.utils.wrappers import BaseParallelWrapper
 from simulators.deterministic import Hunt
 from simulators.skirmish import Skirmish
 
-from marl_parallel import EnvError, ParallelEnv, make
+from marl_parallel import EnvError, make
 from marl_parallel.adapters import ADAPTERS
 from marl_parallel.backends import AUTOMATIC, NAMES, WAITS
-from marl_parallel.making import ParallelEnvArguments
 from marl_parallel.types import AdapterName, AutoresetName, BackendName, FacadeName, Wait
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 from marl_parallel.wrappers import pad_spaces
@@ -427,10 +425,8 @@ def test_spaces_that_cannot_be_padded(changed, message):
 # -- types and descriptions --------------------------------------------------------------------------------------------
 
 
-def test_types_name_all_arguments_and_values():
-    """The types of `make` and of the string options list what there is."""
-    own = [*inspect.signature(ParallelEnv).parameters][1:]
-    assert [*ParallelEnvArguments.__annotations__] == own
+def test_types_name_all_values():
+    """The types of the string options list what there is; `test_settings.py` compares the arguments."""
     assert {*get_args(AdapterName)} == {*ADAPTERS}
     assert {*get_args(BackendName)} == {*NAMES, *AUTOMATIC}
     assert get_args(Wait) == WAITS
