@@ -1248,12 +1248,12 @@ def _construct(
 
 def _attach(pool: Pool, envs: _Environments, settings: Settings) -> tuple[BlockTransitions, Block]:
     """Allocate the block of all transitions, and let the workers attach to it."""
-    episodes, shared_memory, is_compiled = settings.episodes, settings.workers.shared_memory, codec == "c"
-    layout = Layout(envs.schema, len(pool.slots), arrays=shared_memory)
+    episodes, arrays = settings.episodes, settings.workers.shared_memory
+    layout = Layout(envs.schema, len(pool.slots), arrays=arrays)
     memory = pool.backend.allocate(layout)
-    block = Block(
-        len(pool.slots), shared_memory, is_compiled, is_compiled and pool.backend.shares_memory, envs.common
-    )  # fmt: skip
+    compiled = codec == "c"
+    infos_in_block = compiled and pool.backend.shares_memory
+    block = Block(len(pool.slots), arrays, compiled, infos_in_block, envs.common)
     pool.execute(dict.fromkeys(range(len(pool.shares)), Request(Message.ATTACH, None, block)))
     transitions = BlockTransitions(
         pool.slots, layout, memory, envs.schema.rules, episodes.mode,

@@ -94,6 +94,7 @@ class _DefaultFloat(float):
 
 DEFAULT_SEED = _DefaultInt(42)
 START_TIMEOUT_S = _DefaultFloat(60.0)
+_TIMEOUTS = ("step_timeout", "reset_timeout", "start_timeout")  # in the order of `Limits`
 
 
 def is_default(value: object) -> bool:
@@ -155,7 +156,7 @@ class FaultSettings:
             raise TypeError(f"on_restart must be a function of a RestartEvent, or None, got {self.on_restart!r}")
         if self.on_restart is not None and not self.restarts:
             raise ValueError('on_restart is never called without restarts: pass on_error="restart", too')
-        for name in ("step_timeout", "reset_timeout", "start_timeout", "warn_after"):
+        for name in (*_TIMEOUTS, "warn_after"):
             checked_timeout(getattr(self, name), name)
         self._check_recycle(self.recycle)
         self._check_replay(self.replay)
@@ -196,13 +197,12 @@ class FaultSettings:
     @property
     def limits(self) -> Limits:
         """All timeouts in seconds."""
-        names = ("step_timeout", "reset_timeout", "start_timeout")
-        return Limits(*[checked_timeout(getattr(self, name), name) for name in names])
+        return Limits(*[checked_timeout(getattr(self, name), name) for name in _TIMEOUTS])
 
     @property
     def passed_timeouts(self) -> list[str]:
         """The timeouts that the caller passed, such as `step_timeout=9.0`."""
-        timeouts = {name: getattr(self, name) for name in ("step_timeout", "reset_timeout", "start_timeout")}
+        timeouts = {name: getattr(self, name) for name in _TIMEOUTS}
         return [f"{name}={s}" for name, s in timeouts.items() if s is not None and not is_default(s)]
 
     @property
