@@ -238,6 +238,20 @@ def arena() -> Iterator[ParallelEnv]:
         yield env
 
 
+class Counted(ParallelEnv):
+    """Adds an attribute to each object."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.steps_seen = 0
+
+
+def test_from_native_makes_objects_of_subclasses_as_any_other():
+    with Counted.from_native(Arena(3)) as env:
+        env.reset()
+        assert (env.steps_seen, env.plan, env.rebalance()) == (0, None, 0)
+
+
 def test_groups_and_forms(arena):
     """Agents with different spaces and spaces of several parts; some environments stepped, some not."""
     observations, _ = arena.reset()
