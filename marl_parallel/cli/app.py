@@ -20,7 +20,7 @@ from marl_parallel.cli import measure as measuring
 from marl_parallel.cli import record as recording
 from marl_parallel.cli import replay as replaying
 from marl_parallel.cli import report as reporting
-from marl_parallel.cli.check import BACKENDS
+from marl_parallel.cli.check_texts import BACKENDS, next_step, show
 from marl_parallel.cli.measure import ASYNC, FACADES, STEP
 from marl_parallel.cli.output import check_writable, deliver, report_written, say_next
 from marl_parallel.cli.report import Report, machine, progress
@@ -166,9 +166,9 @@ def check(
         with progress(4 + len(names), "checking") as on_start, stdout_to_stderr() if as_json else nullcontext():
             result = checking.examine(job, names, on_start)
         if not as_json:
-            checking.show(result)
+            show(result)
         deliver(result.as_json(), as_json, output)
-        say_next(checking.next_step(result), as_json)
+        say_next(next_step(result), as_json)
     raise typer.Exit(0 if result.healthy else 1)
 
 

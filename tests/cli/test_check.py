@@ -34,26 +34,17 @@ from typer.testing import CliRunner
 from marl_parallel.adapters import adapt
 from marl_parallel.adapters.attributes import layers
 from marl_parallel.cli.app import app
-from marl_parallel.cli.check import (
-    Actor,
-    Examination,
-    Finding,
-    Job,
-    Question,
-    Severity,
-    Solo,
+from marl_parallel.cli.check import Actor, Job, Solo, examine, line_of, run_probes
+from marl_parallel.cli.check_findings import (
     Traits,
-    examine,
     fingerprint,
     first_difference,
-    in_words,
     is_flag,
-    line_of,
     mismatch,
     pickling_error,
     reward_error,
-    run_probes,
 )
+from marl_parallel.cli.check_texts import Examination, Finding, Question, Severity, in_words
 
 BUGGY = SIMULATORS / "buggy.py"
 BRIEF = {"timeout": 8.0, "seconds": 0.05, "steps": 25}
@@ -66,12 +57,26 @@ def job(name: str) -> Job:
 
 # By simulator: the failed check, the severity, words of the finding, words of the advice.
 ALONE = {
-    "WrongShape": (Question.SPACES, PROBLEM, "has shape (3,), but its space says (4,)", "return arrays of shape"),
+    "WrongShape": (Question.SPACES, PROBLEM,
+        "the observation of agent_0: expected an array of shape (4,) and dtype float32, got shape (3,)",
+        "return arrays of shape (4,) and dtype float32"),
+    "WrongShapeInDict": (Question.SPACES, PROBLEM,
+        "the observation of agent_0['eyes'][1]: expected an array of shape (4,) and dtype float32, got shape (3,)",
+        "return arrays of shape (4,) and dtype float32"),
+    "UnreadableObservation": (Question.SPACES, PROBLEM,
+        "expected an array of shape (4,) and dtype float32, got Unreadable (call detach() first)", "return arrays of"),
     "WrongDtype": (Question.SPACES, REMARK, "dtype float64, but its space says float32", ".astype(np.float32)"),
     "OutOfBounds": (Question.SPACES, REMARK, "its space says -1.0 to 1.0", "widen the space's bounds, or clip"),
     "NotANumber": (Question.SPACES, PROBLEM, "contains NaN", "division by zero"),
     "RewardOfNone": (Question.API, PROBLEM, "the reward of agent_0 is None", "return a float"),
     "FlagsOfNone": (Question.API, PROBLEM, "the termination of agent_0 is of type NoneType", "True or False"),
+    "UnreadableReward": (Question.API, PROBLEM,
+        "the reward of agent 'agent_0' must be a number, got <Unreadable instance at", "float(reward)"),
+    "UnreadableFlag": (Question.API, PROBLEM,
+        "the terminated flag of agent 'agent_0' must be True or False, got <Unreadable", "let step return that"),
+    "SeveralFlags": (Question.API, PROBLEM,
+        "the truncated flag of agent 'agent_0' must be True or False, got one value of type ndarray and shape (2,)",
+        "let step return that"),
     "UnpicklableInfo": (Question.PICKLING, PROBLEM, "the info of agent_0 cannot be pickled", "plain numbers"),
     "ArrayAsInfo": (Question.API, PROBLEM, "the info of agent 'agent_0' must be a dict", "let step return that"),
     "UnpicklableException": (Question.PICKLING, REMARK, "CollisionError cannot be pickled and unpickled", "super()"),
@@ -124,6 +129,9 @@ def test_one_bug_causes_one_finding(name, alone):
 # By simulator: the method, or the constructor, where the finding says that the fault is.
 PLACES = {
     **dict.fromkeys(("WrongShape", "WrongDtype", "OutOfBounds", "NotANumber"), ("reset", buggy.Healthy.reset)),
+    "WrongShapeInDict": ("reset", buggy.Healthy.reset),
+    **dict.fromkeys(("UnreadableObservation", "UnreadableReward"), ("step", buggy.Returns.step)),
+    **dict.fromkeys(("UnreadableFlag", "SeveralFlags"), ("step", buggy.Returns.step)),
     "RewardOfNone": ("step", buggy.RewardOfNone.step),
     "FlagsOfNone": ("step", buggy.FlagsOfNone.step),
     "UnpicklableInfo": ("step", buggy.UnpicklableInfo.step),
@@ -473,7 +481,7 @@ def test_exit_status_of_a_correct_simulator(check):
 def test_exit_status_of_a_buggy_simulator(check):
     result = check(f"{BUGGY}:WrongShape", "--backends", "serial,process")
     assert result.exit_code == 1
-    assert "problem: the observation of agent_0 has shape (3,), but its space says (4,)" in result.stdout
+    assert f"problem: {ALONE['WrongShape'][2]}" in result.stdout
     line = buggy.Healthy.reset.__code__.co_firstlineno
     assert f"where: reset, line {line} of {BUGGY}" in result.stdout
     assert "what to do: return arrays of shape (4,)" in result.stdout
@@ -526,25 +534,28 @@ def test_help_has_an_example(check):
 # -- single values -----------------------------------------------------------------------------------------------------
 
 BOX = spaces.Box(0.0, 1.0, (2,), np.float32)
+EXPECTED = "expected an array of shape (2,) and dtype float32, got"
 
 
 @pytest.mark.parametrize(
     ("value", "space", "what"),
     [
-        (np.zeros((2, 1), np.float32), BOX, "has shape (2, 1), but its space says (2,)"),
+        (np.zeros((2, 1), np.float32), BOX, f"{EXPECTED} shape (2, 1)"),
         (np.zeros(2), BOX, "has dtype float64, but its space says float32"),
         (np.array([0.0, 1.5], np.float32), BOX, "is 1.5 at [1], but its space says 0.0 to 1.0"),
-        (np.array(["a", "b"]), BOX, "has dtype <U1, but its space says float32"),
-        (["a", "b"], BOX, "has dtype <U1, but its space says float32"),
-        ({"observation": 1, "action_mask": [1]}, BOX, "is a dict with the keys 'observation', 'action_mask'"),
-        (None, BOX, "has shape (), but its space says (2,)"),
+        (np.array(["a", "b"]), BOX, f"{EXPECTED} dtype <U1, which cannot be cast to it"),
+        (["a", "b"], BOX, f"{EXPECTED} dtype <U1, which cannot be cast to it"),
+        ({"observation": 1, "action_mask": [1]}, BOX, f"{EXPECTED} a dict with the keys 'observation', "),
+        (None, BOX, f"{EXPECTED} None of type NoneType"),
         (np.array([0, 7]), spaces.MultiDiscrete([3, 3]), "is 7 at [1], but its space says 0 to 2"),
         (np.array([0, 2], np.int8), spaces.MultiBinary(2), "is 2 at [1], but its space says 0 to 1"),
         (5, spaces.Discrete(5), "is 5 (int), which is not in Discrete(5)"),
-        ({"a": 0}, spaces.Dict(b=spaces.Discrete(2)), "has the keys ['a'], but its space says ['b']"),
+        ({"a": 0}, spaces.Dict(b=spaces.Discrete(2)), "expected a dict with the keys ['b'], got the keys ['a']"),
         ({"a": {"b": 2}}, spaces.Dict(a=spaces.Dict(b=spaces.Discrete(2))), "['a']['b'] is 2 (int), which"),
         ((0, np.zeros(2)), spaces.Tuple((spaces.Discrete(2), BOX)), "[1] has dtype float64"),
-        ((0,), spaces.Tuple((spaces.Discrete(2), BOX)), "is 1 values, but its space says a tuple of 2"),
+        ((np.zeros(2), [0.0]), spaces.Tuple((BOX, BOX)), f"[1]: {EXPECTED} shape (1,)"),
+        (np.array([1]), spaces.Discrete(5), "expected an integer, or an array of shape () and dtype int64, got shape"),
+        ((0,), spaces.Tuple((spaces.Discrete(2), BOX)), "expected a tuple of 2, got (0,)"),
         (3, spaces.Text(4), "is 3 (int), which is not in Text"),
     ],
 )  # fmt: skip
@@ -574,7 +585,10 @@ def test_integers_that_their_dtype_can_hold_are_a_remark():
     """`ParallelEnv` takes 200 as an int64, but not 300."""
     space = spaces.Box(0, 255, (1,), np.uint8)
     found = [mismatch(np.array([number]), space) for number in (200, 300)]
-    assert [one.what for one in found] == ["has dtype int64, but its space says uint8"] * 2
+    assert [one.what for one in found] == [
+        "has dtype int64, but its space says uint8",
+        "expected an array of shape (1,) and dtype uint8, got int64 values that uint8 cannot hold",
+    ]
     assert [one.severity for one in found] == [REMARK, PROBLEM]
 
 

@@ -14,7 +14,8 @@ from helpers import SIMULATORS
 from helpers.processes import gone
 from helpers.signals import number_of
 
-from marl_parallel.cli.check import Job, Question, examine, run_probes
+from marl_parallel.cli.check import Job, examine, run_probes
+from marl_parallel.cli.check_texts import Question
 
 pytestmark = pytest.mark.release_independent
 

@@ -9,7 +9,8 @@ import textwrap
 
 import pytest
 
-from marl_parallel.cli.check import Job, Question, Severity, examine, run_probes
+from marl_parallel.cli.check import Job, examine, run_probes
+from marl_parallel.cli.check_texts import Question, Severity
 
 pytestmark = pytest.mark.release_independent
 

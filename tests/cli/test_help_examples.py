@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.cli import report as reporting
 from marl_parallel.cli.app import app
-from marl_parallel.cli.check import Examination, Finding, Question, Severity, next_step
+from marl_parallel.cli.check_texts import Examination, Finding, Question, Severity, next_step
 from marl_parallel.cli.measure import ASYNC, GYMNASIUM, LOOP, Measurement
 from marl_parallel.cli.report import Report, next_after_bench, progress
 

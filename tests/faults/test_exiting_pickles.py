@@ -19,7 +19,7 @@ from simulators import exiting_pickles
 from simulators.exiting_pickles import EXCEPTIONS, VALUES, WHERE, ExitingPickles, Reduced, exit_in, hang_in
 
 from marl_parallel import EnvError, ParallelEnv
-from marl_parallel.cli.check import pickling_error
+from marl_parallel.cli.check_findings import pickling_error
 from marl_parallel.core import pickling
 
 pytestmark = pytest.mark.release_independent

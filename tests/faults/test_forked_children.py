@@ -16,7 +16,8 @@ from helpers.setups import Setup
 from helpers.start_methods import arguments
 from simulators.forking import ENDINGS, Forking, Helped, Walk
 
-from marl_parallel.cli.check import Job, Severity, run_probes
+from marl_parallel.cli.check import Job, run_probes
+from marl_parallel.cli.check_texts import Severity
 
 pytestmark = pytest.mark.release_independent
 

@@ -102,6 +102,57 @@ class FlagsOfNone(Healthy):
         return observations, rewards, dict.fromkeys(terminations), *rest
 
 
+class Unreadable:
+    """As a value of another library; it cannot be read as a number, as a flag or as an array, and has no `repr`."""
+
+    shape = ()
+
+    def __float__(self):
+        raise ValueError("it has no value")
+
+    __index__ = __bool__ = __repr__ = __float__
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("call detach() first")
+
+
+class Returns(Healthy):
+    """All agents get the same `value` in one of the five dicts of a step."""
+
+    place, value = 0, Unreadable()
+
+    def step(self, actions):
+        dicts = [*super().step(actions)]
+        dicts[self.place] = dict.fromkeys(dicts[self.place], self.value)
+        return tuple(dicts)
+
+
+class UnreadableObservation(Returns):
+    place = 0
+
+
+class UnreadableReward(Returns):
+    place = 1
+
+
+class UnreadableFlag(Returns):
+    place = 2
+
+
+class SeveralFlags(Returns):
+    place, value = 3, np.zeros(2, np.bool_)
+
+
+class WrongShapeInDict(Healthy):
+    def __init__(self, **keywords):
+        super().__init__(**keywords)
+        eyes = spaces.Tuple((spaces.Discrete(2), self.observation_spaces["agent_0"]))
+        self.observation_spaces = dict.fromkeys(self.possible_agents, spaces.Dict(eyes=eyes))
+
+    def observe(self):
+        return {agent: {"eyes": (1, observation[:3])} for agent, observation in super().observe().items()}
+
+
 class UnpicklableInfo(Healthy):
     def step(self, actions):
         *rest, infos = super().step(actions)
