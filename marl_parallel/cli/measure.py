@@ -1,10 +1,10 @@
 """Measure how fast environments are stepped: by a plain loop, and by `ParallelEnv` in several ways.
 
 The plain loop is what a user writes without this package. The two share only the code that draws actions by action
-masks: with masks, all contenders draw actions as they go; otherwise actions are drawn beforehand. `measure` (for
-`bench`) and `compare` (for `tune`) measure contenders in short turns, round after round, so that a machine that slows
-down or gets busy affects all contenders equally. `search` finds the best numbers of workers and environments by
-successive halving.
+masks, and adapters where any loop has to convert: with masks, all contenders draw actions as they go; otherwise actions
+are drawn beforehand. `measure` (for `bench`) and `compare` (for `tune`) measure contenders in short turns, round after
+round, so that a machine that slows down or gets busy affects all contenders equally. `search` finds the best numbers of
+workers and environments by successive halving.
 """
 
 from __future__ import annotations
@@ -26,22 +26,19 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import psutil
 from gymnasium import Space
-from gymnasium.spaces import Dict
 from gymnasium.vector.utils import concatenate, create_empty_array
 from pettingzoo.utils import conversions  # type: ignore[import-untyped]
 
-from marl_parallel.action_masks import KEY, ActionSampler, for_sample, mask_of
+from marl_parallel.action_masks import KEY, ActionSampler, mask_of
 from marl_parallel.adapters import MultiAgentEnv, Rules, adapt
-from marl_parallel.adapters.dict_env import ListActionsEnv
-from marl_parallel.adapters.gymnasium_env import GymnasiumEnv
-from marl_parallel.adapters.mappo_env import MAPPOEnv
-from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, TurnBasedAECEnv
-from marl_parallel.adapters.pymarl_env import PyMARLEnv
+from marl_parallel.adapters.dict_env import DictEnv, RLlibEnv
+from marl_parallel.adapters.gymnasium_env import AGENT, GymnasiumEnv
+from marl_parallel.adapters.pettingzoo_env import ParallelizableAECEnv, PettingZooEnv, TurnBasedAECEnv
 from marl_parallel.adapters.tuple_env import TupleEnv
 from marl_parallel.cli.target import CommandError, in_brief
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.constructors import construct_one
-from marl_parallel.core.spaces import tree_map, zeros
+from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
@@ -50,14 +47,19 @@ Actions: TypeAlias = dict[Any, Any]
 Batches: TypeAlias = Sequence[Sequence[Actions]]
 # Steps every environment once with a batch of actions, and resets those whose episode is over.
 StepAll: TypeAlias = Callable[[Any], object]
-# Steps one environment; returns the observations and infos of the agents that act next, after a reset if it is over.
-Follow: TypeAlias = Callable[[Any, Actions], tuple[Any, Any]]
+# The observations and infos of the agents that act next.
+Seen: TypeAlias = tuple[Mapping[Any, Any], Mapping[Any, Any]]
+# The keywords of a reset.
+Seed: TypeAlias = Mapping[str, int]
+# Steps one environment, and resets it if its episode is over; at first, the actions are None, and it only resets it.
+Follow: TypeAlias = Callable[..., Seen]
 # Steps environments while its argument returns True, at least once; returns the number of environment steps.
 Run: TypeAlias = Callable[[Callable[[], bool]], int]
 
 LOOP = "loop"
 STEP, ASYNC, PETTINGZOO, GYMNASIUM = "step", "async", "pettingzoo", "gymnasium"
 FACADES = (PETTINGZOO, GYMNASIUM)
+NO_SEED: Seed = MappingProxyType({})
 BATCHES = 64  # of actions, drawn beforehand and used in turn
 
 
@@ -88,16 +90,6 @@ def adapted_for_loop(env: Any) -> MultiAgentEnv:
     if isinstance(env, MultiAgentEnv):
         raise CommandError("the plain loop cannot step a MultiAgentEnv", "name the simulator it adapts")
     adapted = adapt(env)
-    for agent, space in adapted.observation_spaces.items() if isinstance(adapted, TupleEnv) else ():
-        acts = adapted.action_spaces.get(agent)
-        if acts is None or not isinstance(space, Dict) or KEY not in space.spaces:
-            continue
-        # A mask that does not match the action space does not restrict actions.
-        if for_sample(acts, tree_map(np.ones_like, zeros(space.spaces[KEY]))) is not None:
-            raise CommandError(
-                f"agent {agent!r} has an action mask, which the plain loop of tuples does not follow",
-                "measure an environment whose actions are all legal at any time",
-            )
     if not adapted.possible_agents or set(adapted.possible_agents) - set(adapted.action_spaces):
         raise CommandError(
             "some agents are not known, or declare no action space, so no actions can be drawn for them",
@@ -122,105 +114,92 @@ def draw_actions(action_spaces: Mapping[Any, Space[Any]], num_envs: int) -> list
 def plain_loop(envs: Sequence[Any], adapted: MultiAgentEnv) -> StepAll:
     """Reset environments; returns the loop body that a user would write for the kind of `adapted`.
 
-    If there are action masks after the reset, actions are drawn by them, as `ParallelEnv.sample_actions` does.
+    Adapters are only stepped where any loop has to convert actions and results. If there are action masks after the
+    reset, actions are drawn by them, as `ParallelEnv.sample_actions` does.
     """
+    if isinstance(adapted, TupleEnv):
+        follow: Follow = functools.partial(_follow_tuples, adapted.possible_agents, adapted.sequence)
+    else:
+        follow = _FOLLOW.get(type(adapted), _follow_adapter)
     if isinstance(adapted, ParallelizableAECEnv):
         envs = [conversions.aec_to_parallel(env) for env in envs]
+    elif follow is _follow_adapter:
+        envs = [*map(adapt, envs)]
     seeded = "seed" in adapted.reset_keywords
-    if isinstance(adapted, PyMARLEnv | MAPPOEnv):
-        return _loop_of_adapters([*map(adapt, envs)], seeded)
-    first = [env.reset(**({"seed": 42 + i} if seeded else {})) for i, env in enumerate(envs)]
-    if isinstance(adapted, TupleEnv):
-        return functools.partial(_step_tuples, envs, adapted.sequence)
-    step: Callable[[Sequence[Any], Sequence[Actions]], object]
-    if isinstance(adapted, TurnBasedAECEnv):
-        follow, step, first = _follow_turns, _step_turns, [*map(_turn, envs)]
-    elif isinstance(adapted, GymnasiumEnv):
-        follow, step = _follow_gymnasium, _step_gymnasium
-        first = [({"agent_0": seen}, {"agent_0": info}) for seen, info in first]
-    elif adapted.rules is Rules.PETTINGZOO:
-        follow, step = _follow_pettingzoo, _step_pettingzoo
-    elif isinstance(adapted, ListActionsEnv):
-        return functools.partial(_step_lists, adapted.possible_agents, envs)
-    else:
-        acting = [list(observations) for observations, _ in first]
-        follow, step = _follow_dicts, functools.partial(_step_dicts, acting)
-    if any(mask is not None for seen, infos in first for mask in _masks(seen, infos).values()):
-        samplers = [ActionSampler(adapted.action_spaces, (42 + i, i)) for i in range(len(envs))]
-        return functools.partial(_step_by_masks, envs, follow, first, samplers)
-    return functools.partial(step, envs)
+    latest = [follow(env, None, {"seed": 42 + i} if seeded else NO_SEED) for i, env in enumerate(envs)]
+    masked = any(mask is not None for seen, infos in latest for mask in _masks(seen, infos).values())
+    samplers = [ActionSampler(adapted.action_spaces, (42 + i, i)) for i in range(len(envs) * masked)]
 
+    def step_all(batch: Sequence[Actions]) -> None:
+        for i, (env, actions) in enumerate(zip(envs, batch, strict=True)):
+            observations, infos = latest[i]
+            if masked:
+                actions = samplers[i].sample(observations, _masks(observations, infos))
+            elif observations.keys() != actions.keys():
+                actions = _of(actions, observations)
+            latest[i] = follow(env, actions)
 
-def _loop_of_adapters(envs: Sequence[MultiAgentEnv], seeded: bool) -> StepAll:
-    """The loop over simulators whose actions and results are not keyed by agent: any loop has to convert them."""
-
-    def with_masks(env: MultiAgentEnv, observations: Any) -> tuple[Any, Any]:
-        return observations, {agent: {KEY: mask} for agent, mask in env.masks().items()}
-
-    def follow(env: MultiAgentEnv, actions: Actions) -> tuple[Any, Any]:
-        observations, _, terminateds, truncateds, _ = env.step(actions)
-        if terminateds["__all__"] or truncateds["__all__"]:
-            observations, _ = env.reset()
-        return with_masks(env, observations)
-
-    def step(batch: Sequence[Actions]) -> None:
-        for env, actions in zip(envs, batch, strict=True):
-            follow(env, actions)
-
-    first = [with_masks(env, env.reset(**({"seed": 42 + i} if seeded else {}))[0]) for i, env in enumerate(envs)]
-    if not any(infos for _, infos in first):
-        return step
-    samplers = [ActionSampler(env.action_spaces, (42 + i, i)) for i, env in enumerate(envs)]
-    return functools.partial(_step_by_masks, envs, follow, first, samplers)
+    return step_all
 
 
 def _masks(observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> dict[Any, Any]:
     return {agent: mask_of(seen, infos.get(agent)) for agent, seen in observations.items()}
 
 
-def _step_by_masks(
-    envs: Sequence[Any], follow: Follow, latest: list[Any], samplers: Sequence[ActionSampler], _: Sequence[Actions]
-) -> None:
-    for i, env in enumerate(envs):
-        observations, infos = latest[i]
-        latest[i] = follow(env, samplers[i].sample(observations, _masks(observations, infos)))
+def _follow_adapter(env: MultiAgentEnv, actions: Actions | None, seed: Seed = NO_SEED) -> Seen:
+    if actions is not None:
+        observations, _, terminateds, truncateds, infos = env.step(actions)
+    if actions is None or terminateds.get(ALL) or truncateds.get(ALL):
+        observations, infos = env.reset(**seed)
+    if env.mask_spaces:
+        infos = {agent: {KEY: mask} for agent, mask in env.masks().items()}
+    return observations, infos
 
 
-def _follow_pettingzoo(env: Any, actions: Actions) -> tuple[Any, Any]:
-    observations, _, terminations, truncations, infos = env.step(actions)
-    if _all_ended(env, terminations, truncations):
-        return env.reset()  # type: ignore[no-any-return]
-    return {agent: observations[agent] for agent in env.agents}, infos
+def _follow_dicts(env: Any, actions: Actions | None, seed: Seed = NO_SEED) -> Seen:
+    if actions is not None:
+        observations, _, terminateds, truncateds, infos = env.step(actions)
+        if type(terminateds) is bool:  # one flag for all agents
+            terminateds, truncateds = {ALL: terminateds}, {ALL: truncateds}
+        if not (terminateds.get(ALL) or truncateds.get(ALL)):
+            acting = {a: o for a, o in observations.items() if not (terminateds.get(a) or truncateds.get(a))}
+            return acting, infos
+    return env.reset(**seed)  # type: ignore[no-any-return]
 
 
-def _all_ended(env: Any, terminations: Mapping[Any, bool], truncations: Mapping[Any, bool]) -> bool:
-    """Whether no agent is left; some simulators keep agents in `agents` that have ended."""
-    return all(terminations.get(agent) or truncations.get(agent) for agent in env.agents)
+def _follow_pettingzoo(env: Any, actions: Actions | None, seed: Seed = NO_SEED) -> Seen:
+    if actions is not None:
+        observations, _, terminations, truncations, infos = env.step(actions)
+        agents = env.agents  # some simulators keep agents there that have ended
+        if not all(terminations.get(agent) or truncations.get(agent) for agent in agents):
+            acting = observations if [*observations] == agents else {agent: observations.get(agent) for agent in agents}
+            return acting, infos
+    return env.reset(**seed)  # type: ignore[no-any-return]
 
 
-def _follow_gymnasium(env: Any, actions: Actions) -> tuple[Any, Any]:
-    observation, _, terminated, truncated, info = env.step(actions["agent_0"])
-    if terminated or truncated:
-        observation, info = env.reset()
-    return {"agent_0": observation}, {"agent_0": info}
+def _follow_gymnasium(env: Any, actions: Actions | None, seed: Seed = NO_SEED) -> Seen:
+    if actions is not None:
+        observation, _, terminated, truncated, info = env.step(actions[AGENT])
+    if actions is None or terminated or truncated:
+        observation, info = env.reset(**seed)
+    return {AGENT: observation}, {AGENT: info}
 
 
-def _follow_dicts(env: Any, actions: Actions) -> tuple[Any, Any]:
-    observations, _, terminateds, truncateds, infos = env.step(actions)
-    if type(terminateds) is bool:  # one flag for all agents
-        terminateds, truncateds = {"__all__": terminateds}, {"__all__": truncateds}
-    if terminateds.get("__all__") or truncateds.get("__all__"):
-        return env.reset()  # type: ignore[no-any-return]
-    return {a: o for a, o in observations.items() if not (terminateds.get(a) or truncateds.get(a))}, infos
+def _follow_tuples(
+    agents: Sequence[Any], sequence: Callable[[Any], Any], env: Any, actions: Actions | None, seed: Seed = NO_SEED
+) -> Seen:
+    if actions is not None:
+        observations, _, terminated, truncated, _ = env.step(sequence(actions.values()))
+    if actions is None or np.all(np.logical_or(terminated, truncated)):
+        observations, _ = env.reset(**seed)
+    return dict(zip(agents, observations)), {}
 
 
-def _follow_turns(env: Any, actions: Actions) -> tuple[Any, Any]:
-    env.step(actions[env.agent_selection])
-    return _turn(env)
-
-
-def _turn(env: Any) -> tuple[Any, Any]:
-    """What the agent whose turn it is observes, and its info; resets an environment without agents."""
+def _follow_turns(env: Any, actions: Actions | None, seed: Seed = NO_SEED) -> Seen:
+    if actions is None:
+        env.reset(**seed)
+    else:
+        env.step(actions[env.agent_selection])
     while True:
         if not env.agents:
             env.reset()
@@ -230,54 +209,13 @@ def _turn(env: Any) -> tuple[Any, Any]:
         env.step(None)  # removes the agent
 
 
-def _step_turns(envs: Sequence[Any], batch: Sequence[Actions]) -> None:
-    for env, actions in zip(envs, batch, strict=True):
-        _follow_turns(env, actions)
+_FOLLOW: dict[type[MultiAgentEnv], Follow] = {
+    DictEnv: _follow_dicts, RLlibEnv: _follow_dicts, GymnasiumEnv: _follow_gymnasium, TurnBasedAECEnv: _follow_turns,
+    PettingZooEnv: _follow_pettingzoo, ParallelizableAECEnv: _follow_pettingzoo,
+}  # fmt: skip
 
 
-def _step_pettingzoo(envs: Sequence[Any], batch: Sequence[Actions]) -> None:
-    for env, actions in zip(envs, batch, strict=True):
-        if len(env.agents) != len(actions):
-            actions = {agent: actions[agent] for agent in env.agents}
-        _, _, terminations, truncations, _ = env.step(actions)
-        if _all_ended(env, terminations, truncations):
-            env.reset()
-
-
-def _step_gymnasium(envs: Sequence[Any], batch: Sequence[Actions]) -> None:
-    for env, actions in zip(envs, batch, strict=True):
-        _, _, terminated, truncated, _ = env.step(actions["agent_0"])
-        if terminated or truncated:
-            env.reset()
-
-
-def _step_tuples(envs: Sequence[Any], sequence: Callable[[Iterable[Any]], Any], batch: Sequence[Actions]) -> None:
-    for env, actions in zip(envs, batch, strict=True):
-        _, _, terminated, truncated, _ = env.step(sequence(actions.values()))
-        if np.all(np.logical_or(terminated, truncated)):
-            env.reset()
-
-
-def _step_lists(agents: Sequence[Any], envs: Sequence[Any], batch: Sequence[Actions]) -> None:
-    for env, actions in zip(envs, batch, strict=True):
-        _, _, terminated, truncated, _ = env.step([actions[agent] for agent in agents])
-        if terminated or truncated:  # one flag for all agents
-            env.reset()
-
-
-def _step_dicts(acting: list[list[Any]], envs: Sequence[Any], batch: Sequence[Actions]) -> None:
-    for i, (env, actions) in enumerate(zip(envs, batch, strict=True)):
-        observations, _, terminateds, truncateds, _ = env.step(_of(actions, acting[i]))
-        if type(terminateds) is bool:  # one flag for all agents
-            terminateds, truncateds = {"__all__": terminateds}, {"__all__": truncateds}
-        if terminateds.get("__all__") or truncateds.get("__all__"):
-            observations, _ = env.reset()
-            acting[i] = list(observations)
-        else:
-            acting[i] = [a for a in observations if not (terminateds.get(a) or truncateds.get(a))]
-
-
-def _of(actions: Actions, acting: Sequence[Any]) -> Actions:
+def _of(actions: Actions, acting: Iterable[Any]) -> Actions:
     return {agent: actions[agent] for agent in acting if agent in actions}
 
 

@@ -11,7 +11,9 @@ import textwrap
 from typing import ClassVar
 
 import gymnasium
+import numpy as np
 import pytest
+from gymnasium import spaces
 from helpers import SIMULATORS
 from simulators.buggy import Healthy
 from simulators.deterministic import Hunt, Relay, Skirmish
@@ -310,6 +312,33 @@ def test_action_masks_and_turns(bench, env):
     result = bench(env, *BRIEF, *more)
     assert result.exit_code == 0, result.stderr
     assert "plain loop" in result.stdout
+
+
+class LegalTuples(gymnasium.Env):
+    """Observations are tuples with masks; one action is illegal, another one in each step."""
+
+    n_agents = 2
+    observation_space = spaces.Tuple([spaces.Dict(action_mask=spaces.MultiBinary(3))] * 2)
+    action_space = spaces.Tuple([spaces.Discrete(3)] * 2)
+
+    def observed(self):
+        self.masks = tuple({"action_mask": (np.arange(3) != (self.time + i) % 3).astype(np.int8)} for i in range(2))
+        return self.masks
+
+    def reset(self, *, seed=None, options=None):
+        self.time = 0
+        return self.observed(), {}
+
+    def step(self, actions):
+        assert all(seen["action_mask"][action] for seen, action in zip(self.masks, actions, strict=True))
+        self.time += 1
+        return self.observed(), [0.0, 0.0], False, self.time == 7, {}
+
+
+def test_action_masks_of_a_tuple_environment():
+    """In the plain loop, too."""
+    loop, serial = measure("it", LegalTuples, 2, [Contender("serial")], seconds=0.02, repeats=1)
+    assert min(*loop.rounds, *serial.rounds) > 0
 
 
 def test_mappo_environments_without_masks(bench):
