@@ -14,6 +14,9 @@ findings have arrived. The probes:
 `again`     the same run in a fresh process, for comparison
 `official`  the tests that PettingZoo and Gymnasium have for their environments
 `parallel`  three environments in a `ParallelEnv`, for comparison
+
+`check_findings.py` finds what is wrong with single values, by the errors of the core, and compares runs.
+`check_texts.py` has the texts of all findings, and the report.
 """
 
 from __future__ import annotations
