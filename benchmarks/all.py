@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from options import Only
+from frame import RESULTS, Only
 
 HERE = Path(__file__).parent
-RESULTS, DOCS = HERE / "results", HERE.parent / "docs"
+DOCS = HERE.parent / "docs"
 _TABLE = re.compile(r"^(<!-- .+?: (benchmarks/\w+\.py(?: --\w+)*) -->\n).*?^(<!-- end -->)$", re.DOTALL | re.MULTILINE)
 
 

@@ -16,7 +16,6 @@ wall time for simulators that wait. Context switches, memory and the parent's wo
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import time
 import warnings
@@ -27,31 +26,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import frame
 import typer
-from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, Workers, counts, folder_for
-from pictures import finish, framed, in_docs
+from frame import AsMarkdown, Block, Only, Output, Page, Picture, Quick, Repeats, Seconds, Table, Workers
+from pictures import finish, framed
 from policies import Clocked, Drawn, Network
-from rich.console import Console
-from rich.table import Table
 from synthetic import rounds_per_microsecond
 
 from marl_parallel import ParallelEnv
 from marl_parallel.backends import interpreter
 from marl_parallel.cli.measure import spread
-from marl_parallel.cli.report import (
-    COLOURS,
-    GREY,
-    PATCH,
-    in_one_line,
-    machine,
-    progress,
-    tidy,
-    write_json,
-    write_rows,
-)
+from marl_parallel.cli.report import COLOURS, GREY, PATCH, in_one_line, machine, progress, tidy
 from marl_parallel.core.backend import usable_cpus
 
-RESULTS = Path(__file__).parent / "results"
 NAME, COLUMNS = "async_stepping", 2
 WORKERS = "1,2,3,4"
 NUM_ENVS = 8
@@ -79,6 +66,9 @@ class Case(NamedTuple):
     keywords: dict[str, Any]
     min_envs: int
     computes: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.benchmark}: {self.name}"
 
     def limit(self, workers: int, cpus: int) -> float | None:
         """The largest gain in throughput that the CPUs allow; None where nothing overlaps.
@@ -185,9 +175,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
-    machine: dict[str, Any]
-    settings: dict[str, Any]
+class Report(frame.Report):
     results: list[Result]
 
     def of(self, benchmark: str) -> list[list[Result]]:
@@ -200,21 +188,19 @@ def measure(
     case: Case, workers: Sequence[int], seconds: float, repeats: int, on_turn: Callable[[str], None]
 ) -> list[Result]:
     constructors = [functools.partial(Clocked, **case.keywords)] * NUM_ENVS
-    turns: dict[tuple[int, str], list[Turn]] = {(n, way): [] for n in workers for way in (SYNC, ASYNC)}
+    turns = {}
     with ExitStack() as stack:
-        players = {}
         for count in workers:
             on_turn(f"{case.name}: {count} workers")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ResourceWarning)  # more workers than CPUs are to be measured
                 env = stack.enter_context(ParallelEnv(constructors, num_workers=count))
-            players[count] = Player(case, env)
+            player = Player(case, env)
             for way in (SYNC, ASYNC):
-                players[count].turn(way, seconds / 4)
-        for count, way in [*turns] * repeats:
-            on_turn(f"{case.name}: {way} x {count}")
-            turns[count, way].append(players[count].turn(way, seconds))
-    return [_result(case, count, way, taken, turns[count, SYNC]) for (count, way), taken in turns.items()]
+                player.turn(way, seconds / 4)
+                turns[count, way] = functools.partial(player.turn, way, seconds)
+        rounds = frame.rounds(turns, repeats, on_turn, lambda key: f"{case.name}: {key[1]} x {key[0]}")
+    return [_result(case, count, way, taken, rounds[count, SYNC]) for (count, way), taken in rounds.items()]
 
 
 def _result(case: Case, workers: int, way: str, turns: Sequence[Turn], sync: Sequence[Turn]) -> Result:
@@ -229,7 +215,7 @@ def _result(case: Case, workers: int, way: str, turns: Sequence[Turn], sync: Seq
         policy=statistics.median(turn.policy_s / turn.wall_s for turn in turns),
         steps_per_second=statistics.median(rates),
         spread=spread(rates),
-        gain=statistics.median(rate * other.wall_s / other.steps for rate, other in zip(rates, sync, strict=True)),
+        gain=frame.ratio(rates, [turn.steps / turn.wall_s for turn in sync]),
         limit=case.limit(workers, cpus),
         rounds=rates,
     )
@@ -269,45 +255,36 @@ def note(report: Report, benchmark: str) -> str:
     return f"{NOTES[benchmark].format(**words)} Medians of {report.settings['repeats']} rounds."
 
 
-def show(report: Report) -> None:
-    console = Console()
+def details(report: Report) -> Page:
+    """All measurements, for the terminal."""
+    blocks: list[Block] = []
     for benchmark in NOTES:
         for results in report.of(benchmark):
-            console.print(table(results))
+            rows = [
+                [
+                    f"{one.way} x {one.workers}",
+                    f"{one.steps_per_second:,.0f}",
+                    f"{100 * one.spread:.0f}",
+                    f"{one.utilisation:.2f}",
+                    f"{one.policy:.2f}" if one.limit else "",
+                    f"{one.gain:.2f}",
+                    f"{one.limit:.2f}" if one.limit and one.way == ASYNC else "",
+                ]
+                for one in results
+            ]
+            headings = ("", "steps/s", "± %", "utilisation", "policy", "x sync", "limit")
+            blocks.append(Table(headings, rows, title=f"{benchmark}: {results[0].simulators}"))
         if report.of(benchmark):
-            console.print(f"[dim]{note(report, benchmark)}\n", highlight=False)
-    console.print(f"[dim]{in_one_line(report.machine)}", highlight=False)
+            blocks.append(note(report, benchmark))
+    return [*blocks, f"{in_one_line(report.machine)}."]
 
 
-def table(results: Sequence[Result]) -> Table:
-    first = results[0]
-    shown = Table(title=f"{first.benchmark}: {first.simulators}", title_justify="left", title_style="bold")
-    shown.add_column("")
-    for heading in ("steps/s", "± %", "utilisation", "policy", "x sync", "limit"):
-        shown.add_column(heading, justify="right")
-    for one in results:
-        shown.add_row(
-            f"{one.way} x {one.workers}",
-            f"{one.steps_per_second:,.0f}",
-            f"{100 * one.spread:.0f}",
-            f"{one.utilisation:.2f}",
-            f"{one.policy:.2f}" if one.limit else "",
-            f"{one.gain:.2f}",
-            f"{one.limit:.2f}" if one.limit and one.way == ASYNC else "",
-            end_section=one.way == ASYNC,
-        )
-    return shown
-
-
-def markdown(report: Report) -> str:
+def page(report: Report) -> Page:
     """A picture and two tables."""
-    parts = [in_docs("Sync and async stepping compared", NAME)]
+    blocks: list[Block] = [Picture("Sync and async stepping compared", NAME)]
     if uneven := report.of(UNEVEN):
         counts = list(dict.fromkeys(one.workers for results in uneven for one in results))
-        lines = [
-            f"| {UNEVEN} | | " + " | ".join(f"{count} worker{'s' * (count > 1)}" for count in counts) + " |",
-            "|---|---|" + "---:|" * len(counts),
-        ]
+        rows = []
         for results in uneven:
             for way in (SYNC, ASYNC):
                 cells = [
@@ -315,21 +292,18 @@ def markdown(report: Report) -> str:
                     for one in results
                     if one.way == way
                 ]
-                lines.append(f"| {results[0].simulators if way == SYNC else ''} | {way} | {' | '.join(cells)} |")
-        parts += ["\n".join(lines), note(report, UNEVEN)]
+                rows.append([results[0].simulators if way == SYNC else "", way, *cells])
+        headings = [UNEVEN, "", *(f"{count} worker{'s' * (count > 1)}" for count in counts)]
+        blocks += [Table(headings, rows, "ll"), note(report, UNEVEN)]
     if overlap := report.of(OVERLAP):
-        lines = [
-            f"| {OVERLAP} | workers | sync | async | gain | CPU limit |",
-            "|---|---:|---:|---:|---:|---:|",
-        ]
+        rows = []
         for results in overlap:
             for sync, other in zip(results[::2], results[1::2], strict=True):
-                rates = f"{sync.steps_per_second:,.0f} | {other.steps_per_second:,.0f}"
-                lines.append(
-                    f"| {sync.simulators} | {sync.workers} | {rates} | {other.gain:.2f}x | {other.limit:.2f}x |"
-                )
-        parts += ["\n".join(lines), note(report, OVERLAP)]
-    return "\n\n".join([*parts, f"{in_one_line(report.machine)}."])
+                rates = f"{sync.steps_per_second:,.0f}", f"{other.steps_per_second:,.0f}"
+                rows.append([sync.simulators, str(sync.workers), *rates, f"{other.gain:.2f}x", f"{other.limit:.2f}x"])
+        headings = [OVERLAP, "workers", "sync", "async", "gain", "CPU limit"]
+        blocks += [Table(headings, rows), note(report, OVERLAP)]
+    return [*blocks, f"{in_one_line(report.machine)}."]
 
 
 def save_plot(report: Report, path: Path) -> None:
@@ -362,15 +336,10 @@ def save_plot(report: Report, path: Path) -> None:
         panel.set_ylabel("share of min(workers, CPUs) in simulators" if uneven else "throughput over sync", fontsize=8)
         tidy(panel)
         panel.set_ylim(top=1.12 if uneven else 2.25)
-    finish(figure, report.machine, path)
+    finish(figure, in_one_line(report.machine), path)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> Report:
-    saved = json.loads(path.read_text())
-    return Report(saved["machine"], saved["settings"], [Result(**values) for values in saved["results"]])
 
 
 def main(
@@ -384,20 +353,15 @@ def main(
 ) -> None:
     """Measure sync and async stepping."""
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(frame.read(NAME, Report, output))))
         return
-    chosen = [case for case in cases() if only in f"{case.benchmark}: {case.name}"]
-    if not chosen:
-        raise typer.BadParameter(f"no case has {only!r} in its name", param_hint="--only")
-    directory = folder_for(output, RESULTS, whole=not (quick or only) and workers == WORKERS)
+    chosen = frame.named(cases(), only)
+    folder = frame.folder_for(output, whole=not (quick or only) and workers == WORKERS)
     if quick:
         workers, seconds, repeats = "1,2", 0.05, 2
-    report = run(chosen, counts(workers), seconds, repeats)
-    show(report)
-    if directory is not None:
-        write_json(report, directory / f"{NAME}.json")
-        write_rows(report.results, directory / f"{NAME}.csv")
-        save_plot(report, directory / f"{NAME}.png")
+    report = run(chosen, frame.counts(workers), seconds, repeats)
+    frame.show(details(report))
+    frame.save(NAME, report, folder, report.results, save_plot)
 
 
 if __name__ == "__main__":

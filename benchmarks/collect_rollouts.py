@@ -15,26 +15,24 @@ run with TorchRL's: `pip install torchrl psutil`, then `pip install --no-deps pu
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import collectors
+import frame
 import typer
 from collectors import Rollouts
 from contest import DISTRIBUTIONS, Contender, Step, measure, one_thread_each, turns
+from frame import AsMarkdown, Only, Output, Page, Quick, Repeats, Seconds, Table
 from mpe2 import simple_spread_v3
-from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, folder_for
 
 from marl_parallel.cli.measure import spread
-from marl_parallel.cli.report import in_one_line, machine, progress, write_json
+from marl_parallel.cli.report import in_one_line, machine, progress
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "collect_rollouts"
 CASE = Rollouts("simple_spread_v3", simple_spread_v3.parallel_env, 16, workers=2, episode_steps=25, num_steps=128)
 
@@ -89,7 +87,7 @@ def run(case: Rollouts, contenders: Sequence[Contender], seconds: float, repeats
     results = []
     for name, of_rounds in rates.items():
         policy_us, parent_us = map(statistics.median, zip(*used[name], strict=True))
-        ratio = statistics.median(a / b for a, b in zip(of_rounds, base, strict=True)) if base else None
+        ratio = frame.ratio(of_rounds, base) if base else None
         results.append(
             Result(name, statistics.median(of_rounds), spread(of_rounds), policy_us, parent_us, ratio, of_rounds)
         )
@@ -119,15 +117,22 @@ def accounting(contender: Contender, used: list[tuple[float, float]], case: Roll
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
-def markdown(report: Report) -> str:
-    lines = [
-        "| | environment steps/s | times `Rollout` | CPU time of the main process per step: policy | all else |",
-        "|---|---:|---:|---:|---:|",
+HEADINGS = (
+    "", "environment steps/s", "times `Rollout`", "CPU time of the main process per step: policy", "all else",
+)  # fmt: skip
+
+
+def page(report: Report) -> Page:
+    rows = [
+        [
+            one.contender,
+            f"{one.steps_per_second:,.0f} ± {one.spread:.0%}",
+            "" if one.ratio is None else f"{one.ratio:.2f}",
+            f"{one.policy_us:.0f} µs",
+            f"{one.parent_us:.0f} µs",
+        ]
+        for one in sorted(report.results, key=lambda one: -one.steps_per_second)
     ]
-    for one in sorted(report.results, key=lambda one: -one.steps_per_second):
-        ratio = "" if one.ratio is None else f"{one.ratio:.2f}"
-        speed = f"{one.steps_per_second:,.0f} ± {one.spread:.0%}"
-        lines.append(f"| {one.contender} | {speed} | {ratio} | {one.policy_us:.0f} µs | {one.parent_us:.0f} µs |")
     shown = {one.contender for one in report.results}
     settings = [
         f"{one.name}: {one.setting.format(workers=report.workers)}."
@@ -142,12 +147,7 @@ def markdown(report: Report) -> str:
     ]
     if report.missing:
         notes.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
-    return "\n\n".join(["\n".join(lines), *notes]) + "\n"
-
-
-def read_json(path: Path) -> Report:
-    saved = json.loads(path.read_text())
-    return Report(**{**saved, "results": [Result(**values) for values in saved["results"]]})
+    return [Table(HEADINGS, rows), *notes]
 
 
 def main(
@@ -161,20 +161,16 @@ def main(
 ) -> None:
     """Measure collectors of rollouts."""
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(frame.read(NAME, Report, output))))
         return
-    chosen = [one for one in collectors.CONTENDERS if only in one.name]
-    if not chosen:
-        raise typer.BadParameter(f"no contender has {only!r} in its name", param_hint="--only")
+    chosen = frame.named(collectors.CONTENDERS, only, "contender")
     case = replace(CASE, workers=workers)
     if quick:
         seconds, repeats, case = 0.02, 2, replace(CASE, num_steps=30)
     one_thread_each()
     report = run(case, chosen, seconds, repeats)
-    print(markdown(report))
-    directory = folder_for(output, RESULTS, whole=not (quick or only or workers != CASE.workers))
-    if directory is not None:
-        write_json(report, directory / f"{NAME}.json")
+    frame.show(page(report))
+    frame.save(NAME, report, frame.folder_for(output, whole=not (quick or only or workers != CASE.workers)))
 
 
 if __name__ == "__main__":

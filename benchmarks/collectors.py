@@ -12,15 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from contest import SEED, Case, Contender
+from contest import Case, Contender
 from facades import parallel_env
 from peers import PUFFERLIB_POLLS_S, pufferlib_envs, torchrl_envs
-from plain_loops import Loops
+from plain_loops import SEED, Loops
 
 from marl_parallel import Current, Rollout
 from marl_parallel.vector import GymnasiumVectorEnv, StackedVecEnv
@@ -33,7 +33,7 @@ OBSERVATION_SIZE, NUM_ACTIONS, HIDDEN = 18, 5, 128
 class Rollouts(Case):
     """A case whose environments are stepped `num_steps` times with each call."""
 
-    num_steps: int
+    num_steps: int = field(kw_only=True)
 
 
 class Batch(NamedTuple):

@@ -15,23 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import facades
+import frame
 import peers
 import typer
 from contest import Case, one_thread_each
+from frame import AsMarkdown, Only, Output, Page, Picture, Quick, Repeats, Seconds, Table
 from matplotlib.axes import Axes
-from merged import Pair, Report, Result, machines, read_json, run
+from merged import Pair, Report, Result, machines, read, remarks, run, show_and_save
 from mpe2 import simple_spread_v3
-from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
-from pictures import framed, in_docs
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from pictures import finish, framed, plain
 from synthetic import Synthetic
 
-from marl_parallel.cli.report import COLOURS, GREY, PATCH, write_json, write_rows
+from marl_parallel.cli.report import COLOURS, PATCH
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "compare_facades"
 WORKERS = 2
 OVERHEAD, PEERS = "overhead", "peers"
@@ -72,12 +68,8 @@ def pairs() -> list[Pair]:
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
-TEXTS = ("facade", "peer", "run")
-"""Headings of columns without numbers."""
-
-
-def overhead_rows(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells: facades under the `ParallelEnv` of the same run."""
+def overheads(report: Report) -> Table:
+    """Facades under the `ParallelEnv` of the same run."""
     results = [one for one in report.results if one.benchmark == OVERHEAD]
     environments = list(dict.fromkeys(one.environment for one in results))
     rows = []
@@ -88,16 +80,15 @@ def overhead_rows(report: Report) -> tuple[list[str], list[list[str]]]:
             rows.append(["ParallelEnv, dicts", *(baseline.get(name, "") for name in environments), letter])
         for who in dict.fromkeys(ours for ours, _ in of_run):
             rows.append([who, *(_overhead(of_run.get((who, name))) for name in environments), letter])
-    return ["facade", *environments, "run"], rows
+    return Table(["facade", *environments, "run"], rows, "l" + "r" * len(environments) + "l")
 
 
 def _overhead(one: Result | None) -> str:
     return f"{one.microseconds_per_step:.1f} ({one.extra_us:+.1f})" if one else ""
 
 
-def peer_rows(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells."""
-    results = [one for one in report.results if one.benchmark == PEERS]
+def gains(report: Report) -> Table:
+    """Facades and their peers."""
     rows = [
         [
             one.ours,
@@ -107,9 +98,10 @@ def peer_rows(report: Report) -> tuple[list[str], list[list[str]]]:
             f"{one.gain:.2f}x",
             one.run,
         ]
-        for one in results
+        for one in report.results
+        if one.benchmark == PEERS
     ]
-    return ["facade", "peer", "facade, steps/s", "peer, steps/s", "gain", "run"], rows
+    return Table(["facade", "peer", "facade, steps/s", "peer, steps/s", "gain", "run"], rows, "llrrrl")
 
 
 def notes(report: Report) -> list[str]:
@@ -130,35 +122,13 @@ def notes(report: Report) -> list[str]:
             "episodes by themselves, take the same actions, and have one thread for numerical libraries in each "
             "process; calls that only reset are not counted. " + " ".join(settings)
         )
-    texts += [f"{letter}: {run}." for letter, run in report.runs.items()]
-    if report.missing:
-        texts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
-    return texts
+    return [*texts, *remarks(report)]
 
 
-def show(report: Report) -> None:
-    console = Console()
-    for headings, rows in (overhead_rows(report), peer_rows(report)):
-        shown = Table(box=SIMPLE_HEAD)
-        for heading in headings:
-            shown.add_column(heading, justify="left" if heading in TEXTS else "right", no_wrap=heading == "facade")
-        for row in rows:
-            shown.add_row(*row)
-        if rows:
-            console.print(shown)
-    for note in notes(report):
-        console.print(f"[dim]{escape(note)}", highlight=False)
-
-
-def markdown(report: Report) -> str:
+def page(report: Report) -> Page:
     """A picture and two tables."""
-    parts = [in_docs("Facades compared", NAME)]
-    for headings, rows in (overhead_rows(report), peer_rows(report)):
-        if rows:
-            rule = "|".join("---" if heading in TEXTS else "---:" for heading in headings)
-            lines = [f"| {' | '.join(headings)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)]
-            parts.append("\n".join(lines))
-    return "\n\n".join([*parts, *notes(report)])
+    tables = [table for table in (overheads(report), gains(report)) if table.rows]
+    return [Picture("Facades compared", NAME), *tables, *notes(report)]
 
 
 def save_plot(report: Report, path: Path) -> None:
@@ -172,9 +142,7 @@ def save_plot(report: Report, path: Path) -> None:
     for panel, ((benchmark, environment), results) in zip(panels, groups.items(), strict=True):
         (_draw_overhead if benchmark == OVERHEAD else _draw_gains)(panel, results)
         panel.set_title(f"{environment}: {results[0].num_envs} environments, {WORKERS} workers", fontsize=9)
-    figure.supxlabel(machines(report), fontsize=8, color=GREY)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    finish(figure, machines(report), path)
 
 
 def _draw_overhead(panel: Axes, results: Sequence[Result]) -> None:
@@ -196,9 +164,8 @@ def _draw_bars(panel: Axes, labels: list[str], values: list[float], numbers: lis
     panel.bar_label(bars, numbers, fontsize=7, padding=2, bbox=PATCH)
     panel.set_yticks(range(len(labels)), labels, fontsize=8)
     panel.invert_yaxis()
-    panel.tick_params(axis="x", labelsize=7)
+    plain(panel, "x")
     panel.margins(x=0.12)
-    panel.spines[["top", "right"]].set_visible(False)
 
 
 def _mark(panel: Axes, values: list[float]) -> None:
@@ -219,22 +186,14 @@ def main(
 ) -> None:
     """Measure facades against dicts and against their peers."""
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(read(NAME, output))))
         return
-    chosen = [pair for pair in pairs() if only in str(pair)]
-    if not chosen:
-        raise typer.BadParameter(f"no comparison has {only!r} in its name", param_hint="--only")
+    chosen = frame.named(pairs(), only, "comparison")
     if quick:
         seconds, repeats = 0.02, 2
-    directory = output or (None if quick else RESULTS)
     one_thread_each()
     report = run(chosen, seconds, repeats)
-    show(report)
-    if directory is not None:
-        merged = read_json(directory / f"{NAME}.json").updated(report, pairs())
-        write_json(merged, directory / f"{NAME}.json")
-        write_rows(merged.results, directory / f"{NAME}.csv")
-        save_plot(merged, directory / f"{NAME}.png")
+    show_and_save(NAME, report, page, pairs(), frame.folder_for(output, whole=not quick), save_plot)
 
 
 if __name__ == "__main__":

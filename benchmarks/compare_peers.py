@@ -15,27 +15,24 @@ from collections import Counter
 from pathlib import Path
 
 import facades
+import frame
 import peers
 import typer
 from contest import Case, Contender, one_thread_each
-from merged import Pair, Report, Result, machines, read_json, run
+from frame import AsMarkdown, Only, Output, Page, Picture, Quick, Repeats, Seconds, Table
+from merged import Pair, Report, Result, machines, read, remarks, run, show_and_save
 from mpe2 import simple_spread_v3
-from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
-from pictures import framed, in_docs
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from pictures import OTHERS, finish, framed, plain
 from synthetic import Synthetic, rounds_per_microsecond
 
-from marl_parallel.cli.report import COLOURS, GREY, write_json, write_rows
+from marl_parallel.cli.report import COLOURS
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "compare_peers"
 NUM_ENVS, WORKERS = 8, 2
 PART = "peers"
 OWN, DYING = "marl_parallel, dicts", "1 of 3 dead"
-COLUMNS, OTHERS, LONGEST = 2, "#a9b2bc", 2.0
-"""Of the picture: columns of panels, the colour of the other packages, and the highest limit that it shows."""
+COLUMNS, LONGEST = 2, 2.0
+"""Of the picture: columns of panels, and the highest limit that it shows."""
 QUICK = ("simple_spread_v3", "synthetic 0 µs", f"synthetic 0 µs, {DYING}")
 """The cases of `--quick`."""
 AGAINST = [
@@ -65,29 +62,19 @@ def pistonball() -> object:
     return pistonball_v6.parallel_env()
 
 
+def synthetic(cost: int, dying: int = 0) -> Case:
+    constructor = functools.partial(Synthetic, cost, rounds_per_us=rounds_per_microsecond(), dying=dying)
+    name = f"synthetic {cost} µs" + (f", {DYING}" if dying else "")
+    return Case(name, constructor, NUM_ENVS, WORKERS, deaths=dying > 0)
+
+
 def cases() -> list[Case]:
-    per_us = rounds_per_microsecond()
-    made = [
-        Case(f"synthetic {cost} µs", functools.partial(Synthetic, cost, rounds_per_us=per_us), NUM_ENVS, WORKERS, 100)
-        for cost in (0, 50, 200)
-    ]
-    dying = [
-        Case(
-            f"synthetic {cost} µs, {DYING}",
-            functools.partial(Synthetic, cost, rounds_per_us=per_us, dying=1),
-            NUM_ENVS,
-            WORKERS,
-            100,
-            deaths=True,
-        )
-        for cost in (0, 50)
-    ]
     return [
         Case("simple_spread_v3", simple_spread_v3.parallel_env, NUM_ENVS, WORKERS, 25),
         Case("multiwalker_v9", multiwalker, NUM_ENVS, WORKERS, 500),
         Case("pistonball_v6", pistonball, NUM_ENVS, WORKERS, 125),
-        *made,
-        *dying,
+        *map(synthetic, (0, 50, 200)),
+        *(synthetic(cost, dying=1) for cost in (0, 50)),
     ]
 
 
@@ -101,8 +88,8 @@ OURS: list[Contender] = [facades.DICTS]
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
-def table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells: a row for this package and for each of the others, a column for each simulator.
+def table(report: Report) -> Table:
+    """A row for this package and for each of the others, a column for each simulator.
 
     Times are those of the run that has measured most. Of another run there is only the ratio.
     """
@@ -116,7 +103,7 @@ def table(report: Report) -> tuple[list[str], list[list[str]]]:
     ours_us = {one.environment: f"{one.microseconds_per_step:,.1f}" for one in report.results if one.run == most}
     rows = [[peer.name, *(cells.get((peer.name, name), "") for name in environments)] for peer in AGAINST]
     ours = [OWN, *(ours_us.get(name, "") for name in environments)]
-    return ["", *environments], [ours, *(row for row in rows if any(row[1:]))]
+    return Table(["", *environments], [ours, *(row for row in rows if any(row[1:]))])
 
 
 def _largest_run(report: Report) -> str:
@@ -145,31 +132,11 @@ def notes(report: Report) -> list[str]:
         settings = [f"{', '.join(names)}: {setting}." for setting, names in by_setting.items()]
         texts.append(" ".join([f"{DYING}: one agent of three dies in the first step of each episode.", *settings]))
     most = _largest_run(report)
-    texts += [f"{'' if letter == most else f'{letter}: '}{run}." for letter, run in report.runs.items()]
-    if report.missing:
-        texts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
-    return texts
+    return [*texts, *remarks(report, lambda letter: "" if letter == most else f"{letter}: ")]
 
 
-def show(report: Report) -> None:
-    console, (headings, rows) = Console(), table(report)
-    shown = Table(box=SIMPLE_HEAD)
-    for heading in headings:
-        shown.add_column(heading, justify="right" if heading else "left")
-    for row in rows:
-        shown.add_row(*row)
-    console.print(shown)
-    for note in notes(report):
-        console.print(note, style="dim", highlight=False, markup=False)
-
-
-def markdown(report: Report) -> str:
-    """A picture and a table."""
-    headings, rows = table(report)
-    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    picture = in_docs("Throughput compared with other packages", NAME)
-    return "\n\n".join([picture, "\n".join(lines), *notes(report)])
+def page(report: Report) -> Page:
+    return [Picture("Throughput compared with other packages", NAME), table(report), *notes(report)]
 
 
 def save_plot(report: Report, path: Path) -> None:
@@ -195,19 +162,13 @@ def save_plot(report: Report, path: Path) -> None:
         if limits.get(environment, LONGEST) < LONGEST:
             panel.axvline(limits[environment], color="black", linestyle="dotted", linewidth=1)
         panel.set_title(environment, fontsize=9)
-        panel.tick_params(axis="x", labelsize=7)
+        plain(panel, "x")
         panel.margins(x=0.12)
-        panel.spines[["top", "right"]].set_visible(False)
     for unused in panels[len(environments) :]:
         unused.set_visible(False)
     panels[0].invert_yaxis()  # of all panels
-    figure.supxlabel(
-        f"throughput, as a share of this package's; dotted: plain loops side by side ({machines(report)})",
-        fontsize=8,
-        color=GREY,
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.supxlabel("throughput, as a share of this package's; dotted: plain loops side by side", fontsize=8)
+    finish(figure, machines(report), path)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -223,24 +184,16 @@ def main(
 ) -> None:
     """Measure this package and its peers."""
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(read(NAME, output))))
         return
     everything = pairs()
-    chosen = [pair for pair in everything if only in str(pair)]
-    if not chosen:
-        raise typer.BadParameter(f"no comparison has {only!r} in its name", param_hint="--only")
+    chosen = frame.named(everything, only, "comparison")
     if quick:
         seconds, repeats = 0.02, 2
         chosen = [pair for pair in chosen if only or pair.case.name in QUICK]
     one_thread_each()
     report = run(chosen, seconds, repeats)
-    show(report)
-    directory = output or (None if quick else RESULTS)
-    if directory is not None:
-        merged = read_json(directory / f"{NAME}.json").updated(report, everything)
-        write_json(merged, directory / f"{NAME}.json")
-        write_rows(merged.results, directory / f"{NAME}.csv")
-        save_plot(merged, directory / f"{NAME}.png")
+    show_and_save(NAME, report, page, everything, frame.folder_for(output, whole=not quick), save_plot)
 
 
 if __name__ == "__main__":

@@ -15,59 +15,33 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import operator
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any
 
+import contest
+import frame
+import peers
 import typer
 import versions
-from contest import one_thread_each
+from frame import AsMarkdown, Block, Only, Output, Page, Picture, Quick, Table, Workers
 from games import battle, connect_four, texas_holdem
 from mpe2 import simple_spread_v3
-from options import (
-    AsMarkdown,
-    Only,
-    Output,
-    Quick,
-    Workers,
-    backend_names,
-    counts,
-    default_backends,
-    folder_for,
-)
 from pettingzoo.butterfly import pistonball_v6
 from pettingzoo.sisl import multiwalker_v9
-from pictures import finish, framed, in_docs
-from plain_loops import CALL_S, SEED, Loops, constructed, drawn, step_all
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from pictures import finish, framed
 from synthetic import Synthetic, rounds_per_microsecond
 from version_stepper import PETTINGZOO, STACKED, STEP, Stepper
 
-from marl_parallel.cli.measure import LOOP, Contender, Measurement, Run, contenders, rate, repeatedly, spread, warm
-from marl_parallel.cli.report import (
-    COLOURS,
-    GREY,
-    Report,
-    in_microseconds,
-    in_one_line,
-    machine,
-    progress,
-    tidy,
-    write_csv,
-    write_json,
-)
+from marl_parallel.cli.measure import LOOP, Contender, Measurement, contenders, spread
+from marl_parallel.cli.report import COLOURS, GREY, Report, in_microseconds, in_one_line, machine, progress, tidy
 from marl_parallel.core.backend import usable_cpus
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "compare_workers"
 SPEEDUPS = "speedup_by_step_cost"
 NUM_ENVS = 8
@@ -76,31 +50,24 @@ PARALLEL = ("process", "hybrid")
 """Backends with processes: their arrays are measured as well, and hybrid with one worker is serial."""
 ARRAYS = {PETTINGZOO: "PettingZooVecEnv", STACKED: "StackedVecEnv"}
 DYING, INFOS, MASKS, BATTLE = "1 of 3 dead", "infos", "masks", "MAgent2 battle_v4"
-WORKERS, BACKENDS = "1,2,4", default_backends()
+WORKERS, BACKENDS = "1,2,4", frame.default_backends()
 SECONDS, REPEATS = 0.4, 9
 ROUNDS_AT_ONCE = 3
 """Rounds of a case before the next case: a machine that is slow for a minute then slows down all cases alike."""
 ROUND_SECONDS, LAUNCHES = 0.2, 5
 
-Opened: TypeAlias = Callable[[], AbstractContextManager[Run]]
 
-
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case(contest.Case):
     """An environment to step.
 
     Attributes:
-        name: Its name in tables.
-        constructor: Constructs one, of PettingZoo.
-        num_envs: How many are stepped.
         arrays: Whether they are stepped through facades that return arrays, too.
         needs: The module that must be installed for it.
     """
 
-    name: str
-    constructor: Callable[..., Any]
-    num_envs: int = NUM_ENVS
-    arrays: bool = False
-    needs: str = ""
+    arrays: bool = field(default=False, kw_only=True)
+    needs: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -115,11 +82,15 @@ class Row(Measurement):
     of_limit: float | None = None
 
 
+@dataclass(frozen=True)
+class Rows(Report):
+    measurements: list[Row]  # type: ignore[assignment]  # a list of nothing else
+
+
 def synthetic(name: str, num_envs: int = NUM_ENVS, arrays: bool = False, **keywords: Any) -> Case:
     """A case with `Synthetic`. The work per microsecond is measured once, so that all environments do the same."""
-    return Case(
-        name, functools.partial(Synthetic, rounds_per_us=rounds_per_microsecond(), **keywords), num_envs, arrays
-    )
+    constructor = functools.partial(Synthetic, rounds_per_us=rounds_per_microsecond(), **keywords)
+    return Case(name, constructor, num_envs, arrays=arrays)
 
 
 def cases() -> list[Case]:
@@ -185,11 +156,9 @@ def main(
 ) -> None:
     """Measure throughput by backend and number of workers, or compare two checkouts."""
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(frame.read(NAME, Rows, output))))
         return
-    named = [case for case in cases() + (further_cases() if baseline else []) if only in case.name]
-    if not named:
-        raise typer.BadParameter(f"no environment has {only!r} in its name", param_hint="--only")
+    named = frame.named(cases() + (further_cases() if baseline else []), only, "environment")
     chosen = [case for case in named if not case.needs or find_spec(case.needs)]
     left_out = [f"{case.name} (needs {case.needs}, which is not installed)" for case in named if case not in chosen]
     if not chosen:
@@ -201,42 +170,36 @@ def main(
         backends, workers, seconds, repeats = "process", "1,2", 0.02, 2
     if baseline is not None:
         ways = (STEP, *ARRAYS) if arrays else (STEP,)
-        comparisons = against(baseline, chosen, backends, counts(workers), ways, seconds, repeats, output)
+        comparisons = against(baseline, chosen, backends, frame.counts(workers), ways, seconds, repeats, output)
         raise typer.Exit(int(any(one.slower for one in comparisons)))
     seconds, repeats = seconds or SECONDS, repeats or REPEATS
-    directory = folder_for(output, RESULTS, whole=whole and not quick)
-    report = run(chosen, backend_names(backends), counts(workers), seconds, repeats, left_out)
-    show(report)
-    if directory is not None:
-        write_json(report, directory / f"{NAME}.json")
-        write_csv(report, directory / f"{NAME}.csv")
-        save_speedups(report, directory / f"{SPEEDUPS}.png")
+    report = run(chosen, frame.backend_names(backends), frame.counts(workers), seconds, repeats, left_out)
+    frame.show(details(report))
+    frame.save(NAME, report, frame.folder_for(output, whole=whole and not quick), report.measurements, save_speedups)
 
 
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
-def read_json(path: Path) -> Report:
-    saved = json.loads(path.read_text())
-    return Report(saved["machine"], saved["settings"], [Row(**values) for values in saved["measurements"]])
-
-
-def show(report: Report) -> None:
-    """Print a table for each environment, and the machine."""
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    for rows in report.tables():
-        title = f"{rows[0].environment}, {rows[0].num_envs} environments"
-        shown = Table(title=escape(title), title_justify="left", title_style="bold")
-        shown.add_column()
-        for heading in ("steps/s", "± %", "µs/step", "x loop", "of limit"):
-            shown.add_column(heading, justify="right")
-        for one in rows:
-            deviation, ratios = f"{100 * one.spread:.0f}", (f"{one.speedup:.2f}", in_share(one))
-            shown.add_row(label(one), f"{one.steps_per_second:,.0f}", deviation, in_microseconds(one), *ratios)
-        console.print(shown)
-    for text in report.settings.get("left_out", ()):
-        console.print(f"[dim]Left out: {escape(text)}.", highlight=False)
-    console.print(f"[dim]{escape(in_one_line(report.machine))}", highlight=False)
+def details(report: Report) -> Page:
+    """All measurements, in a table for each environment, for the terminal."""
+    blocks: list[Block] = []
+    for measurements in report.tables():
+        rows = [
+            [
+                label(one),
+                f"{one.steps_per_second:,.0f}",
+                f"{100 * one.spread:.0f}",
+                in_microseconds(one),
+                f"{one.speedup:.2f}",
+                in_share(one),
+            ]
+            for one in measurements
+        ]
+        title = f"{measurements[0].environment}, {measurements[0].num_envs} environments"
+        blocks.append(Table(("", "steps/s", "± %", "µs/step", "x loop", "of limit"), rows, title=title))
+    blocks += [f"Left out: {text}." for text in report.settings.get("left_out", ())]
+    return [*blocks, f"{in_one_line(report.machine)}."]
 
 
 def in_share(one: Measurement) -> str:
@@ -252,8 +215,8 @@ def label(one: Measurement) -> str:
 
 def table(
     report: Report, cell: Callable[[Measurement], str], columns: Sequence[Contender], first: Mapping[str, str]
-) -> list[str]:
-    """A table in Markdown: a row for each environment, and one for each facade that steps it.
+) -> Table:
+    """A row for each environment, and one for each facade that steps it.
 
     Args:
         report: The measurements.
@@ -261,48 +224,42 @@ def table(
         columns: Contenders that step dicts; a facade's row has the same backends and numbers of workers.
         first: Headings of the columns before them, which have microseconds, by backend.
     """
-    headings = ["environment", "envs", *first.values(), *map(str, columns)]
-    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
+    rows = []
     for measurements in report.tables():
         took = {one.backend: in_microseconds(one) for one in measurements if one.backend in first}
         name, num_envs = measurements[0].environment, str(measurements[0].num_envs)
         for way in dict.fromkeys(one.way for one in measurements):
             cells = {Contender(one.backend, one.workers): cell(one) for one in measurements if one.way == way}
             facade = f", {ARRAYS[way]}" if way in ARRAYS else ""
-            row = [
-                f"{name}{facade}",
-                num_envs,
-                *(took[kind] for kind in first),
-                *(cells.get(one, "") for one in columns),
-            ]
-            lines.append(f"| {' | '.join(row)} |")
-    return lines
+            shown = (cells.get(one, "") for one in columns)
+            rows.append([f"{name}{facade}", num_envs, *(took[kind] for kind in first), *shown])
+    return Table(["environment", "envs", *first.values(), *map(str, columns)], rows)
 
 
-def markdown(report: Report) -> str:
+def page(report: Report) -> Page:
     """A picture and a table: microseconds per environment step; in brackets, throughput over the plain loop's.
 
     Then a table of the shares of the limit.
     """
     columns = [one for one in dict.fromkeys(m.contender for m in report.measurements) if one.way == STEP]
     speeds = [one for one in columns if one.backend not in (LOOP, LIMIT)]
-    parts = [
-        in_docs("Speed-up over a plain loop, by the time of a step and the number of workers", SPEEDUPS),
-        "\n".join(table(report, lambda m: f"{in_microseconds(m)} ({m.speedup:.2f}x)", speeds, {LOOP: "plain loop"})),
+    blocks: list[Block] = [
+        Picture("Speed-up over a plain loop, by the time of a step and the number of workers", SPEEDUPS),
+        table(report, lambda m: f"{in_microseconds(m)} ({m.speedup:.2f}x)", speeds, {LOOP: "plain loop"}),
         "Microseconds of wall time per environment step; in brackets, throughput relative to the plain loop; "
         f"medians of {report.settings['repeats']} rounds. {in_one_line(report.machine)}.",
     ]
     if any(in_share(one) for one in report.measurements):
         shares = [one for one in columns if one.backend != LIMIT]
         number = max(one.workers for one in columns if one.backend == LIMIT)
-        parts += [
-            "\n".join(table(report, in_share, shares, {LIMIT: "limit, µs"})),
+        blocks += [
+            table(report, in_share, shares, {LIMIT: "limit, µs"}),
             f"Throughput as a share of the limit: {number} plain loops in processes that meet at a barrier after each "
             "batch. Medians of the ratios within each round, of the same run.",
         ]
     if report.settings.get("left_out"):
-        parts.append(f"Not measured: {'; '.join(report.settings['left_out'])}.")
-    return "\n\n".join(parts)
+        blocks.append(f"Not measured: {'; '.join(report.settings['left_out'])}.")
+    return blocks
 
 
 def speedups(report: Report, backend: str = "process") -> dict[int, list[tuple[float, float]]]:
@@ -321,7 +278,10 @@ def drawn_in_picture(loop: Measurement) -> bool:
 
 
 def save_speedups(report: Report, path: Path) -> None:
-    """Draw the speed-up over the plain loop by the time of a step, with a line for each number of workers."""
+    """Draw the speed-up over the plain loop by the time of a step, with a line for each number of workers.
+
+    The picture has a name of its own, `SPEEDUPS`.
+    """
     from matplotlib.ticker import FuncFormatter
 
     figure = framed(7.5, 4.0)
@@ -346,71 +306,38 @@ def save_speedups(report: Report, path: Path) -> None:
     panel.set_ylabel(f"speed-up over a plain loop, {NUM_ENVS} environments", fontsize=8)
     tidy(panel)
     panel.set_ylim(top=1.45 * panel.get_ylim()[1])  # room for the names
-    finish(figure, report.machine, path)
+    finish(figure, in_one_line(report.machine), path.with_stem(SPEEDUPS))
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def loop(case: Case) -> Iterator[Run]:
-    """A plain loop in this process."""
-    with ExitStack() as stack:
-        envs = [stack.enter_context(closing(constructed(case.constructor))) for _ in range(case.num_envs)]
-        for env_id, env in enumerate(envs):
-            env.reset(seed=SEED + env_id)
-        spaces = {agent: envs[0].action_space(agent) for agent in envs[0].possible_agents}
-        yield repeatedly(functools.partial(step_all, envs), drawn(spaces, case.num_envs), case.num_envs)
-
-
-@contextmanager
-def loops(case: Case, workers: int, barrier: bool) -> Iterator[Run]:
-    """Plain loops in processes of their own: the most that this machine can do with so many workers."""
-    with closing(Loops(case.constructor, case.num_envs, workers, barrier)) as processes:
-        batches = processes.warm(CALL_S)
-        yield repeatedly(lambda _: processes.step(batches), [None], batches * case.num_envs)
-
-
-@contextmanager
-def parallel_env(case: Case, contender: Contender) -> Iterator[Run]:
+def parallel_env(case: Case, contender: Contender) -> Iterator[contest.Step]:
     backend, workers, way = contender
     arguments = {"backend": backend, "num_workers": workers}
     with closing(Stepper(case.constructor, case.num_envs, arguments, way)) as stepper:
-        yield repeatedly(stepper.env.step, stepper.actions, case.num_envs)
+        yield contest.stepping(stepper.env.step, stepper.actions)
 
 
-def everyone(case: Case, backends: list[str], workers: list[int]) -> dict[Contender, Opened]:
-    """All contenders of a case, each with the function that opens it.
+def everyone(case: Case, backends: list[str], workers: list[int]) -> dict[Contender, Callable[[Case], Any]]:
+    """All contenders of a case, each with the function that starts it.
 
     The plain loop comes first. The limit is that of the largest number of workers that have a CPU each.
     """
     most = min(max(workers), usable_cpus(), case.num_envs)
-    opened: dict[Contender, Opened] = {
-        Contender(LOOP): functools.partial(loop, case),
-        Contender(LOOPS, most): functools.partial(loops, case, most, barrier=False),
-        Contender(LIMIT, most): functools.partial(loops, case, most, barrier=True),
+    starts: dict[Contender, Callable[[Case], Any]] = {
+        Contender(LOOP): peers.plain_loop,
+        Contender(LOOPS, most): functools.partial(peers.loops, workers=most),
+        Contender(LIMIT, most): functools.partial(peers.loops, workers=most, barrier=True),
     }
     those = [one for one in contenders(backends, workers, case.num_envs) if one[:2] != ("hybrid", 1)]
     arrays = [
         one._replace(way=way) for one in those if one.backend in PARALLEL and one.workers == most for way in ARRAYS
     ]
-    for one in those + (arrays if case.arrays else []):
-        opened[one] = functools.partial(parallel_env, case, one)
-    return opened
-
-
-def rounds_of(
-    case: Case, opened: Mapping[Contender, Opened], seconds: float, repeats: int, on_turn: Callable[[str], None]
-) -> Iterator[tuple[Contender, float]]:
-    """Start all contenders, warm them up, and measure them in turns: each with its environment steps per second."""
-    with ExitStack() as stack:
-        runs = {}
-        for who, opens in opened.items():
-            on_turn(f"{case.name}: {who}")
-            runs[who] = warm(stack.enter_context(opens()), seconds)
-        for who in [*opened] * repeats:
-            on_turn(f"{case.name}: {who}")
-            yield who, rate(runs[who], seconds)
+    return starts | {
+        one: functools.partial(parallel_env, contender=one) for one in those + (arrays if case.arrays else [])
+    }
 
 
 def rows_of(case: Case, rounds: Mapping[Contender, list[float]]) -> list[Row]:
@@ -419,9 +346,7 @@ def rows_of(case: Case, rounds: Mapping[Contender, list[float]]) -> list[Row]:
     rows = []
     for (backend, workers, way), rates in rounds.items():
         median = statistics.median(rates)
-        speedup, of_limit = (
-            statistics.median(map(operator.truediv, rates, other)) for other in (rounds[Contender(LOOP)], limit)
-        )
+        speedup, of_limit = (frame.ratio(rates, other) for other in (rounds[Contender(LOOP)], limit))
         numbers = median, 1e6 / median, spread(rates), speedup, speedup / min(workers, usable_cpus())
         rows.append(Row(case.name, case.num_envs, backend, workers, *numbers, rates, way, of_limit))
     return rows
@@ -435,16 +360,18 @@ def run(
     repeats: int,
     left_out: Sequence[str] = (),
 ) -> Report:
-    one_thread_each()
-    opened = [everyone(case, backends, workers) for case in chosen]
+    contest.one_thread_each()
+    everybody = [everyone(case, backends, workers) for case in chosen]
     described = machine(("mpe2", *(case.needs for case in chosen if case.needs)))
     passes = [min(ROUNDS_AT_ONCE, repeats - done) for done in range(0, repeats, ROUNDS_AT_ONCE)]
-    rounds: list[dict[Contender, list[float]]] = [{one: [] for one in who} for who in opened]
-    with progress(sum(map(len, opened)) * (len(passes) + repeats)) as on_turn:
+    rounds: list[dict[Contender, list[float]]] = [{one: [] for one in starts} for starts in everybody]
+    with progress(sum(map(len, everybody)) * (len(passes) + repeats)) as on_turn:
         for times in passes:
-            for case, who, rates in zip(chosen, opened, rounds, strict=True):
-                for one, per_second in rounds_of(case, who, seconds, times, on_turn):
-                    rates[one].append(per_second)
+            for case, starts, rates in zip(chosen, everybody, rounds, strict=True):
+                those = [contest.Contender(str(one), start, ours=True) for one, start in starts.items()]
+                measured, _ = contest.measure(case, those, seconds, times, on_turn)
+                for one in starts:
+                    rates[one] += measured[str(one)]
     measurements: list[Measurement] = [
         row for case, rates in zip(chosen, rounds, strict=True) for row in rows_of(case, rates)
     ]
@@ -466,11 +393,11 @@ def against(
     if not (baseline / "marl_parallel" / "__init__.py").is_file():
         raise typer.BadParameter(f"{baseline} is not a checkout: it has no marl_parallel", param_hint="--baseline")
     seconds, launches = seconds or ROUND_SECONDS, launches or LAUNCHES
-    names = backend_names(backends, also=("auto",))
+    names = frame.backend_names(backends, also=("auto",))
     cases = [(case, contenders(names, workers, case.num_envs, ways)) for case in chosen]
     with progress(launches * sum(len(who) for _, who in cases)) as on_turn:
         comparisons = versions.compare(cases, baseline.resolve(), seconds=seconds, launches=launches, on_turn=on_turn)
-    versions.show(comparisons, baseline)
+    frame.show(versions.page(comparisons, baseline))
     if output is not None:
         settings = {"seconds": seconds, "launches": launches, "rounds": versions.ROUNDS}
         versions.write_json(comparisons, output / f"{NAME}_baseline.json", settings)

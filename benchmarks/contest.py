@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from frame import rounds
 
 from marl_parallel.backends import interpreter
 from marl_parallel.cli.measure import Actions, draw_actions
 
-SEED = 42
 DISTRIBUTIONS = (
     "mpe2", "SuperSuit", "stable-baselines3", "torch", "torchrl", "tensordict", "ray", "agilerl", "smarts",
     "pufferlib-core", "tianshou", "envpool",
@@ -62,10 +62,13 @@ class Case:
 
     name: str
     constructor: Callable[[], Any]
-    num_envs: int
-    workers: int
-    episode_steps: int
+    num_envs: int = 8
+    workers: int = 2
+    episode_steps: int = 100
     deaths: bool = field(default=False, kw_only=True)
+
+    def __str__(self) -> str:
+        return self.name
 
     @functools.cached_property
     def agents(self) -> list[str]:
@@ -119,6 +122,9 @@ class Contender:
     ours: bool = False
     with_deaths: str = ""
 
+    def __str__(self) -> str:
+        return self.name
+
     def counted(self, case: Case) -> float:
         """Environment steps per batch."""
         share = case.episode_steps / (case.episode_steps + 1) if self.next_step else 1.0
@@ -142,10 +148,9 @@ def measure(
         Environment steps per second in each round, by contender; and the reasons why contenders could not start or
         step, by contender.
     """
-    rounds: dict[str, list[float]] = {}
+    ready: dict[str, Callable[[], float]] = {}
     missing: dict[str, str] = {}
     with ExitStack() as stack:
-        ready: list[tuple[Contender, Step]] = []
         for one in contenders:
             on_turn(f"{case.name}: {one.name} starts")
             try:
@@ -156,13 +161,16 @@ def measure(
                     raise
                 missing[one.name] = reason(error)
             else:
-                ready.append((one, step))
+                ready[one.name] = functools.partial(_turn, one, case, step, seconds)
                 time.sleep(one.polls_s)
-        for one, step in ready * repeats:
-            on_turn(f"{case.name}: {one.name}")
-            rounds.setdefault(one.name, []).append(one.counted(case) * _batches_per_second(step, seconds))
-            time.sleep(one.polls_s)
-    return rounds, missing
+        return rounds(ready, repeats, on_turn, lambda name: f"{case.name}: {name}"), missing
+
+
+def _turn(contender: Contender, case: Case, step: Step, seconds: float) -> float:
+    """Environment steps per second."""
+    rate = contender.counted(case) * _batches_per_second(step, seconds)
+    time.sleep(contender.polls_s)
+    return rate
 
 
 def reason(error: Exception) -> str:

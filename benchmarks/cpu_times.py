@@ -15,35 +15,30 @@ turn should last for some hundred times as long.
 from __future__ import annotations
 
 import functools
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import frame
 import psutil
 import typer
-from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds, folder_for
-from plain_loops import SEED, drawn, step_all
-from rich.console import Console
-from rich.table import Table
+from frame import AsMarkdown, Only, Output, Page, Quick, Repeats, Seconds, Table
+from plain_loops import action_spaces, drawn, opened_envs, step_all
 from synthetic import Synthetic
 from version_stepper import PETTINGZOO, STACKED, STEP, Stepper
 
-from marl_parallel.cli.report import in_one_line, machine, progress, write_json, write_rows
+from marl_parallel.cli.report import in_one_line, machine, progress
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "cpu_times"
 WORKERS = 2
 WAYS = {STEP: "dicts", PETTINGZOO: "PettingZooVecEnv", STACKED: "StackedVecEnv"}
 WARM_S = 0.2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """Environments, and how they are stepped.
 
@@ -106,9 +101,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
-    machine: dict[str, Any]
-    settings: dict[str, Any]
+class Report(frame.Report):
     results: list[Result]
 
 
@@ -120,8 +113,7 @@ class Measured:
 
     def __init__(self, step: Callable[[int], object], envs: Sequence[Any], workers: set[psutil.Process]) -> None:
         self._step, self._envs, self._workers = step, envs, workers
-        spaces = {agent: envs[0].action_space(agent) for agent in envs[0].possible_agents}
-        self._batches = drawn(spaces, len(envs))
+        self._batches = drawn(action_spaces(envs[0]), len(envs))
 
     def turn(self, seconds: float) -> list[float]:
         """Step for some seconds: microseconds of the caller per batch, of workers and of the simulator per step."""
@@ -150,15 +142,14 @@ class Measured:
 
 
 @contextmanager
-def opened(case: Case) -> Iterator[Measured]:
+def opened(case: Case, seconds: float) -> Iterator[Callable[[], list[float]]]:
     before = descendants()
     arguments = {"num_workers": WORKERS, "wait": "block", **case.arguments}
     with ExitStack() as stack:
         stepper = stack.enter_context(closing(Stepper(case.constructor, case.num_envs, arguments, case.way)))
-        envs = [case.constructor() for _ in range(case.num_envs)]
-        for env_id, env in enumerate(envs):
-            env.reset(seed=SEED + env_id)
-        yield Measured(stepping(stepper, case.way), envs, descendants() - before)
+        envs = stack.enter_context(opened_envs(case.constructor, range(case.num_envs)))
+        measured = Measured(stepping(stepper, case.way), envs, descendants() - before)
+        yield functools.partial(measured.turn, seconds)
 
 
 def stepping(stepper: Stepper, way: str) -> Callable[[int], object]:
@@ -178,16 +169,11 @@ def descendants() -> set[psutil.Process]:
 
 def run(chosen: Sequence[Case], seconds: float, repeats: int) -> Report:
     described = machine()
-    rounds: dict[int, list[list[float]]] = {place: [] for place in range(len(chosen))}
-    with ExitStack() as stack, progress(len(chosen) * repeats) as on_turn:
-        measured = [stack.enter_context(opened(case)) for case in chosen]
-        for _ in range(repeats):
-            for place, one in enumerate(measured):
-                on_turn(str(chosen[place]))
-                rounds[place].append(one.turn(seconds))
+    with progress(len(chosen) * (1 + repeats)) as on_turn:
+        rounds = frame.opened_rounds({case: opened(case, seconds) for case in chosen}, repeats, on_turn)
     results = [
-        Result(case.environment, case.num_envs, case.way, *map(statistics.median, zip(*rounds[place])), rounds[place])
-        for place, case in enumerate(chosen)
+        Result(case.environment, case.num_envs, case.way, *map(statistics.median, zip(*taken)), taken)
+        for case, taken in rounds.items()
     ]
     return Report(described, {"seconds": seconds, "repeats": repeats}, results)
 
@@ -200,8 +186,8 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def rows(report: Report) -> list[list[str]]:
-    return [
+def page(report: Report) -> Page:
+    rows = [
         [
             one.environment,
             str(one.num_envs),
@@ -212,40 +198,17 @@ def rows(report: Report) -> list[list[str]]:
         ]
         for one in report.results
     ]
-
-
-def note(report: Report) -> str:
-    return (
+    note = (
         "CPU time of the calling process per batch, in which all environments are stepped once; with dicts, it reads "
         f"`env.acting` and makes the dicts of actions. CPU time of the {WORKERS} worker processes per environment "
         "step; it includes the simulator's own, which is that of the plain loop. Simulators without work, by agents x "
         f'numbers that each observes; `wait="block"`. Medians of {report.settings["repeats"]} rounds. '
         f"{in_one_line(report.machine)}."
     )
-
-
-def show(report: Report) -> None:
-    shown = Table()
-    for place, heading in enumerate(HEADINGS):
-        shown.add_column(heading, justify="left" if place in (0, 2) else "right")
-    for row in rows(report):
-        shown.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    console.print(shown)
-    console.print(note(report), style="dim", highlight=False, markup=False)
-
-
-def markdown(report: Report) -> str:
-    lines = [f"| {' | '.join(HEADINGS)} |", "|---|---:|---|---:|---:|---:|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows(report)), "", note(report)])
+    return Table(HEADINGS, rows, "lrl"), note
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> Report:
-    saved = json.loads(path.read_text())
-    return Report(saved["machine"], saved["settings"], [Result(**values) for values in saved["results"]])
 
 
 def main(
@@ -258,17 +221,12 @@ def main(
 ) -> None:
     """Measure the CPU time of the caller and of its workers."""
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(frame.read(NAME, Report, output))))
         return
-    chosen = [case for case in cases() if only in str(case)]
-    if not chosen:
-        raise typer.BadParameter(f"no case has {only!r} in its name", param_hint="--only")
-    directory = folder_for(output, RESULTS, whole=not (quick or only))
+    chosen = frame.named(cases(), only)
     report = run(chosen, 0.1, 2) if quick else run(chosen, seconds, repeats)
-    show(report)
-    if directory is not None:
-        write_json(report, directory / f"{NAME}.json")
-        write_rows(report.results, directory / f"{NAME}.csv")
+    frame.show(page(report))
+    frame.save(NAME, report, frame.folder_for(output, whole=not (quick or only)), report.results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from matplotlib.patches import Patch
-from pictures import OTHER_COLOURS, framed
+from pictures import OTHER_COLOURS, framed, plain
 
 from marl_parallel.cli.report import COLOURS
 
@@ -52,8 +52,7 @@ def main(
     panel.invert_yaxis()
     panel.set_xlim(0, milliseconds)
     panel.set_xlabel("milliseconds", fontsize=8)
-    panel.tick_params(axis="x", labelsize=7)
-    panel.spines[["top", "right"]].set_visible(False)
+    plain(panel, "x")
     handles = [Patch(color=colour, label=name) for name, colour in shown.items()]
     panel.legend(handles=handles, fontsize=7, frameon=False, ncols=7, loc="lower left", bbox_to_anchor=(0, 1))
     figure.savefig(picture, dpi=150)

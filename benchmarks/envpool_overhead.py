@@ -13,27 +13,21 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import frame
 import typer
-from contest import SEED, Case, Contender, Step, stepping
-from merged import Pair, Report, Result, read_json, run
-from options import AsMarkdown, Only, Output, Quick, Repeats, Seconds
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from contest import Case, Contender, Step, stepping
+from frame import AsMarkdown, Only, Output, Page, Quick, Repeats, Seconds, Table
+from merged import Pair, Report, Result, read, run, show_and_save
+from plain_loops import SEED
 
 import marl_parallel.vector
 from marl_parallel import ParallelEnv
-from marl_parallel.cli.report import write_json, write_rows
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "envpool_overhead"
 PART = "overhead"
 HEADINGS = ("task", "envs", "stepped by", "µs per batch", "EnvPool alone, µs", "overhead")
-TEXTS = ("task", "stepped by")
-"""Headings of columns without numbers."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +91,8 @@ def pairs() -> list[Pair]:
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
-def rows(report: Report) -> list[list[str]]:
-    return [
+def page(report: Report) -> Page:
+    rows = [
         [
             one.environment.partition(" ")[0],
             str(one.num_envs),
@@ -109,36 +103,15 @@ def rows(report: Report) -> list[list[str]]:
         ]
         for one in report.results
     ]
-
-
-def _batch(one: Result, steps_per_second: float, spread: float) -> str:
-    return f"{1e6 * one.num_envs / steps_per_second:.0f} ± {100 * spread:.0f} %"
-
-
-def notes(report: Report) -> list[str]:
     note = (
         "Microseconds of wall time to step all environments once, resets included; the overhead is the median of the "
         "ratios within each round."
     )
-    return [note, *(f"{one}." for one in report.runs.values())]
+    return [Table(HEADINGS, rows, "lrl"), note, *(f"{one}." for one in report.runs.values())]
 
 
-def show(report: Report) -> None:
-    console, shown = Console(), Table(box=SIMPLE_HEAD)
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="left" if heading in TEXTS else "right")
-    for row in rows(report):
-        shown.add_row(*row)
-    console.print(shown)
-    for note in notes(report):
-        console.print(f"[dim]{note}", highlight=False)
-
-
-def markdown(report: Report) -> str:
-    """The table."""
-    rule = "|".join("---" if heading in TEXTS else "---:" for heading in HEADINGS)
-    lines = [f"| {' | '.join(HEADINGS)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows(report))]
-    return "\n\n".join(["\n".join(lines), *notes(report)])
+def _batch(one: Result, steps_per_second: float, spread: float) -> str:
+    return f"{1e6 * one.num_envs / steps_per_second:.0f} ± {100 * spread:.0f} %"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -154,20 +127,12 @@ def main(
 ) -> None:
     """Measure the overhead of `ParallelEnv` and its facades over EnvPool."""
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(read(NAME, output))))
         return
-    chosen = [pair for pair in pairs() if only in str(pair)]
-    if not chosen:
-        raise typer.BadParameter(f"no comparison has {only!r} in its name", param_hint="--only")
+    chosen = frame.named(pairs(), only, "comparison")
     if quick:
         seconds, repeats = 0.02, 2
-    directory = output or (None if quick else RESULTS)
-    report = run(chosen, seconds, repeats)
-    show(report)
-    if directory is not None:
-        merged = read_json(directory / f"{NAME}.json").updated(report, pairs())
-        write_json(merged, directory / f"{NAME}.json")
-        write_rows(merged.results, directory / f"{NAME}.csv")
+    show_and_save(NAME, run(chosen, seconds, repeats), page, pairs(), frame.folder_for(output, whole=not quick))
 
 
 if __name__ == "__main__":

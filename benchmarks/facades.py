@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from contest import SEED, Case, Contender, Step, stepping
+from contest import Case, Contender, Step, stepping
 from peers import torchrl_stepping
+from plain_loops import SEED
 
 import marl_parallel.vector
 from marl_parallel import ParallelEnv

@@ -6,20 +6,19 @@ python benchmarks/isolated_generators.py --markdown    the table for docs/seedin
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
+from frame import AsMarkdown, Output, Results, folder_for, markdown, read, rounds, save, show
 from mpe2 import simple_spread_v3
-from options import AsMarkdown, Output, folder_for
-from tables import Results, read, show_and_save
 
 from marl_parallel import ParallelEnv
-from marl_parallel.cli.report import machine
+from marl_parallel.cli.report import machine, progress
 
-RESULTS, NAME = Path(__file__).parent / "results", "isolated_generators.json"
+NAME = "isolated_generators"
 NUM_ENVS, WORKERS = 8, 2
 STEPS, REPEATS = 300, 11
 
@@ -45,20 +44,20 @@ def main(
 ) -> None:
     """Measure steps with and without `isolate_rng`."""
     if as_markdown:
-        print(read((output or RESULTS) / NAME).markdown())
+        print(markdown(read(NAME, Results, output).page))
         return
     described = machine(("mpe2",))
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(repeats):
-        for isolate_rng, took in times.items():
-            took.append(step_us(isolate_rng, steps))
-    rows = [[f"`isolate_rng={value}`", f"{statistics.median(took):.0f}"] for value, took in times.items()]
+    turns = {f"`isolate_rng={value}`": functools.partial(step_us, value, steps) for value in (False, True)}
+    with progress(2 * repeats) as on_turn:
+        times = rounds(turns, repeats, on_turn)
+    rows = [[name, f"{statistics.median(took):.0f}"] for name, took in times.items()]
     note = (
         f"Microseconds of wall time per environment step, {NUM_ENVS} environments of simple_spread in {WORKERS} "
         f"workers; medians of {repeats} rounds."
     )
-    folder = folder_for(output, RESULTS, whole=(steps, repeats) == (STEPS, REPEATS))
-    show_and_save(Results(described, ("", "µs"), rows, note), folder and folder / NAME)
+    results = Results(described, ("", "µs"), rows, note)
+    show(results.page)
+    save(NAME, results, folder_for(output, whole=(steps, repeats) == (STEPS, REPEATS)))
 
 
 if __name__ == "__main__":

@@ -12,28 +12,24 @@ actions by a plain loop, is subtracted. The first case is the fast path; each ot
 from __future__ import annotations
 
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import frame
 import numpy as np
 import pettingzoo
 import typer
+from frame import AsMarkdown, Only, Output, Page, Quick, Repeats, Table
 from gymnasium import spaces
-from options import AsMarkdown, Only, Output, Quick, Repeats, folder_for
 from pettingzoo.utils import AgentSelector
-from rich.console import Console
-from rich.table import Table
 
 from marl_parallel import ParallelEnv
-from marl_parallel.cli.report import in_one_line, machine, progress, write_json, write_rows
+from marl_parallel.cli.report import in_one_line, machine, progress
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "many_agents"
 NUMBERS = (10, 100, 1_000, 10_000)
 AGENT_STEPS, QUICK_AGENT_STEPS = 40_000, 1_000
@@ -209,9 +205,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
-    machine: dict[str, Any]
-    settings: dict[str, Any]
+class Report(frame.Report):
     results: list[Result]
 
 
@@ -292,52 +286,23 @@ def run(chosen: Sequence[Case], numbers: Sequence[int], repeats: int, agent_step
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
-def rows(report: Report) -> list[list[str]]:
+def page(report: Report, mode: str = "") -> Page:
+    """A table of one auto-reset mode, or of all."""
     by_case: dict[tuple[str, ...], dict[int, float]] = {}
     for one in report.results:
-        by_case.setdefault((one.rules, one.profile, one.mode, one.how), {})[one.agents] = one.microseconds
-    return [[*case, *(f"{costs[count]:.2f}" for count in sorted(costs))] for case, costs in by_case.items()]
-
-
-def headings(report: Report) -> list[str]:
-    return [
-        "rules",
-        "steps",
-        "auto-reset",
-        "stepped by",
-        *(f"{count:,} agents" for count in report.settings["numbers"]),
-    ]
-
-
-def show(report: Report) -> None:
-    console = Console()
-    shown = Table(title="Microseconds per agent and step, without the simulator", title_justify="left")
-    for place, heading in enumerate(headings(report)):
-        shown.add_column(heading, justify="left" if place < 4 else "right", no_wrap=True)
-    for row in rows(report):
-        shown.add_row(*row)
-    console.print(shown)
-    console.print(f"[dim]{in_one_line(report.machine)}; load {report.machine['load']}", highlight=False)
-
-
-def markdown(report: Report) -> str:
-    """The table of one auto-reset mode."""
-    names = headings(report)
-    lines = [f"| {' | '.join(names)} |", "|---|---|---|---" + "|---:" * (len(names) - 4) + "|"]
-    lines += [f"| {' | '.join(row)} |" for row in rows(report) if "SAME_STEP" in row]
+        if mode in one.mode:
+            by_case.setdefault((one.rules, one.profile, one.mode, one.how), {})[one.agents] = one.microseconds
+    numbers = report.settings["numbers"]
+    headings = ["rules", "steps", "auto-reset", "stepped by", *(f"{count:,} agents" for count in numbers)]
+    rows = [[*case, *(f"{costs[count]:.2f}" for count in sorted(costs))] for case, costs in by_case.items()]
     note = (
         "Microseconds per agent and step of one serial environment, without the simulator's own time; medians "
         f"of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
     )
-    return "\n".join([*lines, "", note])
+    return Table(headings, rows, "llll"), note
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> Report:
-    saved = json.loads(path.read_text())
-    return Report(saved["machine"], saved["settings"], [Result(**values) for values in saved["results"]])
 
 
 def main(
@@ -349,17 +314,12 @@ def main(
 ) -> None:
     """Measure the cost of a step per agent, by the number of agents."""
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(frame.read(NAME, Report, output), "SAME_STEP")))
         return
-    chosen = [case for case in cases() if only in str(case)]
-    if not chosen:
-        raise typer.BadParameter(f"no case has {only!r} in its name", param_hint="--only")
-    directory = folder_for(output, RESULTS, whole=not (quick or only))
+    chosen = frame.named(cases(), only)
     report = run(chosen, NUMBERS[:2], 1, QUICK_AGENT_STEPS) if quick else run(chosen, NUMBERS, repeats, AGENT_STEPS)
-    show(report)
-    if directory is not None:
-        write_json(report, directory / f"{NAME}.json")
-        write_rows(report.results, directory / f"{NAME}.csv")
+    frame.show(page(report))
+    frame.save(NAME, report, frame.folder_for(output, whole=not (quick or only)), report.results)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,21 @@
 
 Not all libraries can be installed into one virtual environment. So a run measures what is installed, and replaces the
 results of the same pairs in the report. The other results stay, with the machine and versions of their own run.
-Contenders that no run could measure are listed with the reason. `contest.py` measures in turns; the scripts define and
-show the comparisons.
+Contenders that no run could measure are listed with the reason. `contest.py` measures in turns; the scripts define the
+pairs and the page.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import contest
+import frame
 from contest import Case, Contender
 
 from marl_parallel.cli.measure import spread
@@ -183,7 +183,7 @@ def result(pair: Pair, ours: list[float], against: list[float]) -> Result:
         against_spread=spread(against),
         microseconds_per_step=1e6 / statistics.median(ours),
         extra_us=statistics.median(1e6 / rate - 1e6 / other for rate, other in both),
-        gain=statistics.median(rate / other for rate, other in both),
+        gain=frame.ratio(ours, against),
         run="a",
         rounds=[ours, against],
     )
@@ -195,11 +195,34 @@ def machines(report: Report) -> str:
     return "; ".join(dict.fromkeys(f"{one['cpu']}, {one['cpus']} CPUs, {one['date']}" for one in described))
 
 
-def read_json(path: Path) -> Report:
-    if not path.is_file():
+def remarks(report: Report, names: Callable[[str], str] = lambda letter: f"{letter}: ") -> list[str]:
+    """Notes about the runs, each after its name, and what is missing."""
+    texts = [f"{names(letter)}{run}." for letter, run in report.runs.items()]
+    if report.missing:
+        texts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
+    return texts
+
+
+def read(name: str, output: Path | None) -> Report:
+    """The saved report; an empty one if nothing is saved."""
+    if not ((output or frame.RESULTS) / f"{name}.json").is_file():
         return Report()
-    saved = json.loads(path.read_text())
-    runs = {letter: Run(**values) for letter, values in saved["runs"].items()}
-    results = [Result(**values) for values in saved["results"]]
-    results = [replace(one, against=RENAMED.get(one.against, one.against)) for one in results]
-    return Report(runs, results, saved["missing"])
+    saved = frame.read(name, Report, output)
+    return replace(
+        saved, results=[replace(one, against=RENAMED.get(one.against, one.against)) for one in saved.results]
+    )
+
+
+def show_and_save(
+    name: str,
+    report: Report,
+    page: Callable[[Report], frame.Page],
+    known: Sequence[Pair],
+    folder: Path | None,
+    draw: Callable[[Report, Path], object] | None = None,
+) -> None:
+    """Show a new report; merge it into the one that is saved in the folder, if there is a folder."""
+    frame.show(page(report))
+    if folder is not None:
+        merged = read(name, folder).updated(report, known)
+        frame.save(name, merged, folder, merged.results, draw)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pettingzoo
-from contest import SEED, Actions, Batches, Case, Contender, Step, stepping
+from contest import Actions, Batches, Case, Contender, Step, stepping
 from gymnasium.vector.utils import CloudpickleWrapper, batch_space
-from plain_loops import CALL_S, Loops, step_all
+from plain_loops import CALL_S, SEED, Loops, opened_envs, step_all
 
 PUFFERLIB_POLLS_S = 0.6
 """Its workers poll without pause for half a second after a step, then every 10 ms."""
@@ -21,17 +21,13 @@ PUFFERLIB_POLLS_S = 0.6
 
 @contextmanager
 def plain_loop(case: Case) -> Iterator[Step]:
-    with ExitStack() as stack:
-        envs = [stack.enter_context(closing(case.constructor())) for _ in range(case.num_envs)]
-        for place, env in enumerate(envs):
-            env.reset(seed=SEED + place)
-
+    with opened_envs(case.constructor, range(case.num_envs)) as envs:
         yield stepping(functools.partial(step_all, envs), case.by_env)
 
 
 @contextmanager
-def loops(case: Case) -> Iterator[Step]:
-    with closing(Loops(case.constructor, case.num_envs, case.workers, barrier=False)) as processes:
+def loops(case: Case, workers: int | None = None, barrier: bool = False) -> Iterator[Step]:
+    with closing(Loops(case.constructor, case.num_envs, workers or case.workers, barrier)) as processes:
         yield Batches(processes.step, processes.warm(CALL_S))
 
 

@@ -16,8 +16,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import cloudpickle
@@ -46,12 +46,6 @@ def drawn(action_spaces: Mapping[Any, Any], num_envs: int) -> list[list[dict[Any
     ]
 
 
-def constructed(constructor: Callable[[], Any]) -> Any:
-    """An environment as a PettingZoo parallel environment."""
-    env = constructor()
-    return turn_based_aec_to_parallel(env) if isinstance(env, AECEnv) else env
-
-
 def step_all(envs: Sequence[Any], batch: Sequence[dict[Any, Any]]) -> None:
     """Step each environment once, with the actions of agents that are alive; reset those without agents."""
     for env, actions in zip(envs, batch, strict=True):
@@ -61,6 +55,23 @@ def step_all(envs: Sequence[Any], batch: Sequence[dict[Any, Any]]) -> None:
         env.step(actions)
         if not env.agents:
             env.reset()
+
+
+@contextmanager
+def opened_envs(constructor: Callable[[], Any], env_ids: Iterable[int]) -> Iterator[list[Any]]:
+    """Environments as PettingZoo parallel environments, reset with the seeds that `ParallelEnv` uses."""
+    with ExitStack() as stack:
+        envs = []
+        for env_id in env_ids:
+            env = constructor()
+            envs.append(turn_based_aec_to_parallel(env) if isinstance(env, AECEnv) else env)
+            stack.callback(envs[-1].close)
+            envs[-1].reset(seed=SEED + env_id)
+        yield envs
+
+
+def action_spaces(env: Any) -> dict[Any, Any]:
+    return {agent: env.action_space(agent) for agent in env.possible_agents}
 
 
 class Loops:
@@ -137,12 +148,8 @@ def _loop(
     threading.Thread(target=_end_with_parent, daemon=True).start()
     constructor = cloudpickle.loads(pickled)
     env_ids = range(worker, num_envs, num_workers)
-    with ExitStack() as stack:
-        envs = [stack.enter_context(closing(constructed(constructor))) for _ in env_ids]
-        for env, env_id in zip(envs, env_ids, strict=True):
-            env.reset(seed=SEED + env_id)
-        spaces = {agent: envs[0].action_space(agent) for agent in envs[0].possible_agents}
-        batches = [[batch[env_id] for env_id in env_ids] for batch in drawn(spaces, num_envs)]
+    with opened_envs(constructor, env_ids) as envs:
+        batches = [[batch[env_id] for env_id in env_ids] for batch in drawn(action_spaces(envs[0]), num_envs)]
         mine, others = worker * APART, [other * APART for other in range(num_workers) if other != worker]
         done = 0
         requests.send(None)

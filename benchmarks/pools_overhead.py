@@ -1,7 +1,7 @@
 """Measure the overhead of `StackedVecEnv` over EnvPool, VMAS and JaxMARL alone, at 4,096 environments.
 
     python benchmarks/pools_overhead.py            a minute or two for each; writes results/pools_overhead.json
-    python benchmarks/pools_overhead.py --quick    16 environments, a few steps; writes nothing
+    python benchmarks/pools_overhead.py --quick    16 environments, a few steps; writes only where --output says so
     python benchmarks/pools_overhead.py --only vmas
     python benchmarks/pools_overhead.py --markdown the table for docs/simulators.md, from the saved JSON
 
@@ -17,19 +17,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import typer
-from contest import SEED
-from options import AsMarkdown, Only, Quick
-from tables import Results
+from frame import RESULTS, AsMarkdown, Only, Output, Quick, Results, folder_for, markdown, named, ratio
+from plain_loops import SEED
 
 from marl_parallel import make
 from marl_parallel.cli.report import machine
 
-RESULTS = Path(__file__).parent / "results" / "pools_overhead.json"
+NAME = "pools_overhead"
 PACKAGES = ("envpool", "vmas", "torch", "jaxmarl", "jax")
 HEADINGS = ("", "wall time, alone", "with `StackedVecEnv`", "CPU time, alone", "with `StackedVecEnv`", "CPU time")
 NOTE = "Medians for one step of all 4,096 environments; the last column is the median of the differences."
@@ -146,8 +144,7 @@ def measure(library: str, num_envs: int, rounds: int, steps: int) -> dict[str, A
         both = {side: [one[at] for one in of_side] for side, of_side in times.items()}
         for side, values in both.items():
             result[f"{side}_{kind}_us"] = round(1e6 * statistics.median(values), 1)
-        ratios = [one / other for one, other in zip(both["ours"], both["alone"])]
-        result[f"overhead_{kind}_percent"] = round(100 * (statistics.median(ratios) - 1), 1)
+        result[f"overhead_{kind}_percent"] = round(100 * (ratio(both["ours"], both["alone"]) - 1), 1)
     return result
 
 
@@ -166,16 +163,20 @@ def table(found: dict[str, Any]) -> Results:
 
 
 def main(
-    quick: Quick = False, only: Only = "", rounds: int = 41, steps: int = 26, as_markdown: AsMarkdown = False
+    quick: Quick = False,
+    only: Only = "",
+    rounds: int = 41,
+    steps: int = 26,
+    output: Output = None,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Measure the overhead over EnvPool, VMAS and JaxMARL."""
-    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    path = (output or RESULTS) / f"{NAME}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if as_markdown:
-        print(table(found).markdown())
+        print(markdown(table(found).page))
         return
-    chosen = [library for library in CASES if only in library]
-    if not chosen:
-        raise typer.BadParameter(f"none of {', '.join(CASES)} has {only!r} in its name", param_hint="--only")
+    chosen = named(CASES, only, "library")
     described = machine(PACKAGES)
     for library in chosen:
         try:
@@ -185,8 +186,8 @@ def main(
             continue
         print(json.dumps(result))
         found[library] = {**result, "machine": described}
-        if not quick:
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        if folder_for(output, whole=not quick):
+            path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,12 +20,11 @@ from typing import Any
 
 import psutil
 import typer
-from options import AsMarkdown, Output, Seconds, folder_for
-from tables import Results, read, show_and_save
+from frame import AsMarkdown, Output, Results, Seconds, folder_for, markdown, read, save
 
 from marl_parallel.cli.report import machine
 
-RESULTS, NAME = Path(__file__).parent / "results", "ray_calls.json"
+NAME = "ray_calls"
 SECONDS = 2.0
 NBYTES = 2300
 HEADINGS = ("", "wall time", "CPU time of the driver", "of which in the calling thread", "threads of Ray", "idle")
@@ -104,7 +103,7 @@ def echo(node_id: str) -> Any:
 def main(seconds: Seconds = SECONDS, output: Output = None, as_markdown: AsMarkdown = False) -> None:
     """Measure what one exchange with a Ray actor costs the driver."""
     if as_markdown:
-        print(read((output or RESULTS) / NAME).markdown())
+        print(markdown(read(NAME, Results, output).page))
         return
     import ray
     from ray.cluster_utils import Cluster
@@ -155,8 +154,8 @@ def main(seconds: Seconds = SECONDS, output: Output = None, as_markdown: AsMarkd
         ray.shutdown()
         cluster.shutdown()
     results = Results(described, HEADINGS, [[name, *cells] for name, cells in rows.items()], NOTE)
-    folder = folder_for(output, RESULTS, whole=seconds == SECONDS)
-    show_and_save(results, folder and folder / NAME)
+    show(results.page)
+    save(NAME, results, folder_for(output, whole=seconds == SECONDS))
 
 
 if __name__ == "__main__":

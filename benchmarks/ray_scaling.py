@@ -22,37 +22,31 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import frame
 import numpy as np
 import typer
-from options import AsMarkdown, Output, Quick, Repeats, Seconds
-from pictures import OTHER_COLOURS, framed, in_docs
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from contest import Case, Step, stepping
+from frame import AsMarkdown, Output, Page, Picture, Quick, Repeats, Seconds, Table
+from peers import ray_actors
+from pictures import OTHER_COLOURS, finish, framed, plain
 from synthetic import Synthetic
 
 from marl_parallel import ParallelEnv
 from marl_parallel.cli.measure import draw_actions, spread
-from marl_parallel.cli.report import (
-    COLOURS,
-    GREY,
-    in_one_line,
-    machine,
-    progress,
-    write_json,
-    write_rows,
-)
+from marl_parallel.cli.report import COLOURS, in_one_line, machine, progress
 
-RESULTS = Path(__file__).parent / "results"
+if TYPE_CHECKING:  # matplotlib takes half a second to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 NAME = "ray_scaling"
 STEP_MS = (0, 1, 5, 20)
 PACKINGS = ((1, 8), (2, 1), (2, 4), (2, 8), (4, 8), (8, 8), (16, 8))
@@ -137,13 +131,26 @@ class Report:
         settings: Seconds and number of rounds.
         measured: The measurements, in order.
         once_us: c0, the constant cost of a batch in microseconds.
-        each_us: c1, the cost per actor and batch in microseconds.
     """
 
     machine: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
     once_us: float = 0.0
+
+    def of(self, contender: str, **values: Any) -> list[Measured]:
+        """The measurements with these attributes."""
+        return [
+            one
+            for one in self.measured
+            if one.contender == contender and all(getattr(one, name) == value for name, value in values.items())
+        ]
+
+
+@dataclass(frozen=True)
+class ActorsReport(Report):
+    """With `each_us`, c1: the cost per actor and batch in microseconds."""
+
     each_us: float = 0.0
 
     def efficiency(self, actors: float, envs_each: int, step_ms: float) -> float:
@@ -156,29 +163,11 @@ class Report:
         spare = 1000 * step_ms * envs_each * (1 / GOOD - 1)
         return max(int((spare - self.once_us) / self.each_us), 0)
 
-    def of(self, contender: str, **values: Any) -> list[Measured]:
-        """The measurements with these attributes."""
-        return [
-            one
-            for one in self.measured
-            if one.contender == contender and all(getattr(one, name) == value for name, value in values.items())
-        ]
-
 
 @dataclass(frozen=True)
-class NodesReport:
-    """The measurements of one actor per node and what they are compared with, and the constants fitted to them.
+class NodesReport(Report):
+    """With `node_us`, `worker_us` and `mb_us`, c1, c2 and c3: the costs per node, worker and megabyte."""
 
-    Attributes:
-        machine, settings, measured: As of a `Report`.
-        once_us: c0, the constant cost of a batch in microseconds.
-        node_us, worker_us, mb_us: c1, c2 and c3, the costs per node, worker and megabyte.
-    """
-
-    machine: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    measured: list[Measured] = field(default_factory=list)
-    once_us: float = 0.0
     node_us: float = 0.0
     worker_us: float = 0.0
     mb_us: float = 0.0
@@ -204,66 +193,6 @@ class NodesReport:
         return None
 
 
-Step = Callable[[], object]
-
-
-@contextmanager
-def ours(actors: int, envs_each: int) -> Iterator[tuple[Step, ParallelEnv]]:
-    from marl_parallel import RayBackend  # not needed to show saved results
-
-    count = actors * envs_each
-    backend = RayBackend(num_cpus=CPU_SHARE, workers_per_node=1)
-    with ParallelEnv([Waiting] * count, seed=None, backend=backend, num_workers=actors) as env:
-        env.reset()
-        batches = itertools.cycle(draw_actions(dict(env.action_space.spaces), count))
-        yield lambda: env.step(next(batches)), env
-
-
-@contextmanager
-def by_node(nodes: int, workers: int, observation_size: int = 18) -> Iterator[tuple[Step, ParallelEnv]]:
-    """As `ours`, with `K` environments in each worker, and so many workers in each actor, which stands for a node."""
-    from marl_parallel import RayBackend
-
-    total = nodes * workers
-    backend = RayBackend(num_cpus=CPU_SHARE, workers_per_node=workers)
-    constructors = [functools.partial(Waiting, observation_size)] * total * K
-    with ParallelEnv(constructors, seed=None, backend=backend, num_workers=total) as env:
-        env.reset()
-        batches = itertools.cycle(draw_actions(dict(env.action_space.spaces), total * K))
-        yield lambda: env.step(next(batches)), env
-
-
-class Plain:
-    """A first version with plain Ray: one actor per environment, dicts as arguments and results."""
-
-    def __init__(self) -> None:
-        self.env = Waiting()
-
-    def reset(self, seed: int) -> Any:
-        return self.env.reset(seed=seed)
-
-    def step(self, actions: dict[str, Any]) -> Any:
-        result = self.env.step(actions)
-        if not self.env.agents:
-            return (self.env.reset()[0], *result[1:])
-        return result
-
-
-@contextmanager
-def plain(count: int) -> Iterator[Step]:
-    import ray
-
-    actors = [ray.remote(Plain).options(num_cpus=CPU_SHARE).remote() for _ in range(count)]
-    try:
-        ray.get([actor.reset.remote(seed) for seed, actor in enumerate(actors)])
-        spaces = Waiting().action_spaces
-        batches = itertools.cycle(draw_actions(spaces, count))
-        yield lambda: ray.get([actor.step.remote(acts) for actor, acts in zip(actors, next(batches), strict=True)])
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-
-
 class Round(NamedTuple):
     """Per batch: milliseconds of wall time, microseconds of this process's CPU time, milliseconds inside an actor."""
 
@@ -272,17 +201,46 @@ class Round(NamedTuple):
     inside: float | None
 
 
-def timed(step: Step, seconds: float, env: ParallelEnv | None = None) -> Round:
-    inside = None if env is None else env.stats().simulator_s / env.num_workers
-    count, cpu = 0, time.process_time()
-    started = now = time.perf_counter()
-    while now < started + seconds or not count:
-        step()
-        count += 1
-        now = time.perf_counter()
-    if env is not None and inside is not None:
-        inside = 1e3 * (env.stats().simulator_s / env.num_workers - inside) / count
-    return Round(1e3 * (now - started) / count, 1e6 * (time.process_time() - cpu) / count, inside)
+class Contender(NamedTuple):
+    """What is stepped, and its `ParallelEnv`, if it has one."""
+
+    step: Step
+    env: ParallelEnv | None = None
+
+    def turn(self, seconds: float) -> Round:
+        """Step for some seconds."""
+        env = self.env
+        inside = 0.0 if env is None else env.stats().simulator_s / env.num_workers
+        count, cpu = 0, time.process_time()
+        started = now = time.perf_counter()
+        while now < started + seconds or not count:
+            self.step()
+            count += 1
+            now = time.perf_counter()
+        took = 1e3 * (now - started) / count, 1e6 * (time.process_time() - cpu) / count
+        if env is None:
+            return Round(*took, None)
+        return Round(*took, 1e3 * (env.stats().simulator_s / env.num_workers - inside) / count)
+
+
+@contextmanager
+def ours(workers: int, envs_each: int, per_actor: int = 1, observation_size: int = 18) -> Iterator[Contender]:
+    """`ParallelEnv` with so many workers in each actor, which stands for a node if it has several."""
+    from marl_parallel import RayBackend  # not needed to show saved results
+
+    count = workers * envs_each
+    backend = RayBackend(num_cpus=CPU_SHARE, workers_per_node=per_actor)
+    constructors = [functools.partial(Waiting, observation_size)] * count
+    with ParallelEnv(constructors, seed=None, backend=backend, num_workers=workers) as env:
+        env.reset()
+        yield Contender(stepping(env.step, draw_actions(dict(env.action_space.spaces), count)), env)
+
+
+@contextmanager
+def plain_actors(count: int) -> Iterator[Contender]:
+    """A first version with plain Ray: one actor per environment, dicts as arguments and results."""
+    with ray_actors(Case("waiting", Waiting, count, count, 100)) as step:
+        yield Contender(step)
 
 
 def summary(contender: str, actors: int, envs_each: int, step_ms: float, rounds: Sequence[Round]) -> Measured:
@@ -304,28 +262,45 @@ def summary(contender: str, actors: int, envs_each: int, step_ms: float, rounds:
     )
 
 
-def run(packings: Sequence[tuple[int, int]], step_ms: Sequence[float], seconds: float, repeats: int) -> Report:
-    described = machine(("ray",))
+@contextmanager
+def local_ray() -> Iterator[None]:
     import ray
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    measured: list[Measured] = []
     try:
-        with progress(len(packings) * len(step_ms) + 2) as on_turn:
-            for actors, envs_each in packings:
-                with ours(actors, envs_each) as (step, env):
-                    for wait in step_ms:
-                        on_turn(f"{actors} actors with {envs_each} environments, {wait} ms")
-                        env.call("be_slow", wait)
-                        timed(step, seconds / 4)
-                        rounds = [timed(step, seconds, env) for _ in range(repeats)]
-                        measured.append(summary(OURS, actors, envs_each, wait, rounds))
-            on_turn("plain actors")
-            measured += against_plain(seconds, repeats)
+        yield
     finally:
         ray.shutdown()
+
+
+def in_turns(
+    contenders: Mapping[str, Contender], step_ms: float, seconds: float, repeats: int
+) -> dict[str, list[Round]]:
+    for one in contenders.values():
+        if one.env is not None:
+            one.env.call("be_slow", step_ms)
+        one.turn(seconds / 4)
+    turns = {name: functools.partial(one.turn, seconds) for name, one in contenders.items()}
+    return frame.rounds(turns, repeats, lambda _: None)
+
+
+def run(packings: Sequence[tuple[int, int]], step_ms: Sequence[float], seconds: float, repeats: int) -> ActorsReport:
+    described = machine(("ray",))
+    measured: list[Measured] = []
+    with local_ray(), progress(len(packings) * len(step_ms) + 1) as on_turn:
+        for actors, envs_each in packings:
+            with ours(actors, envs_each) as contender:
+                for wait in step_ms:
+                    on_turn(f"{actors} actors with {envs_each} environments, {wait} ms")
+                    rounds = in_turns({OURS: contender}, wait, seconds, repeats)
+                    measured.append(summary(OURS, actors, envs_each, wait, rounds[OURS]))
+        on_turn("plain actors")
+        with ours(2, PEER_ENVS // 2) as contender, plain_actors(PEER_ENVS) as other:
+            rounds = in_turns({OURS: contender, PLAIN: other}, 0, seconds, repeats)
+            measured.append(summary(OURS, 2, PEER_ENVS // 2, 0, rounds[OURS]))
+            measured.append(summary(PLAIN, PEER_ENVS, 1, 0, rounds[PLAIN]))
     once, each = fitted([one for one in measured if one.contender == OURS])
-    return Report(described, {"seconds": seconds, "repeats": repeats}, measured, once, each)
+    return ActorsReport(described, {"seconds": seconds, "repeats": repeats}, measured, once, each)
 
 
 def run_nodes(
@@ -333,67 +308,27 @@ def run_nodes(
 ) -> NodesReport:
     """Measure one actor per node in turns with one actor per worker, and with one plain actor per environment."""
     described = machine(("ray",))
-    import ray
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     measured: list[Measured] = []
-    try:
-        with progress(len(packings) * len(step_ms) + 2) as on_turn:
-            for nodes, workers in packings:
-                total = nodes * workers
-                with by_node(nodes, workers) as (step, env), ours(total, K) as (before, others):
-                    for wait in step_ms:
-                        on_turn(f"{nodes} x {workers} workers with {K} environments, {wait} ms")
-                        both = {NODES: (step, env), OURS: (before, others)}
-                        rounds = in_turns(both, wait, seconds, repeats)
-                        ours_by_node = summary(NODES, total, K, wait, rounds[NODES])
-                        measured.append(replace(ours_by_node, nodes=nodes))
-                        measured.append(summary(OURS, total, K, wait, rounds[OURS]))
-            on_turn("large observations")
-            with by_node(1, 2) as small, by_node(1, 2, LARGE) as large:
-                rounds = in_turns({"small": small, "large": large}, 0, seconds, repeats)
-                for name, size in (("small", 18), ("large", LARGE)):
-                    one = summary(NODES, 2, K, 0, rounds[name])
-                    measured.append(replace(one, nodes=1, observation_size=size))
-            on_turn("plain actors")
-            with by_node(1, plain_envs // K) as (step, env), plain(plain_envs) as other:
-                rounds = in_turns({NODES: (step, env), PLAIN: (other, None)}, 0, seconds, repeats)
-                measured.append(replace(summary(NODES, plain_envs // K, K, 0, rounds[NODES]), nodes=1))
-                measured.append(summary(PLAIN, plain_envs, 1, 0, rounds[PLAIN]))
-    finally:
-        ray.shutdown()
+    with local_ray(), progress(len(packings) * len(step_ms) + 2) as on_turn:
+        for nodes, workers in packings:
+            total = nodes * workers
+            with ours(total, K, workers) as by_node, ours(total, K) as by_worker:
+                for wait in step_ms:
+                    on_turn(f"{nodes} x {workers} workers with {K} environments, {wait} ms")
+                    rounds = in_turns({NODES: by_node, OURS: by_worker}, wait, seconds, repeats)
+                    measured.append(replace(summary(NODES, total, K, wait, rounds[NODES]), nodes=nodes))
+                    measured.append(summary(OURS, total, K, wait, rounds[OURS]))
+        on_turn("large observations")
+        with ours(2, K, 2) as small, ours(2, K, 2, LARGE) as large:
+            rounds = in_turns({"small": small, "large": large}, 0, seconds, repeats)
+            for name, size in (("small", 18), ("large", LARGE)):
+                measured.append(replace(summary(NODES, 2, K, 0, rounds[name]), nodes=1, observation_size=size))
+        on_turn("plain actors")
+        with ours(plain_envs // K, K, plain_envs // K) as by_node, plain_actors(plain_envs) as other:
+            rounds = in_turns({NODES: by_node, PLAIN: other}, 0, seconds, repeats)
+            measured.append(replace(summary(NODES, plain_envs // K, K, 0, rounds[NODES]), nodes=1))
+            measured.append(summary(PLAIN, plain_envs, 1, 0, rounds[PLAIN]))
     return NodesReport(described, {"seconds": seconds, "repeats": repeats}, measured, *fitted_to_nodes(measured))
-
-
-def in_turns(
-    contenders: Mapping[str, tuple[Step, ParallelEnv | None]], step_ms: float, seconds: float, repeats: int
-) -> dict[str, list[Round]]:
-    for step, env in contenders.values():
-        if env is not None:
-            env.call("be_slow", step_ms)
-        timed(step, seconds / 4)
-    rounds: dict[str, list[Round]] = {name: [] for name in contenders}
-    for _ in range(repeats):
-        for name, (step, env) in contenders.items():
-            rounds[name].append(timed(step, seconds, env))
-    return rounds
-
-
-def against_plain(seconds: float, repeats: int) -> list[Measured]:
-    """Measure steps of 0 ms in turns: 16 environments in two actors, and one plain actor for each environment."""
-    with ExitStack() as stack:
-        step, env = stack.enter_context(ours(2, PEER_ENVS // 2))
-        both = {OURS: step, PLAIN: stack.enter_context(plain(PEER_ENVS))}
-        rounds: dict[str, list[Round]] = {name: [] for name in both}
-        for run in both.values():
-            timed(run, seconds / 4)
-        for _ in range(repeats):
-            for name, run in both.items():
-                rounds[name].append(timed(run, seconds, env if name == OURS else None))
-    return [
-        summary(OURS, 2, PEER_ENVS // 2, 0, rounds[OURS]),
-        summary(PLAIN, PEER_ENVS, 1, 0, rounds[PLAIN]),
-    ]
 
 
 def fitted_to_nodes(measured: Sequence[Measured]) -> tuple[float, float, float, float]:
@@ -431,21 +366,20 @@ def fitted(measured: Sequence[Measured]) -> tuple[float, float]:
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
-def rows(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells: a row for each packing, a column for each step time."""
+def page(report: ActorsReport) -> Page:
+    """A picture, and a row for each packing, a column for each step time."""
     waits = list(dict.fromkeys(one.step_ms for one in report.of(OURS)))
     cells = {}
     for one in report.of(OURS):
         share = "" if one.efficiency is None else f" ({one.efficiency:.2f})"
         cells[one.actors, one.envs_each, one.step_ms] = f"{one.steps_per_second:,.0f}{share}"
     packings = list(dict.fromkeys((actors, envs) for actors, envs, _ in cells))
-    return (
-        ["actors x environments", *(f"{wait:g} ms" for wait in waits)],
-        [[f"{a} x {k}", *(cells.get((a, k, wait), "") for wait in waits)] for a, k in packings],
-    )
+    headings = ["actors x environments", *(f"{wait:g} ms" for wait in waits)]
+    rows = [[f"{a} x {k}", *(cells.get((a, k, wait), "") for wait in waits)] for a, k in packings]
+    return [Picture("Scaling over Ray actors", NAME), Table(headings, rows), *notes(report)]
 
 
-def notes(report: Report) -> list[str]:
+def notes(report: ActorsReport) -> list[str]:
     reach = {wait: report.reach(K, wait) for wait in STEP_MS if wait}
     served = [f"up to {count} at {wait:g} ms" for wait, count in reach.items() if count]
     too_short = [f"none at {wait:g} ms" for wait, count in reach.items() if not count]
@@ -475,35 +409,16 @@ def notes(report: Report) -> list[str]:
     return [*texts, f"{in_one_line(report.machine)}."]
 
 
-def show(report: Report) -> None:
-    console, (headings, cells) = Console(), rows(report)
-    shown = Table(box=SIMPLE_HEAD)
-    for heading in headings:
-        shown.add_column(heading, justify="right")
-    for row in cells:
-        shown.add_row(*row)
-    console.print(shown)
-    for note in notes(report):
-        console.print(note, highlight=False, style="dim")
-
-
-def markdown(report: Report) -> str:
-    headings, cells = rows(report)
-    lines = [f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
-    lines += [f"| {' | '.join(row)} |" for row in cells]
-    return "\n\n".join([in_docs("Scaling over Ray actors", NAME), "\n".join(lines), *notes(report)])
-
-
-def table_of_nodes(report: NodesReport) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells: each measurement beside that with an actor per worker."""
+def page_of_nodes(report: NodesReport) -> Page:
+    """Each measurement beside that with an actor per worker."""
     headings = ["nodes x workers", "step", "batch", "busy", "driver", "actor per worker: batch", "busy", "driver"]
-    cells = []
+    rows = []
     for one, other in itertools.pairwise(report.measured):
         if (one.contender, other.contender) == (NODES, OURS):
-            cells.append(
+            rows.append(
                 [f"{one.nodes} x {one.actors // one.nodes}", f"{one.step_ms:g} ms", *_cells(one), *_cells(other)]
             )
-    return headings, cells
+    return [Table(headings, rows), *remarks_on_nodes(report), f"{in_one_line(report.machine)}."]
 
 
 def _cells(one: Measured) -> list[str]:
@@ -525,41 +440,17 @@ def remarks_on_nodes(report: NodesReport) -> list[str]:
     ]
 
 
-def show_nodes(report: NodesReport) -> None:
-    console, shown = Console(width=120), Table(box=SIMPLE_HEAD)
-    headings, cells = table_of_nodes(report)
-    for heading in headings:
-        shown.add_column(heading, justify="right")
-    for row in cells:
-        shown.add_row(*row)
-    console.print(shown)
-    for remark in remarks_on_nodes(report):
-        console.print(remark, highlight=False)
-    console.print(f"{in_one_line(report.machine)}.", highlight=False, style="dim")
-
-
-def markdown_of_nodes(report: NodesReport) -> str:
-    lines = [in_markdown(*table_of_nodes(report), "lr" + "r" * 6), *remarks_on_nodes(report)]
-    return "\n\n".join([*lines, f"{in_one_line(report.machine)}."])
-
-
-def markdown_of_simulation(report: NodesReport) -> str:
-    return "\n\n".join([
-        in_docs("Share of the time in which simulators step, by number of nodes", NODES_NAME),
-        in_markdown(*simulation(report), "lrrrrrr"),
-        in_markdown(["", "measured", "cost of", "assumed"], assumptions(report), "lrll"),
+def page_of_simulation(report: NodesReport) -> Page:
+    return [
+        Picture("Share of the time in which simulators step, by number of nodes", NODES_NAME),
+        simulation(report),
+        Table(["", "measured", "cost of", "assumed"], assumptions(report), "lrll"),
         f"{in_one_line(report.machine)}.",
-    ])  # fmt: skip
+    ]
 
 
-def in_markdown(headings: Sequence[str], cells: Sequence[Sequence[str]], alignment: str) -> str:
-    """A table; `alignment` has an `l` or `r` for each column."""
-    marks = "|".join("---:" if column == "r" else "---" for column in alignment)
-    return "\n".join([f"| {' | '.join(headings)} |", f"|{marks}|", *(f"| {' | '.join(row)} |" for row in cells)])
-
-
-def simulation(report: NodesReport) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells: what one driver reaches by the formula, and how many drivers are enough."""
+def simulation(report: NodesReport) -> Table:
+    """What one driver reaches by the formula, and how many drivers are enough."""
     headings = [
         "nodes x workers",
         "environments",
@@ -582,7 +473,7 @@ def simulation(report: NodesReport) -> tuple[list[str], list[list[str]]]:
             f"{nodes} x {SIMULATED_WORKERS}", f"{workers * K:,}", f"{wait:g} ms", f"{share:.2f}",
             f"{ideal * share:,.0f}", str(drivers or "none is enough"), f"{reached:,.0f}" if reached else "",
         ])  # fmt: skip
-    return headings, cells
+    return Table(headings, cells)
 
 
 def assumptions(report: NodesReport) -> list[list[str]]:
@@ -601,48 +492,21 @@ def assumptions(report: NodesReport) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def show_simulation(report: NodesReport) -> None:
-    console = Console(width=120)
-    for title, headings, cells in (
-        (f"Busy for {100 * GOOD:.0f} % of the time, by the formula", *simulation(report)),
-        ("Assumptions", ["", "measured", "cost of", "assumed"], assumptions(report)),
-    ):
-        shown = Table(box=SIMPLE_HEAD, title=title)
-        for heading in headings:
-            shown.add_column(heading, justify="left" if title == "Assumptions" else "right")
-        for row in cells:
-            shown.add_row(*row)
-        console.print(shown)
-    console.print(f"{in_one_line(report.machine)}.", highlight=False, style="dim")
-
-
 def save_simulation(report: NodesReport, path: Path) -> None:
     """The share of the time in which simulators step, by number of nodes of one driver."""
-    figure = framed(6.4, 3.8)
-    panel = figure.subplots()
+    figure, panel = axes_of_shares(max(SIMULATED_NODES))
     reach = np.geomspace(1, max(SIMULATED_NODES), 60)
     for wait, colour in zip([wait for wait in STEP_MS if wait], [*COLOURS.values(), *OTHER_COLOURS]):
         shares = [report.efficiency(nodes, nodes * SIMULATED_WORKERS, wait) for nodes in reach]
         panel.plot(reach, shares, color=colour, linewidth=1, label=f"steps of {wait:g} ms")
-    panel.axhline(GOOD, color="black", linestyle="dashed", linewidth=0.8, label=f"{100 * GOOD:.0f} %")
-    panel.set_xscale("log", base=2)
-    panel.set_xticks([2**n for n in range(10)], [str(2**n) for n in range(10)])
-    panel.set_ylim(0, 1.05)
     text = f"nodes of one driver, {SIMULATED_WORKERS} workers of {K} environments on each (by the formula)"
     panel.set_xlabel(text, fontsize=8)
-    panel.set_ylabel("share of the time in which simulators step", fontsize=8)
-    panel.tick_params(labelsize=7)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(fontsize=7, frameon=False)
-    figure.supxlabel(in_one_line(report.machine), x=0.995, ha="right", fontsize=4, color=GREY)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    finish(figure, in_one_line(report.machine), path)
 
 
-def save_plot(report: Report, path: Path) -> None:
+def save_plot(report: ActorsReport, path: Path) -> None:
     """The share of the time in which simulators step, by number of actors: measured, and by the formula."""
-    figure = framed(6.4, 3.8)
-    panel = figure.subplots()
+    figure, panel = axes_of_shares(256)
     waits = [wait for wait in dict.fromkeys(one.step_ms for one in report.of(OURS)) if wait]
     reach = np.geomspace(1, 256, 60)
     for wait, colour in zip(waits, [*COLOURS.values(), *OTHER_COLOURS]):
@@ -650,31 +514,25 @@ def save_plot(report: Report, path: Path) -> None:
         points = [one.actors for one in measured], [one.efficiency for one in measured]
         panel.plot(*points, "o", color=colour, markersize=4, label=f"steps of {wait:g} ms")
         panel.plot(reach, [report.efficiency(actors, K, wait) for actors in reach], color=colour, linewidth=1)
+    panel.set_xlabel(f"Ray actors with {K} environments each, one driver (lines: the formula)", fontsize=8)
+    finish(figure, in_one_line(report.machine), path)
+
+
+def axes_of_shares(most: int) -> tuple[Figure, Axes]:
+    """A picture of shares of the time in which simulators step, with powers of two up to `most` to the right."""
+    figure = framed(6.4, 3.8)
+    panel = figure.subplots()
     panel.axhline(GOOD, color="black", linestyle="dashed", linewidth=0.8, label=f"{100 * GOOD:.0f} %")
     panel.set_xscale("log", base=2)
-    panel.set_xticks([2**n for n in range(9)], [str(2**n) for n in range(9)])
+    ticks = [2**n for n in range(most.bit_length())]
+    panel.set_xticks(ticks, [*map(str, ticks)])
     panel.set_ylim(0, 1.05)
-    panel.set_xlabel(f"Ray actors with {K} environments each, one driver (lines: the formula)", fontsize=8)
     panel.set_ylabel("share of the time in which simulators step", fontsize=8)
-    panel.tick_params(labelsize=7)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(fontsize=7, frameon=False)
-    figure.supxlabel(in_one_line(report.machine), x=0.995, ha="right", fontsize=4, color=GREY)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    plain(panel)
+    return figure, panel
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> Report:
-    saved = json.loads(path.read_text())
-    return Report(**{**saved, "measured": [Measured(**values) for values in saved["measured"]]})
-
-
-def read_nodes(path: Path) -> NodesReport:
-    saved = json.loads(path.read_text())
-    return NodesReport(**{**saved, "measured": [Measured(**values) for values in saved["measured"]]})
 
 
 def main(
@@ -687,35 +545,30 @@ def main(
     simulate: Annotated[bool, typer.Option("--simulate", help="Extend the saved measurements of --nodes.")] = False,
 ) -> None:
     """Measure throughput by number of Ray actors."""
-    directory = output or RESULTS
-    if simulate or (nodes and as_markdown):
-        report_of_nodes = read_nodes(directory / f"{NODES_NAME}.json")
+    folder = frame.folder_for(output, whole=not quick)
+    if quick:
+        seconds, repeats = 0.1, 2
+    if simulate:
+        saved = frame.read(NODES_NAME, NodesReport, output)
         if as_markdown:
-            print((markdown_of_simulation if simulate else markdown_of_nodes)(report_of_nodes))
+            print(frame.markdown(page_of_simulation(saved)))
         else:
-            show_simulation(report_of_nodes)
-            save_simulation(report_of_nodes, directory / f"{NODES_NAME}.png")
-        return
-    if nodes:
+            frame.show(page_of_simulation(saved))
+            save_simulation(saved, (output or frame.RESULTS) / f"{NODES_NAME}.png")
+    elif as_markdown and nodes:
+        print(frame.markdown(page_of_nodes(frame.read(NODES_NAME, NodesReport, output))))
+    elif as_markdown:
+        print(frame.markdown(page(frame.read(NAME, ActorsReport, output))))
+    elif nodes:
         chosen, waits = (((1, 2), (2, 1)), (0, 1)) if quick else (NODE_PACKINGS, STEP_MS)
-        plain_envs = K if quick else NODE_PEER_ENVS
-        measured = run_nodes(chosen, waits, 0.1 if quick else seconds, 2 if quick else repeats, plain_envs)
-        show_nodes(measured)
-        if output is not None or not quick:
-            write_json(measured, directory / f"{NODES_NAME}.json")
-            write_rows(measured.measured, directory / f"{NODES_NAME}.csv")
-            save_simulation(measured, directory / f"{NODES_NAME}.png")
-        return
-    if as_markdown:
-        print(markdown(read_json(directory / f"{NAME}.json")))
-        return
-    packings, waits = (((1, 2), (2, 8)), (0, 1)) if quick else (PACKINGS, STEP_MS)
-    report = run(packings, waits, 0.1 if quick else seconds, 2 if quick else repeats)
-    show(report)
-    if output is not None or not quick:
-        write_json(report, directory / f"{NAME}.json")
-        write_rows(report.measured, directory / f"{NAME}.csv")
-        save_plot(report, directory / f"{NAME}.png")
+        by_node = run_nodes(chosen, waits, seconds, repeats, K if quick else NODE_PEER_ENVS)
+        frame.show(page_of_nodes(by_node))
+        frame.save(NODES_NAME, by_node, folder, by_node.measured, save_simulation)
+    else:
+        packings, waits = (((1, 2), (2, 8)), (0, 1)) if quick else (PACKINGS, STEP_MS)
+        report = run(packings, waits, seconds, repeats)
+        frame.show(page(report))
+        frame.save(NAME, report, folder, report.measured, save_plot)
 
 
 if __name__ == "__main__":

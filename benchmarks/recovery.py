@@ -17,7 +17,6 @@ busy machine affects all of them.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import signal
@@ -25,24 +24,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
+import frame
 import typer
+from frame import AsMarkdown, Only, Output, Page, Quick, Repeats, Table
 from mpe2 import simple_spread_v3
-from options import AsMarkdown, Only, Output, Quick, Repeats, folder_for
 from pettingzoo.utils import BaseParallelWrapper
-from rich.console import Console
-from rich.table import Table
 
 from marl_parallel import ParallelEnv, RestartPolicy
-from marl_parallel.cli.report import in_one_line, machine, progress, write_json, write_rows
+from marl_parallel.cli.report import in_one_line, machine, progress
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "recovery"
 TARGET_MS = 50.0
 STEP_TIMEOUT_S = 0.5
@@ -158,9 +154,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
-    machine: dict[str, Any]
-    settings: dict[str, Any]
+class Report(frame.Report):
     results: list[Result]
 
 
@@ -207,30 +201,24 @@ def recovery_s(case: Case, env: ParallelEnv) -> float:
     return took - (STEP_TIMEOUT_S if case.fault == HANGS else 0.0)
 
 
-def opened(case: Case) -> ParallelEnv:
-    env = ParallelEnv(
+@contextmanager
+def opened(case: Case) -> Iterator[Callable[[], Round]]:
+    with ParallelEnv(
         [case.constructor] * (2 * case.per_worker),
         num_workers=2,
         on_error="restart",
         restart_policy=RestartPolicy(rate_limit=None),
         step_timeout=STEP_TIMEOUT_S if case.fault == HANGS else None,
-    )
-    env.reset()
-    return env
+    ) as env:
+        env.reset()
+        yield lambda: Round(1000 * recovery_s(case, env), 1000 * construction_s(case))
 
 
 def run(chosen: Sequence[Case], repeats: int) -> Report:
     logging.getLogger("marl_parallel").setLevel(logging.ERROR)  # no warning for each restart
     described = machine(("mpe2",))
-    rounds: dict[Case, list[Round]] = {case: [] for case in chosen}
-    with ExitStack() as stack, progress(len(chosen) * (1 + repeats)) as on_turn:
-        envs = {}
-        for case in chosen:
-            on_turn(str(case))
-            envs[case] = stack.enter_context(opened(case))
-        for case in [*chosen] * repeats:
-            on_turn(str(case))
-            rounds[case].append(Round(1000 * recovery_s(case, envs[case]), 1000 * construction_s(case)))
+    with progress(len(chosen) * (1 + repeats)) as on_turn:
+        rounds = frame.opened_rounds({case: opened(case) for case in chosen}, repeats, on_turn)
     settings = {"repeats": repeats, "step_timeout_s": STEP_TIMEOUT_S, "target_ms": TARGET_MS}
     return Report(described, settings, [_result(case, rounds[case]) for case in chosen])
 
@@ -253,31 +241,15 @@ def _result(case: Case, rounds: list[Round]) -> Result:
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
-def show(report: Report) -> None:
-    console = Console()
-    shown = Table(title="From a fault to the next full batch, in milliseconds", title_justify="left")
-    for heading in ("fault", "environment"):
-        shown.add_column(heading, no_wrap=True)
-    for heading in ("build", "recover", "diff", "min", "max"):
-        shown.add_column(heading, justify="right")
-    for one in report.results:
-        numbers = one.construction_ms, one.recovery_ms, one.beyond_ms, one.beyond_least_ms, one.beyond_most_ms
-        name = f"{one.environment} x {one.per_worker}"
-        shown.add_row(one.fault, name, *(f"{number:.1f}" for number in numbers))
-    console.print(shown)
-    console.print(f"[dim]{in_one_line(report.machine)}; load {report.machine['load']}", highlight=False)
+HEADINGS = ("environment", "fault", "envs per worker", "construction", "recovery", "difference")
 
 
-def markdown(report: Report) -> str:
-    """The table."""
-    lines = [
-        "| environment | fault | envs per worker | construction | recovery | difference |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
+def page(report: Report) -> Page:
+    rows = []
     for one in report.results:
-        what = f"{one.environment} | {IN_WORDS[one.fault]} | {one.per_worker}"
         beyond = f"{one.beyond_ms:.0f} ({one.beyond_least_ms:.0f} to {one.beyond_most_ms:.0f})"
-        lines.append(f"| {what} | {one.construction_ms:.0f} | {one.recovery_ms:.0f} | {beyond} |")
+        times = f"{one.construction_ms:.0f}", f"{one.recovery_ms:.0f}", beyond
+        rows.append([one.environment, IN_WORDS[one.fault], str(one.per_worker), *times])
     note = (
         "Milliseconds: medians, and in brackets minimum and maximum, of "
         f"{report.settings['repeats']} rounds. Recovery is the time from the fault to the next full batch; for hangs, "
@@ -286,18 +258,10 @@ def markdown(report: Report) -> str:
         f"killed worker, the target of the difference is {report.settings['target_ms']:.0f} ms. "
         f"{in_one_line(report.machine)}."
     )
-    return "\n".join([*lines, "", note])
+    return Table(HEADINGS, rows, "ll"), note
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> Report:
-    saved = json.loads(path.read_text())
-    results = [
-        Result(**{**values, "rounds": [Round(**one) for one in values["rounds"]]}) for values in saved["results"]
-    ]
-    return Report(saved["machine"], saved["settings"], results)
 
 
 def main(
@@ -309,17 +273,11 @@ def main(
 ) -> None:
     """Measure the recovery time after a fault."""
     if as_markdown:
-        print(markdown(read_json((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(frame.read(NAME, Report, output))))
         return
-    chosen = [case for case in cases() if only in str(case)]
-    if not chosen:
-        raise typer.BadParameter(f"no case has {only!r} in its name", param_hint="--only")
-    directory = folder_for(output, RESULTS, whole=not (quick or only))
-    report = run(chosen, 1 if quick else repeats)
-    show(report)
-    if directory is not None:
-        write_json(report, directory / f"{NAME}.json")
-        write_rows(report.results, directory / f"{NAME}.csv")
+    report = run(frame.named(cases(), only), 1 if quick else repeats)
+    frame.show(page(report))
+    frame.save(NAME, report, frame.folder_for(output, whole=not (quick or only)), report.results)
 
 
 if __name__ == "__main__":

@@ -14,18 +14,16 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from frame import AsMarkdown, Output, Results, folder_for, markdown, read, save, show
 from mpe2 import simple_spread_v3
-from options import AsMarkdown, Output, folder_for
-from tables import Results, read, show_and_save
 
 from marl_parallel import ParallelEnv, RecyclePolicy
 from marl_parallel.cli.report import machine
 
-RESULTS, NAME = Path(__file__).parent / "results", "recycling.json"
+NAME = "recycling"
 NUM_ENVS, WORKERS = 8, 2
 CONSTRUCTOR_S = 0.2
 SECONDS, EPISODES, AGE_S = 120.0, 100, 5.0
@@ -85,7 +83,7 @@ def main(
 ) -> None:
     """Measure each kind of step."""
     if as_markdown:
-        print(read((output or RESULTS) / NAME).markdown())
+        print(markdown(read(NAME, Results, output).page))
         return
     described = machine(("mpe2",))
     policies = {
@@ -93,8 +91,8 @@ def main(
         f"`max_episodes={episodes}`": RecyclePolicy(max_episodes=episodes),
     }
     results = Results(described, HEADINGS, rows(seconds, policies), NOTE, labels=2)
-    folder = folder_for(output, RESULTS, whole=(seconds, episodes, age) == (SECONDS, EPISODES, AGE_S))
-    show_and_save(results, folder and folder / NAME)
+    show(results.page)
+    save(NAME, results, folder_for(output, whole=(seconds, episodes, age) == (SECONDS, EPISODES, AGE_S)))
 
 
 if __name__ == "__main__":

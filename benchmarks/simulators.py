@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from options import AsMarkdown, Output, Repeats, Seconds
+from frame import RESULTS, AsMarkdown, Block, Output, Repeats, Seconds, Table, markdown
 
 from marl_parallel.cli.report import machine, progress
 
@@ -38,7 +38,6 @@ sys.path.insert(0, str(ROOT / "tests"))  # before this folder, where `simulators
 from helpers import real_simulators as runs  # noqa: E402
 from simulators import real  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "simulators"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marl_parallel" / "simulators"
 NOT_INSTALLED, FAILS_ALONE, FAILS, WORKS = "cannot be installed", "fails alone", "fails", "works"
@@ -250,7 +249,7 @@ def save(results: Mapping[str, Result], folder: Path) -> None:
     kept = [results[name] for name in real.SIMULATORS if name in results]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{NAME}.json").write_text(json.dumps([asdict(one) for one in kept], indent=1) + "\n")
-    (folder / f"{NAME}.md").write_text(markdown(kept))
+    (folder / f"{NAME}.md").write_text(in_markdown(kept))
 
 
 EQUALS = {
@@ -260,13 +259,15 @@ EQUALS = {
 }
 
 
-def markdown(results: Sequence[Result]) -> str:
+HEADINGS = (
+    "simulator", "kind", "agents", "masks", "equals", "`PettingZooVecEnv`, `StackedVecEnv`", "killed worker",
+    "plain loop", "2 workers",
+)  # fmt: skip
+
+
+def in_markdown(results: Sequence[Result]) -> str:
     """Tables of what works and of what does not, with notes."""
-    lines = [
-        "| simulator | kind | agents | masks | equals | `PettingZooVecEnv`, `StackedVecEnv` | killed worker "
-        "| plain loop | 2 workers |",
-        "|---|---|---:|---|---|---|---|---:|---:|",
-    ]
+    rows = []
     marks: dict[str, int] = {}
     for one in results:
         if one.status not in (WORKS, FAILS):
@@ -285,28 +286,25 @@ def markdown(results: Sequence[Result]) -> str:
             "" if one.loop_us is None else f"{one.loop_us:,.0f} µs",
             "" if one.speed_up is None else f"{one.speed_up:.2f}x",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    notes = [f"[{number}] {why}" for why, number in marks.items()]
+        rows.append(cells)
+    blocks: list[Block] = [Table(HEADINGS, rows, "llrllll"), *(f"[{number}] {why}" for why, number in marks.items())]
     broken = [one for one in results if one.status != WORKS]
     if broken:
-        notes += ["Simulators that did not run:", "| simulator | what fails | error |\n|---|---|---|\n" + "\n".join(
-            f"| {one.name} | {one.status if one.status != FAILS else what} | {cell(error)} |"
-            for one in broken for what, error in [*one.errors.items()][:1]
-        )]  # fmt: skip
+        failures = [
+            [one.name, one.status if one.status != FAILS else what, cell(error)]
+            for one in broken
+            for what, error in [*one.errors.items()][:1]
+        ]
+        blocks += ["Simulators that did not run:", Table(("simulator", "what fails", "error"), failures, "lll")]
     known = [one.name for one in results if one.name in real.SIMULATORS]
-    notes.append(
-        "How they are constructed:\n\n| simulator | environment | constructor |\n|---|---|---|\n"
-        + "\n".join(
-            f"| {name} | {real.SIMULATORS[name].install} | {cell(shortened(real.SIMULATORS[name].make))} |"
-            for name in known
-        )
-    )
+    made = [[name, real.SIMULATORS[name].install, cell(shortened(real.SIMULATORS[name].make))] for name in known]
+    blocks += ["How they are constructed:", Table(("simulator", "environment", "constructor"), made, "lll")]
     installs = dict.fromkeys(real.SIMULATORS[name].install for name in known)
-    notes.append("The environments, beside this package:")
-    notes.append("\n".join(f"- {name}: `{real.INSTALLS[name]}`" for name in installs))
+    blocks.append("The environments, beside this package:")
+    blocks.append("\n".join(f"- {name}: `{real.INSTALLS[name]}`" for name in installs))
     absent = [name for name in real.SIMULATORS if name not in {one.name for one in results}]
     if absent:
-        notes.append(f"In the table, but not in these results: {', '.join(absent)}.")
+        blocks.append(f"In the table, but not in these results: {', '.join(absent)}.")
     loads = [one.load for one in results if one.load is not None and one.speed_up is not None]
     used = ""
     if loads and max(loads) > 1:
@@ -315,11 +313,11 @@ def markdown(results: Sequence[Result]) -> str:
             "the runs, so that times are too long, and ratios are rough."
         )
     described = sorted({one.machine for one in results})
-    notes.append(
+    blocks.append(
         "Equals: bit for bit. Plain loop: wall time of one environment step. 2 workers: throughput with four "
         f"environments in two worker processes, relative to it. Measured on {', and on '.join(described)}.{used}"
     )
-    return "\n".join(lines) + "\n\n" + "\n\n".join(notes) + "\n"
+    return markdown(blocks) + "\n"
 
 
 def shortened(text: str, length: int = 110) -> str:
@@ -353,7 +351,7 @@ def main(
     path = folder / f"{NAME}.json"
     if as_markdown:
         saved = read(path)
-        typer.echo(markdown([saved[name] for name in real.SIMULATORS if name in saved]), nl=False)
+        typer.echo(in_markdown([saved[name] for name in real.SIMULATORS if name in saved]), nl=False)
         return
     names = chosen(names or [])
     with progress(len(names), "running") as on_turn:

@@ -36,20 +36,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import psutil
 import typer
+from frame import RESULTS, AsMarkdown, Output, Results, markdown
 from gymnasium import spaces
-from options import AsMarkdown, Output
-from tables import Results
 
 from marl_parallel import EnvError, ParallelEnv, ParallelEnvError, RecyclePolicy, RestartPolicy
 from marl_parallel.cli.report import in_one_line, machine
 
-RESULTS = Path(__file__).parent / "results"
 NUM_ENVS, WORKERS = 8, 2
 EPISODE_STEPS, STEP_S, CONSTRUCTOR_S = 100, 500e-6, 0.1
 FAULTS_PER_EPISODE = 0.03
@@ -411,7 +408,7 @@ def main(
     """Run, print the figures, and write them to soak.json."""
     folder = output or RESULTS
     if as_markdown:
-        print(table(json.loads((folder / "soak.json").read_text())).markdown())
+        print(markdown(table(json.loads((folder / "soak.json").read_text())).page))
         return
     logging.getLogger("marl_parallel").setLevel(logging.ERROR)  # no report for each restart
     resource_tracker.ensure_running()  # the first worker starts it, and it stays until this program ends

@@ -11,17 +11,16 @@ The results are those of `compare_workers.py`, `async_stepping.py`, `collect_rol
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from options import AsMarkdown
-from pictures import finish, framed, in_docs
+from frame import RESULTS, AsMarkdown, Output, Page, Picture, Table, markdown
+from pictures import OTHERS, finish, framed, plain
 
 from marl_parallel.cli.report import COLOURS, in_one_line
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "summary"
 SHOWN = {
     "simple_spread_v3": "MPE2 simple_spread",
@@ -36,7 +35,6 @@ DYING, SPREAD = "synthetic 50 µs, 1 of 3 dead", "simple_spread_v3"
 LOOPS = ("plain loop", "plain loops side by side")
 STEPS_US, CPUS, ENVS_EACH = (50, 100, 200, 1_000), (2, 4, 8, 16), 8
 """Of the table for more CPUs: microseconds of a step, workers, and environments of each worker."""
-OTHERS = "#a9b2bc"
 
 
 class SpeedUp(NamedTuple):
@@ -142,9 +140,8 @@ def save_picture(path: Path) -> None:
     peer_panel.set_xlabel("times as fast as the other package", fontsize=8)
     peer_panel.margins(x=0.15)
     for panel in (speed_panel, peer_panel):
-        panel.tick_params(axis="x", labelsize=7)
-        panel.spines[["top", "right"]].set_visible(False)
-    finish(figure, read("compare_workers")["machine"], path)
+        plain(panel, "x")
+    finish(figure, in_one_line(read("compare_workers")["machine"]), path)
 
 
 # -- more CPUs ---------------------------------------------------------------------------------------------------------
@@ -184,14 +181,10 @@ def _is_plain(one: Mapping[str, Any]) -> bool:
     return bool(one["environment"] == "3 x 18" and one["way"] == "step")
 
 
-def extrapolated() -> str:
+def extrapolated() -> Page:
     """A table, and how it is computed."""
     found, machine = costs(), read("cpu_times")["machine"]
-    lines = [
-        f"| µs a step | {' | '.join(f'{cpus} CPUs' for cpus in CPUS)} |",
-        f"|---:|{'---:|' * len(CPUS)}",
-        *(f"| {step:,} | {' | '.join(row)} |" for step, row in _rows(found)),
-    ]
+    rows = [[f"{step:,}", *(f"{found.speed_up(step, cpus):.1f}" for cpus in CPUS)] for step in STEPS_US]
     measured = speed_ups()
     two = [(step, name) for step in STEPS_US if (name := f"synthetic {step} µs, 3 x 18") in measured]
     sentences = (
@@ -207,29 +200,28 @@ def extrapolated() -> str:
         ),
         "(measured by another program of the run). Limits of the machine, such as its memory, are not in it.",
     )
-    return "\n".join([*lines, "", f"{' '.join(sentences)} {in_one_line(machine)}."])
-
-
-def _rows(found: Costs) -> Iterator[tuple[int, list[str]]]:
-    for step in STEPS_US:
-        yield step, [f"{found.speed_up(step, cpus):.1f}" for cpus in CPUS]
+    table = Table(["µs a step", *(f"{cpus} CPUs" for cpus in CPUS)], rows, "")
+    return table, f"{' '.join(sentences)} {in_one_line(machine)}."
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
 def main(
+    output: Output = None,
     as_markdown: AsMarkdown = False,
     more_cpus: Annotated[bool, typer.Option("--extrapolated", help="Print the table for more CPUs.")] = False,
 ) -> None:
     """Summarise saved results."""
     if more_cpus:
-        print(extrapolated())
+        print(markdown(extrapolated()))
     elif as_markdown:
-        print(f"{paragraph()}\n\n{in_docs('Two workers compared with a plain loop, and with other packages', NAME)}")
+        picture = Picture("Two workers compared with a plain loop, and with other packages", NAME)
+        print(markdown([paragraph(), picture]))
     else:
-        save_picture(RESULTS / f"{NAME}.png")
-        print(RESULTS / f"{NAME}.png")
+        path = (output or RESULTS) / f"{NAME}.png"
+        save_picture(path)
+        print(path)
 
 
 if __name__ == "__main__":

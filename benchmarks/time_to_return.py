@@ -12,7 +12,7 @@ its training. Runs alternate.
 from __future__ import annotations
 
 import csv
-import json
+import functools
 import statistics
 import subprocess
 import sys
@@ -20,26 +20,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
+import frame
 import typer
-from options import AsMarkdown, Output, Quick, Repeats, counts, folder_for
-from pictures import finish, framed
-from rich.console import Console
-from rich.table import Table
+from frame import AsMarkdown, Output, Page, Quick, Repeats, Table
+from pictures import finish, framed, plain
 
-from marl_parallel.cli.report import (
-    COLOURS,
-    GREY,
-    in_one_line,
-    machine,
-    progress,
-    tidy,
-    write_json,
-    write_rows,
-)
+from marl_parallel.cli.report import COLOURS, GREY, in_one_line, machine, progress, tidy
 
-RESULTS = Path(__file__).parent / "results"
 NAME = "time_to_return"
 WORKERS = "0,1,2,4"
 SCRIPT = Path(__file__).parents[1] / "examples" / "ippo_simple_spread.py"
@@ -89,9 +78,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
-    machine: dict[str, Any]
-    settings: dict[str, Any]
+class Report(frame.Report):
     results: list[Result]
 
 
@@ -114,61 +101,47 @@ def train(workers: int, target: float, seed: int, smoke: bool) -> tuple[int, Run
 
 
 def measure(workers: Sequence[int], target: float, seed: int, repeats: int, smoke: bool) -> list[Result]:
-    rounds: dict[int, list[Run]] = {count: [] for count in workers}
-    steps, returns = set(), set()
-    with progress(repeats * len(workers), "training") as on_turn:
-        for _ in range(repeats):
-            for count in workers:
-                on_turn(f"{count} workers")
-                needed, run = train(count, target, seed, smoke)
-                rounds[count].append(run)
-                steps.add(needed)
-                returns.add(tuple(value for _, value in run.curve))
-    if len(returns) != 1:
+    turns = {count: functools.partial(train, count, target, seed, smoke) for count in workers}
+    with progress(repeats * len(workers), "training, workers:") as on_turn:
+        rounds = frame.rounds(turns, repeats, on_turn)
+    everything = [turn for of_count in rounds.values() for turn in of_count]
+    steps = {needed for needed, _ in everything}
+    if len({tuple(value for _, value in run.curve) for _, run in everything}) != 1:
         raise RuntimeError(f"runs with the same seed have different curves, of {sorted(steps)} steps")
-    needed = steps.pop()
-    return [result(count, needed, rounds[count], rounds[workers[0]]) for count in workers]
+    runs = {count: [run for _, run in of_count] for count, of_count in rounds.items()}
+    return [result(count, min(steps), runs[count], runs[workers[0]]) for count in workers]
 
 
 def result(workers: int, steps: int, rounds: list[Run], baseline: list[Run]) -> Result:
     seconds = [run.seconds for run in rounds]
     typical = statistics.median(seconds)
-    speedup = statistics.median(alone.seconds / run.seconds for alone, run in zip(baseline, rounds))
+    speedup = frame.ratio([run.seconds for run in baseline], seconds)
     return Result(workers, steps, typical, min(seconds), max(seconds), steps / typical, speedup, rounds)
 
 
 # -- showing -----------------------------------------------------------------------------------------------------------
 
 
-def show(report: Report) -> None:
-    table = Table(title=_title(report), title_justify="left", title_style="bold")
-    for heading in ("workers", "seconds", "min to max", "steps/s", "speedup"):
-        table.add_column(heading, justify="right")
-    for one in report.results:
-        table.add_row(*_cells(one))
-    console = Console()
-    console.print(table)
-    console.print(f"[dim]{in_one_line(report.machine)}", highlight=False)
+HEADINGS = ("workers", "seconds", "min to max", "environment steps/s", "speedup")
 
 
-def markdown(report: Report) -> str:
-    lines = ["| workers | seconds | min to max | environment steps/s | speedup |", "|---|---:|---:|---:|---:|"]
-    lines += [f"| {' | '.join(_cells(one))} |" for one in report.results]
-    note = f"{_title(report)}; medians of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
-    return "\n".join([*lines, "", note])
-
-
-def _title(report: Report) -> str:
-    target, steps = report.settings["target"], report.results[0].steps
-    return (
-        f"`examples/ippo_simple_spread.py` until an agent's mean return is {target:g}: {steps:,} steps of 16 "
-        "environments, the same steps with every number of workers"
+def page(report: Report) -> Page:
+    rows = [
+        [
+            one.name,
+            f"{one.seconds:.0f}",
+            f"{one.least_s:.0f} to {one.most_s:.0f}",
+            f"{one.steps_per_second:,.0f}",
+            f"{one.speedup:.2f}x",
+        ]
+        for one in report.results
+    ]
+    note = (
+        f"`examples/ippo_simple_spread.py` until an agent's mean return is {report.settings['target']:g}: "
+        f"{report.results[0].steps:,} steps of 16 environments, the same steps with every number of workers; medians "
+        f"of {report.settings['repeats']} rounds. {in_one_line(report.machine)}."
     )
-
-
-def _cells(one: Result) -> tuple[str, ...]:
-    spread = f"{one.least_s:.0f} to {one.most_s:.0f}"
-    return one.name, f"{one.seconds:.0f}", spread, f"{one.steps_per_second:,.0f}", f"{one.speedup:.2f}x"
+    return Table(HEADINGS, rows), note
 
 
 def save_plot(report: Report, path: Path) -> None:
@@ -183,20 +156,10 @@ def save_plot(report: Report, path: Path) -> None:
     curves.axhline(report.settings["target"], color="black", linewidth=0.8, linestyle="dashed", label="target")
     curves.set_xlabel("seconds", fontsize=8)
     curves.set_title("mean return of an agent's episode", fontsize=9)
-    curves.tick_params(labelsize=8)
-    curves.spines[["top", "right"]].set_visible(False)
+    plain(curves)
     bars.set_title("seconds to the target", fontsize=9)
     tidy(bars)
-    finish(figure, report.machine, path)
-
-
-def read(path: Path) -> Report:
-    saved = json.loads(path.read_text())
-    results = [
-        Result(**{**one, "rounds": [Run(run["seconds"], [*map(tuple, run["curve"])]) for run in one["rounds"]]})
-        for one in saved["results"]
-    ]
-    return Report(saved["machine"], saved["settings"], results)
+    finish(figure, in_one_line(report.machine), path)
 
 
 def main(
@@ -210,18 +173,15 @@ def main(
 ) -> None:
     """Measure the time of training to a fixed mean return."""
     if as_markdown:
-        print(markdown(read((output or RESULTS) / f"{NAME}.json")))
+        print(frame.markdown(page(frame.read(NAME, Report, output))))
         return
-    numbers = counts(workers, least=0)
-    folder = folder_for(output, RESULTS, whole=workers == WORKERS and not quick)
+    numbers = frame.counts(workers, least=0)
     repeats = 1 if quick else repeats
     settings = {"target": target, "seed": seed, "repeats": repeats}
     report = Report(machine(DISTRIBUTIONS), settings, measure(numbers, target, seed, repeats, quick))
-    show(report)
-    if folder is not None:
-        write_json(report, folder / f"{NAME}.json")
-        write_rows(report.results, folder / f"{NAME}.csv")
-        save_plot(report, folder / f"{NAME}.png")
+    frame.show(page(report))
+    folder = frame.folder_for(output, whole=workers == WORKERS and not quick)
+    frame.save(NAME, report, folder, report.results, save_plot)
 
 
 if __name__ == "__main__":

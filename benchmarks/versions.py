@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import cloudpickle
+import frame
 import numpy as np
 import psutil
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from marl_parallel.cli.measure import Contender
 
@@ -225,28 +223,27 @@ def _version(checkout: Path) -> Iterator[Connection]:
                 process.wait()
 
 
-def show(comparisons: Sequence[Comparison], baseline: Path) -> None:
-    """Print a table, then whether anything is slower."""
-    table = Table(title=escape(f"time per environment step, in µs; the baseline is {baseline}"), title_justify="left")
-    for heading in ("environment", "envs", "backend"):
-        table.add_column(heading)
+def page(comparisons: Sequence[Comparison], baseline: Path) -> frame.Page:
+    """A table, and whether anything is slower."""
     loops = "loop", "loops", "barrier"
-    for heading in ("baseline", "this", "ratio", "95 % interval", *loops, *(f"of {one}" for one in loops)):
-        table.add_column(heading, justify="right")
-    table.add_column("")
-    for one in comparisons:
-        table.add_row(
-            escape(one.environment), str(one.num_envs), str(Contender(one.backend, one.workers, one.way)),
+    ratios = "baseline", "this", "ratio", "95 % interval"
+    headings = ("environment", "envs", "backend", *ratios, *loops, *(f"of {one}" for one in loops), "")
+    rows = [
+        [
+            one.environment, str(one.num_envs), str(Contender(one.backend, one.workers, one.way)),
             f"{one.baseline_us:.2f}", f"{one.this_us:.2f}", f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}",
             *(f"{us:.2f}" for us in (one.loop_us, one.loops_us, one.barrier_us)),
             *(f"{us / one.this_us:.3f}" for us in (one.loop_us, one.loops_us, one.barrier_us)),
             "slower" if one.slower else "not slower",
-        )  # fmt: skip
-    console = Console(width=None if sys.stdout.isatty() else 190)
-    console.print(table)
+        ]
+        for one in comparisons
+    ]  # fmt: skip
     slower = sum(one.slower for one in comparisons)
     verdict = f"slower than the baseline: {slower} of {len(comparisons)} rows" if slower else "nothing is slower"
-    console.print(f"{verdict} (slower: the whole interval is above {LIMIT})")
+    title = f"time per environment step, in µs; the baseline is {baseline}"
+    return frame.Table(
+        headings, rows, "lllrrrrrrrrrrl", title
+    ), f"{verdict} (slower: the whole interval is above {LIMIT})"
 
 
 def write_json(comparisons: Sequence[Comparison], path: Path, settings: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -580,22 +579,6 @@ def test_missing_or_unsupported_version(source, text, tmp_path):
     output = done.stderr.splitlines()[-1]
     assert output.startswith(f"ImportError: {text}")
     assert output.endswith('pip install "marl-parallel[envpool]", or in a checkout: pip install -e ".[envpool]"')
-
-
-# -- overhead ----------------------------------------------------------------------------------------------------------
-
-
-def test_benchmark(tmp_path):
-    command = [sys.executable, BENCHMARKS / "envpool_overhead.py", "--output", tmp_path]
-    subprocess.run([*command, "--quick"], check=True, capture_output=True, timeout=100)
-    results = json.loads((tmp_path / "envpool_overhead.json").read_text())["results"]
-    assert {one["against"] for one in results} == {"EnvPool"}
-    assert {one["num_envs"] for one in results} == {64, 256}
-    assert len((tmp_path / "envpool_overhead.csv").read_text().splitlines()) == 1 + len(results) == 10
-    shown = subprocess.run([*command, "--markdown"], check=True, capture_output=True, text=True, timeout=100).stdout
-    assert shown.count("| CartPole-v1 |") == 6
-    refused = subprocess.run([*command, "--only", "chess"], capture_output=True, text=True, timeout=100)
-    assert "--only" in refused.stderr
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

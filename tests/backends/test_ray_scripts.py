@@ -88,34 +88,8 @@ def test_page_and_example(ray_clusters):
     address = ray.get_runtime_context().gcs_address
     environ = {**os.environ, "RAY_ADDRESS": address}
     example = [str(ROOT / "examples" / "ray_cluster.py"), "--steps", "20", "--envs", "8", "--workers", "2"]
-    benchmark = [str(ROOT / "benchmarks" / "ray_scaling.py"), "--quick"]
-    for arguments in (["-c", block], benchmark, example):
+    for arguments in (["-c", block], example):
         done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, env=environ)
         assert done.returncode == 0, done.stderr
     assert "4 environments were interrupted" in done.stdout
     assert "4 restarts" in done.stdout
-
-
-@pytest.mark.timeout(400)
-def test_benchmark_of_calls(tmp_path):
-    script = [sys.executable, str(ROOT / "benchmarks" / "ray_calls.py"), "--output", str(tmp_path)]
-    for options in (["--seconds", "0.05"], ["--markdown"]):
-        done = subprocess.run([*script, *options], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| a compiled graph")]
-    assert len(rows) == 3
-    assert all(int(row[1].replace(",", "")) > 0 and "%" in row[-1] for row in rows)
-
-
-def test_benchmark_of_nodes(tmp_path):
-    """Also the tables that it makes of what it has saved."""
-    script = [sys.executable, str(ROOT / "benchmarks" / "ray_scaling.py"), "--output", str(tmp_path)]
-    for options, text in (
-        (["--quick", "--nodes"], "times as much"),
-        (["--nodes", "--markdown"], "| 2 x 1 | 1 ms |"),
-        (["--simulate", "--markdown"], "| 512 x 16 | 65,536 |"),
-    ):
-        done = subprocess.run([*script, *options], capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert text in done.stdout
-    assert {"ray_nodes.json", "ray_nodes.csv", "ray_nodes.png"} == {path.name for path in tmp_path.iterdir()}

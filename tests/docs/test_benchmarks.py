@@ -1,954 +1,131 @@
-"""The scripts in `benchmarks/` run, and the synthetic environment has the declared costs."""
+"""Every program in `benchmarks/` runs, saves its results, and prints them for a page of the documentation."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 import importlib
-import importlib.util
-import json
-import multiprocessing
-import re
-import shutil
 import subprocess
 import sys
-import time
-from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
-import pettingzoo
-import psutil
 import pytest
 import typer
 from helpers import ROOT
-from helpers.setups import rest
-from pettingzoo.test import parallel_api_test, parallel_seed_test
 from typer.testing import CliRunner
+
+from marl_parallel import ParallelEnv
 
 pytestmark = pytest.mark.release_independent
 
 BENCHMARKS = ROOT / "benchmarks"
+QUICK = "--quick"
+LEARNING = "torch", "tyro"
+SMOKE = [
+    ("compare_workers", [QUICK, "--only", "synthetic 20 µs"], ".json .csv .png", "| synthetic 20 µs, 3 x 18 | 8 |"),
+    ("cpu_times", [QUICK, "--only", "3 x 18, 8 environments, d"], ".json .csv", "| 3 x 18 | 8 | dicts |"),
+    ("many_agents", [QUICK, "--only", "half observed"], ".json .csv", "| half observed | SAME_STEP | dicts |"),
+    ("async_stepping", [QUICK, "--only", "wait"], ".json .csv .png", "| simulators wait | 1 |"),
+    ("recovery", [QUICK, "--only", "raises: simple"], ".json .csv", "| simple_spread_v3 | it raises | 1 |"),
+    (
+        "compare_peers",
+        [QUICK, "--only", "v3: ParallelEnv / plain loop"],
+        ".json .csv .png",
+        "| plain loops side by side |",
+    ),
+    ("compare_facades", [QUICK, "--only", "3 x 18: PettingZooVecEnv"], ".json .csv .png", "| PettingZooVecEnv |"),
+    ("collect_rollouts", [QUICK, "--only", "plain loops"], ".json", "| plain loops side by side |"),
+    ("collect_rollouts:torch", [QUICK, "--only", "Rollout"], ".json", "| Rollout, halves=2 |", *LEARNING),
+    ("time_to_return", [QUICK, "--workers", "0,2"], ".json .csv .png", "| 2 workers |", *LEARNING),
+    ("isolated_generators", ["--steps", "5", "--repeats", "1"], ".json", "| `isolate_rng=True` |"),
+    ("recycling", ["--seconds", "0.2", "--episodes", "3", "--age", "0.2"], ".json", "| an environment is replaced |"),
+    ("soak", ["--hours", "0.001", "--memory-mb", "60", "--programs", "1"], ".json", "| calls that hang | 0 |"),
+    ("summary", [], ".png", "On two CPUs, two workers"),
+    ("envpool_overhead", [QUICK], ".json .csv", "| CartPole-v1 | 256 |", "envpool"),
+    ("pools_overhead", [QUICK, "--only", "envpool"], ".json", "| envpool CartPole-v1 |", "envpool"),
+    ("ray_calls", ["--seconds", "0.05"], ".json", "| a compiled graph, other node |", "ray"),
+    ("ray_scaling", [QUICK], ".json .csv .png", "| 2 x 8 |", "ray"),
+    ("ray_scaling:nodes", [QUICK, "--nodes"], ".json .csv .png", "| 2 x 1 | 1 ms |", "ray"),
+]
+"""Programs, with options that make a run short, the kinds of files that it writes, what the page then has, and modules
+that it needs."""
 
 
-@pytest.fixture
-def synthetic(monkeypatch):
+@pytest.fixture(autouse=True)
+def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import synthetic
 
-    return synthetic
 
-
-@pytest.fixture
-def async_stepping(synthetic):
-    import async_stepping
-
-    return async_stepping
-
-
-@pytest.fixture
-def compare_workers(synthetic):
-    import compare_workers
-
-    return compare_workers
-
-
-@pytest.fixture
-def compare_facades(synthetic):
-    import compare_facades
-
-    return compare_facades
-
-
-@pytest.fixture
-def simulators(synthetic, monkeypatch):
-    """`simulators.py`, whose own name is that of a package of the tests."""
-    spec = importlib.util.spec_from_file_location("run_simulators", BENCHMARKS / "simulators.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    monkeypatch.syspath_prepend(str(ROOT / "tests"))
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(script, *arguments, timeout=110, returncodes=(0,)):
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    assert result.returncode in returncodes, result.stderr
-    return result
-
-
-@pytest.mark.parametrize(
-    ("only", "expected"),
-    [
-        (["--only", "multiwalker_v9"], {"multiwalker_v9"}),
-        rest(
-            [],
-            {"simple_spread_v3", "multiwalker_v9", "pistonball_v6"}
-            | {f"synthetic 50 µs, {kind}" for kind in ("3 x 18", "1 of 3 dead", "infos", "masks")},
-        ),
-    ],
-    ids=["one", "all"],
-)
-def test_compare_workers(compare_workers, only, expected, tmp_path):
-    run("compare_workers.py", "--quick", *only, "--output", str(tmp_path))
-    report = compare_workers.read_json(tmp_path / "compare_workers.json")
-    environments = {one.environment for one in report.measurements}
-    assert environments >= expected
-    assert all(one.steps_per_second > 0 for one in report.measurements)
-    for loops in ("plain loops side by side", "plain loops with a barrier"):
-        assert {one.environment for one in report.measurements if one.backend == loops} == environments
-    for rows in report.tables():
-        (limit,) = (one for one in rows if one.backend == "plain loops with a barrier")
-        assert limit.of_limit == 1.0
-        assert all(one.of_limit == pytest.approx(share_of(one, limit)) for one in rows)
-    if not only:
-        assert (tmp_path / "speedup_by_step_cost.png").read_bytes().startswith(b"\x89PNG")
-        assert "| synthetic 50 µs, 1 of 3 dead, StackedVecEnv | 8 |" in compare_workers.markdown(report)
-    lines = (tmp_path / "compare_workers.csv").read_text().splitlines()
-    assert len(lines) == 1 + len(report.measurements)
-    assert lines[0].endswith(",of_limit")
-
-    table = run("compare_workers.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert table.count("| multiwalker_v9 | 8 |") == 2
-    assert "| environment | envs | limit, µs |" in table
-    assert report.machine["cpu"] in table
-
-
-def share_of(one, limit):
-    return np.median([ours / most for ours, most in zip(one.rounds, limit.rounds, strict=True)])
-
-
-def test_contenders_of_a_case(compare_workers, monkeypatch):
-    """One limit for all, of as many workers as have a CPU each; arrays with that number of workers."""
-    import options
-
-    monkeypatch.setattr(options, "NAMES", ("process", "hybrid", "serial", "thread", "ray"))
-    monkeypatch.setattr(compare_workers, "usable_cpus", lambda: 2)
-    assert options.default_backends() == "serial,thread,process,hybrid"
-    case = compare_workers.Case("any", None, 8, arrays=True)
-    opened = compare_workers.everyone(case, options.default_backends().split(","), [1, 2, 4])
-    assert [*map(compare_workers.label, map(named, opened))] == [
-        "plain loop", "plain loops side by side x 2", "plain loops with a barrier x 2", "serial",
-        "thread x 1", "thread x 2", "thread x 4", "process x 1", "process x 2", "process x 4", "hybrid x 2",
-        "hybrid x 4", "process x 2, PettingZooVecEnv", "process x 2, StackedVecEnv",
-        "hybrid x 2, PettingZooVecEnv", "hybrid x 2, StackedVecEnv",
-    ]  # fmt: skip
-    without = compare_workers.everyone(case._replace(arrays=False), ["process"], [1])
-    assert [*map(compare_workers.label, map(named, without))] == [
-        "plain loop", "plain loops side by side x 1", "plain loops with a barrier x 1", "process x 1"
-    ]  # fmt: skip
-
-
-def named(contender):
-    return SimpleNamespace(**contender._asdict())
-
-
-def test_environments_that_are_not_installed_are_left_out(compare_workers, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(compare_workers, "find_spec", lambda name: None if name == "magent2" else name)
-    case = compare_workers.Case("small", functools.partial(compare_workers.Synthetic, num_agents=2))
-    monkeypatch.setattr(compare_workers, "cases", lambda: [case, case._replace(name="battle", needs="magent2")])
-    compare_workers.main(backends="serial", workers="1", seconds=0.001, repeats=1, output=tmp_path)
-    assert "left out: battle (needs magent2, which is not installed)" in capsys.readouterr().err
-    report = compare_workers.read_json(tmp_path / "compare_workers.json")
-    assert {one.environment for one in report.measurements} == {"small"}
-    assert "Not measured: battle (needs magent2, which is not installed)." in compare_workers.markdown(report)
-    assert "nothing is left to measure: battle" in " ".join(
-        refused("compare_workers.py", "--quick", "--only", "battle").replace("│", " ").split()
-    )
-
-
-class Diary(pettingzoo.ParallelEnv):
-    """Writes the times of its steps into a file for each environment; those of the first one take 10 ms."""
-
-    def __init__(self, synthetic, folder, *, fails=False):
-        self.env, self.folder, self.fails = synthetic.Synthetic(dying=1, episode_steps=7), folder, fails
-        self.possible_agents = self.env.possible_agents
-        self.action_space = self.env.action_space
-
-    @property
-    def agents(self):
-        return self.env.agents
-
-    def reset(self, seed=None, options=None):
-        if seed is not None:
-            self.path = self.folder / str(seed)
-        return self.env.reset(seed, options)
-
-    def step(self, actions):
-        assert [*actions] == self.env.agents
-        began = time.monotonic()
-        if self.path.name == "42":
-            if self.fails:
-                raise RuntimeError("a step that fails")
-            time.sleep(0.01)
-        with self.path.open("a") as file:
-            file.write(f"{began} {time.monotonic()}\n")
-        return self.env.step(actions)
-
-
-@pytest.mark.parametrize("barrier", [True, False])
-def test_plain_loops_side_by_side(synthetic, tmp_path, barrier):
-    """With a barrier, no process begins a batch before all have ended the one before."""
-    from plain_loops import Loops
-
-    with contextlib.closing(Loops(functools.partial(Diary, synthetic, tmp_path), 3, 2, barrier)) as loops:
-        assert loops.step(2) > 0
-        assert loops.step(8) > 0.08
-    times = [np.loadtxt(tmp_path / str(seed)) for seed in (42, 43, 44)]
-    assert [one.shape for one in times] == [(10, 2)] * 3
-    waited = [times[1][2 + k, 0] >= times[0][1 + k, 1] for k in range(1, 8)]
-    assert all(waited) if barrier else not any(waited)
-
-
-def test_plain_loops_begin_together(synthetic, tmp_path):
-    """Also if one takes longer to construct its environments: its first batch takes no longer."""
-    from plain_loops import Loops
-
-    def constructor():
-        with contextlib.suppress(FileExistsError):
-            (tmp_path / "first").mkdir()
-            time.sleep(0.5)
-        return synthetic.Synthetic()
-
-    with contextlib.closing(Loops(constructor, 2, 2, barrier=False)) as loops:
-        assert loops.step(1) < 0.4
-
-
-def test_failing_plain_loop_is_reported(synthetic, tmp_path):
-    """The other process waits at the barrier; it ends as well."""
-    from plain_loops import Loops
-
-    loops = Loops(functools.partial(Diary, synthetic, tmp_path, fails=True), 2, 2, barrier=True)
-    before = {*multiprocessing.active_children()}
-    assert len(before) >= 2
-    try:
-        with pytest.raises(RuntimeError, match="a process with a plain loop ended with an error"):
-            loops.step(2)
-    finally:
-        loops.close()
-    assert len({*multiprocessing.active_children()}) <= len(before) - 2
-
-
-@pytest.mark.rest
-def test_plain_loops_end_with_their_parent(tmp_path):
-    """Also while they wait at the barrier."""
-    script = f"""
-import functools, sys, time
-sys.path[:0] = [{str(BENCHMARKS)!r}]
-from plain_loops import Loops
-from synthetic import Synthetic
-
-loops = Loops(functools.partial(Synthetic, 1e6, rounds_per_us=100.0), 2, 2, barrier=True)
-print(*(process.pid for process in loops.processes), flush=True)
-loops.step(100)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
-        parent.kill()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    for child in alive:
-        child.kill()
-    assert len(children) == 2
-    assert not alive
-
-
-@pytest.fixture
-def cpu_times(synthetic):
-    import cpu_times
-
-    return cpu_times
-
-
-def test_cpu_times(cpu_times, synthetic, monkeypatch, tmp_path):
-    """The simulator's time is that of the workers, and not of the caller, whose time is for a batch."""
-    heavy = {"step_us": 5000, "rounds_per_us": synthetic.rounds_per_microsecond()}  # a batch is not below a tick
-    cases = [cpu_times.Case("heavy", 4, way, heavy) for way in cpu_times.WAYS]
-    monkeypatch.setattr(cpu_times, "cases", lambda: cases)
-    cpu_times.main(seconds=0.2, repeats=1, output=tmp_path)
-    report = cpu_times.read_json(tmp_path / "cpu_times.json")
-    assert [one.way for one in report.results] == ["step", "pettingzoo", "stacked"]
-    for one in report.results:
-        assert 0 < one.caller_us < one.simulator_us * 4
-        assert one.workers_us > one.simulator_us / 2
-    assert len((tmp_path / "cpu_times.csv").read_text().splitlines()) == 4
-    shown = cpu_times.markdown(report)
-    assert "| heavy | 4 | StackedVecEnv |" in shown
-    assert report.machine["cpu"] in shown
-
-
-@pytest.mark.rest
-def test_cpu_times_of_all_cases(cpu_times, tmp_path):
-    run("cpu_times.py", "--quick", "--output", str(tmp_path))
-    report = cpu_times.read_json(tmp_path / "cpu_times.json")
-    assert len(report.results) == len(cpu_times.cases())
-    assert all(one.caller_us > 0 and one.simulator_us > 0 for one in report.results)
-    shown = run("cpu_times.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert shown.strip() == cpu_times.markdown(report)
-    assert "| 3 x 18, 1 of 3 dead | 64 | dicts |" in shown
-
-
-@pytest.fixture
-def versions(synthetic):
-    import versions
-
-    return versions
-
-
-def checkout(folder, *, step_s=None):
-    """A copy of the package whose `ParallelEnv.step` is slower by a given time."""
-    package = BENCHMARKS.parent / "marl_parallel"
-    shutil.copytree(package, folder / "marl_parallel", ignore=shutil.ignore_patterns("__pycache__"))
-    if step_s is not None:
-        slow = f"""
-import time
-original_step = ParallelEnv.step
-def step(self, *args, **kwargs):
-    time.sleep({step_s})
-    return original_step(self, *args, **kwargs)
-ParallelEnv.step = step
-"""
-        with (folder / "marl_parallel" / "__init__.py").open("a") as file:
-            file.write(slow)
-    return folder
-
-
-@pytest.mark.rest
-def test_compare_workers_with_a_baseline(tmp_path):
-    baseline = checkout(tmp_path / "before")
-    options = ["--only", "0 µs, 20", "--baseline", str(baseline), "--output", str(tmp_path)]
-    result = run("compare_workers.py", "--quick", *options, returncodes=[0, 1])
-    saved = json.loads((tmp_path / "compare_workers_baseline.json").read_text())["comparisons"]
-    assert [(one["backend"], one["workers"]) for one in saved] == [("process", 1), ("process", 2)]
-    assert all(one["low"] <= one["ratio"] <= one["high"] for one in saved)
-    times = ("baseline_us", "this_us", "loop_us", "loops_us", "barrier_us")
-    assert all(one[name] > 0 for one in saved for name in times)
-    assert result.returncode == int(any(one["slower"] for one in saved)), result.stderr
-    assert f"{saved[0]['low']:.3f} to {saved[0]['high']:.3f}" in result.stdout
-    assert result.stdout.count("slower") >= 3
-
-
-@pytest.mark.rest
-def test_slower_version_is_detected(versions, monkeypatch, tmp_path, capsys):
-    import compare_workers
-    import typer
-
-    fast, slow = checkout(tmp_path / "fast"), checkout(tmp_path / "slow", step_s=0.005)
-    options = {"backends": "serial", "only": "0 µs, 20", "seconds": 0.05, "repeats": 3}
-    for this, baseline in ((slow, fast), (fast, slow)):
-        monkeypatch.setattr(versions, "HERE", this)
-        with pytest.raises(typer.Exit) as raised:
-            compare_workers.main(baseline=baseline, **options)
-        assert raised.value.exit_code == int(this is slow)
-        row, verdict = capsys.readouterr().out.splitlines()[-3::2]
-        assert ("not slower" in row) == (this is fast)
-        assert ("1 of 1 rows" in verdict) == (this is slow)
-
-
-def test_interval_of_a_ratio(versions):
-    rng = np.random.default_rng(0)
-    noise = np.exp(rng.normal(0.0, 0.02, (8, 9)))
-    ratio, low, high = versions.interval(1.1 * noise)
-    assert 1.05 < low < ratio < high < 1.15
-    assert low <= 1.1 <= high
-    between_launches = np.exp(rng.normal(0.0, 0.1, (8, 1)))
-    _, wider_low, wider_high = versions.interval(1.1 * noise * between_launches)
-    assert wider_high - wider_low > 3 * (high - low)
-
-
-def test_baseline_must_be_a_checkout(tmp_path):
-    result = run("compare_workers.py", "--quick", "--baseline", str(tmp_path), returncodes=[2])
-    assert "Invalid value for --baseline" in result.stderr
-
-
-def test_failing_baseline_is_reported(tmp_path):
-    (tmp_path / "marl_parallel").mkdir()
-    (tmp_path / "marl_parallel" / "__init__.py").write_text("raise ImportError('broken checkout')")
-    options = ["--only", "0 µs, 20", "--baseline", str(tmp_path)]
-    result = run("compare_workers.py", "--quick", *options, returncodes=[1])
-    assert "broken checkout" in result.stderr
-    assert str(tmp_path) in result.stderr
-
-
-@pytest.mark.rest
-def test_async_stepping(tmp_path):
-    run("async_stepping.py", "--quick", "--output", str(tmp_path))
-    results = json.loads((tmp_path / "async_stepping.json").read_text())["results"]
-    assert {(one["workers"], one["way"]) for one in results} >= {(1, "sync"), (1, "async"), (2, "sync"), (2, "async")}
-    assert all(one["steps_per_second"] > 0 and 0 < one["utilisation"] <= 1.05 for one in results)
-    assert (tmp_path / "async_stepping.png").read_bytes().startswith(b"\x89PNG")
-    assert len((tmp_path / "async_stepping.csv").read_text().splitlines()) == 1 + len(results)
-
-    shown = run("async_stepping.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert "| 1 step in 10 takes 20 times as long | sync |" in shown
-    assert "| simulators compute | 1 |" in shown
-
-
-@pytest.mark.rest
-def test_recovery(tmp_path):
-    run("recovery.py", "--quick", "--output", str(tmp_path))
-    results = json.loads((tmp_path / "recovery.json").read_text())["results"]
-    assert {(one["fault"], one["per_worker"]) for one in results} == {
-        ("killed", 1), ("killed", 4), ("raises", 1), ("hangs", 1)
-    }  # fmt: skip
-    assert all(one["recovery_ms"] > 0 and one["construction_ms"] > 0 for one in results)
-    assert len((tmp_path / "recovery.csv").read_text().splitlines()) == 1 + len(results)
-
-    shown = run("recovery.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert "| simple_spread_v3 | its worker is killed | 4 |" in shown
-
-
-@pytest.mark.rest
-def test_many_agents(tmp_path):
-    run("many_agents.py", "--quick", "--output", str(tmp_path))
-    results = json.loads((tmp_path / "many_agents.json").read_text())["results"]
-    assert {one["agents"] for one in results} == {10, 100}
-    assert {one["profile"] for one in results} == {
-        "everybody", "infos", "half observed", "dying", "ending", "turns"
-    }  # fmt: skip
-    assert {one["how"] for one in results} == {"dicts", "GymnasiumVectorEnv", "PettingZooVecEnv"}
-    assert all(one["microseconds"] >= 0 and one["simulator"] > 0 for one in results)
-    assert len((tmp_path / "many_agents.csv").read_text().splitlines()) == 1 + len(results)
-
-    shown = run("many_agents.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert "| pettingzoo | half observed | SAME_STEP | dicts |" in shown
-
-
-@pytest.mark.rest
-def test_compare_facades(tmp_path):
-    run("compare_facades.py", "--quick", "--output", str(tmp_path))
-    report = json.loads((tmp_path / "compare_facades.json").read_text())
-    results, missing = report["results"], report["missing"]
-    measured = {(one["environment"], one["ours"], one["against"]) for one in results}
-    assert measured >= {
-        (environment, ours, "ParallelEnv")
-        for environment in ("synthetic 0 µs, 3 x 18", "synthetic 0 µs, 20 x 128")
-        for ours in ("PettingZooVecEnv", "GymnasiumVectorEnv")
-    }
-    assert measured >= {
-        ("simple_spread_v3", "PettingZooVecEnv", "plain loop"),
-        ("simple_spread_v3", "GymnasiumVectorEnv", "plain loop"),
-        ("simple_spread_v3", "GymnasiumVectorEnv", "plain loops side by side"),
-        ("simple_spread_v3", "GymnasiumVectorEnv", "Gymnasium AsyncVectorEnv"),
-    }
-    assert all(one["steps_per_second"] > 0 and one["gain"] > 0 and one["run"] in report["runs"] for one in results)
-    who = {name for _, *both in measured for name in both}
-    assert {"SB3VecEnv", "TorchRLEnv", "RLlibVectorMultiAgentEnv", "AgileRLVecEnv", "SuperSuit"} <= who | {*missing}
-    assert not who & {*missing}
-    assert all(missing.values())
-    assert (tmp_path / "compare_facades.png").read_bytes().startswith(b"\x89PNG")
-    assert len((tmp_path / "compare_facades.csv").read_text().splitlines()) == 1 + len(results)
-
-    shown = run("compare_facades.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert "| PettingZooVecEnv |" in shown
-    assert "| GymnasiumVectorEnv | Gymnasium AsyncVectorEnv |" in shown
-    assert all(name in shown for name in missing)
-    assert report["runs"]["a"]["machine"]["cpu"] in shown
-
-
-def test_results_of_several_environments(compare_facades, tmp_path):
-    """New measurements replace old ones; the others stay with their own run."""
-    import merged
-
-    everything = compare_facades.pairs()
-    comparisons = {(pair.ours.name, pair.against.name): pair for pair in everything}
-
-    def measured(*names, rate, missing=()):
-        results = [merged.result(comparisons[both], [rate, rate], [100.0, 100.0]) for both in names]
-        run = merged.Run({"day": rate}, 1.0, 2)
-        return merged.Report({"a": run}, results, dict.fromkeys(missing, "not installed"))
-
-    def result_of(report):
-        return {(one.ours, one.against): (one.gain, report.runs[one.run].machine["day"]) for one in report.results}
-
-    loop, agile = ("PettingZooVecEnv", "plain loop"), ("AgileRLVecEnv", "AgileRL AsyncPettingZooVecEnv")
-    first = merged.Report().updated(measured(loop, rate=200.0, missing=agile), everything)
-    assert result_of(first) == {loop: (2.0, 200.0)}
-    assert first.missing == dict.fromkeys(agile, "not installed")
-    second = first.updated(measured(agile, rate=300.0, missing=["SB3VecEnv"]), everything)
-    assert result_of(second) == {loop: (2.0, 200.0), agile: (3.0, 300.0)}
-    assert [*second.missing] == ["SB3VecEnv"]
-    third = second.updated(measured(loop, rate=400.0, missing=agile), everything)
-    assert result_of(third) == {loop: (4.0, 400.0), agile: (3.0, 300.0)}
-    assert len(third.runs) == 2
-    compare_facades.write_json(third, tmp_path / "saved.json")
-    assert merged.read_json(tmp_path / "saved.json") == third
-
-
-def test_calls_that_reset_are_not_steps(compare_facades):
-    """With NEXT_STEP resets; in other modes each call is a step."""
-    pair = next(pair for pair in compare_facades.pairs() if "GymnasiumVectorEnv / Gymnasium" in str(pair))
-    assert pair.case.episode_steps == 25
-    assert pair.ours.counted(pair.case) == pair.against.counted(pair.case) == pytest.approx(8 * 25 / 26)
-    assert compare_facades.peers.SUPERSUIT.counted(pair.case) == 8
-
-
-def test_contender_that_cannot_start_is_listed_with_the_reason(compare_facades):
-    def fails(case):
-        raise TypeError("no such argument\nand more")
-
-    import contest
-
-    case = compare_facades.synthetic(2, 3)
-    contenders = [compare_facades.peers.LOOP, contest.Contender("stranger", fails)]
-    rounds, missing = contest.measure(case, contenders, 0.001, 3, lambda text: None)
-    assert [*rounds] == ["plain loop"]
-    assert len(rounds["plain loop"]) == 3
-    assert missing == {"stranger": "TypeError: no such argument"}
-    gone = ImportError("cannot import name 'Env' from 'library' (/home/me/lib/library.py)")
-    assert contest.reason(gone) == "cannot import name 'Env' from 'library'"
-    with pytest.raises(TypeError, match="no such argument"):
-        contest.measure(case, [contest.Contender("ours", fails, ours=True)], 0.001, 1, lambda text: None)
-
-
-def test_next_turn_starts_when_workers_have_stopped_polling(compare_facades, monkeypatch):
-    import contest
-
-    case, loop = compare_facades.synthetic(2, 3), compare_facades.peers.LOOP
-    polling = contest.Contender("polling", loop.start, polls_s=0.25)
-    events = []
-    monkeypatch.setattr(time, "sleep", lambda seconds: seconds and events.append(seconds))
-    contest.measure(case, [polling, loop], 0.001, 2, lambda text: events.append(text.removeprefix(f"{case.name}: ")))
-    assert events == ["polling starts", 0.25, "plain loop starts", *["polling", 0.25, "plain loop"] * 2]
-
-
-@pytest.mark.rest
-def test_compare_peers(tmp_path):
-    """Missing packages are listed; the others are measured on each simulator."""
-    run("compare_peers.py", "--quick", "--output", str(tmp_path))
-    report = json.loads((tmp_path / "compare_peers.json").read_text())
-    measured = {(one["environment"], one["against"]) for one in report["results"]}
-    loops = ("plain loop", "plain loops side by side")
-    names = ("simple_spread_v3", "synthetic 0 µs", "synthetic 0 µs, 1 of 3 dead")
-    assert measured >= {(name, loop) for name in names for loop in loops}
-    everybody = {name for _, name in measured} | {*report["missing"]}
-    assert {"SMARTS ParallelEnv", "SuperSuit", "PufferLib Multiprocessing", "TorchRL AsyncEnvPool"} <= everybody
-    assert "Tianshou SubprocVectorEnv" in everybody
-    assert (tmp_path / "compare_peers.png").read_bytes().startswith(b"\x89PNG")
-    shown = run("compare_peers.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert "| marl_parallel, dicts |" in shown
-    assert all(name in shown for name in report["missing"])
-
-
-def test_peers_with_agents_that_die(compare_facades, synthetic):
-    """Dead agents send no actions to the simulator, and observe zeros where all agents are one."""
-    import compare_peers
-    import peers
-
-    case = next(one for one in compare_peers.cases() if one.deaths)
-    assert case.name == "synthetic 0 µs, 1 of 3 dead"
-
-    class Checked(synthetic.Synthetic):
-        def step(self, actions):
-            assert [*actions] == self.agents
-            return super().step(actions)
-
-    def constructor():
-        return Checked(dying=1, episode_steps=3)
-
-    env = peers.Joint(constructor)
-    env.reset(seed=1)
-    for dead in (0, 1, 1):
-        observations, _, terminated, truncated, _ = env.step([0, 1, 2])
-        assert observations.shape == (3, 18)
-        assert (~observations.any(axis=1)).sum() == dead
-    assert (terminated, truncated) == (False, True)
-    actions = dict.fromkeys(constructor().possible_agents, 0)
-    env = peers.WithAll(constructor)
-    env.reset(seed=1)
-    assert [len(env.step(actions)[0]) for _ in range(3)] == [3, 2, 2]
-    actor = peers.PlainActor(constructor)
-    actor.reset(1)
-    assert [len(actor.step(actions)[0]) for _ in range(4)] == [3, 2, 3, 3]
-    with peers.plain_loop(dataclasses.replace(case, constructor=constructor, num_envs=2)) as step:
-        for _ in range(7):
-            step()
-
-
-def test_settings_for_agents_that_die_are_listed(compare_facades):
-    """Only where such a case has been measured."""
-    import compare_peers
-    import merged
-    import peers
-
-    def notes(**options):
-        cases = [one for one in compare_peers.cases() if one.deaths == options["deaths"]]
-        pairs = [merged.Pair("peers", cases[0], compare_peers.OURS[0], one) for one in (peers.SUPERSUIT, peers.TORCHRL)]
-        results = [merged.result(pair, [1.0, 1.0], [1.0, 1.0]) for pair in pairs]
-        return " ".join(compare_peers.notes(merged.Report({}, results, {})))
-
-    assert "black_death_v3" in notes(deaths=True)
-    assert "TorchRL ParallelEnv: `use_mask=True, done_on_any=False`." in notes(deaths=True)
-    assert "black_death_v3" not in notes(deaths=False)
-
-
-def test_contender_with_several_batches_in_a_call(compare_facades, monkeypatch):
-    """Each of them counts."""
-    import contest
-
-    clock = [0.0]
-    monkeypatch.setattr(contest, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=lambda _: None))
-
-    def step(batches):
-        clock[0] += batches / 4
-
-    @contextlib.contextmanager
-    def start(_):
-        yield contest.Batches(step, 5)
-
-    case = compare_facades.synthetic(2, 3)
-    rounds, _ = contest.measure(case, [contest.Contender("several", start)], 3.0, 2, lambda text: None)
-    assert rounds["several"] == [4.0 * case.num_envs] * 2
-
-
-@pytest.mark.rest
-def test_collect_rollouts(synthetic, tmp_path):
-    """Missing libraries are listed; what the others collect is checked by the script."""
-    import collectors
-
-    result = run("collect_rollouts.py", "--quick", "--output", str(tmp_path))
-    report = json.loads((tmp_path / "collect_rollouts.json").read_text())
-    measured = [one["contender"] for one in report["results"]]
-    assert "plain loops side by side" in measured
-    assert {*measured} | {*report["missing"]} == {one.name for one in collectors.CONTENDERS}
-    assert all("No module named" in why for why in report["missing"].values())
-    assert all(one["steps_per_second"] > 0 and len(one["rounds"]) == 2 for one in report["results"])
-    assert ("Rollout" in measured) == (collectors.GLUE.name in measured) == ("the policy alone" in measured)
-    table = run("collect_rollouts.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert table in result.stdout
-    assert all(f"| {name} |" in table for name in measured)
-    assert all(name in table for name in report["missing"])
-
-
-def test_failure_on_one_simulator_is_listed(compare_facades):
-    import contest
-    import merged
-
-    def fails(case):
-        if "2 x" in case.name:
-            raise TypeError("no such space")
-        return compare_facades.peers.plain_loop(case)
-
-    ours, moody = compare_facades.peers.LOOP, contest.Contender("moody", fails)
-    chosen = [merged.Pair("part", compare_facades.synthetic(n, 3), ours, moody) for n in (2, 3)]
-    report = merged.Report().updated(merged.run(chosen, 0.001, 2), chosen)
-    assert report.missing == {"moody on synthetic 0 µs, 2 x 3": "TypeError: no such space"}
-    assert [one.environment for one in report.results] == ["synthetic 0 µs, 3 x 3"]
-
-
-SCRIPTS = [
-    "compare_workers.py", "async_stepping.py", "recovery.py", "compare_facades.py", "compare_peers.py",
-    "many_agents.py", "collect_rollouts.py", "cpu_times.py",
-]  # fmt: skip
-
-
-def refused(script: str, *arguments: str) -> str:
-    """The error of a script that refuses its arguments, in this process."""
+def invoked(name, *arguments):
+    """A program's result, in this process."""
     app = typer.Typer()
-    app.command()(importlib.import_module(script.removesuffix(".py")).main)
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2, result.output
-    return result.stderr
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_unknown_names_are_refused(script, synthetic):
-    assert "--only" in refused(script, "--quick", "--only", "chess")
-
-
-@pytest.mark.parametrize(
-    ("script", "option", "value"),
-    [
-        ("compare_workers.py", "--workers", "1,a"),
-        ("compare_workers.py", "--backends", "greenlet"),
-        ("async_stepping.py", "--workers", "0"),
-    ],
-)
-def test_impossible_measurements_are_refused(script, option, value, synthetic):
-    quick = ["--seconds", "0.001", "--repeats", "1", "--output", "/dev/null/nowhere"]
-    assert f"Invalid value for {option}" in refused(script, option, value, *quick)
-
-
-def test_partial_results_do_not_replace_complete_ones(synthetic, monkeypatch, tmp_path):
-    import compare_workers
-    import options
-
-    assert options.folder_for(None, tmp_path, whole=True) == options.folder_for(tmp_path, BENCHMARKS, whole=False)
-    saved = []
-    monkeypatch.setattr(compare_workers, "run", lambda *_: None)
-    monkeypatch.setattr(compare_workers, "show", lambda _: None)
-    for write in ("write_json", "write_csv", "save_speedups"):
-        monkeypatch.setattr(compare_workers, write, lambda _, path: saved.append(path.parent))
-    for part in ({"only": "0 µs"}, {"workers": "2"}, {"backends": "thread"}, {"quick": True}):
-        compare_workers.main(**part)
-        assert not saved
-    compare_workers.main(only="0 µs", output=tmp_path)
-    compare_workers.main()
-    assert saved == [tmp_path] * 3 + [compare_workers.RESULTS] * 3
-
-
-@pytest.mark.parametrize(
-    ("computes", "workers", "cpus", "limit"),
-    [
-        (True, 1, 2, 2.0),
-        (True, 2, 2, 4 / 3),
-        (True, 4, 2, 4 / 3),
-        (True, 1, 1, 1.0),
-        (False, 2, 2, 2.0),
-        (True, 3, 4, 2.0),
-    ],
-)
-def test_limit_of_the_cpus(async_stepping, computes, workers, cpus, limit):
-    case = async_stepping.Case(async_stepping.OVERLAP, "", {}, 4, computes)
-    assert case.limit(workers, cpus) == pytest.approx(limit)
-
-
-@pytest.mark.filterwarnings("error")
-def test_synthetic_is_a_pettingzoo_environment(synthetic):
-    parallel_api_test(synthetic.Synthetic(num_agents=4, observation_size=7, episode_steps=30), num_cycles=100)
-    parallel_seed_test(functools.partial(synthetic.Synthetic, episode_steps=10))
-    parallel_api_test(synthetic.Synthetic(num_agents=4, dying=2, masks=True, episode_steps=30), num_cycles=100)
-    parallel_seed_test(functools.partial(synthetic.Synthetic, dying=1, masks=True, episode_steps=10))
-
-
-def test_synthetic_agents_that_die(synthetic):
-    """In the first step of each episode; the seed decides who."""
-    who = set()
-    for seed in range(10):
-        env = synthetic.Synthetic(dying=1, episode_steps=4)
-        env.reset(seed=seed)
-        for episode in range(2):
-            observations, rewards, terminations, truncations, infos = env.step({})
-            (dead,) = (agent for agent, over in terminations.items() if over)
-            assert not any(truncations.values())
-            assert len(observations) == len(rewards) == len(infos) == 3
-            remaining = [agent for agent in env.possible_agents if agent != dead]
-            for left in (remaining, remaining, []):
-                results = env.step({})
-                assert [[*one] for one in results] == [remaining] * 5
-                assert not any(results[2].values())
-                assert all(over == (not left) for over in results[3].values())
-                assert env.agents == left
-            assert env.step({}) == ({},) * 5
-            assert [*env.reset()[0]] == env.possible_agents, episode
-        who.add(dead)
-    assert len(who) == 3
-
-
-def test_synthetic_action_masks(synthetic):
-    env = synthetic.Synthetic(masks=True)
-    seen = [env.reset(seed=3)[0], env.step({})[0]]
-    masks = [one["action_mask"] for observations in seen for one in observations.values()]
-    assert all(mask.dtype == np.int8 and mask[0] == 1 for mask in masks)
-    assert len({mask.tobytes() for mask in masks}) > 1
-    assert all(env.observation_space(agent).contains(one) for agent, one in seen[1].items())
-
-
-def test_synthetic_values(synthetic):
-    env = synthetic.parallel_env(num_agents=2, observation_size=5, episode_steps=3)
-    observations, infos = env.reset(seed=1)
-    assert infos == {"agent_0": {}, "agent_1": {}}
-    for _ in range(3):
-        assert env.agents == ["agent_0", "agent_1"]
-        observations, rewards, _, truncations, infos = env.step({})
-        for agent in env.possible_agents:
-            assert env.observation_space(agent).contains(observations[agent])
-            assert observations[agent].dtype == np.float32
-            assert type(rewards[agent]) is float
-            assert type(truncations[agent]) is bool
-        observations.clear()  # the dicts are the caller's own
-    assert truncations == {"agent_0": True, "agent_1": True}
-    assert env.agents == []
-    assert len(env.reset()[0]) == 2
-
-
-def test_synthetic_work_has_the_chosen_length(synthetic):
-    """The number of rounds is fixed, and the average stays the same with uneven steps."""
-    env = synthetic.Synthetic(step_us=100, rounds_per_us=10.0)
-    costs = [next(env._costs) for _ in range(1000)]
-    assert costs == [1000] * 1000
-    env = synthetic.Synthetic(step_us=100, rounds_per_us=10.0, tail=(0.1, 20.0))
-    costs = [next(env._costs) for _ in range(1000)]
-    assert len(set(costs)) == 2
-    assert max(costs) / min(costs) == pytest.approx(20, rel=0.01)
-    assert np.mean(costs) == pytest.approx(1000, rel=0.25)
-
-
-def test_synthetic_resets_of_a_chosen_length(synthetic, monkeypatch):
-    spent = []
-    monkeypatch.setattr(synthetic, "work", spent.append)
-    env = synthetic.Synthetic(reset_us=50, rounds_per_us=10.0)
-    env.reset()
-    env.step({})
-    assert spent == [500, 0]
-
-
-def test_synthetic_episodes_of_uneven_length(synthetic):
-    env = synthetic.Synthetic(episode_steps=(3, 6))
-    env.reset(seed=1)
-    lengths = []
-    for _ in range(synthetic.PREPARED):
-        lengths.append(0)
-        while env.agents:
-            env.step({})
-            lengths[-1] += 1
-        env.reset()
-    assert set(lengths) == {3, 4, 5, 6}
-
-
-def test_synthetic_that_waits(synthetic, monkeypatch):
-    slept = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    env = synthetic.Synthetic(step_us=300, reset_us=2000, waits=True)
-    env.reset()
-    env.step({})
-    assert slept == [0.002, 0.0003]
-
-
-def test_calibration_of_microseconds(synthetic):
-    """The median of several, because other processes use the CPUs."""
-    env = synthetic.Synthetic(step_us=1000)
-    env.reset()
-    took = []
-    for _ in range(21):
-        begun = time.perf_counter()
-        env.step({})
-        took.append(time.perf_counter() - begun)
-    assert 0.5e-3 < np.median(took) < 2e-3
-
-
-@pytest.mark.rest
-def test_isolated_generators(tmp_path):
-    run("isolated_generators.py", "--steps", "5", "--repeats", "1", "--output", str(tmp_path))
-    shown = run("isolated_generators.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert len(re.findall(r"^\| `isolate_rng=(?:False|True)` \| [1-9]\d* \|$", shown, re.MULTILINE)) == 2
-
-
-def test_all(synthetic):
-    """`all.py` knows programs that exist, and puts the tables of saved results between the marks of a page."""
-    every = importlib.import_module("all")
-    assert all((ROOT / "benchmarks" / f"{program.name}.py").is_file() for program in every.PROGRAMS)
-    assert every.run("a name that none has") == []
-    mark = "<!-- recovery table: benchmarks/recovery.py --markdown -->\n"
-    page = every.refreshed(f"before\n{mark}old\n<!-- end -->\nafter\n")
-    assert page == f"before\n{mark}{run('recovery.py', '--markdown').stdout.strip()}\n<!-- end -->\nafter\n"
-
-
-def test_summary(synthetic):
-    """Of saved results; what more CPUs would give follows from two points of the CPU times."""
-    import summary
-
-    assert summary.Costs((10.0, 1.0), (20.0, 2.0)).speed_up(100.0, 4) == 32 * 100 / (10 + 32 + 20 + 8 * 102)
-    found = summary.costs()
-    by_way = [one for one in summary.read("cpu_times")["results"] if one["environment"] == "3 x 18"]
-    many = next(one for one in by_way if (one["num_envs"], one["way"]) == (64, "step"))
-    assert found.caller[0] + 64 * found.caller[1] == pytest.approx(many["caller_us"])
-    added = many["workers_us"] - many["simulator_us"]
-    assert found.worker[0] + 32 * found.worker[1] == pytest.approx(32 * added)
-    assert set(summary.speed_ups()) == set(summary.SHOWN)
-    assert all(one.limit > 1 for one in summary.speed_ups().values())
-
-
-@pytest.mark.rest
-def test_recycling(tmp_path):
-    run("recycling.py", "--seconds", "0.5", "--episodes", "3", "--age", "0.5", "--output", str(tmp_path))
-    rows = json.loads((tmp_path / "recycling.json").read_text())["rows"]
-    assert [row[0] for row in rows] == ["`max_age_s=0.5`"] * 3 + ["`max_episodes=3`"] * 3
-    assert all(float(row[2]) <= float(row[3]) <= float(row[4]) and int(row[5].replace(",", "")) > 0 for row in rows)
-    assert (
-        "| `max_episodes=3` | an environment is replaced |"
-        in run("recycling.py", "--markdown", "--output", str(tmp_path)).stdout
-    )
+    app.command()(importlib.import_module(name).main)
+    return CliRunner().invoke(app, arguments)
 
 
 @pytest.mark.rest
 @pytest.mark.timeout(600)
-def test_soak(tmp_path):
-    short = ["--hours", "0.01", "--memory-mb", "60", "--programs", "1"]
-    run("soak.py", *short, "--output", str(tmp_path), timeout=590)
-    report = json.loads((tmp_path / "soak.json").read_text())
-    assert (report["mismatches"], report["hangs"], report["processes left"]) == (0, 0, 0)
-    assert report["faults"] > 0
-    shown = run("soak.py", "--markdown", "--output", str(tmp_path)).stdout
-    assert f"| faults | {report['faults']:,} |" in shown
-    assert report["recycled"] > 0
+@pytest.mark.parametrize(
+    ("name", "options", "endings", "shown"),
+    [
+        pytest.param(*row, marks=[pytest.mark.needs(*needs)] if needs else [], id=row[0])
+        for *row, needs in ((*row[:4], row[4:]) for row in SMOKE)
+    ],
+)
+def test_smoke(name, options, endings, shown, tmp_path):
+    """In a process of its own, as users run it. The time limit is far above what a busy machine needs."""
+    name, output = name.partition(":")[0], ["--output", str(tmp_path)]
+    run = subprocess.run([sys.executable, BENCHMARKS / f"{name}.py", *options, *output], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == sorted(endings.split())
+    assert all(path.stat().st_size for path in tmp_path.iterdir())
+    printed = invoked(name, *output, "--markdown", *(one for one in options if one == "--nodes"))
+    assert printed.exit_code == 0, printed.output
+    assert shown in printed.output
 
 
-@pytest.mark.rest
-def test_simulator_that_works(simulators, monkeypatch, tmp_path):
-    """With this environment in place of one of its own."""
-    monkeypatch.setattr(simulators, "interpreter", lambda *_: Path(sys.executable))
-    name = "MPE2 simple_spread_v3"
-    result = simulators.examine(name, tmp_path, seconds=0.05, repeats=1, timeout=100)
-    assert (result.status, result.errors) == (simulators.WORKS, {})
-    assert (result.kind, result.agents, result.masks) == ("PettingZoo parallel", 3, False)
-    assert result.ends == 4 * 200 // 25
-    assert result.speed_up > 0
-    assert result.versions["mpe2"]
-    simulators.save({name: result}, tmp_path)
-    assert simulators.read(tmp_path / "simulators.json") == {name: result}
-    table = (tmp_path / "simulators.md").read_text()
-    assert f"| {name} | PettingZoo parallel | 3 |  | plain loop | yes, yes | restarted |" in table
-    assert table == run("simulators.py", "--markdown", "--output", str(tmp_path)).stdout
+def test_all_programs_run_here():
+    """`all.py` knows every program that a page quotes, and there is a short run of each."""
+    every = importlib.import_module("all")
+    runs = {name.partition(":")[0] for name, *_ in SMOKE}
+    known = {program.name for program in every.PROGRAMS}
+    assert known - runs == {"simulators"}  # which installs them; see `test_benchmark_parts.py`
+    scripts = {path.stem for path in BENCHMARKS.glob("*.py") if "typer.run(main)" in path.read_text()}
+    assert scripts == known | {"all", "draw_trace"}
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert {name for name in scripts if f"benchmarks/{name}.py" not in pages} == set()
 
 
-@pytest.mark.rest
-def test_simulators_that_do_not_work(simulators, monkeypatch, tmp_path):
-    """Each is listed with its own error."""
-    broken = simulators.real.Simulator("simulators", "no_such_module.make()", 2, "import no_such_module")
-    misread = dataclasses.replace(simulators.real.SIMULATORS["MPE2 simple_v3"], agents=7, facades=())
-    monkeypatch.setattr(simulators.real, "SIMULATORS", {"broken": broken, "misread": misread, "missing": broken})
-    monkeypatch.setattr(simulators, "interpreter", lambda *_: Path(sys.executable))
-    results = {
-        name: simulators.examine(name, tmp_path, seconds=0.05, repeats=1, timeout=100) for name in ("broken", "misread")
-    }
-    assert results["broken"].status == simulators.FAILS_ALONE
-    assert results["broken"].errors == {"plain 0,1,2,3": "ModuleNotFoundError: No module named 'no_such_module'"}
-    assert results["misread"].status == simulators.FAILS
-    assert [*results["misread"].errors] == ["recognised"]
-
-    def cannot_install(*_):
-        raise simulators.CannotInstall("no matching distribution")
-
-    monkeypatch.setattr(simulators, "interpreter", cannot_install)
-    results["missing"] = simulators.examine("missing", tmp_path, seconds=0.05, repeats=1, timeout=100)
-    assert results["missing"].status == simulators.NOT_INSTALLED
-    simulators.save(results, tmp_path)
-    table = (tmp_path / "simulators.md").read_text()
-    assert "| missing | cannot be installed | `no matching distribution` |" in table
-    assert "| broken | fails alone | `ModuleNotFoundError: No module named 'no_such_module'` |" in table
-    assert "| misread | recognised |" in table
+def test_tables_in_pages():
+    """`all.py` puts the tables of saved results between the marks of a page."""
+    every = importlib.import_module("all")
+    assert every.run("a name that none has") == []
+    mark = "<!-- recovery table: benchmarks/recovery.py --markdown -->\n"
+    page = every.refreshed(f"before\n{mark}old\n<!-- end -->\nafter\n")
+    assert page == f"before\n{mark}{invoked('recovery', '--markdown').stdout.strip()}\n<!-- end -->\nafter\n"
 
 
-def test_names_of_simulators(simulators):
-    assert simulators.chosen([]) == [*simulators.real.SIMULATORS]
-    assert simulators.chosen(["rware-tiny", "libsumo"]) == [
-        name for name in simulators.real.SIMULATORS if "rware-tiny" in name or "libsumo" in name
-    ]
-    assert "NAMES" in run("simulators.py", "no such simulator", returncodes=[2]).stderr
-    assert {one.install for one in simulators.real.SIMULATORS.values()} <= {*simulators.real.INSTALLS}
+def test_draw_trace(tmp_path):
+    from synthetic import Synthetic
+
+    trace, picture = tmp_path / "run.json", tmp_path / "picture.png"
+    with ParallelEnv([Synthetic] * 2, num_workers=1, backend="thread", trace=str(trace)) as env:
+        env.reset()
+        env.step([dict.fromkeys(env.possible_agents, 0)] * 2)
+    result = invoked("draw_trace", str(trace), str(picture), "--milliseconds", "1000")
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("name", "option", "value"),
     [
-        (
-            "ERROR: Could not find a version that satisfies it\nERROR: No matching distribution found for x",
-            "ERROR: No matching distribution found for x",
-        ),
-        (
-            "ERROR: Cannot install a and b because these package versions have conflicting dependencies.\n"
-            "ERROR: ResolutionImpossible: for help visit x",
-            "ERROR: Cannot install a and b because these package versions have conflicting dependencies.",
-        ),
-        (
-            "  OSError: no file here\n  error: <urlopen error>\nERROR: Failed building wheel for x\n"
-            "error: failed-wheel-build-for-install",
-            "error: <urlopen error>",
-        ),
-        ('  File "/usr/lib/python3/a.py"\nOSError: no /usr/lib/python3/b.so here\n', "OSError: no ... here"),
+        *((name, "--only", "chess") for name, options, *_ in SMOKE if "--only" in options and ":" not in name),
+        ("envpool_overhead", "--only", "chess"),
+        ("compare_workers", "--workers", "1,a"),
+        ("compare_workers", "--backends", "greenlet"),
+        ("async_stepping", "--workers", "0"),
+        ("time_to_return", "--workers", "two"),
     ],
 )
-def test_errors_of_pip_in_one_line(simulators, text, shown):
-    assert simulators.error_of_pip(text) == shown
+def test_impossible_measurements_are_refused(name, option, value):
+    result = invoked(name, option, value, "--output", "/dev/null/nowhere")
+    assert result.exit_code == 2, result.output
+    assert f"Invalid value for {option}" in result.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -73,19 +72,3 @@ def test_async_and_sync_stepping(tmp_path):
     turns, halves = (curve(tmp_path / f"{way}.csv") for way in ("turns", "halves"))
     assert [row["steps"] for row in turns] == [row["steps"] for row in halves]
     assert (tmp_path / "return_over_time.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_time_to_return(tmp_path):
-    quick = ["--quick", "--workers", "0,2", "--output", str(tmp_path)]
-    assert "none: serial" in run("benchmarks/time_to_return.py", *quick)
-    results = json.loads((tmp_path / "time_to_return.json").read_text())["results"]
-    assert [one["workers"] for one in results] == [0, 2]
-    assert all(one["seconds"] > 0 for one in results)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".csv", ".png"}
-    assert "| 2 workers |" in run("benchmarks/time_to_return.py", "--markdown", "--output", str(tmp_path))
-
-
-def test_time_to_return_without_a_number():
-    command = [sys.executable, "benchmarks/time_to_return.py", "--workers", "two"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "expected numbers with commas between, got 'two'" in " ".join(done.stderr.split())
