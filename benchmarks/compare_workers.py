@@ -320,13 +320,13 @@ def parallel_env(case: Case, contender: Contender) -> Iterator[contest.Step]:
         yield contest.stepping(stepper.env.step, stepper.actions)
 
 
-def everyone(case: Case, backends: list[str], workers: list[int]) -> dict[Contender, Callable[[Case], Any]]:
+def everyone(case: Case, backends: list[str], workers: list[int]) -> dict[Contender, Callable[[Any], Any]]:
     """All contenders of a case, each with the function that starts it.
 
     The plain loop comes first. The limit is that of the largest number of workers that have a CPU each.
     """
     most = min(max(workers), usable_cpus(), case.num_envs)
-    starts: dict[Contender, Callable[[Case], Any]] = {
+    starts: dict[Contender, Callable[[Any], Any]] = {
         Contender(LOOP): peers.plain_loop,
         Contender(LOOPS, most): functools.partial(peers.loops, workers=most),
         Contender(LIMIT, most): functools.partial(peers.loops, workers=most, barrier=True),

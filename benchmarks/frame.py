@@ -132,7 +132,7 @@ def opened_rounds(
 
 def ratio(ours: Iterable[float], others: Iterable[float]) -> float:
     """The median of the ratios within each round."""
-    return statistics.median(map(operator.truediv, ours, others))
+    return float(statistics.median(map(operator.truediv, ours, others)))
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import typer
-from frame import AsMarkdown, Output, Results, Seconds, folder_for, markdown, read, save
+from frame import AsMarkdown, Output, Results, Seconds, folder_for, markdown, read, save, show
 
 from marl_parallel.cli.report import machine
 
@@ -126,16 +126,16 @@ def main(seconds: Seconds = SECONDS, output: Output = None, as_markdown: AsMarkd
             ray.wait([ref])
             return ray.get(ref)
 
-        def show(name: str, exchange: Callable[[], object]) -> None:
+        def measure(name: str, exchange: Callable[[], object]) -> None:
             rows[name] = [*measured(exchange, seconds), ""]
 
-        show("a call: `ray.get(actor.method.remote(x))`", lambda: ray.get(calls.execute.remote(data)))
-        show("the same without task events", lambda: ray.get(silent.remote(data)))
-        show("with `ray.wait` before `ray.get`", with_wait)
-        show("a call that waits 10 ms in the actor", lambda: ray.get(calls.wait.remote(data)))
-        show("a call, other node", lambda: ray.get(distant.execute.remote(data)))
+        measure("a call: `ray.get(actor.method.remote(x))`", lambda: ray.get(calls.execute.remote(data)))
+        measure("the same without task events", lambda: ray.get(silent.remote(data)))
+        measure("with `ray.wait` before `ray.get`", with_wait)
+        measure("a call that waits 10 ms in the actor", lambda: ray.get(calls.wait.remote(data)))
+        measure("a call, other node", lambda: ray.get(distant.execute.remote(data)))
         items = streaming.stream.options(_generator_backpressure_num_objects=2).remote()
-        show("an item of a streaming generator", lambda: ray.get(next(items)))
+        measure("an item of a streaming generator", lambda: ray.get(next(items)))
         for name, node, method in (
             ("a compiled graph", here, "execute"),
             ("a compiled graph that waits 10 ms in the actor", here, "wait"),
@@ -147,7 +147,7 @@ def main(seconds: Seconds = SECONDS, output: Output = None, as_markdown: AsMarkd
             with InputNode() as given:
                 bound = getattr(actor, method).bind(given)
             graph = bound.experimental_compile(_buffer_size_bytes=1 << 16)
-            show(name, lambda graph=graph: ray.get(graph.execute(data)))
+            measure(name, lambda graph=graph: ray.get(graph.execute(data)))
             rows[name][-1] = idle_cpu(processes, seconds)
             graph.teardown()
     finally:
