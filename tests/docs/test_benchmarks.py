@@ -61,7 +61,7 @@ def invoked(name, *arguments):
 
 
 @pytest.mark.rest
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "options", "endings", "shown"),
     [
