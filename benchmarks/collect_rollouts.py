@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import collectors
+import contest
 import frame
 import typer
 from collectors import Rollouts
@@ -134,20 +135,15 @@ def page(report: Report) -> Page:
         for one in sorted(report.results, key=lambda one: -one.steps_per_second)
     ]
     shown = {one.contender for one in report.results}
-    settings = [
-        f"{one.name}: {one.setting.format(workers=report.workers)}."
-        for one in collectors.CONTENDERS
-        if one.setting and one.name in shown
-    ]
+    settings = contest.settings(collectors.CONTENDERS, shown, report.workers)
     notes = [
         f"Rollouts of {report.num_steps} steps of {CASE.num_envs} environments, workers: {report.workers}. Medians; "
         "± is half the distance between the best and worst round; ratios are within each round. CPU time includes "
-        "waiting where the process polls. " + " ".join(settings),
+        f"waiting where the process polls. {settings}",
         f"{report.repeats} rounds of {report.seconds:g} s; {in_one_line(report.machine)}.",
     ]
-    if report.missing:
-        notes.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
-    return [Table(HEADINGS, rows), *notes]
+    missing = [f"{name} ({why})" for name, why in report.missing.items()]
+    return [Table(HEADINGS, rows), *notes, *frame.not_measured(missing)]
 
 
 def main(

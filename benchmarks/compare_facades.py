@@ -18,7 +18,7 @@ import facades
 import frame
 import peers
 import typer
-from contest import Case, one_thread_each
+from contest import Case, one_thread_each, settings
 from frame import AsMarkdown, Only, Output, Page, Picture, Quick, Repeats, Seconds, Table
 from matplotlib.axes import Axes
 from merged import Pair, Report, Result, machines, read, remarks, run, show_and_save
@@ -108,19 +108,18 @@ def notes(report: Report) -> list[str]:
     """What the tables show, the settings of the peers, the runs, and what is missing."""
     shown = {one.against for one in report.results if one.benchmark == PEERS}
     contenders = dict.fromkeys(peer for its_peers in FACADES.values() for peer in [*its_peers, peers.LOOPS, peers.LOOP])
-    settings = [f"{p.name}: {p.setting.format(workers=WORKERS)}." for p in contenders if p.name in shown]
     texts = []
     if any(one.benchmark == OVERHEAD for one in report.results):
         texts.append(
             "Overhead: microseconds of wall time per environment step of a simulator without work, 32 environments, "
             f"{WORKERS} workers; in brackets, the difference from `ParallelEnv` with dicts in the same rounds."
         )
-    if settings:
+    if shown:
         texts.append(
             f"Peers: environment steps per second on simple_spread_v3, 8 environments, {WORKERS} workers; gain is the "
             "facade's throughput divided by the peer's, the median of the ratios within each round. All begin new "
             "episodes by themselves, take the same actions, and have one thread for numerical libraries in each "
-            "process; calls that only reset are not counted. " + " ".join(settings)
+            f"process; calls that only reset are not counted. {settings(contenders, shown, WORKERS)}"
         )
     return [*texts, *remarks(report)]
 

@@ -18,7 +18,7 @@ import facades
 import frame
 import peers
 import typer
-from contest import Case, Contender, one_thread_each
+from contest import Case, Contender, one_thread_each, settings
 from frame import AsMarkdown, Only, Output, Page, Picture, Quick, Repeats, Seconds, Table
 from merged import Pair, Report, Result, machines, read, remarks, run, show_and_save
 from mpe2 import simple_spread_v3
@@ -118,19 +118,18 @@ def _took(one: Result) -> str:
 
 def notes(report: Report) -> list[str]:
     shown = {one.against for one in report.results}
-    settings = [f"{peer.name}: {peer.setting.format(workers=WORKERS)}." for peer in AGAINST if peer.name in shown]
     texts = [
         f"Microseconds of wall time per environment step, {NUM_ENVS} environments, {WORKERS} workers where they can be "
         "chosen; in brackets, this package's throughput divided by that of the row, the median of the ratios within "
-        "each round. " + " ".join(settings),
+        f"each round. {settings(AGAINST, shown, WORKERS)}",
     ]
     if any(DYING in one.environment for one in report.results):
         by_setting: dict[str, list[str]] = {}
         for peer in AGAINST:
             if peer.name in shown and peer.with_deaths:
                 by_setting.setdefault(peer.with_deaths, []).append(peer.name)
-        settings = [f"{', '.join(names)}: {setting}." for setting, names in by_setting.items()]
-        texts.append(" ".join([f"{DYING}: one agent of three dies in the first step of each episode.", *settings]))
+        with_deaths = [f"{', '.join(names)}: {setting}." for setting, names in by_setting.items()]
+        texts.append(" ".join([f"{DYING}: one agent of three dies in the first step of each episode.", *with_deaths]))
     most = _largest_run(report)
     return [*texts, *remarks(report, lambda letter: "" if letter == most else f"{letter}: ")]
 

@@ -198,8 +198,7 @@ def details(report: Report) -> Page:
         ]
         title = f"{measurements[0].environment}, {measurements[0].num_envs} environments"
         blocks.append(Table(("", "steps/s", "± %", "µs/step", "x loop", "of limit"), rows, title=title))
-    blocks += [f"Left out: {text}." for text in report.settings.get("left_out", ())]
-    return [*blocks, f"{in_one_line(report.machine)}."]
+    return [*blocks, *frame.not_measured(report.settings.get("left_out", ())), f"{in_one_line(report.machine)}."]
 
 
 def in_share(one: Measurement) -> str:
@@ -257,9 +256,7 @@ def page(report: Report) -> Page:
             f"Throughput as a share of the limit: {number} plain loops in processes that meet at a barrier after each "
             "batch. Medians of the ratios within each round, of the same run.",
         ]
-    if report.settings.get("left_out"):
-        blocks.append(f"Not measured: {'; '.join(report.settings['left_out'])}.")
-    return blocks
+    return [*blocks, *frame.not_measured(report.settings.get("left_out", ()))]
 
 
 def speedups(report: Report, backend: str = "process") -> dict[int, list[tuple[float, float]]]:

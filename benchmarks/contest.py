@@ -16,7 +16,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,6 +129,12 @@ class Contender:
         """Environment steps per batch."""
         share = case.episode_steps / (case.episode_steps + 1) if self.next_step else 1.0
         return case.num_envs * share
+
+
+def settings(contenders: Iterable[Contender], shown: Collection[str], workers: int) -> str:
+    """A sentence for each of the contenders that are shown and have a setting."""
+    chosen = [one for one in contenders if one.setting and one.name in shown]
+    return " ".join(f"{one.name}: {one.setting.format(workers=workers)}." for one in chosen)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------

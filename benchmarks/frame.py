@@ -158,6 +158,11 @@ Block: TypeAlias = Table | Picture | str
 Page: TypeAlias = Sequence[Block]
 
 
+def not_measured(what: Sequence[str]) -> list[str]:
+    """A note about what is missing, if anything is."""
+    return [f"Not measured: {'; '.join(what)}."] if what else []
+
+
 def show(page: Page) -> None:
     """Print a page in the terminal, without pictures."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)

@@ -198,9 +198,7 @@ def machines(report: Report) -> str:
 def remarks(report: Report, names: Callable[[str], str] = lambda letter: f"{letter}: ") -> list[str]:
     """Notes about the runs, each after its name, and what is missing."""
     texts = [f"{names(letter)}{run}." for letter, run in report.runs.items()]
-    if report.missing:
-        texts.append("Not measured: " + "; ".join(f"{name} ({why})" for name, why in report.missing.items()) + ".")
-    return texts
+    return [*texts, *frame.not_measured([f"{name} ({why})" for name, why in report.missing.items()])]
 
 
 def read(name: str, output: Path | None) -> Report:
