@@ -1,0 +1,402 @@
+"""The promises of every facade: one test each. `class TestX(Promises): driver = X()` is a facade's row of the table."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode
+
+from helpers.promises.driver import DISABLED, NEXT_STEP, SAME_STEP, Driver, assert_equal
+from helpers.promises.games import AGENTS, GAMES, Fault, make
+from helpers.promises.loop import ByAgent, Loop, Moment
+from marl_parallel import ParallelEnv, RecyclePolicy
+from marl_parallel.vector import StackedVecEnv
+
+ENVS, STEPS = 3, 12
+MODES = (SAME_STEP, NEXT_STEP, DISABLED)
+FAULTS = {
+    "step": Fault("step", 1, 2),
+    "first step": Fault("step", 2, 1),
+    "reset": Fault("reset", 2),
+    "first reset": Fault("reset", 1),
+}
+"""When a simulator breaks: in the middle of an episode, right after an automatic reset, in it, and at once."""
+
+
+class Run:
+    """A facade beside plain loops; each call compares what the facade shows."""
+
+    def __init__(self, driver: Driver, game: str, mode: AutoresetMode, fault: Fault | None = None, **how: Any) -> None:
+        script = driver.script(game)
+        self.driver, self.mode, self.game = driver, mode, script
+        arguments = {"backend": "serial", **({} if fault is None else {"on_error": "restart"}), **how}
+        self.facade = driver.open([make(script, fault)] * ENVS, mode, **arguments)
+        self.loops = [Loop(script, env_id, mode, fault) for env_id in range(ENVS)]
+        for loop in self.loops:
+            loop.passes_on = driver.passes_on and loop.dict_rules
+        self.actions = np.random.default_rng(3)
+        self.time = 0
+        self.moments: list[Moment] = []  # of the latest call
+        self.read_ids: Sequence[int] = ()
+
+    def drawn(self) -> list[ByAgent]:
+        """An action for every agent; those of agents that do not act count nothing."""
+        return [self.driver.drawn(self.actions, loop.now) for loop in self.loops]
+
+    def compare(self, results: Any, env_ids: Sequence[int] = range(ENVS), what: str = "step") -> None:
+        self.read_ids = env_ids
+        self.moments = [self.loops[env_id].now for env_id in env_ids]  # type: ignore[misc]
+        for env_id, moment in zip(env_ids, self.moments):
+            shown = self.driver.read(self.facade, results, env_id)
+            expected = self.driver.expected(moment)
+            missing = expected.keys() - shown.keys()
+            assert not missing or what != "step" or moment.kind == "reset", f"the driver does not read {missing}"
+            for key, value in shown.items():
+                assert_equal(value, expected[key], f"{what} {self.time}, environment {env_id}, {moment.kind}, {key}")
+
+    def reset(self, env_ids: list[int] | None = None) -> Any:
+        results = self.driver.reset(self.facade, env_ids)
+        for env_id in range(ENVS) if env_ids is None else env_ids:
+            self.loops[env_id].reset()
+        self.compare(results, range(ENVS) if env_ids is None else env_ids, "reset at")
+        return results
+
+    def step(self, *, sends: bool = False) -> Any:
+        actions = self.drawn()
+        if sends:
+            self.driver.send(self.facade, actions)
+            results = self.driver.receive(self.facade)
+        else:
+            results = self.driver.step(self.facade, actions)
+        for loop, of_env in zip(self.loops, actions):
+            loop.step(of_env)
+        self.time += 1
+        self.compare(results)
+        return results
+
+    @property
+    def over(self) -> list[int]:
+        return [env_id for env_id, loop in enumerate(self.loops) if loop.now is not None and loop.now.is_over]
+
+    def play(self, steps: int = STEPS) -> Iterator[Any]:
+        """Steps, every third by `send` and `receive`; with DISABLED, resets of what is over."""
+        yield self.reset()
+        for number in range(steps):
+            yield self.step(sends=self.driver.sends and number % 3 == 2)
+            if self.mode is not DISABLED or not self.over:
+                continue
+            if not self.driver.resets_some:
+                if len(self.over) == ENVS:
+                    self.reset()
+            elif self.driver.resets_at_once or number % 2 or self.game.rules == "dicts":
+                yield self.reset(self.over)
+
+    @property
+    def facade_env(self) -> ParallelEnv:
+        return self.driver.env_of(self.facade)
+
+    def close(self) -> None:
+        self.driver.close(self.facade)
+
+
+class Promises:
+    """The row of one facade."""
+
+    driver: ClassVar[Driver]
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """The games and modes of the facade."""
+        driver, wanted = self.driver, metafunc.fixturenames
+        if "game" in wanted:
+            metafunc.parametrize("game", driver.games)
+        if "mode" in wanted:
+            metafunc.parametrize("mode", driver.modes, ids=lambda mode: mode.name)
+        if "fault" in wanted:
+            metafunc.parametrize("fault", FAULTS)
+
+    @pytest.fixture
+    def runs(self) -> Iterator[Any]:
+        """Makes a `Run`, which is closed in the end."""
+        made: list[Run] = []
+
+        def run(*arguments: Any, **keywords: Any) -> Run:
+            made.append(Run(*arguments, **keywords))
+            return made[-1]
+
+        yield run
+        for one in made:
+            one.close()
+
+    def run(self, runs: Any, mode: AutoresetMode | None = None, **how: Any) -> Run:
+        """A run of the facade's first game and mode."""
+        run: Run = runs(self.driver, self.driver.games[0], mode or self.driver.modes[0], **how)
+        return run
+
+    def zeros(self) -> list[ByAgent]:
+        return [dict.fromkeys(AGENTS, 0) for _ in range(ENVS)]
+
+    # -- lives, ends and restarts ----------------------------------------------------------------------------------
+
+    def test_lives(self, game, mode, runs):
+        """Who is observed, rewarded, flagged, acts, and takes part, and how episodes end, is that of a plain loop."""
+        run = runs(self.driver, game, mode)
+        for _ in run.play():
+            pass
+
+    def test_restarts(self, fault, mode, runs):
+        """A fault ends the episode by truncation, and the neighbours go on."""
+        for game in self.driver.restarted_games:
+            run = runs(self.driver, game, mode, FAULTS[fault])
+            for _ in run.play(12):
+                pass
+            assert run.loops[1].restarts == 1
+
+    @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+    def test_restart_of_a_process(self, runs):
+        """The same where the fault kills the worker process; another worker steps the neighbours."""
+        game, mode = self.driver.restarted_games[0], self.driver.modes[0]
+        run = runs(self.driver, game, mode, Fault(how="SIGKILL"), backend="process", num_workers=ENVS)
+        for _ in run.play(6):
+            pass
+        assert run.loops[1].restarts == 1
+
+    @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
+    def test_recycling(self, mode, runs):
+        """At the end of an episode, a new simulator goes on; nothing else shows it but its mark."""
+        run = self.run(runs, mode, backend="thread", num_workers=ENVS, recycle=RecyclePolicy(max_episodes=1))
+        for loop in run.loops:
+            loop.recycles = True
+        for _ in run.play(9):
+            pass
+        assert run.loops[0].restarts > 1
+
+    def test_resets_in_an_episode(self, mode, runs):
+        """The caller resets some environments in the middle of their episodes, and all of them."""
+        for game in self.driver.restarted_games:
+            run = runs(self.driver, game, mode)
+            for number in range(3):
+                run.reset()
+                for time in range(5):
+                    run.step()
+                    if time in (1, 3) and self.driver.resets_some:
+                        run.reset([number, *{env_id for env_id in run.over if mode is DISABLED} - {number}])
+                    elif mode is DISABLED and run.over:
+                        break
+
+    def test_some_in_flight(self, mode, runs):
+        """Results of some environments come, and some are reset, while others are in flight; none is lost."""
+        driver = self.driver
+        for fault in (None, FAULTS["step"]) if driver.steps_some else ():
+            run = runs(driver, driver.restarted_games[-1], mode, fault, backend="thread", num_workers=2)
+            run.reset()
+            ready, sent = [*range(ENVS)], dict[int, ByAgent]()
+            counts = dict.fromkeys(ready, 0)
+            while min(counts.values()) < 8:
+                if over := [env_id for env_id in ready if env_id in run.over]:
+                    run.reset(over)
+                new = {env_id: driver.drawn(run.actions, run.loops[env_id].now) for env_id in ready}
+                sent |= new
+                results, ready = driver.step_some(run.facade, new)
+                for env_id in ready:
+                    run.loops[env_id].step(sent.pop(env_id))
+                    counts[env_id] += 1
+                run.compare(results, ready)
+
+    def test_masks(self, mode, runs):
+        """The masks of all agents are those in their latest observations or infos."""
+        for game in self.driver.masked_games:
+            run = runs(self.driver, game, mode)
+            for results in run.play(9):
+                for env_id, moment in zip(run.read_ids, run.moments):
+                    masks = self.driver.masks(run.facade, results, env_id)
+                    what = f"{game!r}, step {run.time}, masks of environment {env_id}"
+                    assert_equal(masks, self.driver.expected_masks(moment), what)
+
+    # -- saved states ----------------------------------------------------------------------------------------------
+
+    def test_saved_states(self, mode, runs):
+        """Another facade goes on from the state after each call as the first one does."""
+        driver = self.driver
+        for game in driver.saved_games if driver.saves else ():
+            first, other = runs(driver, game, mode), runs(driver, game, mode)
+            for number, _ in enumerate(first.play(8)):
+                if number % 2:
+                    continue
+                states = driver.save(first.facade)
+                other.loops, other.time = copy.deepcopy(first.loops), first.time
+                other.compare(driver.load(other.facade, states), what="loaded at")
+                for _ in range(2):
+                    if not (mode is DISABLED and other.over):
+                        other.step()
+
+    def test_saved_states_of_some(self, mode, runs):
+        """Only one environment goes back to an earlier time."""
+        driver = self.driver
+        for game in driver.saved_games if driver.saves and driver.loads_some else ():
+            run = runs(driver, game, mode)
+            states: list[tuple[bytes, Loop]] = []
+            for _ in run.play(7):
+                states.append((driver.save(run.facade)[1], copy.deepcopy(run.loops[1])))
+            for state, loop in states:
+                run.loops[1] = copy.deepcopy(loop)
+                run.compare(driver.load(run.facade, [state], [1]), [1], "loaded at")
+                if not (mode is DISABLED and run.over):
+                    run.step()
+
+    def test_states_of_another_facade(self, mode, runs):
+        """Environments go on from them; what only that facade knew begins anew."""
+        run = self.run(runs, mode)
+        if not self.driver.saves or self.driver.is_drop_in:
+            return
+        run.reset()
+        run.step()
+        states = run.facade_env.save_state()
+        loaded = self.run(runs, mode)
+        loaded.loops = copy.deepcopy(run.loops)
+        loaded.compare(self.driver.load(loaded.facade, states), what="loaded at")
+        for loop in loaded.loops:
+            loop.sums.clear()
+        loaded.step()
+        loaded.step()
+
+    # -- arrays ----------------------------------------------------------------------------------------------------
+
+    def test_arrays_belong_to_the_caller(self, mode, runs):
+        """They keep their values, and overwriting them changes no later result."""
+        for copies in (True, False) if self.driver.copies and self.driver.takes_views else (True,):
+            kept = []
+            run = self.run(runs, mode, copy=copies)
+            for results in run.play():
+                kept += [(array, array.copy()) for array in self.driver.parts(results)]
+            for array, before in kept:
+                assert np.array_equal(array, before, equal_nan=array.dtype.kind == "f"), "a later call has changed it"
+            run = self.run(runs, mode, copy=copies)
+            for results in run.play():
+                for array in self.driver.parts(results):
+                    if array.flags.writeable:
+                        array[...] = 1
+
+    def test_views(self, mode, runs):
+        """With `copy=False`, observations are right until the next call."""
+        if not self.driver.takes_views:
+            with pytest.raises(ValueError, match="copy=False"):
+                self.run(runs, mode, copy=False)
+            return
+        for _ in self.run(runs, mode, copy=False).play():
+            pass
+
+    # -- wrong use -------------------------------------------------------------------------------------------------
+
+    def test_wrong_type(self):
+        if not self.driver.is_drop_in:
+            for wrong in (make(GAMES["all live"])(), "game", None):
+                with pytest.raises(TypeError, match=f"takes a ParallelEnv, got {type(wrong).__name__}"):
+                    self.driver.make(wrong)  # type: ignore[arg-type]
+
+    def test_wrong_mode(self):
+        for mode in MODES:
+            if mode not in self.driver.modes:
+                with pytest.raises(self.driver.wrong_mode, match="auto_reset"):
+                    self.driver.open([make(self.driver.script(self.driver.games[0]))], mode, backend="serial")
+
+    def test_closed_environment(self, runs):
+        if not self.driver.is_drop_in:
+            env = self.run(runs).facade_env
+            env.close()
+            with pytest.raises(ClosedEnvironmentError):
+                self.driver.make(env)
+
+    def test_two_facades_of_one_environment(self, mode, runs):
+        """The one that has reset steps; another takes over when it is closed or gone, but not before."""
+        if self.driver.is_drop_in:
+            return
+        run = self.run(runs, mode)
+        other = self.driver.make(run.facade_env)
+        run.reset()
+        with pytest.raises(RuntimeError, match="stepped by a"):
+            self.driver.reset(other)
+        with pytest.raises(RuntimeError, match="stepped by a"):
+            StackedVecEnv(run.facade_env).reset()
+        run.step()
+        run.facade = None
+        gc.collect()
+        run.facade = other
+        run.reset()
+        run.step()
+
+    def test_calls_out_of_order(self, mode, runs):
+        driver, run = self.driver, self.run(runs, mode)
+        with pytest.raises(ResetNeeded):
+            driver.step(run.facade, self.zeros())
+        if driver.sends:
+            with pytest.raises(ResetNeeded):
+                driver.send(run.facade, self.zeros())
+            with pytest.raises(NoAsyncCallError):
+                driver.receive(run.facade)
+        if driver.resets_some and not driver.resets_some_first:
+            with pytest.raises(ResetNeeded):
+                driver.reset(run.facade, [1])
+        if driver.saves:
+            with pytest.raises(ResetNeeded):
+                driver.save(run.facade)
+        run.reset()
+        run.step()
+        if not driver.sends:
+            return
+        with pytest.raises(NoAsyncCallError):
+            driver.receive(run.facade)
+        actions = self.zeros()
+        driver.send(run.facade, actions)
+        calls = [lambda: driver.step(run.facade, actions), lambda: driver.send(run.facade, actions)]
+        if driver.refuses_reset_in_flight:
+            calls.append(lambda: driver.reset(run.facade))
+        if driver.saves:
+            calls.append(lambda: driver.save(run.facade))
+        for call in calls:
+            with pytest.raises(AlreadyPendingCallError):
+                call()
+        results = driver.receive(run.facade)
+        for loop, of_env in zip(run.loops, actions):
+            loop.step(of_env)
+        run.compare(results)
+        if not driver.refuses_reset_in_flight:
+            driver.send(run.facade, actions)
+            for loop, of_env in zip(run.loops, actions):
+                loop.step(of_env)
+            run.reset()
+            run.step()
+
+    def test_calls_after_close(self, mode, runs):
+        driver = self.driver
+        for in_flight in (False, True) if driver.sends else (False,):
+            run = self.run(runs, mode)
+            run.reset()
+            if in_flight:
+                driver.send(run.facade, self.zeros())
+            driver.close(run.facade)
+            driver.close(run.facade)
+            calls = [lambda: driver.reset(run.facade), lambda: driver.step(run.facade, self.zeros())]  # noqa: B023
+            if driver.sends:
+                calls.append(lambda: driver.send(run.facade, self.zeros()))  # noqa: B023
+                calls.append(lambda: driver.receive(run.facade))  # noqa: B023
+            if driver.saves:
+                calls.append(lambda: driver.save(run.facade))  # noqa: B023
+            for call in calls:
+                with pytest.raises(ClosedEnvironmentError):
+                    call()
+
+    def test_wrong_actions(self, mode, runs):
+        """They are refused before anything is stepped."""
+        run = self.run(runs, mode)
+        run.reset()
+        for wrong in self.driver.wrong_actions(run.facade):
+            with pytest.raises(self.driver.refusals):
+                self.driver.step_with(run.facade, wrong)
+        assert run.facade_env.stats().steps == 0
+        run.step()
