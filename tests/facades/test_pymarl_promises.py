@@ -21,7 +21,7 @@ class PyMARLDriver(Driver):
 
     modes = (DISABLED,)
     games = tuple(GAMES)
-    restarted_games = tuple(GAMES)
+    restarted_games = pickled_games = tuple(GAMES)
     masked_games = ()
     """Masks are a part of each reply."""
     refuses_reset_in_flight = False

@@ -22,6 +22,7 @@ class RLlibDriver(Driver):
     modes = (NEXT_STEP,)
     games = tuple(name for name in GAMES if name not in RETURNING)
     """RLlib's episodes cannot hold an agent that comes back while others go on: `test_returning_agents`."""
+    pickled_games = ("agents join", "corpses", "nobody for a step")
     masked_games = ()
     """Masks are a part of observations and infos, as the simulator reports them."""
     sends = False

@@ -140,6 +140,8 @@ class DropInDriver(ShareDriver):
 
     is_drop_in = True
     games = ("agents die", "agents join", "corpses return", "turns", "masks")
+    restarted_games = ("all live", "agents join")
+    pickled_games = ("corpses return",)
     saved_games = ("agents die",)
     masked_games = ("masks",)
 

@@ -112,7 +112,7 @@ def without_finals(infos: Any) -> Any:
 
 class StackedDriver(Driver):
     def make(self, env: ParallelEnv) -> StackedVecEnv:
-        return StackedVecEnv(env)
+        return StackedVecEnv(env, with_state=env.state_space is not None if isinstance(env, ParallelEnv) else False)
 
     def reset(self, facade: StackedVecEnv, env_ids: list[int] | None = None) -> Any:
         observed, infos = facade.reset(env_ids=env_ids)
@@ -138,6 +138,7 @@ class StackedDriver(Driver):
             "present_next": by_agent(facade.present_next, env_id),
             "acting": by_agent(facade.acting, env_id),
             "infos": without_finals(infos.get(env_id, {})),
+            "state": None if facade.state is None else plain(facade.state[env_id]),
         }
         if rewards is None:
             return shown
@@ -152,6 +153,7 @@ class StackedDriver(Driver):
             "present": by_agent(facade.present, env_id),
             "final": by_agent(facade.final_observations, env_id) if done else None,
             "present_final": by_agent(facade.present_final, env_id) if done else None,
+            "final_state": plain(facade.final_state[env_id]) if done and facade.final_state is not None else None,
         }
 
     def expected(self, moment: Moment) -> Read:
@@ -162,13 +164,15 @@ class StackedDriver(Driver):
             "acting": {agent: agent in moment.acting for agent in AGENTS},
             "infos": moment.infos,
             "rewards": of_all(moment.rewards, 0.0),
-            "terminations": {agent: moment.inherited(agent)[0] for agent in AGENTS},
-            "truncations": {agent: moment.inherited(agent)[1] for agent in AGENTS},
+            "terminations": {agent: moment.inherited_again(agent)[0] for agent in AGENTS},
+            "truncations": {agent: moment.inherited_again(agent)[1] for agent in AGENTS},
             "over": moment.over,
             "done": over,
             "present": {agent: agent in moment.rewards for agent in AGENTS},
             "final": observations(final, moment) if over else None,
             "present_final": {agent: agent in final for agent in AGENTS} if over else None,
+            "state": moment.state,
+            "final_state": (moment.state if moment.final is None else moment.final_state) if over else None,
         }
 
 

@@ -27,9 +27,9 @@ class Driver:
         modes: The modes of automatic resets that the facade takes; others are refused.
         games: The games that it plays, by name.
         restarted_games: The games in which a simulator breaks.
+        pickled_games: The games that are also played without shared memory, and in processes.
         saved_games: The games whose states are saved and loaded.
         masked_games: The games whose masks it shows, in `masks`.
-        wrong_mode: The error of another mode.
         is_drop_in: Whether it makes its own `ParallelEnv`, so that no other facade can step it.
         sends: Whether it has `step_async` and `step_wait`, or a pair of another name.
         refuses_reset_in_flight: Whether a reset raises while a step is in flight.
@@ -47,10 +47,10 @@ class Driver:
 
     modes: Sequence[AutoresetMode] = (SAME_STEP, NEXT_STEP, DISABLED)
     games: Sequence[str] = tuple(GAMES)
-    restarted_games: Sequence[str] = ("all live", "agents join")
-    saved_games: Sequence[str] = ("agents die", "agents return", "corpses return")
+    restarted_games: Sequence[str] = ("all live", "agents die", "agents join")
+    pickled_games: Sequence[str] = ("agents join", "agents return", "corpses return")
+    saved_games: Sequence[str] = ("agents die", "agents return", "corpses return", "masks of the dead")
     masked_games: Sequence[str] = ("masks", "masks in infos", "masks of the dead")
-    wrong_mode: type[Exception] = ValueError
     is_drop_in = False
     sends = True
     refuses_reset_in_flight = True

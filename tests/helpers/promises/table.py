@@ -25,8 +25,10 @@ FAULTS = {
     "first step": Fault("step", 2, 1),
     "reset": Fault("reset", 2),
     "first reset": Fault("reset", 1),
+    "after a death": Fault("step", 1, 3),
 }
-"""When a simulator breaks: in the middle of an episode, right after an automatic reset, in it, and at once."""
+"""When a simulator breaks: in the middle of an episode, right after an automatic reset, in it, at once, and in the step
+after the end of an agent."""
 
 
 class Run:
@@ -149,11 +151,22 @@ class Promises:
         for _ in run.play():
             pass
 
+    def test_lives_without_shared_memory(self, mode, runs):
+        """The same where transitions are pickled."""
+        for game in self.driver.pickled_games:
+            for _ in runs(self.driver, game, mode, shared_memory=False).play(9):
+                pass
+
+    def test_lives_in_processes(self, runs):
+        for game in self.driver.pickled_games[-2:]:
+            for _ in runs(self.driver, game, self.driver.modes[0], backend="process", num_workers=2).play(9):
+                pass
+
     def test_restarts(self, fault, mode, runs):
         """A fault ends the episode by truncation, and the neighbours go on."""
         for game in self.driver.restarted_games:
             run = runs(self.driver, game, mode, FAULTS[fault])
-            for _ in run.play(12):
+            for _ in run.play(10):
                 pass
             assert run.loops[1].restarts == 1
 
@@ -293,16 +306,18 @@ class Promises:
 
     # -- wrong use -------------------------------------------------------------------------------------------------
 
-    def test_wrong_type(self):
+    def test_wrong_type(self, runs):
         if not self.driver.is_drop_in:
+            name = type(self.run(runs).facade).__name__
             for wrong in (make(GAMES["all live"])(), "game", None):
-                with pytest.raises(TypeError, match=f"takes a ParallelEnv, got {type(wrong).__name__}"):
+                with pytest.raises(TypeError, match=f"{name} takes a ParallelEnv, got {type(wrong).__name__}"):
                     self.driver.make(wrong)  # type: ignore[arg-type]
 
-    def test_wrong_mode(self):
+    def test_wrong_mode(self, runs):
+        name = type(self.run(runs).facade).__name__
         for mode in MODES:
             if mode not in self.driver.modes:
-                with pytest.raises(self.driver.wrong_mode, match="auto_reset"):
+                with pytest.raises(ValueError, match=f"{name} needs a ParallelEnv with auto_reset=.*, got auto_reset="):
                     self.driver.open([make(self.driver.script(self.driver.games[0]))], mode, backend="serial")
 
     def test_closed_environment(self, runs):
@@ -319,8 +334,10 @@ class Promises:
         run = self.run(runs, mode)
         other = self.driver.make(run.facade_env)
         run.reset()
-        with pytest.raises(RuntimeError, match="stepped by a"):
+        with pytest.raises(RuntimeError, match=f"stepped by a {type(other).__name__} already"):
             self.driver.reset(other)
+        with pytest.raises((RuntimeError, ResetNeeded)):
+            self.driver.step(other, self.zeros())
         with pytest.raises(RuntimeError, match="stepped by a"):
             StackedVecEnv(run.facade_env).reset()
         run.step()
