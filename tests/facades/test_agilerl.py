@@ -19,10 +19,8 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector.utils import batch_space
 from helpers import ROOT
 from helpers.batches import as_dicts, assert_vector_info, at, same
-from helpers.comparison import assert_same
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.array_agents import ArrayAgents, WaitsForFile
-from simulators.crashing import Fate, crashing
 from simulators.dict_rules import DictRules
 from simulators.gated import Waiting
 from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
@@ -155,32 +153,6 @@ def test_rows_equal_the_dicts_of_the_core(how, name):
         facade.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
-@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
-def test_restart_during_an_episode(fault):
-    """Each agent has the mark, because AgileRL has no place for infos of an environment."""
-    constructors = [crashing(ArrayAgents, {(1, 0): Fate(fault, "step", 6)})] * COPIES
-    how: dict[str, Any] = {"num_workers": 3, "on_error": "restart"}
-    facade = AgileRLVecEnv(ParallelEnv(constructors, **how))
-    with ParallelEnv(constructors, **how) as plain:
-        story, marks = ExpectedByAgent(facade, plain), {agent: np.zeros(COPIES, int) for agent in AGENTS}
-        story.assert_reset(facade.reset(), plain.reset())
-        for _ in range(2 * LENGTH):
-            actions = drawn(facade)
-            returned, dicts = facade.step(actions), plain.step(as_dicts(actions, plain.acting))
-            for agent in AGENTS:
-                marks[agent] += returned[4][agent].get("__common__", {}).get("restarted", np.zeros(COPIES, bool))
-                for infos in returned[4][agent], returned[4][agent].get("final_info", {}):
-                    common = infos.get("__common__", {})
-                    assert "environment 1" in common.pop("error", [None, "environment 1"])[1]
-                    common.pop("_error", None)  # it names the process, too
-            for notes in dicts[4]:
-                notes.get("__common__", {}).pop("error", None)
-            story.assert_step(returned, dicts)
-        assert {agent: mark.tolist() for agent, mark in marks.items()} == {agent: [0, 1, 0] for agent in AGENTS}
-        facade.close()
-
-
 # AgileRL's own
 
 
@@ -260,21 +232,6 @@ def test_attributes_calls_frames(env):
     assert [frame[0, 0, 0] for frame in env.render()] == [0, 10, 20]
 
 
-def test_arrays_belong_to_the_caller():
-    """AgileRL's wrapper modifies the dicts and rollouts keep the arrays, also with `copy=False`."""
-    env = build_facade(MAKERS["plain variable"], copy=False)
-    observations, _ = env.reset(seed=1)
-    saved = [observations["c"]]
-    del observations["a"]
-    copies = [saved[0].copy()]
-    for _ in range(LENGTH):
-        saved.append(env.step(drawn(env))[0]["c"])
-        copies.append(saved[-1].copy())
-    assert all(map(same, saved, copies))
-    assert len({array.tobytes() for array in saved}) == LENGTH + 1
-    env.close()
-
-
 def test_forms_of_discrete_actions(env):
     """AgileRL squeezes actions, and passes tensors and whole floats."""
     env.reset(seed=1)
@@ -324,21 +281,6 @@ def test_missing_library():
         'pip install "marl-parallel[agilerl]", or in a checkout: pip install -e ".[agilerl]" (No module named'
         in done.stderr
     )
-
-
-@pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
-def test_wrong_auto_reset_mode(mode, got):
-    parallel = ParallelEnv([VariableAgents], mode, backend="serial")
-    with (
-        parallel,
-        pytest.raises(ValueError, match=f"AgileRLVecEnv needs a ParallelEnv with auto_reset=True, got {got}"),
-    ):
-        AgileRLVecEnv(parallel)
-
-
-def test_wrong_type_of_env():
-    with pytest.raises(TypeError, match="takes a ParallelEnv, got VariableAgents"):
-        AgileRLVecEnv(VariableAgents())  # type: ignore[arg-type]
 
 
 class Numbered(VariableDictAgents):
@@ -476,28 +418,3 @@ def test_calls_out_of_order(env):
             call()
     with pytest.raises(ClosedEnvironmentError):
         AgileRLVecEnv(env.env)
-
-
-def test_two_facades_of_one_environment(env):
-    other = AgileRLVecEnv(env.env)
-    env.reset()
-    with pytest.raises(RuntimeError, match="stepped by a AgileRLVecEnv already"):
-        other.reset()
-
-
-@pytest.mark.parametrize("name", ["spread", "arrays"])
-def test_saved_states(name):
-    first, other = (AgileRLVecEnv(ParallelEnv([MAKERS[name]] * COPIES, backend="serial")) for _ in range(2))
-    spaces_of = {agent: batch_space(first.single_action_space(agent), COPIES) for agent in first.agents}
-    observations, _ = first.reset()
-    for time in range(8):
-        loaded, _ = other.load_state(first.save_state())
-        assert_same(loaded, observations)
-        for place, space in enumerate(spaces_of.values()):
-            space.seed(9 * time + place)
-        actions = {agent: space.sample() for agent, space in spaces_of.items()}
-        results = first.step(actions)
-        assert_same(other.step(actions)[:4], results[:4])
-        observations = results[0]
-    first.close()
-    other.close()

@@ -14,15 +14,13 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers import vector as wrappers
 from helpers.batches import all_zero, assert_vector_info, at, same
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.choices import Chooser
-from simulators.crashing import Fate, crashing
-from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv, make
@@ -33,10 +31,7 @@ MODES = pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP"])
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": simple_spread_v3.parallel_env,
     "variable": VariableAgents,
-    "plain variable": functools.partial(VariableAgents, plain=True),
     "variable dicts": VariableDictAgents,
-    "returning": ReturningPettingZooAgents,
-    "returning dicts": ReturningAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
@@ -119,7 +114,7 @@ def as_dicts(actions: Any, agents: list[str], acting: tuple[list[str], ...]) -> 
     [
         *[("serial", name, mode) for name in MAKERS for mode in ("NEXT_STEP", "SAME_STEP")],
         *[("process", "variable", mode) for mode in ("NEXT_STEP", "SAME_STEP")],
-        *[("pickled", "returning dicts", "NEXT_STEP"), ("pickled", "variable", "SAME_STEP")],
+        ("pickled", "variable", "SAME_STEP"),
     ],
 )
 def test_rows_equal_the_dicts_of_the_core(how, name, mode):
@@ -162,7 +157,6 @@ def assert_partial_reset(facade: GymnasiumVectorEnv, plain: ParallelEnv, rows: E
     [
         *[("serial", name, False) for name in MAKERS],
         *[(how, "variable", waits) for how in ("process", "pickled") for waits in (False, True)],
-        ("serial", "returning dicts", True),
     ],
 )
 def test_disabled_resets_are_the_callers(how, name, waits):
@@ -298,33 +292,6 @@ def test_waits_time_out_and_can_be_repeated(kind, tmp_path):
         assert env.call_wait() == env.call("scale", 2.0)
     assert env.step(env.action_space.sample())[1].shape == (9,)
     env.close()
-
-
-@MODES
-@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
-@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
-def test_restart_during_an_episode(fault, mode):
-    constructors = [crashing(VariableDictAgents, {(1, 0): Fate(fault, "step", 3)})] * COPIES
-    facade = GymnasiumVectorEnv(ParallelEnv(constructors, mode, num_workers=3, on_error="restart"))
-    plain = ParallelEnv(constructors, mode, num_workers=3, on_error="restart")
-    rows = ExpectedRows(plain, facade.agents, mode)
-    with plain:
-        facade.reset()
-        plain.reset()
-        marks = np.zeros(facade.num_envs, int)
-        for _ in range(8):
-            actions = facade.action_space.sample()
-            returned = facade.step(actions)
-            dicts = plain.step(as_dicts(actions, facade.agents, plain.acting))
-            for common in [returned[4].get("__common__", {}), returned[4].get("final_info", {}).get("__common__", {})]:
-                common.pop("error", None)  # names the process
-                common.pop("_error", None)
-            for notes in dicts[4]:
-                notes.get("__common__", {}).pop("error", None)
-            rows.assert_step(returned, dicts)
-            marks += returned[4].get("__common__", {}).get("restarted", np.zeros(facade.num_envs, int))
-        assert marks.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
-        facade.close()
 
 
 # Attributes
@@ -609,21 +576,6 @@ def test_failed_construction_is_collected_silently():
     with pytest.raises(TypeError):
         GymnasiumVectorEnv(VariableAgents())
     gc.collect()
-
-
-def test_environment_outlives_the_facade():
-    with ParallelEnv([VariableAgents], backend="serial") as parallel:
-        GymnasiumVectorEnv(parallel).reset()
-        gc.collect()
-        assert len(parallel.reset()) == 2
-
-
-def test_calls_out_of_order(env):
-    with pytest.raises(ResetNeeded):
-        env.step(env.action_space.sample())
-    env.close()
-    with pytest.raises(ClosedEnvironmentError):
-        env.reset()
 
 
 def test_other_agents_without_a_default_action():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 from helpers import ROOT
 from mpe2 import simple_spread_v3
@@ -16,7 +16,7 @@ from simulators.unfit_rewards import BAD, UnfitRewards
 
 from marl_parallel import ParallelEnv
 from marl_parallel.core.array_view import ResultDoesNotFit
-from marl_parallel.vector import Arrays, ArrayStepper, PettingZooVecEnv, Stacked
+from marl_parallel.vector import Arrays, ArrayStepper, Stacked
 
 PACKAGE = ROOT / "marl_parallel"
 NUM_ENVS = 3
@@ -55,20 +55,6 @@ def spread():
         env.close()
 
 
-def test_arrays_equal_the_dicts(spread):
-    """Across an automatic reset after 25 steps."""
-    facade, plain = JointVecEnv(spread(), AutoresetMode.SAME_STEP), spread()
-    rng = np.random.default_rng(0)
-    observations, (due, _) = facade.reset(7), plain.reset(seed=7)
-    for step in range(30):
-        assert np.array_equal(observations, [np.concatenate([*seen.values()]) for seen in due])
-        actions = rng.integers(0, 5, (NUM_ENVS, 3))
-        observations, rewards, done = facade.step(actions)
-        due, paid, _, truncateds, _ = plain.step([dict(zip(plain.possible_agents, row)) for row in actions.tolist()])
-        assert np.allclose(rewards, [sum(one.values()) for one in paid])
-        assert done.tolist() == [flags["__all__"] for flags in truncateds] == [step == 24] * NUM_ENVS
-
-
 def test_send_and_receive(spread):
     stepper = JointVecEnv(spread()).stepper
     stepper.reset()
@@ -81,29 +67,6 @@ def test_send_and_receive(spread):
         with pytest.raises(error):
             stepper.receive(timeout)
     assert stepper.receive().rewards.shape == (NUM_ENVS, 3)
-
-
-def test_checks_of_every_facade(spread):
-    env = spread("NEXT_STEP")
-    with pytest.raises(ValueError, match='JointVecEnv needs a ParallelEnv with auto_reset=True, got auto_reset="NEXT'):
-        JointVecEnv(env, AutoresetMode.SAME_STEP)
-    with pytest.raises(TypeError, match="JointVecEnv takes a ParallelEnv, got str"):
-        JointVecEnv("simple_spread")  # type: ignore[arg-type]
-    first, second = JointVecEnv(env), PettingZooVecEnv(env)
-    with pytest.raises(ResetNeeded):
-        first.step(np.zeros((NUM_ENVS, 3), np.int64))
-    first.reset()
-    with pytest.raises(RuntimeError, match="stepped by a JointVecEnv already"):
-        second.reset()
-    first.stepper.close()
-    with pytest.raises(ClosedEnvironmentError):
-        JointVecEnv(env)
-
-
-def test_deleted_facade_releases_its_environment(spread):
-    env = spread()
-    JointVecEnv(env).reset()
-    assert JointVecEnv(env).reset().shape == (NUM_ENVS, 54)
 
 
 @pytest.mark.parametrize("path", sorted([*(PACKAGE / "vector").glob("*.py"), PACKAGE / "recording.py"]), ids=str)

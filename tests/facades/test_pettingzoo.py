@@ -10,29 +10,23 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector.utils import batch_space
 from helpers.batches import all_zero, as_dicts, assert_vector_info, at, same
 from mpe2 import simple_spread_v3, simple_tag_v3
 from pettingzoo.butterfly.knights_archers_zombies import knights_archers_zombies
-from simulators.crashing import Fate, crashing
 from simulators.deterministic import Scripted
-from simulators.returning_agents import ReturningPettingZooAgents
 from simulators.variable_agents import AGENTS, LENGTH, VariableAgents, VariableDictAgents
 
 from marl_parallel import ParallelEnv
-from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
+from marl_parallel.vector import PettingZooVecEnv
 
 COPIES = 3
-MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": simple_spread_v3.parallel_env,
     "tag": simple_tag_v3.parallel_env,
     "knights": knights_archers_zombies.parallel_env,
     "variable": VariableAgents,
-    "plain variable": functools.partial(VariableAgents, plain=True),
     "variable dicts": VariableDictAgents,
-    "returning": ReturningPettingZooAgents,
 }
 HOWS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
@@ -179,34 +173,6 @@ def test_ends_of_every_kind(how, mode):
             assert_rows(facade.step(actions), dicts, facade, plain)
 
 
-@pytest.mark.rest
-@MODES
-@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
-@pytest.mark.parametrize("name", ["spread", "variable"])
-@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
-def test_restart_during_an_episode(fault, name, mode):
-    def constructors() -> list[Any]:
-        return [crashing(MAKERS[name], {(1, 0): Fate(fault, "step", 3)})] * COPIES
-
-    how = {"num_workers": 3, "on_error": "restart"}
-    facade = PettingZooVecEnv(ParallelEnv(constructors(), mode, **how))
-    plain = ParallelEnv(constructors(), mode, **how)
-    with facade, plain:
-        facade.reset()
-        plain.reset()
-        marks = 0
-        for _ in range(6):
-            actions = drawn(facade, facade.possible_agents)
-            returned = facade.step(actions)
-            dicts = plain.step(as_dicts(actions, plain.acting))
-            for side in (returned[4].get("__common__", {}), *(d.get("__common__", {}) for d in dicts[4])):
-                side.pop("error", None)  # names the process
-            returned[4].get("__common__", {}).pop("_error", None)
-            assert_rows(returned, dicts, facade, plain)
-            marks += int(returned[4].get("__common__", {}).get("restarted", np.zeros(COPIES)).sum())
-        assert marks == 1
-
-
 # Attributes
 
 
@@ -252,14 +218,6 @@ def test_views_are_overwritten():
         second = env.step(drawn(env, env.agents))[0]
         assert np.shares_memory(first["agent_0"], second["agent_0"])
         assert not np.array_equal(saved, first["agent_0"])
-
-
-def test_arrays_belong_to_the_caller():
-    with PettingZooVecEnv(ParallelEnv([simple_spread_v3.parallel_env] * 2, backend="serial")) as env:
-        first, _ = env.reset()
-        saved = first["agent_0"].copy()
-        env.step(drawn(env, env.agents))
-        assert np.array_equal(saved, first["agent_0"])
 
 
 def test_attributes_calls_frames_state():
@@ -312,18 +270,6 @@ def env():
         yield made
 
 
-def test_wrong_type_of_env():
-    with pytest.raises(TypeError, match="PettingZooVecEnv takes a ParallelEnv, got VariableAgents"):
-        PettingZooVecEnv(VariableAgents())
-
-
-def test_step_before_reset(env):
-    with pytest.raises(ResetNeeded):
-        env.step(drawn(env, AGENTS))
-    with pytest.raises(ResetNeeded):
-        env.reset(env_ids=[0])
-
-
 def test_missing_action(env):
     env.reset()
     with pytest.raises(ValueError, match="environment 0: no action for agent 'b'"):
@@ -363,45 +309,6 @@ def test_actions_of_another_form(wrong, env):
     with pytest.raises(ValueError, match="agent 'b'"):
         env.step({**drawn(env, AGENTS), "b": wrong})
     assert env.get_attr("time") == (0, 0)
-
-
-def test_calls_with_steps_in_flight(env):
-    env.reset()
-    with pytest.raises(NoAsyncCallError):
-        env.step_wait()
-    env.step_async(drawn(env, AGENTS))
-    with pytest.raises(AlreadyPendingCallError):
-        env.step(drawn(env, AGENTS))
-    with pytest.raises(AlreadyPendingCallError):
-        env.reset()
-    env.step_wait()
-    assert env.get_attr("time") == (1, 1)
-
-
-def test_calls_after_close():
-    parallel = ParallelEnv([VariableAgents] * 2, False, backend="serial")
-    env = PettingZooVecEnv(parallel)
-    env.reset()
-    env.close()
-    env.close()
-    with pytest.raises(ClosedEnvironmentError):
-        env.step({})
-    with pytest.raises(ClosedEnvironmentError):
-        PettingZooVecEnv(parallel)
-
-
-def test_two_facades_of_one_environment():
-    parallel = ParallelEnv([functools.partial(VariableAgents, plain=True)] * 2, backend="serial")
-    first, second = PettingZooVecEnv(parallel), GymnasiumVectorEnv(parallel)
-    first.reset()
-    with pytest.raises(RuntimeError, match="is stepped by a PettingZooVecEnv already"):
-        second.reset()
-    with pytest.raises(RuntimeError, match="make a ParallelEnv for each facade"):
-        second.step(second.action_space.sample())
-    first.step(drawn(first, AGENTS))
-    del first
-    second.reset()
-    second.close()
 
 
 class OpenEnded(gymnasium.Env):

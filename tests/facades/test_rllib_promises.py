@@ -15,14 +15,14 @@ from marl_parallel.vector import RLlibVectorMultiAgentEnv
 
 pytestmark = pytest.mark.needs("ray", "tree", "torch")
 
-RETURNING = ("agents return", "corpses return", "listed again")
+RETURNING = ("agents_return", "corpses_return", "listed_again")
 
 
 class RLlibDriver(Driver):
     modes = (NEXT_STEP,)
     games = tuple(name for name in GAMES if name not in RETURNING)
     """RLlib's episodes cannot hold an agent that comes back while others go on: `test_returning_agents`."""
-    pickled_games = ("agents join", "corpses", "nobody for a step")
+    pickled_games = ("agents_join", "corpses", "nobody_for_a_step")
     masked_games = ()
     """Masks are a part of observations and infos, as the simulator reports them."""
     sends = False

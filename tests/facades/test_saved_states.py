@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.error import ResetNeeded
-from gymnasium.vector.utils import batch_space
 from helpers.batches import grouped_actions
 from helpers.comparison import assert_same
 from helpers.setups import rest
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.mappo_envs import Squad
 from simulators.pymarl_envs import Skirmish
-from simulators.returning_agents import ReturningAgents
 from simulators.rollouts import TruncatedUnseen
 from simulators.team_battles import TeamBattle
 from simulators.variable_agents import VariableAgents, VariableDictAgents
@@ -28,7 +26,6 @@ from marl_parallel.core.spaces import tree_map
 from marl_parallel.vector import (
     ArrayStepper,
     GymnasiumVectorEnv,
-    PettingZooVecEnv,
     ShareVecEnv,
     StackedVecEnv,
     SubprocVecEnv,
@@ -39,13 +36,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=5),
     "variable": VariableAgents,
     "variable dicts": VariableDictAgents,
-    "returning": ReturningAgents,
 }
-CASES = [
-    ("spread", "NEXT_STEP"), ("variable", "SAME_STEP"), ("variable dicts", "NEXT_STEP"), ("returning", "SAME_STEP"),
-]  # fmt: skip
-OTHERS = [(name, mode) for name in MAKERS for mode in ("SAME_STEP", "NEXT_STEP")]
-STEPS = 9
 
 
 def opened(name: str, mode: Any, workers: int, **more: Any) -> ParallelEnv:
@@ -60,66 +51,6 @@ def copied(value: Any) -> Any:
     if hasattr(value, "items"):
         return {key: copied(one) for key, one in value.items()}
     return type(value)(map(copied, value)) if type(value) in (tuple, list) else value
-
-
-def check_facade(
-    first: Any, other: Any, actions: Sequence[Any], seen: Callable[[Any], Any], what_loads: Callable[[Any], Any]
-) -> None:
-    """Load a state of each step in `other`, which must return what `first` returns, and look as it does."""
-    first.reset()
-    states, results = [], []
-    for row in actions:
-        states.append((first.save_state(), copied(seen(first))))
-        results.append(copied(first.step(row)))
-    for start, (state, before) in enumerate(states):
-        observations, _ = other.load_state(state)
-        if start:
-            assert_same(copied(what_loads(observations)), what_loads(results[start - 1][0]), f"loaded at {start}")
-        assert_same(copied(seen(other)), before, f"loaded at {start}")
-        for time in range(start, min(start + 4, len(actions))):
-            assert_same(copied(other.step(actions[time])), results[time], f"loaded at {start}, step {time}")
-    first.close()
-    other.close()
-
-
-def unchanged(value: Any) -> Any:
-    return value
-
-
-@pytest.mark.parametrize(("name", "mode"), [*CASES, *[rest(*one) for one in OTHERS if one not in CASES]])
-def test_stacked(name, mode):
-    first, other = (StackedVecEnv(opened(name, mode, workers), pad=True) for workers in (2, 1))
-    rng = np.random.default_rng(1)
-    actions = [grouped_actions(first, rng) for _ in range(STEPS)]
-
-    def seen(env: StackedVecEnv) -> Any:
-        return env.acting, env.present_next
-
-    check_facade(first, other, actions, seen, unchanged)
-
-
-@pytest.mark.parametrize(("name", "mode"), [*CASES, ("variable", "DISABLED"), rest("returning", "DISABLED")])
-def test_pettingzoo(name, mode):
-    first, other = (PettingZooVecEnv(opened(name, mode, workers)) for workers in (2, 1))
-    rng = np.random.default_rng(1)
-    spaces = {agent: first.single_action_space(agent) for agent in first.possible_agents}
-    spaces = {agent: batch_space(space, 3) for agent, space in spaces.items()}
-    for space in spaces.values():
-        space.seed(int(rng.integers(99)))
-    actions = [{agent: space.sample() for agent, space in spaces.items()} for _ in range(STEPS)]
-
-    def seen(env: PettingZooVecEnv) -> Any:
-        return env.acting, env.present, env.agents, env.over
-
-    check_facade(first, other, actions, seen, unchanged)
-
-
-@pytest.mark.parametrize(("name", "mode"), [*CASES[:3], ("variable", "NEXT_STEP"), rest("spread", "SAME_STEP")])
-def test_gymnasium(name, mode):
-    first, other = (GymnasiumVectorEnv(opened(name, mode, workers)) for workers in (2, 1))
-    first.action_space.seed(3)
-    actions = [first.action_space.sample() for _ in range(STEPS)]
-    check_facade(first, other, actions, lambda env: env.present, unchanged)
 
 
 def test_states_of_another_facade(parallel):

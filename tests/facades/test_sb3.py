@@ -16,7 +16,6 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from helpers import ROOT
 from helpers.batches import all_zero, at, same, sample_rows
 from mpe2 import simple_spread_v3, simple_tag_v3
-from simulators.crashing import Fate, crashing
 from simulators.dict_rules import DictRules
 from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
@@ -158,72 +157,6 @@ def test_rows_equal_the_dicts_of_the_core(how, name):
             assert story.zero_rows > 20
         assert (story.lives > 5) is ("returning" in name)
         facade.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
-@pytest.mark.parametrize("fault", ["raise", "SIGKILL"])
-def test_restart_during_an_episode(fault):
-    """Agents that were alive are truncated; each row of the environment has the mark."""
-    constructors = [crashing(VariableDictAgents, {(1, 0): Fate(fault, "step", 6)})] * COPIES
-    how: dict[str, Any] = {"num_workers": 3, "on_error": "restart"}
-    facade = SB3VecEnv(ParallelEnv(constructors, **how))
-    with ParallelEnv(constructors, **how) as plain:
-        story, marks = ExpectedRows(plain), np.zeros(9, int)
-        story.assert_reset(facade, facade.reset(), plain.reset())
-        for _ in range(2 * LENGTH):
-            actions = sample_rows(facade.action_space, 9)
-            returned, dicts = facade.step(actions), plain.step(story.as_dicts(actions))
-            for row, info in enumerate(returned[3]):
-                common = info.get("__common__", {})
-                if "restarted" in common:
-                    marks[row] += 1
-                    assert "environment 1" in common.pop("error")  # it names the process, too
-            for notes in dicts[4]:
-                notes.get("__common__", {}).pop("error", None)
-            story.assert_step(facade, returned, dicts)
-        assert marks.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0]
-        assert story.deaths > 0
-        facade.close()
-
-
-class ReturnsDeadAgents(VariableDictAgents):
-    """Goes on returning observations, rewards and flags of dead agents."""
-
-    def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
-        observations, rewards, terminateds, truncateds, infos = super().step(actions)
-        for agent in {"a", "b"} - rewards.keys():
-            observations[agent], rewards[agent], terminateds[agent] = self.own.seen(), 100.0, True
-            truncateds[agent] = False
-        return observations, rewards, terminateds, truncateds, infos
-
-
-def test_rows_of_dead_agents_are_zero():
-    facade = build_facade(ReturnsDeadAgents)
-    with ParallelEnv([ReturnsDeadAgents] * COPIES, backend="serial") as plain:
-        story = ExpectedRows(plain)
-        story.assert_reset(facade, facade.reset(), plain.reset())
-        for _ in range(3 * LENGTH):
-            actions = sample_rows(facade.action_space, 9)
-            returned = facade.step(actions)
-            assert returned[1].max() < 100.0
-            story.assert_step(facade, returned, plain.step(story.as_dicts(actions)))
-        assert story.zero_rows > 20
-        facade.close()
-
-
-def test_arrays_belong_to_the_caller():
-    """Stable-Baselines3 keeps observations across steps, also with `copy=False`."""
-    env = build_facade(functools.partial(VariableAgents, plain=True), copy=False)
-    saved, copies = [], []
-    env.reset()
-    for _ in range(2 * LENGTH):
-        observations, rewards, dones, infos = env.step(sample_rows(env.action_space, 9))
-        last = [info["terminal_observation"] for info in infos if "terminal_observation" in info]
-        saved.append((observations, rewards, dones, *last))
-        copies.append(tuple(np.copy(one) for one in saved[-1]))
-    assert all(map(same, saved, copies))
-    assert max(map(len, saved)) > 5
-    env.close()
 
 
 def test_observations_are_copied_once():
@@ -390,18 +323,6 @@ def test_missing_library():
     assert 'pip install "marl-parallel[sb3]", or in a checkout: pip install -e ".[sb3]" (No module named' in done.stderr
 
 
-@pytest.mark.parametrize(("mode", "got"), [(False, "auto_reset=False"), ("NEXT_STEP", 'auto_reset="NEXT_STEP"')])
-def test_wrong_auto_reset_mode(mode, got):
-    parallel = ParallelEnv([VariableAgents], mode, backend="serial")
-    with parallel, pytest.raises(ValueError, match=f"SB3VecEnv needs a ParallelEnv with auto_reset=True, got {got}"):
-        SB3VecEnv(parallel)
-
-
-def test_wrong_type_of_env():
-    with pytest.raises(TypeError, match="takes a ParallelEnv, got VariableAgents"):
-        SB3VecEnv(VariableAgents())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     "options", [[{}], [{}] * 8, [{"hill": 1}] + [{}] * 8], ids=["one", "too few", "a copy taken apart"]
 )
@@ -452,13 +373,6 @@ def test_calls_out_of_order(env):
         SB3VecEnv(env.env)
 
 
-def test_two_facades_of_one_environment(env):
-    other = SB3VecEnv(env.env)
-    env.reset()
-    with pytest.raises(RuntimeError, match="stepped by a SB3VecEnv already"):
-        other.reset()
-
-
 def test_vector_rewards_are_scalarized():
     with pytest.raises(ValueError, match=r"SB3VecEnv takes rewards that are numbers, but agent 'van'.*scalarize="):
         SB3VecEnv(ParallelEnv([Couriers], backend="serial"))
@@ -481,63 +395,3 @@ def test_refused_observation_names_its_part():
     with pytest.raises(ValueError, match=r"agent 'a' observes Dict.* has a part without .*: \['more'\]\[0\], Text"):
         SB3VecEnv(parallel)
     parallel.close()
-
-
-@pytest.mark.parametrize("name", ["spread", "variable", "returning"])
-def test_saved_states(name):
-    """Another `SB3VecEnv` goes on: rows, masks of the dead, and the returns of running episodes."""
-    first, other = (SB3VecEnv(ParallelEnv([MAKERS[name]] * COPIES, backend="serial")) for _ in range(2))
-    actions = [sample_rows(first.action_space, first.num_envs) for _ in range(14)]
-    first.reset()
-    for start in range(10):
-        other.load_state(first.save_state())
-        for row in actions[start : start + 4]:
-            before = first.save_state()
-            results, again = first.step(row), other.step(row)
-            for info in (*results[3], *again[3]):
-                info.get("episode", {}).pop("t", None)  # seconds since the facade was made
-            assert same(again[:3], results[:3])
-            assert str(again[3]) == str(results[3])
-            assert same(other.acting, first.acting)
-            if row is actions[start]:
-                kept = before
-        first.load_state(kept)
-        first.step(actions[start])
-    first.close()
-    other.close()
-
-
-class Relay:
-    """`first` ends in step 3; step 4 raises in the first life."""
-
-    possible_agents = ("first", "second")
-    observation_space = spaces.Dict(dict.fromkeys(possible_agents, spaces.Box(-1, 1, (2,))))
-    action_space = spaces.Dict(dict.fromkeys(possible_agents, spaces.Discrete(2)))
-
-    def __init__(self, restarts: int) -> None:
-        self.raises = restarts == 0
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.time = 0
-        return dict.fromkeys(self.possible_agents, np.ones(2, np.float32)), {}
-
-    def step(self, actions: Any) -> Any:
-        self.time += 1
-        if self.time == 4 and self.raises:
-            raise RuntimeError("the baton is lost")
-        agents = self.possible_agents if self.time <= 3 else ("second",)
-        observations = dict.fromkeys(agents, np.ones(2, np.float32))
-        flags = {"first": True, "__all__": False} if self.time == 3 else {"__all__": False}
-        return observations, dict.fromkeys(agents, 1.0), flags, {"__all__": False}, {}
-
-
-def test_a_restart_right_after_an_end_is_no_return():
-    """The last observations known include that of the agent that has ended; its row has zeros at its second end."""
-    env = SB3VecEnv(ParallelEnv([Relay], backend="serial", on_error="restart"))
-    env.reset()
-    for _ in range(4):
-        _, _, dones, infos = env.step(np.zeros(2, int))
-    assert dones.all()
-    assert [info["TimeLimit.truncated"] for info in infos] == [False, True]
-    assert [info["terminal_observation"].tolist() for info in infos] == [[0, 0], [1, 1]]
-    env.close()

@@ -17,7 +17,7 @@ from simulators.crashing import Fate, crashing
 from simulators.mappo_envs import Drones, K, Particles, Pilots, Pitch, Speakers, Squad, Swimmers, Wings, WorkersLoop
 from simulators.pymarl_envs import Gymma, PlainLoop, Skirmish
 from simulators.team_battles import AGENTS, DictBattle, ParallelBattle, TeamBattle
-from simulators.variable_agents import VariableAgents, VariableDictAgents
+from simulators.variable_agents import VariableAgents
 
 from marl_parallel import EnvError, ParallelEnv, make, vector
 from marl_parallel.vector import DummyVecEnv, ShareDummyVecEnv, ShareSubprocVecEnv, ShareVecEnv, SubprocVecEnv
@@ -277,51 +277,6 @@ def test_infos_are_made_when_somebody_looks(spread):
         infos[2]
 
 
-def test_agents_that_die_are_done_until_the_end():
-    """PettingZoo's rules: the state, the dones of a plain loop, and joined observations where they are requested."""
-    env = ShareVecEnv(
-        ParallelEnv([functools.partial(VariableAgents, plain=True)] * 2, seed=3, num_workers=2), share="joined"
-    )
-    loops = [VariableAgents(seed=3 + i, plain=True) for i in range(2)]
-    _, share_obs, _ = env.reset()
-    for loop, seed in zip(loops, (3, 4)):
-        loop.reset(seed=seed)
-    assert share_obs.shape == (2, 3, 18)
-    rng, died = np.random.default_rng(0), 0
-    for _ in range(60):
-        actions = rng.integers(3, size=(2, 3, 1))
-        obs, share_obs, _, dones, infos, _ = env.step(actions)
-        assert np.array_equal(share_obs, np.repeat(obs.reshape(2, 1, -1), 3, axis=1))
-        for env_id, loop in enumerate(loops):
-            chosen = {a: actions[env_id, i, 0] for i, a in enumerate(loop.possible_agents) if a in loop.agents}
-            seen, _, terminated, truncated, _ = loop.step(chosen)
-            over = not loop.agents
-            assert dones[env_id].tolist() == [over or agent not in loop.agents for agent in loop.possible_agents]
-            died += 0 < len(loop.agents) < 3
-            if over:
-                original = infos[env_id][0]["original_obs"]
-                for row, agent in zip(original, loop.possible_agents):
-                    assert np.array_equal(row, seen.get(agent, np.zeros((2, 3))))
-                is_bad = [info["bad_transition"] for info in infos[env_id]]
-                env_truncated = not all(terminated.values())
-                of_agents = [truncated.get(agent, env_truncated) for agent in loop.possible_agents]
-                assert is_bad == of_agents
-                loop.reset()
-    assert died > 10
-    env.close()
-
-
-def test_agents_that_come_late_are_done_until_then():
-    """Dict rules; `c` joins at the third step. Infos of the environment are in those of each agent."""
-    env = make(functools.partial(VariableDictAgents, plain=True), 1, facade="share", backend="serial", seed=2)
-    env.reset()
-    for time in range(1, 6):
-        *_, dones, infos, _ = env.step(np.zeros((1, 3, 1)))
-        assert dones[0, 2] == (time < 3)
-    assert [info["weather"] for info in infos[0]] == ["rain"] * 3
-    env.close()
-
-
 class Relay:
     """Dict rules: its only agents die together, and come back in the next step; the episode goes on."""
 
@@ -365,17 +320,6 @@ def test_all_dones_mean_that_the_episode_has_ended():
     env.close()
 
 
-def test_turn_based_agents_that_wait_are_not_done():
-    env = make("pettingzoo.classic.tictactoe_v3:env", 2, facade="share", backend="serial")
-    obs, share_obs, available = env.reset()
-    assert (obs.shape, share_obs.shape, available.shape) == ((2, 2, 3, 3, 2), (2, 2, 36), (2, 2, 9))
-    for square in range(4):
-        *_, dones, _, available = env.step(np.full((2, 2, 1), square))
-        assert not dones.any()
-        assert available.any(axis=2).all()
-    env.close()
-
-
 def test_agents_of_different_spaces():
     """Arrays of objects as on-policy's separated runners index them, or padded."""
     with make(simple_speaker_listener_v4.parallel_env, 2, facade="share", backend="serial", seed=1) as env:
@@ -400,26 +344,6 @@ def test_agents_of_different_spaces():
     assert np.array_equal(padded[:, 1], np.array([*by_one_hot[:, 1]]))
     assert np.array_equal(padded[:, 0, :3], np.array([*by_one_hot[:, 0]]))
     assert not padded[:, 0, 3:].any()
-
-
-def test_restart_is_an_end_with_a_bad_transition():
-    """Of a crash; its neighbour goes on. The report is in infos, the last values known are the original ones."""
-    maker = crashing(simple_spread_v3.parallel_env, {(0, 0): Fate("os._exit", after=2)})
-    env = ShareVecEnv(ParallelEnv([maker] * 2, num_workers=2, on_error="restart", seed=42))
-    env.reset()
-    for _ in range(2):
-        obs, share_obs, *_ = env.step(np.ones((2, 3, 1)))
-    _, _, rewards, dones, infos, _ = env.step(np.ones((2, 3, 1)))
-    assert dones.tolist() == [[True] * 3, [False] * 3]
-    assert not rewards[0].any()
-    for info in infos[0]:
-        assert info["bad_transition"] is True
-        assert info["restarted"] is True
-        assert "exit code 7" in info["error"]
-    assert np.array_equal(infos[0][0]["original_obs"], obs[0])
-    assert np.array_equal(infos[0][0]["original_state"], share_obs[0])
-    assert infos[1] == [{"bad_transition": False}] * 3
-    env.close()
 
 
 @pytest.mark.parametrize("fault", ["raise", "os._exit"])

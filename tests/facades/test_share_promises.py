@@ -139,10 +139,10 @@ class DropInDriver(ShareDriver):
     """Makes its own `ParallelEnv`."""
 
     is_drop_in = True
-    games = ("agents die", "agents join", "corpses return", "turns", "masks")
-    restarted_games = ("all live", "agents join")
-    pickled_games = ("corpses return",)
-    saved_games = ("agents die",)
+    games = ("agents_die", "agents_join", "corpses_return", "turns", "masks")
+    restarted_games = ("all_live", "agents_join")
+    pickled_games = ("corpses_return",)
+    saved_games = ("agents_die",)
     masked_games = ("masks",)
 
     def __init__(self, kind: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import subprocess
 import sys
 import warnings
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from gymnasium.error import ClosedEnvironmentError
 from helpers import ROOT
 from helpers.comparison import assert_same
 from helpers.tensors import TorchRLComparison
@@ -34,7 +33,7 @@ from torchrl.record.loggers import CSVLogger
 
 from marl_parallel import ParallelEnv
 from marl_parallel.core.columns import ArrayColumn, NumberColumn
-from marl_parallel.vector import PettingZooVecEnv, TorchRLEnv
+from marl_parallel.vector import TorchRLEnv
 
 pytestmark = pytest.mark.needs("torchrl")
 
@@ -89,20 +88,6 @@ def test_tensors_with_different_groups(group_map, parallel):
         comparison.step()
     assert comparison.ends >= 3
     assert comparison.deaths
-
-
-@pytest.mark.parametrize("copy", [True, False])
-def test_tensors_are_not_overwritten(copy, parallel):
-    """A rollout keeps the tensors of every step until it stacks them."""
-    env = TorchRLEnv(parallel(StackableAgents, copy=copy))
-    data = env.reset()
-    saved = []
-    for _ in range(4):
-        data = env.rand_action(data)
-        data, following = env.step_and_maybe_reset(data)
-        saved.append((data["next"], data["next"].clone()))
-        data = following
-    assert all((now == before).all() for now, before in saved)
 
 
 def test_observations_are_not_copied_again(parallel):
@@ -180,18 +165,6 @@ def test_check_env_specs(name, parallel):
     )
     for step in rollout["next"].unbind(1):
         assert env.observation_spec.contains(step.select(*env.observation_spec.keys(True, True)))
-
-
-def test_partial_resets(parallel):
-    env, core = (parallel(StackableAgents) for _ in range(2))
-    torch_env = TorchRLEnv(env)
-    data, (seen, _) = torch_env.reset(), core.reset()
-    data["_reset"] = torch.tensor([[False], [True], [False]])
-    following = torch_env.reset(data)
-    ((fresh,), _) = core.reset(env_ids=[1])
-    for i, expected in enumerate([seen[0], fresh, seen[2]]):
-        assert_same(following["cow", "observation"][i].numpy(), np.stack([*expected.values()]))
-    assert env.stats().resets == core.stats().resets == 4
 
 
 def test_resets_by_the_masks_of_groups(parallel):
@@ -394,27 +367,6 @@ def one_space(agent: str) -> Callable[[int], EverySpace]:
 # -- wrong use ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [True, "NEXT_STEP"])
-def test_wrong_auto_reset_mode(mode, parallel):
-    with pytest.raises(ValueError, match="TorchRLEnv needs a ParallelEnv with auto_reset=False, got auto_reset="):
-        TorchRLEnv(parallel(StackableAgents, auto_reset=mode))
-
-
-def test_wrong_type_of_env():
-    with pytest.raises(TypeError, match="TorchRLEnv takes a ParallelEnv, got StackableAgents: pass ParallelEnv"):
-        TorchRLEnv(StackableAgents())
-
-
-def test_before_the_first_reset(parallel):
-    env = TorchRLEnv(parallel(StackableAgents))
-    with pytest.raises(ResetNeeded):
-        env.step(env.rand_action(env.fake_tensordict().exclude("next")))
-    data = env.fake_tensordict().exclude("next")
-    data["_reset"] = torch.tensor([[True], [False], [False]])
-    with pytest.raises(ResetNeeded):
-        env.reset(data)
-
-
 def test_missing_actions(parallel):
     env = TorchRLEnv(parallel(StackableAgents))
     data = env.reset()
@@ -430,14 +382,6 @@ def test_missing_actions(parallel):
         env.step(data)
 
 
-def test_two_facades_of_one_environment(parallel):
-    core = parallel(StackableAgents)
-    env, other = TorchRLEnv(core), PettingZooVecEnv(core)
-    other.reset()
-    with pytest.raises(RuntimeError, match="stepped by a PettingZooVecEnv already"):
-        env.reset()
-
-
 def test_calls_after_close(parallel):
     env = TorchRLEnv(parallel(StackableAgents))
     data = env.rand_action(env.reset())
@@ -451,13 +395,6 @@ def test_calls_after_close(parallel):
         env.reset()
     with pytest.raises(ClosedEnvironmentError):
         TorchRLEnv(env.env)
-
-
-def test_deleted_facade_closes_nothing(parallel):
-    core = parallel(StackableAgents)
-    TorchRLEnv(core).reset()
-    gc.collect()
-    assert len(core.step([dict.fromkeys(acting, 5) for acting in core.acting])[0]) == 3
 
 
 def test_missing_library():
@@ -558,26 +495,3 @@ def test_refused_space_names_its_part():
     with pytest.raises(ValueError, match=r"'a': the observation space Dict.* cannot become .* \['mission'\], Text"):
         TorchRLEnv(parallel)
     parallel.close()
-
-
-def test_saved_states():
-    """Another `TorchRLEnv` goes on from the tensors that it returns."""
-    first, other = (TorchRLEnv(ParallelEnv([StackableAgents] * 3, False, backend="serial")) for _ in range(2))
-    current = first.reset()
-    for _ in range(6):
-        states = first.save_state()
-        assert_same_tensors(other.load_state(states), current)
-        acted = first.rand_action(current)
-        stepped, again = first.step(acted.clone()), other.step(acted.clone())
-        assert_same_tensors(again["next"], stepped["next"])
-        current = stepped["next"].exclude("reward", *[(group, "reward") for group in first.group_map])
-        if current["done"].any():
-            current = first.reset(current.set("_reset", current["done"].clone()))
-            assert_same_tensors(other.load_state(first.save_state()), current)
-    first.close()
-    other.close()
-
-
-def assert_same_tensors(actual: Any, expected: Any) -> None:
-    for key in expected.keys(include_nested=True, leaves_only=True):
-        assert torch.equal(actual[key], expected[key]), key

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("torchrl")
 
 class TorchRLDriver(Driver):
     modes = (DISABLED,)
-    masked_games = ("masks", "masks of the dead")
+    masked_games = ("masks", "masks_of_the_dead")
     sends = False
     copies = True
     refusals = (ValueError, IndexError)

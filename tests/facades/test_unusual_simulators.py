@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from helpers.comparison import assert_same
 from simulators.dict_rules import DictRules
 
@@ -86,17 +85,6 @@ def _at(value: Any, row: int) -> Any:
     return {key: child[row] for key, child in value.items()} if isinstance(value, dict) else value[row]
 
 
-@TRAVELS
-def test_writing_into_returned_arrays_changes_nothing(shared_memory, by_agent):
-    env = by_agent(False, shared_memory)
-    env.reset()
-    observations, *_ = env.step(NOBODY)
-    observations["b"][...], env.present["b"][...] = 7, False
-    observations, _ = env.reset(env_ids=[0])
-    assert observations["b"].ravel().tolist() == [0, 1]
-    assert env.present["b"].tolist() == [True, True]
-
-
 def test_partial_reset_after_a_restart():
     class Dying(DictRules):
         def __init__(self, env_id: int, restarts: int) -> None:
@@ -143,30 +131,6 @@ def test_pettingzoo_loop_ends_with_the_episode():
         assert steps == 3
         assert terminations == {"a": True, "b": True}
         assert truncations == {"a": False, "b": False}
-
-
-def test_death_is_reported_once(in_rows):
-    env = RecordEpisodeStatistics(in_rows(length=6, flags=lambda time: {"a": time >= 2}))
-    for _ in range(2):
-        env.reset()
-        results = [env.step(np.zeros(4, np.int64)) for _ in range(6)]
-        assert [step[2][:2].tolist() for step in results] == [
-            [False, False], [True, False], [False, False], [False, False], [False, False], [True, True],
-        ]  # fmt: skip
-        assert [step[0][0, 0] for step in results] == [1, 2, 0, 0, 0, 0]
-        assert [step[1][0] for step in results] == [1, 1, 0, 0, 0, 0]
-        assert [step[4]["present"][0] for step in results] == [True, True, False, False, False, False]
-        assert [step[0][1, 0] for step in results] == [1, 2, 3, 4, 5, 6]
-    assert env.episode_count == 2 * 2 * 3
-
-
-def test_dead_agents_return_in_the_next_episode(in_rows):
-    env = in_rows("SAME_STEP", length=3, flags=lambda time: {"a": time >= 1})
-    env.reset()
-    results = [env.step(np.zeros(4, np.int64)) for _ in range(4)]
-    assert [step[0][0, 0] for step in results] == [1, 0, 0, 1]
-    assert [bool(step[4]["present"][0]) for step in results] == [True, False, True, True]
-    assert [bool(step[2][0]) for step in results] == [True, False, True, True]
 
 
 @TRAVELS

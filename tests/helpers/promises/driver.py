@@ -47,10 +47,10 @@ class Driver:
 
     modes: Sequence[AutoresetMode] = (SAME_STEP, NEXT_STEP, DISABLED)
     games: Sequence[str] = tuple(GAMES)
-    restarted_games: Sequence[str] = ("all live", "agents die", "agents join")
-    pickled_games: Sequence[str] = ("agents join", "agents return", "corpses return")
-    saved_games: Sequence[str] = ("agents die", "agents return", "corpses return", "masks of the dead")
-    masked_games: Sequence[str] = ("masks", "masks in infos", "masks of the dead")
+    restarted_games: Sequence[str] = ("all_live", "agents_die", "agents_join")
+    pickled_games: Sequence[str] = ("agents_join", "agents_return", "corpses_return")
+    saved_games: Sequence[str] = ("agents_die", "agents_return", "corpses_return", "masks_of_the_dead")
+    masked_games: Sequence[str] = ("masks", "masks_in_infos", "masks_of_the_dead")
     is_drop_in = False
     sends = True
     refuses_reset_in_flight = True

@@ -69,16 +69,16 @@ def team(how: str) -> list[Life]:
 
 
 GAMES: dict[str, Script] = {
-    "all live": Script(lives=dict.fromkeys(AGENTS, team(TRUNCATED)), infos=True),
-    "all win": Script(lives=dict.fromkeys(AGENTS, team(TERMINATED)), length=2),
-    "agents die": Script(
+    "all_live": Script(lives=dict.fromkeys(AGENTS, team(TRUNCATED)), infos=True),
+    "all_win": Script(lives=dict.fromkeys(AGENTS, team(TERMINATED)), length=2),
+    "agents_die": Script(
         lives={
             "agent_0": [Life(0, 1, TERMINATED)], "agent_1": [Life(0, 2, TRUNCATED)], "agent_2": team(TERMINATED),
         },
         length=4, infos=True,
     ),
-    "dict end": Script("dicts", end=TERMINATED, infos=True),
-    "agents join": Script(
+    "dict_end": Script("dicts", end=TERMINATED, infos=True),
+    "agents_join": Script(
         "dicts",
         lives={"agent_0": team(TERMINATED), "agent_1": [Life(1, 2, TRUNCATED)], "agent_2": [Life(2)]},
         length=4, infos=True,
@@ -88,7 +88,7 @@ GAMES: dict[str, Script] = {
         lives={"agent_0": [Life(0, 1, TERMINATED)], "agent_1": [Life(0, 2, TRUNCATED)]},
         length=4, corpses=True,
     ),
-    "agents return": Script(
+    "agents_return": Script(
         "dicts",
         lives={
             "agent_0": [Life(0, 1, TERMINATED), Life(2, 3, TRUNCATED), Life(5)],
@@ -97,7 +97,7 @@ GAMES: dict[str, Script] = {
         },
         length=6,
     ),
-    "corpses return": Script(
+    "corpses_return": Script(
         "dicts",
         lives={
             "agent_0": [Life(0, 1, TERMINATED), Life(3)],
@@ -105,24 +105,24 @@ GAMES: dict[str, Script] = {
         },
         length=5, corpses=True,
     ),
-    "nobody for a step": Script(
+    "nobody_for_a_step": Script(
         "dicts",
         lives={agent: [Life(0, 1, TERMINATED), Life(3, None, how)] for agent, how in
                zip(AGENTS, (TERMINATED, TRUNCATED, None))},
         length=4,
     ),
-    "listed again": Script(
+    "listed_again": Script(
         lives={
             "agent_0": [Life(0, 1, TERMINATED), Life(3, None, TRUNCATED)],
             "agent_1": [Life(0, 2, TRUNCATED)], "agent_2": team(TRUNCATED),
         },
         length=4,
     ),
-    "one observes": Script("dicts", length=5, one_observes=True),
+    "one_observes": Script("dicts", length=5, one_observes=True),
     "turns": Script("turns", lives={**dict.fromkeys(AGENTS, team(TERMINATED))}, length=5),
     "masks": Script(lives=dict.fromkeys(AGENTS, team(TRUNCATED)), masks="observations"),
-    "masks in infos": Script(lives=dict.fromkeys(AGENTS, team(TRUNCATED)), masks="infos"),
-    "masks of the dead": Script(
+    "masks_in_infos": Script(lives=dict.fromkeys(AGENTS, team(TRUNCATED)), masks="infos"),
+    "masks_of_the_dead": Script(
         lives={"agent_0": [Life(0, 1, TERMINATED)], "agent_1": team(TRUNCATED), "agent_2": team(TERMINATED)},
         masks="observations",
     ),

@@ -22,10 +22,10 @@ ENVS, STEPS = 3, 12
 MODES = (SAME_STEP, NEXT_STEP, DISABLED)
 FAULTS = {
     "step": Fault("step", 1, 2),
-    "first step": Fault("step", 2, 1),
+    "first_step": Fault("step", 2, 1),
     "reset": Fault("reset", 2),
-    "first reset": Fault("reset", 1),
-    "after a death": Fault("step", 1, 3),
+    "first_reset": Fault("reset", 1),
+    "after_a_death": Fault("step", 1, 3),
 }
 """When a simulator breaks: in the middle of an episode, right after an automatic reset, in it, at once, and in the step
 after the end of an agent."""
@@ -309,7 +309,7 @@ class Promises:
     def test_wrong_type(self, runs):
         if not self.driver.is_drop_in:
             name = type(self.run(runs).facade).__name__
-            for wrong in (make(GAMES["all live"])(), "game", None):
+            for wrong in (make(GAMES["all_live"])(), "game", None):
                 with pytest.raises(TypeError, match=f"{name} takes a ParallelEnv, got {type(wrong).__name__}"):
                     self.driver.make(wrong)  # type: ignore[arg-type]
 
