@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -157,7 +158,6 @@ class Game:
         self.script, self.env_id, self.restarts = script, env_id, restarts
         self.fault = fault if env_id == 1 and restarts == 0 else None
         self.episode = self.time = self.total = 0
-        self.level = 0  # for `set_attr`
 
     @property
     def shift(self) -> int:
@@ -251,9 +251,6 @@ class Game:
     def state(self) -> np.ndarray:
         return np.array([self.episode, self.time, self.total], np.float32)
 
-    def twice(self, number: int) -> int:
-        return 2 * number + self.level
-
 
 VIEWS = {"observations": MASKED_VIEW}
 
@@ -268,7 +265,6 @@ class PettingZooGame(PettingZooEnv):
     def __init__(self, script: Script, fault: Fault | None = None, env_id: int = 0, restarts: int = 0) -> None:
         self.game, self.agents = Game(script, fault, env_id, restarts), []
         self.seen = VIEWS.get(script.masks or "", VIEW)
-        self.level = 0
 
     def observation_space(self, agent: str) -> Any:
         return self.seen
@@ -290,9 +286,6 @@ class PettingZooGame(PettingZooEnv):
     def state(self) -> np.ndarray:
         return self.game.state()
 
-    def twice(self, number: int) -> int:
-        return 2 * number + self.level
-
 
 class DictGame(gymnasium.Env):
     """Under the rules of dicts, with `__all__`."""
@@ -303,7 +296,6 @@ class DictGame(gymnasium.Env):
         seen = VIEWS.get(script.masks or "", VIEW)
         self.observation_space = spaces.Dict(dict.fromkeys(AGENTS, seen))
         self.action_space = spaces.Dict({agent: spaces.Discrete(ACTIONS) for agent in AGENTS})
-        self.level = 0
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         return self.game.begin()
@@ -314,9 +306,6 @@ class DictGame(gymnasium.Env):
         for flags, kind in ((terminateds, TERMINATED), (truncateds, TRUNCATED)):
             flags["__all__"] = is_over and self.game.script.end == kind
         return observations, rewards, terminateds, truncateds, infos
-
-    def twice(self, number: int) -> int:
-        return 2 * number + self.level
 
 
 class TurnGame(AECEnv):
@@ -329,7 +318,6 @@ class TurnGame(AECEnv):
     def __init__(self, script: Script, fault: Fault | None = None, env_id: int = 0, restarts: int = 0) -> None:
         super().__init__()
         self.game = Game(script, fault, env_id, restarts)
-        self.level = 0
         self.agents, self.agent_selection = [], AGENTS[0]
 
     def observation_space(self, agent: str) -> Any:
@@ -360,9 +348,6 @@ class TurnGame(AECEnv):
         self.rewards = rewards
         self.agent_selection = AGENTS[self.game.time % 3]
         self._accumulate_rewards()
-
-    def twice(self, number: int) -> int:
-        return 2 * number + self.level
 
 
 class TeamGame:
@@ -404,11 +389,10 @@ class TeamGame:
 KINDS: dict[str, Any] = {"pettingzoo": PettingZooGame, "dicts": DictGame, "turns": TurnGame, "team": TeamGame}
 
 
-class make:  # noqa: N801
+def make(script: Script, fault: Fault | None = None) -> Callable[..., Any]:
     """A constructor of the games of a script, for a `ParallelEnv`."""
 
-    def __init__(self, script: Script, fault: Fault | None = None) -> None:
-        self.script, self.fault = script, fault
+    def constructor(env_id: int = 0, restarts: int = 0) -> Any:
+        return KINDS[script.rules](script, fault, env_id, restarts)
 
-    def __call__(self, env_id: int = 0, restarts: int = 0) -> Any:
-        return KINDS[self.script.rules](self.script, self.fault, env_id, restarts)
+    return constructor
