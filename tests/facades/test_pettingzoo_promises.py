@@ -71,8 +71,8 @@ class PettingZooDriver(Driver):
             "infos": moment.infos,
             "rewards": of_all(moment.rewards, 0.0),
             "present": {agent: agent in moment.observed or agent in moment.rewards for agent in AGENTS},
-            "terminations": {agent: moment.inherited_again(agent)[0] for agent in AGENTS},
-            "truncations": {agent: moment.inherited_again(agent)[1] for agent in AGENTS},
+            "terminations": {agent: moment.inherited(agent)[0] for agent in AGENTS},
+            "truncations": {agent: moment.inherited(agent)[1] for agent in AGENTS},
         }
 
 

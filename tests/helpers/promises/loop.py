@@ -88,14 +88,6 @@ class Moment:
         """Its own flags; at the end of an episode, the environment's for an agent that took part and has none."""
         return self.over if not any(self.own(agent)) and agent in self.took_part else self.own(agent)
 
-    def inherited_again(self, agent: str) -> tuple[bool, bool]:
-        """As `inherited`, with an exception: a restart truncates agents once more that ended in the step before.
-
-        Their last observations are shown again, unless the next episode has begun (SAME_STEP).
-        """
-        again = self.interrupted and self.mode is not AutoresetMode.SAME_STEP and agent in self.observed
-        return self.over if again and not any(self.own(agent)) else self.inherited(agent)
-
 
 class Loop:
     """One environment, in a mode of automatic resets; a fault restarts it, as `on_error="restart"`."""
