@@ -183,7 +183,7 @@ def made_log_dir(path: str | os.PathLike[str]) -> Path:
 
 def check_isolate_rng(isolate_rng: bool, backend: Backend) -> None:
     """Raise `ValueError` for True if workers use the same generators at the same time."""
-    if isolate_rng and not backend.can_isolate_rng:
+    if isolate_rng and not backend.capabilities.can_isolate_rng:
         raise ValueError(
             "isolate_rng=True is impossible with threads, which use the generators of this process at the same time: "
             'pass backend="process" or "serial"'
@@ -200,7 +200,7 @@ def warn_of_in_line(
     restarts: bool,
 ) -> None:
     """Warn of arguments that need worker processes, if the caller's own thread steps some environments."""
-    if not backend.can_kill or not backend.in_line:
+    if not backend.capabilities.can_kill or not backend.in_line:
         return
     lacking = [*unenforced]
     if recycle is not None:
@@ -235,7 +235,7 @@ def workers_for(num_envs: int, num_workers: int | None, envs_per_worker: int | N
     available = backend.capacity()
     if workers is None:
         return min(num_envs, available)
-    if workers > available and backend.side_by_side:
+    if workers > available and backend.capabilities.side_by_side:
         warn(
             f"{workers} workers share {available} CPUs and slow each other down: pass num_workers={available}, or "
             "ignore this if the simulators mostly wait",

@@ -289,7 +289,7 @@ class ParallelEnv:
             pool.extend(at_resets, rebuilds)
             if kept_steps is not None:
                 pool.extend(Histories(pool, *kept_steps, transitions, envs.construction, envs.local_modules))
-            if faults.recycle is not None or backend.moves:
+            if faults.recycle is not None or backend.moves is not None:
                 policy = faults.recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
                 self._recycling = Recycling(pool, rebuilds, transitions, policy, backend.clock() - began)
                 pool.extend(self._recycling)
@@ -605,7 +605,8 @@ class ParallelEnv:
         return int(pool.alone("", self._rebalance, pool))
 
     def _rebalance(self, pool: Pool) -> int:
-        moved = pool.backend.rebalance([*pool.present_shares()])
+        moves = pool.backend.moves
+        moved = 0 if moves is None else moves.rebalance([*pool.present_shares()])
         if moved and self._recycling is not None:
             self._recycling.look_soon()
         return moved
@@ -1177,10 +1178,10 @@ def _open_backend(settings: Settings, log_dir: Path | None) -> Backend:
     threads = None if workers.worker_threads is None else operator.index(workers.worker_threads)
     opened = open_backend(workers.backend, worker_threads=threads, wait=workers.wait)
     arguments.check_isolate_rng(settings.episodes.isolate_rng, opened)
-    if timeouts and not opened.enforces_timeouts:
+    if timeouts and not opened.capabilities.enforces_timeouts:
         warn(f"{', '.join(timeouts)} cannot be enforced by backend={workers.backend!r}", RuntimeWarning)
     opened.forward_logs = settings.output.forward_logs
-    if opened.keeps_logs:
+    if opened.capabilities.keeps_logs:
         opened.log_dir = log_dir
     elif settings.output.log_dir is not None:
         warn(
@@ -1250,9 +1251,9 @@ def _attach(pool: Pool, envs: _Environments, settings: Settings) -> tuple[BlockT
     """Allocate the block of all transitions, and let the workers attach to it."""
     episodes, arrays = settings.episodes, settings.workers.shared_memory
     layout = Layout(envs.schema, len(pool.slots), arrays=arrays)
-    memory = pool.backend.allocate(layout)
+    memory = pool.backend.allocate(layout.nbytes, layout)
     compiled = codec == "c"
-    infos_in_block = compiled and pool.backend.shares_memory
+    infos_in_block = compiled and pool.backend.capabilities.shares_memory
     block = Block(len(pool.slots), arrays, compiled, infos_in_block, envs.common)
     pool.execute(dict.fromkeys(range(len(pool.shares)), Request(Message.ATTACH, None, block)))
     transitions = BlockTransitions(
@@ -1268,7 +1269,7 @@ def _warn_of_unknown_memory(settings: Settings, backend: Backend, worker: int) -
     recycle = settings.faults.recycle
     if recycle is None or (recycle.max_memory_mb is None and recycle.kill_above_mb is None):
         return
-    if backend.memory(worker) is None and not (backend.can_kill and worker in backend.in_line):
+    if backend.memory(worker) is None and not (backend.capabilities.can_kill and worker in backend.in_line):
         warn(
             f"max_memory_mb and kill_above_mb of {recycle} have no effect with backend={settings.workers.backend!r}: "
             "the memory of its workers is unknown. It is known for worker processes, on Linux or if psutil is "

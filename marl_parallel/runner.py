@@ -413,7 +413,7 @@ class BatchRunner:
         """
         self.check_idle("rollout_buffer")
         workers = self.workers
-        if workers is None or not workers.pool.backend.shares_memory:
+        if workers is None or not workers.pool.backend.capabilities.shares_memory:
             return None
         layout, codec = workers.transitions.layout, workers.transitions.codec
         if codec is None or not layout.agents or layout.observations.agents != self.schema.possible_agents:
@@ -424,7 +424,7 @@ class BatchRunner:
             if buffer.nbytes > start:
                 buffer = RolloutBuffer(layout, num_times, max(stop, buffer.start), more)
         nbytes = max([buffer.nbytes, *[stop for *_, stop in self._memory]])
-        memory = (ctypes.c_char * nbytes).from_buffer(workers.pool.backend.extend(nbytes))  # only arrays refer to it
+        memory = (ctypes.c_char * nbytes).from_buffer(workers.pool.backend.allocate(nbytes))  # only arrays refer to it
         buffer.bind(memory)
         self._memory.append((weakref.ref(memory), buffer.start, buffer.nbytes))
         self._have_written(workers, self._outputs._replace(rollout=(buffer.start, num_times)))

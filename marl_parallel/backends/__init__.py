@@ -29,7 +29,9 @@ def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: st
             f'wait={wait!r} affects worker processes only: pass backend="process" or "hybrid", or leave wait out'
         )
     if isinstance(backend, Backend):
-        backend.claim()
+        if backend._is_used:
+            raise ValueError("a backend serves one ParallelEnv, once; create a new one for each")
+        backend._is_used = True
         return backend
     if not isinstance(backend, str):
         raise TypeError(f"backend must be one of {', '.join(NAMES)} or a Backend, got {backend!r}")

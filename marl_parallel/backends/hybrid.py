@@ -17,7 +17,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from marl_parallel.core.backend import Backend
+from marl_parallel.core.backend import Backend, Capabilities
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Reply, Request
 from marl_parallel.core.worker import Worker
 
@@ -44,10 +45,7 @@ class HybridBackend(Backend):
         processes: The other workers' backend, not yet started.
     """
 
-    shares_memory = True
-    same_machine = True
-    has_standbys = True
-    keeps_logs = True
+    capabilities = Capabilities(shares_memory=True, has_standbys=True, same_machine=True, keeps_logs=True)
     in_line = frozenset({_OWN})
 
     def __init__(self, processes: ProcessBackend | PortableProcessBackend) -> None:
@@ -68,7 +66,7 @@ class HybridBackend(Backend):
         self.statuses = processes.statuses  # the list itself, which also gets the statuses of later workers
 
         def arrays() -> int:
-            fd = processes.array_file()
+            fd = processes.array_file
             return -1 if fd is None else fd
 
         self._worker = Worker(self.statuses[_OWN], lambda _: self._block, in_line=True, arrays=arrays)
@@ -77,12 +75,13 @@ class HybridBackend(Backend):
         """By environment of worker 0, the object that its constructor has returned."""
         return {} if self._worker is None else self._worker.simulators()
 
-    def extend(self, nbytes: int) -> Any:
-        self._block = self._processes.extend(nbytes)
+    def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
+        self._block = self._processes.allocate(nbytes)
         return self._block
 
+    @property
     def array_file(self) -> int | None:
-        return self._processes.array_file()
+        return self._processes.array_file
 
     # -- requests and replies ------------------------------------------------------------------------------------------
 
@@ -119,7 +118,7 @@ class HybridBackend(Backend):
             self._replies.clear()
             return True
         self._note_posted(others)
-        self.awake = self.clock()
+        self.in_line_until = self.clock()
         return False
 
     def _step_own(self) -> bool:
@@ -162,7 +161,7 @@ class HybridBackend(Backend):
 
         if self._worker is not None:
             self._worker.execute(part.request, keep)
-        self.awake = self.clock()
+        self.in_line_until = self.clock()
 
     def _replies_of_others(self, timeout: float | None, at_least: int) -> list[tuple[int, Reply | Lost]]:
         replies = self._processes.wait(timeout, at_least)

@@ -21,7 +21,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from marl_parallel.core.advice import naming_limits
-from marl_parallel.core.backend import Backend
+from marl_parallel.core.backend import Backend, Capabilities
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.neighbours import Neighbours
 from marl_parallel.core.worker import Worker
@@ -32,9 +33,6 @@ _IDLE_ENDS_WITHIN_S = 0.1  # a thread that has nothing to do
 
 
 class _LocalBackend(Backend):
-    can_kill = False
-    pickles = False
-    shares_memory = True
     own_thread = True  # whether each worker has one
 
     def __init__(self) -> None:
@@ -53,11 +51,12 @@ class _LocalBackend(Backend):
             for status in self.statuses
         ]
 
+    @property
     def array_file(self) -> int | None:
         return self._arrays.fd
 
     @naming_limits()
-    def extend(self, nbytes: int) -> Any:
+    def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
         self.block = mmap.mmap(-1, nbytes)
         return self.block
 
@@ -80,8 +79,9 @@ class _LocalBackend(Backend):
 class SerialBackend(_LocalBackend):
     """No parallelism, for debugging."""
 
-    enforces_timeouts = False
-    side_by_side = False
+    capabilities = Capabilities(
+        enforces_timeouts=False, can_kill=False, side_by_side=False, shares_memory=True, pickles=False
+    )
     own_thread = False
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class SerialBackend(_LocalBackend):
 class ThreadBackend(_LocalBackend):
     """One thread for each worker, a queue to each and one queue back."""
 
-    can_isolate_rng = False
+    capabilities = Capabilities(can_kill=False, shares_memory=True, can_isolate_rng=False, pickles=False)
 
     def __init__(self) -> None:
         super().__init__()

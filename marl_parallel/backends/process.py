@@ -45,8 +45,8 @@ from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapp
 from marl_parallel.backends.relay import Relay
 from marl_parallel.core import codec, reports, sharing
 from marl_parallel.core.advice import name_limit, naming_limits
-from marl_parallel.core.backend import Backend, most_workers, usable_cpus
-from marl_parallel.core.columns import span_of
+from marl_parallel.core.backend import Backend, Capabilities, most_workers, usable_cpus
+from marl_parallel.core.columns import Layout, span_of
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request, answer
 from marl_parallel.core.script_names import open_script_of_worker
@@ -364,10 +364,7 @@ class _Handle:
 class ProcessBackend(Backend):
     """One process for each worker; `threads` limits its BLAS, OpenMP and torch threads, None does not."""
 
-    shares_memory = True
-    same_machine = True
-    has_standbys = True
-    keeps_logs = True
+    capabilities = Capabilities(shares_memory=True, has_standbys=True, same_machine=True, keeps_logs=True)
 
     def __init__(self, *, threads: int | None = 1, wait: str = "adaptive") -> None:
         self._threads, self._wait = threads, wait
@@ -494,9 +491,10 @@ class ProcessBackend(Backend):
         self._partial.pop(worker, None)
         self.add(worker, old.share)
 
-    def extend(self, nbytes: int) -> Any:
+    def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
         return self._records.allocate(nbytes)
 
+    @property
     def array_file(self) -> int | None:
         return self._arrays.fd
 

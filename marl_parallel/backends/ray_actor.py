@@ -158,7 +158,7 @@ class RayActor:
 
     def allocate(self, places: RecordPlaces) -> None:
         with self._turns.first():
-            self._slices = RecordSlices(places, self._backend.extend(places.nbytes))
+            self._slices = RecordSlices(places, self._backend.allocate(places.nbytes))
 
     def _start(self, worker: int, start: int, share: Sequence[int]) -> None:
         """Start a worker, or another one in its place."""

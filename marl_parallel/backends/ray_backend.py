@@ -29,7 +29,7 @@ from marl_parallel.backends.ray_assignment import Assignment
 from marl_parallel.backends.ray_cluster import connect, disconnect, has_own_cluster
 from marl_parallel.backends.ray_exchange import ANSWERS_WITHIN_S, Actor, answer_of, reason_of, results_of
 from marl_parallel.backends.ray_placement import Placement
-from marl_parallel.core.backend import Backend, most_workers, usable_cpus
+from marl_parallel.core.backend import Backend, Capabilities, Moves, most_workers, usable_cpus
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, RecordPlaces, RecordSlices
@@ -77,8 +77,7 @@ class RayBackend(Backend):
         4
     """
 
-    has_standbys = True
-    moves = True
+    capabilities = Capabilities(has_standbys=True)
 
     def __init__(
         self,
@@ -131,7 +130,7 @@ class RayBackend(Backend):
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         most = most_workers(shares)
-        self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
+        self.statuses = [_ActorStatus(self._workers, worker) for worker in range(most)]
         self._connect(start=True)
         if has_own_cluster():
             self._placement.take_slots()
@@ -144,8 +143,9 @@ class RayBackend(Backend):
             self.stop(0.0)
             raise
 
-    def allocate(self, layout: Layout) -> Any:
-        block = mmap.mmap(-1, layout.nbytes)
+    def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
+        assert layout is not None
+        block = mmap.mmap(-1, nbytes)
         self._slices = RecordSlices(layout, block)
         self._workers.record_places = RecordPlaces.of(layout)
         allocated = [actor.control("allocate", self._workers.record_places) for actor in self._workers.actors]
@@ -170,16 +170,20 @@ class RayBackend(Backend):
     def replace(self, worker: int) -> None:
         if self._is_connected():  # else closed meanwhile by a signal handler
             self._workers.replace(worker)
-            self.statuses[worker] = WorkerStatus(bytearray(WorkerStatus.NBYTES))
+            self.statuses[worker] = _ActorStatus(self._workers, worker)
 
     def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         if self._is_connected():
             assert beside is not None
             self._workers.add(worker, share, beside)
-            self.statuses[worker] = WorkerStatus(bytearray(WorkerStatus.NBYTES))
+            self.statuses[worker] = _ActorStatus(self._workers, worker)
 
     def remove(self, worker: int, *, kill: bool) -> bool:
         return self._workers.remove(worker, kill=kill)
+
+    @property
+    def moves(self) -> Moves:
+        return self
 
     def leaving(self) -> Collection[int]:
         return self._workers.leaving() if ray.is_initialized() else ()
@@ -345,15 +349,7 @@ class RayBackend(Backend):
             if (answer := answer_of(ref)) is not None:
                 now, statuses = answer
                 actor.copy_statuses(now, statuses, self.statuses)
-        self.looking_s += time.monotonic() - self._looked
-
-    def ready_since(self, worker: int) -> float:
-        actor = self._workers.actor_of(worker)
-        return 0.0 if actor is None else actor.ready
-
-    def ahead(self, worker: int) -> float:
-        actor = self._workers.actor_of(worker)
-        return 0.0 if actor is None else actor.clock_offset
+        self.seconds_in_look += time.monotonic() - self._looked
 
     def _actor_that_answers(self, worker: int) -> Actor | None:
         actor = self._workers.actor_of(worker)
@@ -392,6 +388,24 @@ class RayBackend(Backend):
     def abandon(self) -> None:
         if self._disconnect is not None:
             self._disconnect.detach()
+
+
+class _ActorStatus(WorkerStatus):
+    """The latest known status of a worker."""
+
+    def __init__(self, workers: Assignment, worker: int) -> None:
+        super().__init__(bytearray(self.NBYTES))
+        self._workers, self._worker = workers, worker
+
+    @property
+    def ready_since(self) -> float:
+        actor = self._workers.actor_of(self._worker)
+        return 0.0 if actor is None else actor.ready
+
+    @property
+    def ahead(self) -> float:
+        actor = self._workers.actor_of(self._worker)
+        return 0.0 if actor is None else actor.clock_offset
 
 
 def _check_amounts(resources: Mapping[str, float]) -> None:

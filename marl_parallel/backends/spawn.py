@@ -38,7 +38,8 @@ from marl_parallel.backends.relay import Relay
 from marl_parallel.backends.stacks import CrashFile, answer_requests, report_to
 from marl_parallel.core import reports
 from marl_parallel.core.advice import name_limit, naming_limits, summary
-from marl_parallel.core.backend import Backend, most_workers
+from marl_parallel.core.backend import Backend, Capabilities, most_workers
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.script_names import open_script_of_worker
@@ -83,10 +84,7 @@ class PortableProcessBackend(Backend):
         threads: Threads of BLAS, OpenMP and torch in each worker; None leaves them alone.
     """
 
-    shares_memory = True
-    same_machine = True
-    has_standbys = True
-    keeps_logs = True
+    capabilities = Capabilities(shares_memory=True, has_standbys=True, same_machine=True, keeps_logs=True)
 
     def __init__(self, *, threads: int | None = 1) -> None:
         self._threads = threads
@@ -168,9 +166,10 @@ class PortableProcessBackend(Backend):
         old.free()
         self.add(worker, old.share)  # it starts while the others go on; `wait` reports it if it dies
 
-    def extend(self, nbytes: int) -> Any:
+    def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
         return self._records.allocate(nbytes)
 
+    @property
     def array_file(self) -> int | None:
         return self._arrays.fd
 

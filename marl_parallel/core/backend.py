@@ -9,9 +9,10 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Protocol
 
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Reply, Request
@@ -70,57 +71,84 @@ def most_workers(shares: Sequence[Sequence[int]]) -> int:
     return 2 * len(shares)
 
 
-class Backend(ABC):
-    """The workers of one `ParallelEnv`, numbered from 0. Used once; never looks into requests and replies.
+@dataclass(frozen=True)
+class Capabilities:
+    """What the workers of a backend can do. The defaults are those of workers in processes on any machine.
 
     Attributes:
-        statuses: The status of each worker; readable at any time, and current after `look`.
         enforces_timeouts: Whether `wait` returns while a worker is busy, so that timeouts can be enforced.
         can_kill: Whether `stop` can kill busy workers, and the processes that they have started.
         side_by_side: Whether each worker needs a CPU of its own.
-        clock: Returns the time in seconds, and never goes back. The pool reads no other clock. `statuses` and
-            `Reply.completed` use its seconds, and `wait` measures its timeout with it. A test may set another clock.
-        looking_s: Seconds that `look` has spent waiting for other machines so far.
-        in_line: Workers in the caller's own thread, which carry out requests in `post`, `step_all` or `wait`. The pool
-            never ends or replaces them; they have no timeouts and get no standby.
-        awake: When a worker in the caller's own thread last finished a request, in seconds of `clock`. This process was
-            running until then, although it did not look for replies.
         shares_memory: Whether workers read and write all of the block that `allocate` returned.
         has_standbys: Whether `add` can start workers after `start`; worker numbers stay below `most_workers`.
-        moves: Whether environments can move to workers on other machines: see `leaving` and `rebalance`.
         can_isolate_rng: Whether no two workers use the same process-wide generators at the same time.
         pickles: Whether workers are in other processes, and so get pickled constructors.
         same_machine: Whether workers in other processes are all on this machine, and get descriptors from `post`.
         keeps_logs: Whether the stdout and stderr of workers can go to files.
-        log_dir: The folder of these files, set before `start`; None for the output of this program.
+    """
+
+    enforces_timeouts: bool = True
+    can_kill: bool = True
+    side_by_side: bool = True
+    shares_memory: bool = False
+    has_standbys: bool = False
+    can_isolate_rng: bool = True
+    pickles: bool = True
+    same_machine: bool = False
+    keeps_logs: bool = False
+
+
+class Moves(Protocol):
+    """Moves of environments to workers on other machines."""
+
+    def leaving(self) -> Collection[int]:
+        """Workers whose environments must move to other workers as their episodes end; called about once a second."""
+
+    def rebalance(self, workers: Sequence[int]) -> int:
+        """Choose workers to move to machines with more room; returns how many. `leaving` returns them from then on."""
+
+
+class Backend(ABC):
+    """The workers of one `ParallelEnv`, numbered from 0. Used once; never looks into requests and replies.
+
+    Attributes:
+        capabilities: What the workers can do.
+        statuses: The status of each worker; readable at any time, and current after `look`.
+        clock: Returns the time in seconds, and never goes back. The pool reads no other clock. `statuses` and
+            `Reply.completed` use its seconds, and `wait` measures its timeout with it. A test may set another clock.
+        seconds_in_look: Seconds that `look` has spent waiting for other machines so far.
+        in_line: Workers in the caller's own thread, which carry out requests in `post`, `step_all` or `wait`. The pool
+            never ends or replaces them; they have no timeouts and get no standby.
+        in_line_until: When a worker in the caller's own thread last finished a request, in seconds of `clock`. This
+            process was running until then, although it did not look for replies.
+        log_dir: The folder of log files, set before `start` if the backend `keeps_logs`; None for the output of this
+            program.
         forward_logs: Whether log records of workers in other processes go to the loggers of this process, in `wait`
             and `stop`; set before `start`. Backends that cannot forward log records ignore it.
     """
 
-    enforces_timeouts: ClassVar[bool] = True
-    can_kill: ClassVar[bool] = True
-    side_by_side: ClassVar[bool] = True
-    shares_memory: ClassVar[bool] = False
-    has_standbys: ClassVar[bool] = False
-    moves: ClassVar[bool] = False
-    can_isolate_rng: ClassVar[bool] = True
-    pickles: ClassVar[bool] = True
-    same_machine: ClassVar[bool] = False
-    keeps_logs: ClassVar[bool] = False
+    capabilities: Capabilities = Capabilities()
     log_dir: Path | None = None
     forward_logs: bool = False
     in_line: Collection[int] = frozenset()
-    awake = 0.0
+    in_line_until = 0.0
     clock: Callable[[], float] = time.monotonic
-    looking_s = 0.0
+    seconds_in_look = 0.0
     statuses: list[WorkerStatus]
-    _claimed = False
+    _is_used = False  # by a `ParallelEnv`
 
-    def claim(self) -> None:
-        """Mark the backend as used; raises `ValueError` the second time."""
-        if self._claimed:
-            raise ValueError("a backend serves one ParallelEnv, once; create a new one for each")
-        self._claimed = True
+    @property
+    def array_file(self) -> int | None:
+        """The descriptor of a file that all workers, also later ones, can map, and that only the caller writes.
+
+        It gets the large arrays of constructors. None if there is no such file: then these arrays are pickled.
+        """
+        return None
+
+    @property
+    def moves(self) -> Moves | None:
+        """The moves of environments to workers on other machines; None if workers do not move."""
+        return None
 
     def capacity(self) -> int:
         """How many workers can run side by side; called before `start`."""
@@ -144,26 +172,14 @@ class Backend(ABC):
         At most `most_requests` requests and replies are in flight for one worker.
         """
 
-    def allocate(self, layout: Layout) -> Any:
-        """Return zeroed, writable memory for a layout; called once, before the first request that uses it.
+    @abstractmethod
+    def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
+        """Return zeroed, writable memory, which stays readable as long as anything refers to it, even after `stop`.
 
-        The memory stays readable as long as anything refers to it, even after `stop`.
+        The first call is before the first request that uses the memory, and has the layout of the records in it. If the
+        backend `shares_memory`, later calls ask for more bytes. Workers that attach to the block from then on get the
+        new memory. Its first part may be other memory than the block before.
         """
-        return self.extend(layout.nbytes)
-
-    def extend(self, nbytes: int) -> Any:
-        """Return memory of this size, larger than that of `allocate`; only if `shares_memory`.
-
-        Workers that attach to the block from now on get this memory. Its first part may be other memory than the block.
-        """
-        raise NotImplementedError
-
-    def array_file(self) -> int | None:
-        """The descriptor of a file that all workers, also later ones, can map, and that only the caller writes.
-
-        It gets the large arrays of constructors. None if there is no such file: then these arrays are pickled.
-        """
-        return None
 
     @abstractmethod
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
@@ -218,24 +234,8 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
-    def leaving(self) -> Collection[int]:
-        """Workers whose environments must move to other workers as their episodes end; called about once a second."""
-        return ()
-
-    def rebalance(self, workers: Sequence[int]) -> int:
-        """Choose workers to move to machines with more room; returns how many. `leaving` returns them from then on."""
-        return 0
-
     def look(self) -> None:  # noqa: B027
         """Bring `statuses` up to date; does nothing if they are in shared memory."""
-
-    def ready_since(self, worker: int) -> float:
-        """When a worker became ready, in seconds of `clock`; infinity before. Its timeouts begin then."""
-        return 0.0
-
-    def ahead(self, worker: int) -> float:
-        """Seconds that `clock` is ahead of a worker's clock; 0 if both are the same."""
-        return 0.0
 
     @abstractmethod
     def interrupt(self) -> None:

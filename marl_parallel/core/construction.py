@@ -53,8 +53,10 @@ def construct(
     pickled: dict[int, Any] = {}
     as_it_is: set[int] = set()
     backend = pool.backend
-    can_share = not backend.pickles and not derived_seeds
-    writer = ArrayWriter(backend.array_file(), local_modules, backend.same_machine if backend.pickles else None)
+    can_share = not backend.capabilities.pickles and not derived_seeds
+    writer = ArrayWriter(
+        backend.array_file, local_modules, backend.capabilities.same_machine if backend.capabilities.pickles else None
+    )
     everyone = range(len(constructors))
     with generators.noting(everyone, pickling.entry_points()):
         registrations = pickling.dump_registrations()
@@ -69,7 +71,9 @@ def construct(
         with generators.noting(everyone, adapter):
             how_adapted = _adapter(adapter, local_modules, writer, can_share=can_share, as_it_is=bool(as_it_is))
         with generators.noting((), None):  # of environments that look them up by their names, which are not known
-            namespaces = _namespaces(pickled, how_adapted, registrations, local_modules) if backend.pickles else b""
+            namespaces = (
+                _namespaces(pickled, how_adapted, registrations, local_modules) if backend.capabilities.pickles else b""
+            )
         construction = Construction(
             pickled, dict(enumerate(seeds)), mode, how_adapted, restarts,
             derived_seeds=derived_seeds, isolate_rng=isolate_rng, registrations=registrations,
@@ -118,7 +122,9 @@ def _warn_of_neighbours(pool: Pool, built: Mapping[int, Built]) -> None:
         return
     names = dict.fromkeys(name for names in overriding.values() for name in names)
     backend = pool.backend
-    in_workers = backend.pickles and not any(overriding.keys() & {*pool.shares[worker]} for worker in backend.in_line)
+    in_workers = backend.capabilities.pickles and not any(
+        overriding.keys() & {*pool.shares[worker]} for worker in backend.in_line
+    )
     warn(
         f"the constructors of environments {[*overriding]} changed {' and '.join(names)}, which belongs to the whole "
         "process: environments that were constructed before them in the same process now have the new value, too. "

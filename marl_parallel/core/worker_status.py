@@ -193,6 +193,16 @@ class WorkerStatus:
     # -- read --------------------------------------------------------------------------------------------------------
 
     @property
+    def ready_since(self) -> float:
+        """When the worker became ready, in seconds of `Backend.clock`; infinity before. Its timeouts begin then."""
+        return 0.0
+
+    @property
+    def ahead(self) -> float:
+        """Seconds that `Backend.clock` is ahead of the worker's clock; 0 if both are the same."""
+        return 0.0
+
+    @property
     def discarded(self) -> bool:
         return self._ints[_DISCARDED] in (1, 2)
 

@@ -26,6 +26,7 @@ from marl_parallel.backends.process import ProcessBackend
 from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core import source
 from marl_parallel.core.backend import Backend
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Message, Reply, Request, answer
 from marl_parallel.core.pool import pool as pool_module
 from marl_parallel.core.pool.pool import Pool
@@ -47,6 +48,9 @@ class IdleWorkers(Backend):
         self.stops = 0
 
     def start(self, shares: Sequence[range], most_requests: int) -> None: ...
+
+    def allocate(self, nbytes: int, layout: Layout | None = None) -> bytearray:
+        return bytearray(nbytes)
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         self.replies = [(worker, answer(request.message, None, {}, {}, 0.0)) for worker, request in requests.items()]

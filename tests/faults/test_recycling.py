@@ -362,9 +362,16 @@ class SlowMemory(SerialBackend):
         self.now, self.measured, self.asked = 0.0, 0, 0
         self.clock: Callable[[], float] = lambda: self.now
 
+    @property
+    def moves(self) -> SlowMemory:
+        return self
+
     def leaving(self) -> tuple[int, ...]:
         self.asked += 1
         return ()
+
+    def rebalance(self, workers: Sequence[int]) -> int:
+        return 0
 
     def memory(self, worker: int) -> int:
         self.now += 0.2

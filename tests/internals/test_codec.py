@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import itertools
@@ -113,7 +114,8 @@ class Outcome:
         self.results: list[Any] = []
         self.received: list[Any] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SerialBackend, "shares_memory", infos_in_block)
+            shared = dataclasses.replace(SerialBackend.capabilities, shares_memory=infos_in_block)
+            patch.setattr(SerialBackend, "capabilities", shared)
             if not compiled:
                 patch.setattr(codec, "Codec", None)
             arguments = declared, action_spaces, reset_infos

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from marl_parallel.core.backend import Capabilities
 from marl_parallel.core.messages import STEP_ALL
 from marl_parallel.core.pool.slots import WorkerQueue
 from marl_parallel.core.pool.timeouts import Deadlines, Limits
@@ -31,10 +32,12 @@ class Clock:
 @pytest.mark.parametrize("stop", range(1, 12))
 def test_a_stop_at_any_moment_does_not_count(stop):
     clock = Clock(stop)
-    status = SimpleNamespace(state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True))
+    status = SimpleNamespace(
+        state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True), ready_since=0.0
+    )
     backend: Any = SimpleNamespace(
-        enforces_timeouts=True, in_line=(), awake=0.0, statuses=[status], looking_s=0.0,
-        ready_since=lambda worker: 0.0, clock=clock.monotonic,
+        capabilities=Capabilities(), in_line=(), in_line_until=0.0, statuses=[status], seconds_in_look=0.0,
+        clock=clock.monotonic,
     )  # fmt: skip
     queue = WorkerQueue(range(1), 0, since=clock.now)
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
@@ -57,12 +60,14 @@ def test_time_in_which_the_callers_thread_steps_environments_counts(when):
     """The other workers run meanwhile. Those in the caller's thread are never late."""
     clock = Clock(stop=0)
     statuses = [
-        SimpleNamespace(state=(1, clock.now), running=Running(env_id, Activity.STEP, clock.now, inside=True))
+        SimpleNamespace(
+            state=(1, clock.now), running=Running(env_id, Activity.STEP, clock.now, inside=True), ready_since=0.0
+        )
         for env_id in range(2)
     ]
     backend: Any = SimpleNamespace(
-        enforces_timeouts=True, in_line={0}, awake=0.0, statuses=statuses, looking_s=0.0,
-        ready_since=lambda worker: 0.0, clock=clock.monotonic,
+        capabilities=Capabilities(), in_line={0}, in_line_until=0.0, statuses=statuses, seconds_in_look=0.0,
+        clock=clock.monotonic,
     )  # fmt: skip
     queues = {worker: WorkerQueue(range(worker, worker + 1), worker, since=clock.now) for worker in range(2)}
     for queue in queues.values():
@@ -72,7 +77,7 @@ def test_time_in_which_the_callers_thread_steps_environments_counts(when):
     if when == "in a wait":
         assert deadlines.patience() is not None
     clock.now += 1.01 * LIMIT_S
-    backend.awake = clock.monotonic()
+    backend.in_line_until = clock.monotonic()
     late = deadlines.late() if when == "in a wait" else []
     for _ in range(4):
         clock.now += deadlines.patience() or 0.0

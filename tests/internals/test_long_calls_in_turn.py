@@ -13,8 +13,10 @@ from marl_parallel.core.worker_status import Activity, Running
 
 def test_warnings_begin_again_with_each_call():
     now, warned = [100.0], []
-    status = SimpleNamespace(state=(1, 100.0), running=Running(0, Activity.STEP, 100.0, inside=True), settled=None)
-    backend = SimpleNamespace(statuses=[status], look=lambda: None, ready_since=lambda worker: 0.0)
+    status = SimpleNamespace(
+        state=(1, 100.0), running=Running(0, Activity.STEP, 100.0, inside=True), settled=None, ready_since=0.0
+    )
+    backend = SimpleNamespace(statuses=[status], look=lambda: None)
     queue = WorkerQueue(range(2), 0, since=100.0)
     queue.requests.append((STEP_ALL, 1, None, True))
     pool: Any = SimpleNamespace(clock=lambda: now[0], backend=backend, queues={0: queue}, closed=False)

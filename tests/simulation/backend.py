@@ -18,8 +18,9 @@ import greenlet
 import numpy as np
 
 from marl_parallel import Backend
-from marl_parallel.core.backend import most_workers
+from marl_parallel.core.backend import Capabilities, most_workers
 from marl_parallel.core.caller_settings import WorkerSettings
+from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
@@ -164,7 +165,7 @@ class SimulatedWorker:
         self.replies.append((request, reply))
         self.expected -= reply.last
         if self.in_line:
-            self.backend.awake = self.backend.now
+            self.backend.in_line_until = self.backend.now
         # Not after a result: whether it or the report of the death comes first is not known to the model.
         if life is not None and is_early and (reply.failures or reply.env_ids == ()):
             self.point("sent", life, may_fail=False)
@@ -244,15 +245,11 @@ class SimulatedBackend(Backend):
         left_out: Faults that do not occur, to find those that matter.
     """
 
-    shares_memory = True
-    pickles = False
-    side_by_side = False
-
     def __init__(
         self, number: int, rates: Rates, *, standbys: bool, hybrid: bool, left_out: frozenset[Fault] = frozenset()
     ) -> None:
         self.number, self.rates, self._left_out = number, rates, left_out
-        self.has_standbys = standbys  # type: ignore[misc]
+        self.capabilities = Capabilities(side_by_side=False, shares_memory=True, has_standbys=standbys, pickles=False)
         self.in_line = frozenset({0} if hybrid else ())
         self.moment = np.array([_BEGINS_AT])
         self.now = _BEGINS_AT
@@ -434,7 +431,7 @@ class SimulatedBackend(Backend):
         self.workers.pop(worker).state = "dead"
         return True
 
-    def extend(self, nbytes: int) -> Any:
+    def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
         self.block = bytearray(nbytes)
         return self.block
 

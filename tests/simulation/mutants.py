@@ -242,8 +242,8 @@ MUTATIONS = [
     Mutation(
         "timeout runs over all environments of a worker",
         "pool/timeouts.py",
-        "started = max(queue.since, state[1], self._backend.ready_since(worker))",
-        "started = max(queue.since, self._backend.ready_since(worker))",
+        "started = max(queue.since, state[1], status.ready_since)",
+        "started = max(queue.since, status.ready_since)",
         blind=True,
     ),
     Mutation(

@@ -40,7 +40,7 @@ class LongCalls(Extension):
         for long in self._found(now) if self._warns and now >= self._next_look else ():
             limit = self._limits.get(long.activity)
             to_do = f". Pass {long.activity.timeout}_timeout= to end calls that hang"
-            if self._pool.backend.ready_since(long.worker) > now:
+            if self._pool.backend.statuses[long.worker].ready_since > now:
                 to_do = ". Its process has not started yet; the cluster may lack free resources"
             elif self._pool.closed:
                 to_do = ". To limit this, pass close(timeout=...)"

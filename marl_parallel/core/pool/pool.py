@@ -739,7 +739,9 @@ class Pool(Source):
             # A thread that waits for results leaves soon; a thread in `on_restart` or a log handler may not.
             locked = self._lock.acquire(timeout=min(max(timeout, _INTERRUPTED_WITHIN_S), threading.TIMEOUT_MAX))
             if not locked:
-                logger.warning("%s", reports.in_use(max(timeout, _INTERRUPTED_WITHIN_S), self.backend.can_kill))
+                logger.warning(
+                    "%s", reports.in_use(max(timeout, _INTERRUPTED_WITHIN_S), self.backend.capabilities.can_kill)
+                )
             elif ask:
                 error = self._close_environments(deadline, self.queues if ask is True else ask)
                 patience = max(deadline - self.clock(), 0.0) if ask is True else 0.0
@@ -840,7 +842,7 @@ class Pool(Source):
                 if isinstance(error, KeyboardInterrupt):
                     self._on_ctrl_c()
             finally:  # also after a second Ctrl-C
-                while_closing = self.close(ask=in_line if self.backend.can_kill else True, timeout=1.0)
+                while_closing = self.close(ask=in_line if self.backend.capabilities.can_kill else True, timeout=1.0)
         if while_closing is not None:
             logger.warning("closing the environments after an error failed too: %s", while_closing)
 

@@ -243,7 +243,7 @@ class Recycling(Extension):
 
     def _has_standbys(self, position: int) -> bool:
         """Whether the environments of a worker move to another one; else new ones are constructed in their place."""
-        return self._backend.has_standbys and position not in self._backend.in_line
+        return self._backend.capabilities.has_standbys and position not in self._backend.in_line
 
     def _may_try(self, position: int, now: float) -> bool:
         """Whether enough time has passed since a failure."""
@@ -570,7 +570,8 @@ class Recycling(Extension):
         if now < self._next_asked:
             return
         self._next_asked = now + _LOOK_EVERY_S
-        self._leaving = frozenset(self._backend.leaving())
+        moves = self._backend.moves
+        self._leaving = frozenset() if moves is None else frozenset(moves.leaving())
         if self._measures and now >= self._next_measurement:
             began = self._pool.clock()
             found = {worker: self._backend.memory(worker) for worker in self._pool.present_shares()}

@@ -117,7 +117,7 @@ class Restarts(Extension):
         )  # fmt: skip
         self._same_step = transitions.mode is AutoresetMode.SAME_STEP
         self._records = [_Record() for _ in pool.slots]
-        pool.advice, pool.survives_faults = "", pool.backend.can_kill
+        pool.advice, pool.survives_faults = "", pool.backend.capabilities.can_kill
 
     # -- results -------------------------------------------------------------------------------------------------------
 

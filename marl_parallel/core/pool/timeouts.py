@@ -58,7 +58,7 @@ class Deadlines:
 
     def __init__(self, backend: Backend, limits: Limits, queues: Mapping[int, WorkerQueue]) -> None:
         self._backend, self._all_queues, self._clock = backend, queues, backend.clock
-        enforced = limits if backend.enforces_timeouts else Limits()
+        enforced = limits if backend.capabilities.enforces_timeouts else Limits()
         self.limits: dict[Activity, float | None] = {one: getattr(enforced, one.timeout) for one in Activity}
         self.shortest = {  # by kind of request, the shortest timeout that may apply while it is carried out
             message: min((limit for one in activities if (limit := self.limits[one]) is not None), default=None)
@@ -66,7 +66,7 @@ class Deadlines:
         }
         self.looked = 0.0  # when the present call of the pool began, or `late` was last called in it
         self._wait_ends: float | None = None  # when the present wait ends at the latest
-        self._looking_s = 0.0  # the backend's `looking_s` when that wait began
+        self._seconds_in_look = 0.0  # the backend's `seconds_in_look` when that wait began
         self._frozen: list[tuple[float, float]] = []
         # By worker: a status past its timeout, and when it was first seen.
         self._suspects: dict[int, tuple[tuple[int, float], float]] = {}
@@ -91,11 +91,11 @@ class Deadlines:
             self._wait_ends = None
             return None
         now = self._clock()
-        awake = max(self.looked, self._backend.awake)
+        awake = max(self.looked, self._backend.in_line_until)
         if now - awake > _FROZEN_S:
             self._note_frozen(awake, now)
         seconds = min(_UNCHANGED_S if self._suspects else _POLL_S, *limits)
-        self._wait_ends, self._looking_s = now + seconds, self._backend.looking_s
+        self._wait_ends, self._seconds_in_look = now + seconds, self._backend.seconds_in_look
         return seconds
 
     def late(self) -> list[int]:
@@ -104,8 +104,8 @@ class Deadlines:
         self.looked = now = self._clock()  # the process may also freeze below
         if wait_ends is None:
             return []
-        wait_ends += self._backend.looking_s - self._looking_s  # the workers ran meanwhile
-        wait_ends = max(wait_ends, self._backend.awake)  # also while this thread stepped environments
+        wait_ends += self._backend.seconds_in_look - self._seconds_in_look  # the workers ran meanwhile
+        wait_ends = max(wait_ends, self._backend.in_line_until)  # also while this thread stepped environments
         if now - wait_ends > _FROZEN_S:
             self._note_frozen(wait_ends, now)
         late = []
@@ -113,8 +113,9 @@ class Deadlines:
             suspect = self._suspects.pop(worker, None)
             if self._limited(queue) is None:
                 continue
-            state, limit = self._backend.statuses[worker].state, self.overrun(worker)[2]
-            started = max(queue.since, state[1], self._backend.ready_since(worker))
+            status, limit = self._backend.statuses[worker], self.overrun(worker)[2]
+            state = status.state
+            started = max(queue.since, state[1], status.ready_since)
             frozen = sum(max(end - max(begin, started), 0.0) for begin, end in self._frozen)
             if limit is None or now - started - frozen <= limit:
                 continue
@@ -179,7 +180,7 @@ class Timeouts(Extension):
 
         def fault_here(running_last: Running | None) -> Fault:
             stack, tail = backend.stack(worker), backend.log_tail(worker)
-            advice = pool.advice if backend.can_kill else _THREAD_ADVICE
+            advice = pool.advice if backend.capabilities.can_kill else _THREAD_ADVICE
             error = reports.timed_out(worker, queue.environments, running, activity, limit, stack, advice, tail)
             return Fault(worker, None, error, running_last)
 

@@ -30,7 +30,7 @@ class Tracing(Extension):
 
     def add(self, worker: int, slices: array[float]) -> None:
         """Add the slices of a worker."""
-        self.tracer.add(self._pool.position(worker), slices, self._pool.backend.ahead(worker))
+        self.tracer.add(self._pool.position(worker), slices, self._pool.backend.statuses[worker].ahead)
 
     def after_close(self) -> None:
         try:
