@@ -10,8 +10,7 @@ from marl_parallel.backends.local import SerialBackend, ThreadBackend
 from marl_parallel.core.backend import Backend
 
 if TYPE_CHECKING:
-    from marl_parallel.backends.process import ProcessBackend
-    from marl_parallel.backends.spawn import PortableProcessBackend
+    from marl_parallel.backends.worker_processes import WorkerProcesses
 
 NAMES = ("process", "hybrid", "serial", "thread", "ray")
 AUTOMATIC = ("auto", "auto-hybrid")
@@ -36,12 +35,7 @@ def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: st
     if not isinstance(backend, str):
         raise TypeError(f"backend must be one of {', '.join(NAMES)} or a Backend, got {backend!r}")
     if backend in _OF_PROCESSES:
-        processes = _open_processes(worker_threads, wait)
-        if backend == "process":
-            return processes
-        from marl_parallel.backends.hybrid import HybridBackend
-
-        return HybridBackend(processes)
+        return _open_processes(worker_threads, wait, hybrid=backend == "hybrid")
     if backend == "thread":
         return ThreadBackend()
     if backend == "serial":
@@ -53,8 +47,10 @@ def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: st
     raise ValueError(f"backend must be one of {', '.join((*NAMES, *AUTOMATIC))}, got {backend!r}")
 
 
-def _open_processes(threads: int | None, wait: str) -> ProcessBackend | PortableProcessBackend:
+def _open_processes(threads: int | None, wait: str, *, hybrid: bool) -> WorkerProcesses:
     """The backend of worker processes for this system."""
+    from marl_parallel.backends.hybrid import HybridBackend
+
     value = os.environ.get(PORTABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f'the environment variable {PORTABLE} must be "1" or "0", got {value!r}')
@@ -63,12 +59,12 @@ def _open_processes(threads: int | None, wait: str) -> ProcessBackend | Portable
         from marl_parallel.backends.memory import has_semaphores
 
         if has_semaphores():
-            from marl_parallel.backends.process import ProcessBackend
+            from marl_parallel.backends.process import ProcessBackend, Queues
 
-            return ProcessBackend(threads=threads, wait=wait)
+            return HybridBackend(Queues(threads, wait)) if hybrid else ProcessBackend(threads=threads, wait=wait)
     if wait == "spin":
         where = f"with {PORTABLE}=1" if portable else "on this system"
         raise ValueError(f'wait="spin" needs Linux; {where} processes sleep while they wait')
-    from marl_parallel.backends.spawn import PortableProcessBackend
+    from marl_parallel.backends.spawn import Pipes, PortableProcessBackend
 
-    return PortableProcessBackend(threads=threads)
+    return HybridBackend(Pipes(threads)) if hybrid else PortableProcessBackend(threads=threads)

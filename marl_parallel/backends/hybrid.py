@@ -3,7 +3,7 @@
     post()      requests of the other workers go out; that of worker 0 is queued
     wait()      carries out what is queued, then waits for the other workers
 
-A backend of processes has the other workers and the shared memory of all. With `send` and `recv`, `wait` looks for
+The other workers, and the memory of all, are those of `WorkerProcesses`. With `send` and `recv`, `wait` looks for
 replies of the others before each environment of worker 0, and leaves the rest for later once there are enough. No
 environment of worker 0 waits for long: once the result of a later request has come, the environment is stepped first.
 
@@ -14,17 +14,13 @@ a crash ends the program.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from marl_parallel.core.backend import Backend, Capabilities
+from marl_parallel.backends.worker_processes import Link, WorkerProcesses
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Reply, Request
 from marl_parallel.core.worker import Worker
-
-if TYPE_CHECKING:
-    from marl_parallel.backends.process import ProcessBackend
-    from marl_parallel.backends.spawn import PortableProcessBackend
 
 _OWN = 0  # the number of the worker in the caller's thread
 
@@ -38,18 +34,13 @@ class _Part(NamedTuple):
     together: bool  # whether the caller waits for all replies
 
 
-class HybridBackend(Backend):
-    """One worker in the caller's own thread, the others in processes.
+class HybridBackend(WorkerProcesses):
+    """One worker in the caller's own thread, the others in processes."""
 
-    Args:
-        processes: The other workers' backend, not yet started.
-    """
-
-    capabilities = Capabilities(shares_memory=True, has_standbys=True, same_machine=True, keeps_logs=True)
     in_line = frozenset({_OWN})
 
-    def __init__(self, processes: ProcessBackend | PortableProcessBackend) -> None:
-        self._processes = processes
+    def __init__(self, link: Link[Any]) -> None:
+        super().__init__(link)
         self._worker: Worker | None = None  # None before `start`, and once everything is freed
         self._block: Any = None
         self._parts: deque[_Part] = deque()  # that worker 0 has not begun
@@ -59,36 +50,25 @@ class HybridBackend(Backend):
         self._latest = 0  # the highest number of a request with a reply
         self._divided: tuple[Mapping[int, Request], dict[int, Request]] | None = None  # see `_others_of`
 
-    def start(self, shares: Sequence[range], most_requests: int) -> None:
-        processes = self._processes
-        processes.log_dir, processes.forward_logs = self.log_dir, self.forward_logs
-        processes.start(shares, most_requests, left_out=self.in_line)
-        self.statuses = processes.statuses  # the list itself, which also gets the statuses of later workers
-
-        def arrays() -> int:
-            fd = processes.array_file
-            return -1 if fd is None else fd
-
-        self._worker = Worker(self.statuses[_OWN], lambda _: self._block, in_line=True, arrays=arrays)
+    def start(self, shares: Sequence[Sequence[int]], most_requests: int, most: int | None = None) -> None:
+        super().start(shares, most_requests, most)
+        arrays = self._arrays
+        self._worker = Worker(self.statuses[_OWN], lambda _: self._block, in_line=True, arrays=lambda: arrays.fd)
 
     def simulators(self) -> dict[int, Any]:
         """By environment of worker 0, the object that its constructor has returned."""
         return {} if self._worker is None else self._worker.simulators()
 
     def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
-        self._block = self._processes.allocate(nbytes)
+        self._block = super().allocate(nbytes, layout)
         return self._block
-
-    @property
-    def array_file(self) -> int | None:
-        return self._processes.array_file
 
     # -- requests and replies ------------------------------------------------------------------------------------------
 
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         others = self._others_of(requests)
         if others:
-            self._processes.post(others, together=together)
+            super().post(others, together=together)
         self._note_posted(others)
         request = requests.get(_OWN)
         if request is not None:
@@ -109,11 +89,14 @@ class HybridBackend(Backend):
         for worker in others:
             self._numbers.setdefault(worker, deque()).append(self._posts)
 
-    def step_all(self, requests: Mapping[int, Request], patience: float) -> bool:
+    def step_all(
+        self, requests: Mapping[int, Request], patience: float, meanwhile: Callable[[], bool] | None = None
+    ) -> bool:
         if requests.get(_OWN) is not STEP_ALL:
-            return super().step_all(requests, patience)
+            self.post(requests, together=True)
+            return False
         others = self._others_of(requests)
-        complete = self._processes.step_all(others, patience, self._step_own) if others else self._step_own()
+        complete = super().step_all(others, patience, self._step_own) if others else self._step_own()
         if complete:
             self._replies.clear()
             return True
@@ -164,7 +147,7 @@ class HybridBackend(Backend):
         self.in_line_until = self.clock()
 
     def _replies_of_others(self, timeout: float | None, at_least: int) -> list[tuple[int, Reply | Lost]]:
-        replies = self._processes.wait(timeout, at_least)
+        replies = super().wait(timeout, at_least)
         for worker, reply in replies:
             numbers = self._numbers.get(worker)
             if isinstance(reply, Lost):
@@ -173,56 +156,19 @@ class HybridBackend(Backend):
                 self._latest = max(self._latest, numbers.popleft() if reply.last else numbers[0])
         return replies
 
-    def interrupt(self) -> None:
-        self._processes.interrupt()
-
     # -- workers -------------------------------------------------------------------------------------------------------
 
-    def cpu_seconds(self, worker: int) -> float | None:
-        return None if worker == _OWN else self._processes.cpu_seconds(worker)
-
-    def memory(self, worker: int) -> int | None:
-        return None if worker == _OWN else self._processes.memory(worker)
-
-    def end(self, worker: int) -> Sequence[Reply]:
-        self._check_process(worker)
-        return self._processes.end(worker)
-
-    def replace(self, worker: int) -> None:
-        self._check_process(worker)
+    def start_worker(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         self._numbers.pop(worker, None)
-        self._processes.replace(worker)
-
-    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
-        self._processes.add(worker, share, beside)
-
-    def remove(self, worker: int, *, kill: bool) -> bool:
-        self._check_process(worker)
-        removed = self._processes.remove(worker, kill=kill)
-        if removed:
-            self._numbers.pop(worker, None)
-        return removed
-
-    def _check_process(self, worker: int) -> None:
-        if worker == _OWN:
-            raise NotImplementedError(f"worker {worker} runs in the caller's own thread and cannot be killed")
-
-    def stack(self, worker: int, *, harmless: bool = False) -> str:
-        return "" if worker == _OWN else self._processes.stack(worker, harmless=harmless)
-
-    def log_tail(self, worker: int) -> str:
-        return "" if worker == _OWN else self._processes.log_tail(worker)
+        super().start_worker(worker, share, beside)
 
     def stop(self, timeout: float) -> list[int]:
         self._forget_own()
-        return self._processes.stop(timeout)
-
-    def drop_memory(self) -> None:
-        self._processes.drop_memory()
+        return super().stop(timeout)
 
     def abandon(self) -> None:
         self._forget_own()
-        self._processes.abandon()
+        super().abandon()
 
     def _forget_own(self) -> None:
         self._worker = self._block = self._divided = None

@@ -63,7 +63,7 @@ class _LocalBackend(Backend):
     def end(self, worker: int) -> Sequence[Reply]:
         raise NotImplementedError("a worker in the caller's process cannot be killed")
 
-    def replace(self, worker: int) -> None:
+    def start_worker(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         self.end(worker)
 
     def stop(self, timeout: float) -> list[int]:

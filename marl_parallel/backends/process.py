@@ -25,12 +25,11 @@ import mmap
 import os
 import pickle
 import select
-import signal
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +39,13 @@ from numpy.typing import NDArray
 from marl_parallel.backends import signals
 from marl_parallel.backends.descendants import memory_of, started_at
 from marl_parallel.backends.launching import Launcher, WorkerProcess
-from marl_parallel.backends.logs import WorkerLog
 from marl_parallel.backends.memory import Block, Semaphore, anonymous_file, mapped, socket_pair
-from marl_parallel.backends.relay import Relay
-from marl_parallel.core import codec, reports, sharing
+from marl_parallel.backends.worker_processes import UNKNOWN, Handle, Link, Output, WorkerProcesses
+from marl_parallel.core import codec, sharing
 from marl_parallel.core.advice import name_limit, naming_limits
-from marl_parallel.core.backend import Backend, Capabilities, most_workers, usable_cpus
-from marl_parallel.core.columns import Layout, span_of
-from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
+from marl_parallel.core.backend import usable_cpus
+from marl_parallel.core.columns import span_of
+from marl_parallel.core.log_records import RecordSender, Ring
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request, answer
 from marl_parallel.core.script_names import open_script_of_worker
 from marl_parallel.core.worker import Worker
@@ -55,7 +53,6 @@ from marl_parallel.core.worker_status import WorkerStatus
 
 _TICK_S = 0.02  # how often to look for deaths, for the case that the fork server is dead and reports none
 _REST_TICK_MS = 1.0
-_TERMINATED_WITHIN_S = 0.5
 _MOST_SPIN_S = 2e-3
 
 # -- queues in shared memory -------------------------------------------------------------------------------------------
@@ -347,165 +344,118 @@ def _file_of(body: bytes) -> int:
 # -- in the parent -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Handle:
-    """A worker, as the parent sees it; `expected` counts the requests that it has not replied to."""
+@dataclass(eq=False, kw_only=True)
+class _QueueHandle(Handle):
+    """A worker of `Queues`."""
 
+    link: Queues
     process: WorkerProcess
     channel: Channel
     queues: QueuePair
-    share: Sequence[int]
-    log: WorkerLog
     started_at: int | None  # see `descendants.started_at`
-    expected: int = 0
-    lost: Lost | None = None
 
-
-class ProcessBackend(Backend):
-    """One process for each worker; `threads` limits its BLAS, OpenMP and torch threads, None does not."""
-
-    capabilities = Capabilities(shares_memory=True, has_standbys=True, same_machine=True, keeps_logs=True)
-
-    def __init__(self, *, threads: int | None = 1, wait: str = "adaptive") -> None:
-        self._threads, self._wait = threads, wait
-        self._launcher: Launcher | None = None
-        self._handles: dict[int, _Handle] = {}
-        self._partial: dict[int, int] = {}  # by worker, the code of a partially received message
-        self._wakes_once = False  # whether all pending requests were posted together
-        self._exchanged: tuple[Mapping[int, Request], NDArray[np.int64], list[_Handle]] | None = None  # see `step_all`
-        self._looked = 0.0  # when deaths were last looked for
-        self._interrupted = False
-        self._control, self._records, self._arrays = Block(), Block(), Block()
-        self._relay = Relay()
-
-    def start(
-        self,
-        shares: Sequence[Sequence[int]],
-        most_requests: int,
-        most: int | None = None,
-        left_out: Collection[int] = (),
-    ) -> None:
-        """As `Backend.start`; `most` is the largest number of workers at a time.
-
-        The caller's own thread does the work of the workers in `left_out`.
-        """
-        most = most_workers(shares) if most is None else most
-        self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
-        nbytes = control_nbytes(most, self._capacity)
-        self._control_buffer = self._control.allocate(nbytes + self.forward_logs * RecordRings.nbytes(most))
-        if self.forward_logs:
-            self._relay.rings = RecordRings(self._control_buffer, nbytes, most)
-        self._wake = Semaphore(self._control_buffer, _WAKE)
-        self._countdown = Semaphore(self._control_buffer, _COUNTDOWN)
-        self._wake.init(0)
-        self._countdown.init(0)
-        self._spin = Spin(self._wait, len(shares) - len(left_out) < usable_cpus())
-        if not left_out or len(left_out) < len(shares):  # workers may be added where there are none yet
-            self._launcher = Launcher(entry=__name__, wake=self._control, threads=self._threads)
-        self._own_cpu = len(shares) <= usable_cpus()
-        self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
-        for worker, share in enumerate(shares):
-            if worker not in left_out:
-                self.add(worker, share)
-
-    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
-        launcher = self._launcher
-        if launcher is None:
-            return  # closed meanwhile by a signal handler
-        queues = QueuePair(self._control_buffer, worker, self._capacity, new=True)
-        rings, forwarding = self._relay.rings, None
-        if rings is not None:
-            rings.clear(worker)
-        ours, theirs = socket_pair()
-        channel = Channel(ours)
-        try:
-            with theirs, contextlib.closing(WorkerLog(self.log_dir, worker, share)) as log:
-                fds = [theirs.fileno(), self._control.fd, self._records.fd, self._arrays.fd]
-                outputs = (log.fd, log.fd) if log.fd is not None else self._relay.descriptors()
-                process = launcher.launch(worker, fds, share, outputs)
-                log.mark_start(process.pid)
-                if rings is not None:
-                    forwarding = rings.start, rings.most, log.fd is not None
-            with contextlib.suppress(Gone):  # `wait` finds out how it died
-                channel.put((self._wait, self._own_cpu, self._capacity, forwarding))
-        except BaseException as error:
-            channel.close()
-            if self._launcher is None and isinstance(error, RuntimeError | OSError):
-                return  # closed while it was launched
-            raise
-        self._handles[worker] = _Handle(process, channel, queues, share, log, started_at(process.pid))
-        self._exchanged = None
-        self.statuses[worker] = queues.status
-
-    def remove(self, worker: int, *, kill: bool) -> bool:
-        if self._launcher is None:
-            return True
-        handle = self._handles[worker]
-        if kill:
-            self._await_death(handle, patience=0.0)
-        else:
-            self._look_for_deaths()
-            if handle.lost is None:
-                return False
-        handle.channel.close()
-        self._partial.pop(worker, None)
-        self._exchanged = None
-        del self._handles[worker]
-        return True
-
-    def cpu_seconds(self, worker: int) -> float | None:
-        if (handle := self._handles.get(worker)) is None:
-            return None
-        pid = handle.process.pid
+    def cpu_seconds(self) -> float | None:
+        pid = self.process.pid
         with contextlib.suppress(OSError):
             used = time.clock_gettime(~pid << 3 | 2)  # of all threads, as `clock_getcpuclockid` computes it
             with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
                 used += int(file.read().split()[1]) * 1e-9  # the main thread waited for a CPU
-            return used if self._is_same_process(handle) else None
+            return used if self._is_same_process() else None
         return None
 
-    def memory(self, worker: int) -> int | None:
-        if (handle := self._handles.get(worker)) is None:
-            return None
-        nbytes = memory_of(handle.process.pid)
-        return nbytes if self._is_same_process(handle) else None
+    def memory(self) -> int | None:
+        nbytes = memory_of(self.process.pid)
+        return nbytes if self._is_same_process() else None
 
-    def _is_same_process(self, handle: _Handle) -> bool:
-        """Whether a worker's process id is still its own: after its death, another process may get the same id."""
-        return handle.started_at is not None and started_at(handle.process.pid) == handle.started_at
+    def _is_same_process(self) -> bool:
+        """Whether the process id is still its own: after its death, another process may get the same id."""
+        return self.started_at is not None and started_at(self.process.pid) == self.started_at
 
-    def end(self, worker: int) -> list[Reply]:
-        if self._launcher is None:
-            return []  # closed meanwhile by a signal handler
-        self._await_death(self._handles[worker], patience=0.0)
-        replies: list[tuple[int, Reply | Lost]] = []
-        self._receive_from(worker, self._handles[worker], replies)
-        return [reply for _, reply in replies if type(reply) is Reply]
+    def stack(self, *, harmless: bool = False) -> str:
+        launcher = self.link.launcher
+        return "" if launcher is None else launcher.stack(self.process, harmless=harmless)
 
-    def replace(self, worker: int) -> None:
-        if self._launcher is None:
-            return
-        old = self._handles[worker]
-        self._await_death(old, patience=0.0)
-        old.channel.close()
-        self._partial.pop(worker, None)
-        self.add(worker, old.share)
+    def signal(self, number: int) -> None:
+        if (launcher := self.link.launcher) is not None:
+            launcher.kill(self.process, number)
 
-    def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
-        return self._records.allocate(nbytes)
+    def kill(self, patience: float = 0.0) -> None:
+        """Kill the process unless it ends within `patience` seconds, as after it has hung up."""
+        launcher = self.link.launcher
+        if launcher is not None:  # else, and if it closes below: closed meanwhile by a signal handler or another thread
+            if launcher.wait_gone([self.process], patience):
+                launcher.kill(self.process)
+                launcher.wait_gone([self.process], 1.0)
+            self.link.look_for_deaths()
+        self.lost = self.lost or UNKNOWN
+        self.link.exchanged = None
 
-    @property
-    def array_file(self) -> int | None:
-        return self._arrays.fd
+    def free(self) -> None:
+        self.expected = 0
+        self.channel.close()
+        self.link.partial.pop(self, None)
+        self.link.exchanged = None
 
-    def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+
+class Queues(Link[_QueueHandle]):
+    """Requests and replies travel through queues in shared memory; a fork server starts processes.
+
+    Attributes:
+        launcher: None before the first process, and once everything is closed.
+        partial: By worker, the code of a partially received message.
+        exchanged: What the latest `step_all` has sent, and to whom; None if workers have come or gone.
+    """
+
+    def __init__(self, threads: int | None, wait: str) -> None:
+        super().__init__()
+        self._threads, self._wait = threads, wait
+        self.launcher: Launcher | None = None
+        self.partial: dict[_QueueHandle, int] = {}
+        self._wakes_once = False  # whether all pending requests were posted together
+        self.exchanged: tuple[Mapping[int, Request], NDArray[np.int64], list[_QueueHandle]] | None = None
+        self._looked = 0.0  # when deaths were last looked for
+        self._interrupted = False
+
+    def control_nbytes(self, most: int, most_requests: int) -> int:
+        self._capacity = -(-most_requests // 4) * 4  # so that no two queues share a cache line
+        return control_nbytes(most, self._capacity)
+
+    def open(self, control: Block, buffer: mmap.mmap, num_workers: int, num_processes: int) -> None:
+        self._control, self._buffer = control, buffer
+        self._wake, self._countdown = Semaphore(buffer, _WAKE), Semaphore(buffer, _COUNTDOWN)
+        self._wake.init(0)
+        self._countdown.init(0)
+        self._spin = Spin(self._wait, num_processes < usable_cpus())
+        self._own_cpu = num_workers <= usable_cpus()
+
+    def launch(self, worker: int, share: Sequence[int], fds: Sequence[int], output: Output) -> _QueueHandle:
+        launcher = self.launcher = self.launcher or Launcher(entry=__name__, wake=self._control, threads=self._threads)
+        queues = QueuePair(self._buffer, worker, self._capacity, new=True)
+        ours, theirs = socket_pair()
+        channel = Channel(ours)
+        try:
+            with theirs:
+                process = launcher.launch(worker, [theirs.fileno(), *fds], share, output.descriptors)
+            output.log.mark_start(process.pid)
+            with contextlib.suppress(Gone):  # `wait` finds out how it died
+                channel.put((self._wait, self._own_cpu, self._capacity, output.forwarding))
+        except BaseException:
+            channel.close()
+            raise
+        self.exchanged = None
+        return _QueueHandle(
+            worker=worker, share=share, log=output.log, status=queues.status, link=self, process=process,
+            channel=channel, queues=queues, started_at=started_at(process.pid),
+        )  # fmt: skip
+
+    def post(self, requests: Mapping[int, Request], *, together: bool) -> None:
         self._wakes_once = together
         if together:
             self._countdown.init(len(requests) - 1)
         for worker, request in requests.items():
-            handle = self._handles[worker]
+            handle = self.handles[worker]
             handle.expected += 1
-            if handle.lost is not None or self._launcher is None:
+            if handle.lost is not None or not self.is_open:
                 self._wake.post()
                 continue
             if request is STEP_ALL:
@@ -529,18 +479,11 @@ class ProcessBackend(Backend):
     def step_all(
         self, requests: Mapping[int, Request], patience: float, meanwhile: Callable[[], bool] | None = None
     ) -> bool:
-        """As `Backend.step_all`; `meanwhile` is called once the requests are posted.
-
-        If `meanwhile` returns False, so does this method, at once.
-        """
-        exchanged = self._exchanged
+        exchanged = self.exchanged
         if exchanged is None or exchanged[0] is not requests:
-            exchanged = self._exchanged = self._exchange_of(requests)
+            exchanged = self.exchanged = self._exchange_of(requests)
         if exchanged is None:
-            self.post(requests, together=True)
-            if meanwhile is not None:
-                meanwhile()
-            return False
+            return super().step_all(requests, patience, meanwhile)
         assert codec.exchange is not None
         spin, wake, countdown, request = self._spin, self._wake.address, self._countdown.address, _STEP
         if meanwhile is not None:
@@ -548,13 +491,13 @@ class ProcessBackend(Backend):
             request = _ONLY_WAIT
             for handle in exchanged[2]:
                 handle.expected += 1
-            if not meanwhile() or self._launcher is None:  # closed meanwhile by a signal handler
+            if not meanwhile() or not self.is_open:
                 return False
         seconds = codec.exchange(
             exchanged[1], wake, countdown, request, _ALL_DONE, spin.seconds, min(patience, _TICK_S)
         )
         if seconds < 0:
-            if meanwhile is None and self._launcher is not None:  # else closed meanwhile by a signal handler
+            if meanwhile is None and self.is_open:
                 for handle in exchanged[2]:
                     handle.expected += 1
             return False
@@ -563,33 +506,32 @@ class ProcessBackend(Backend):
                 handle.expected -= 1
         if spin.adapts:
             spin.note(seconds)
-        self._bring_records()
         return True
 
     def _exchange_of(
         self, requests: Mapping[int, Request]
-    ) -> tuple[Mapping[int, Request], NDArray[np.int64], list[_Handle]] | None:
+    ) -> tuple[Mapping[int, Request], NDArray[np.int64], list[_QueueHandle]] | None:
         """What `exchange` needs to send these requests; None if it cannot."""
-        if codec.exchange is None or self._launcher is None or any(one is not STEP_ALL for one in requests.values()):
+        if codec.exchange is None or not self.is_open or any(one is not STEP_ALL for one in requests.values()):
             return None
-        handles = [self._handles[worker] for worker in requests]
+        handles = [self.handles[worker] for worker in requests]
         if any(handle.lost is not None for handle in handles):
             return None
         addresses = [handle.queues.requests.addresses + handle.queues.replies.addresses for handle in handles]
         return requests, np.array(addresses, np.int64), handles
 
-    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+    def wait(self, timeout: float | None, at_least: int) -> list[tuple[int, Reply | Lost]]:
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[tuple[int, Reply | Lost]] = []
         # Right after a `post`, no reply can be here yet, and a worker may need the parent's CPU: sleep at once.
         while self._wakes_once or (len(replies) < at_least and not self._complete(replies, at_least)):
             self._wakes_once = False
-            if self._partial:
+            if self.partial:
                 if deadline is not None and time.monotonic() >= deadline:
                     break
                 poller = select.poll()  # the doorbell does not ring for the rest of a message
-                for worker in self._partial:
-                    poller.register(self._handles[worker].channel.fileno(), select.POLLIN)
+                for handle in self.partial:
+                    poller.register(handle.channel.fileno(), select.POLLIN)
                 poller.poll(_REST_TICK_MS)
             elif not self._spin.tries and (deadline is None or deadline - time.monotonic() > _TICK_S):
                 self._wake.nap(_TICK_S)
@@ -599,17 +541,10 @@ class ProcessBackend(Backend):
                 break
             replies += self._received()
             if len(replies) < at_least:  # a death posts the doorbell, too
-                self._look_for_deaths()
-                self._relay.bring(all_is_here=False)
+                self.look_for_deaths()
+                self.relay.bring(all_is_here=False)
         self._interrupted = False
-        self._bring_records()
         return replies
-
-    def _bring_records(self) -> None:
-        relay = self._relay
-        # Whether there is something, without a call: this is in every step.
-        if relay.pipes or ((rings := relay.rings) is not None and rings.counts.tobytes() != rings.seen):
-            relay.bring()
 
     def _complete(self, replies: list[tuple[int, Reply | Lost]], at_least: int) -> bool:
         """Whether there are enough replies; else the doorbell is set to ring for the last missing one."""
@@ -629,119 +564,87 @@ class ProcessBackend(Backend):
         """Take all replies that have come, and the losses of dead workers that will not reply any more."""
         replies: list[tuple[int, Reply | Lost]] = []
         if time.monotonic() - self._looked > _TICK_S:
-            self._look_for_deaths()  # also while others reply all the time
-        for worker, handle in self._handles.items():
+            self.look_for_deaths()  # also while others reply all the time
+        for handle in self.handles.values():
             if handle.expected:
-                self._receive_from(worker, handle, replies)
+                self.receive_from(handle, replies)
         return replies
 
-    def _receive_from(self, worker: int, handle: _Handle, replies: list[tuple[int, Reply | Lost]]) -> None:
-        """Take the replies of one worker, then its loss if it died with unanswered requests."""
+    def receive_from(self, handle: _QueueHandle, replies: list[tuple[int, Reply | Lost]]) -> None:
         queue = handle.queues.replies
         if handle.channel.unsent:
             with contextlib.suppress(Gone):  # noticed below
                 handle.channel.flush()
         while handle.expected:
-            if worker in self._partial:
-                code = self._partial.pop(worker)
+            if handle in self.partial:
+                code = self.partial.pop(handle)
             elif not queue.ready.try_wait():
                 code = queue.take()
             else:
                 break
             if code == _ALL_DONE:
-                replies.append((worker, STEPPED))
+                replies.append((handle.worker, STEPPED))
             elif code & _KIND == _DONE:
                 stepped = answer(Message.STEP, _env_ids_of(code), {}, {}, queue.moment, last=bool(code & _LAST))
-                replies.append((worker, stepped))
+                replies.append((handle.worker, stepped))
             else:
                 try:
                     reply = handle.channel.receive_now()
                 except Gone:
-                    self._await_death(handle)
+                    handle.kill(patience=1.0)
                     break
                 if reply is None:  # the worker may have stopped in the middle of the message
-                    self._partial[worker] = code
+                    self.partial[handle] = code
                     break
-                replies.append((worker, reply))
+                replies.append((handle.worker, reply))
             if code & _LAST:
                 handle.expected -= 1
         if handle.expected and handle.lost is not None:
             handle.expected = 0
-            self._partial.pop(worker, None)
-            replies.append((worker, handle.lost))
+            self.partial.pop(handle, None)
+            replies.append((handle.worker, handle.lost))
 
-    def _look_for_deaths(self) -> None:
+    def look_for_deaths(self) -> None:
+        """Note how workers have died."""
         self._looked = time.monotonic()
-        if (launcher := self._launcher) is not None:
+        if (launcher := self.launcher) is not None and self.is_open:
             launcher.collect()
-            for handle in self._handles.values():
+            for handle in self.handles.values():
                 if (process := handle.process).exitcode is not None:
                     handle.lost = Lost(process.exitcode, process.crash_report, server=process.server)
-                    self._exchanged = None
-
-    def _await_death(self, handle: _Handle, patience: float = 1.0) -> None:
-        """Wait `patience` seconds for the death of a worker that has hung up or is to end, then kill it."""
-        launcher = self._launcher
-        if launcher is not None:  # else, and if it closes below: closed meanwhile by a signal handler or another thread
-            if launcher.wait_gone([handle.process], patience):
-                launcher.kill(handle.process)
-                launcher.wait_gone([handle.process], 1.0)
-            self._look_for_deaths()
-        handle.lost, self._exchanged = handle.lost or Lost(None, ""), None
+                    self.exchanged = None
 
     def interrupt(self) -> None:
         self._interrupted = True
-        if self._launcher is not None:
+        if self.launcher is not None:
             self._wake.post()
 
-    def stack(self, worker: int, *, harmless: bool = False) -> str:
-        if (launcher := self._launcher) is None:
-            return ""
-        return launcher.stack(self._handles[worker].process, harmless=harmless)
+    def alive(self, handles: Sequence[_QueueHandle], timeout: float) -> list[_QueueHandle]:
+        if (launcher := self.launcher) is None:
+            return []
+        launcher.collect()
+        alive = launcher.wait_gone([handle.process for handle in handles], timeout)
+        return [handle for handle in handles if handle.process in alive]
 
-    def log_tail(self, worker: int) -> str:
-        return self._handles[worker].log.tail()
-
-    def stop(self, timeout: float) -> list[int]:
-        launcher, self._launcher, self._exchanged = self._launcher, None, None
-        with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
-            at_last.callback(self._release)
-            at_last.callback(self._relay.close)
-            if launcher is not None:
-                at_last.callback(launcher.close)
-                processes = [handle.process for handle in self._handles.values()]
-                if alive := launcher.wait_gone(processes, timeout):
-                    for worker, handle in self._handles.items():
-                        if handle.process in alive and timeout >= reports.WARNS_AFTER_S:
-                            stack = launcher.stack(handle.process)
-                            text = reports.still_running(worker, handle.share, timeout, stack)
-                            reports.logger.warning("%s", text)
-                        handle.queues.status.end()
-                        launcher.kill(handle.process, signal.SIGTERM)
-                    launcher.wait_gone(processes, _TERMINATED_WITHIN_S)
-        return []
-
-    def _release(self) -> None:
-        self._exchanged = None
-        self._partial.clear()
-        for handle in self._handles.values():
-            handle.expected = 0
-            handle.channel.close()
-        self._control.close_fd()
-        self._records.close_fd()
-        self._arrays.close_fd()
+    def close(self, *, forked: bool = False) -> None:
+        launcher, self.launcher, self.exchanged = self.launcher, None, None
+        if launcher is not None:
+            launcher.close(forked=forked)
 
     def drop_memory(self) -> None:
-        self._handles.clear()
-        self.statuses.clear()
-        del self._control_buffer, self._wake, self._countdown
+        del self._buffer, self._wake, self._countdown
 
-    def abandon(self) -> None:
-        launcher, self._launcher = self._launcher, None
-        if launcher is not None:
-            launcher.close(forked=True)
-        self._relay.abandon()
-        self._release()
+
+class ProcessBackend(WorkerProcesses):
+    """What `backend="process"` is on Linux.
+
+    Args:
+        threads: Threads of BLAS, OpenMP and torch in each worker; None leaves them alone.
+        wait: As `wait` of `ParallelEnv`.
+    """
+
+    def __init__(self, *, threads: int | None = 1, wait: str = "adaptive") -> None:
+        super().__init__(Queues(threads, wait))
 
 
 # -- in the worker process ---------------------------------------------------------------------------------------------

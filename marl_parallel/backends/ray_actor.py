@@ -163,11 +163,9 @@ class RayActor:
     def _start(self, worker: int, start: int, share: Sequence[int]) -> None:
         """Start a worker, or another one in its place."""
         self._shares[worker], self._owed[worker], self._starts[worker] = share, 0, start
-        if worker in self._places:
-            self._backend.replace(self._places[worker])
-            return
-        place = next(number for number in range(len(self._backend.statuses)) if number not in self._workers)
-        self._backend.add(place, share)
+        if (place := self._places.get(worker)) is None:
+            place = next(number for number in range(len(self._backend.statuses)) if number not in self._workers)
+        self._backend.start_worker(place, share)
         self._places[worker], self._workers[place] = place, worker
 
     # -- requests and replies --------------------------------------------------------------------------------------

@@ -167,15 +167,12 @@ class RayBackend(Backend):
 
     # -- workers in the place of others, more of them, and moves -----------------------------------------------------
 
-    def replace(self, worker: int) -> None:
+    def start_worker(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         if self._is_connected():  # else closed meanwhile by a signal handler
-            self._workers.replace(worker)
-            self.statuses[worker] = _ActorStatus(self._workers, worker)
-
-    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
-        if self._is_connected():
-            assert beside is not None
-            self._workers.add(worker, share, beside)
+            if beside is None:
+                self._workers.replace(worker)
+            else:
+                self._workers.add(worker, share, beside)
             self.statuses[worker] = _ActorStatus(self._workers, worker)
 
     def remove(self, worker: int, *, kill: bool) -> bool:

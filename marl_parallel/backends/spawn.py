@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -25,22 +26,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from marl_parallel.backends import descendants, interpreter, signals, tracker
 from marl_parallel.backends.descendants import memory_of
-from marl_parallel.backends.logs import WorkerLog
-from marl_parallel.backends.memory import Block, fill_standard, mapped
-from marl_parallel.backends.relay import Relay
+from marl_parallel.backends.memory import Block, mapped
 from marl_parallel.backends.stacks import CrashFile, answer_requests, report_to
+from marl_parallel.backends.worker_processes import Handle, Link, Output, WorkerProcesses
 from marl_parallel.core import reports
 from marl_parallel.core.advice import name_limit, naming_limits, summary
-from marl_parallel.core.backend import Backend, Capabilities, most_workers
-from marl_parallel.core.columns import Layout
-from marl_parallel.core.log_records import RecordRings, RecordSender, Ring
+from marl_parallel.core.log_records import RecordSender, Ring
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.script_names import open_script_of_worker
 from marl_parallel.core.sharing import CONSTRUCTING, close_all, dumps_request, loads_request
@@ -54,12 +51,10 @@ if TYPE_CHECKING:
 _TICK_S = 0.02
 _POLL_S = 0.002
 _STARTED_WITHIN_S = 60.0
-_TERMINATED_WITHIN_S = 0.5
 _KILLED_WITHIN_S = 5.0
 _DIES_WITHIN_S = 0.5
 _STARTED = "started"  # the first message of a worker
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
-_UNKNOWN = Lost(None, "")
 _UNREAD = "it could not read a request"
 
 # The path is set first: files in the working directory must not replace modules of the standard library.
@@ -77,116 +72,36 @@ serve(link, *arguments)
 """
 
 
-class PortableProcessBackend(Backend):
-    """Worker processes on Python's standard library alone: what `backend="process"` is on macOS and Windows.
+class Pipes(Link["_PipeHandle"]):
+    """Requests and replies travel through pipes; `subprocess` starts processes."""
 
-    Args:
-        threads: Threads of BLAS, OpenMP and torch in each worker; None leaves them alone.
-    """
-
-    capabilities = Capabilities(shares_memory=True, has_standbys=True, same_machine=True, keeps_logs=True)
-
-    def __init__(self, *, threads: int | None = 1) -> None:
+    def __init__(self, threads: int | None) -> None:
+        super().__init__()
         self._threads = threads
-        self._workers: dict[int, _WorkerProcess] = {}
-        self._status, self._records, self._arrays = Block(), Block(), Block()
-        self._relay = Relay()
-        self._open = True
         self._looked = 0.0  # when deaths were last looked for
         self._events: SimpleQueue[bool] = SimpleQueue()  # False for each reply that has come, True for an interrupt
 
-    def start(self, shares: Sequence[range], most_requests: int, left_out: Collection[int] = ()) -> None:
-        """As `Backend.start`; the caller's own thread does the work of the workers in `left_out`."""
-        most = most_workers(shares)
-        try:
-            nbytes = most * WorkerStatus.NBYTES
-            buffer = self._status.allocate(nbytes + self.forward_logs * RecordRings.nbytes(most))
-            self._status_view = memoryview(buffer)
-            if self.forward_logs:
-                self._relay.rings = RecordRings(buffer, nbytes, most)
-            self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES)) for _ in range(most)]
-            for worker, share in enumerate(shares):
-                if worker not in left_out:
-                    self.add(worker, share)
-            deadline = time.monotonic() + _STARTED_WITHIN_S
-            for process in self._workers.values():
-                process.wait_started(deadline)
-        except BaseException:
-            self.stop(0.0)
-            raise
+    def control_nbytes(self, most: int, most_requests: int) -> int:
+        return most * WorkerStatus.NBYTES
 
-    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
-        if not self._open:
-            return  # closed meanwhile by a signal handler
-        status = self._status_view[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
+    def open(self, control: Block, buffer: mmap.mmap, num_workers: int, num_processes: int) -> None:
+        self._statuses = memoryview(buffer)
+
+    def launch(self, worker: int, share: Sequence[int], fds: Sequence[int], output: Output) -> _PipeHandle:
+        status = self._statuses[worker * WorkerStatus.NBYTES :][: WorkerStatus.NBYTES]
         status[:] = bytes(WorkerStatus.NBYTES)
-        if self._relay.rings is not None:
-            self._relay.rings.clear(worker)
-        fds = [self._status.fd, self._records.fd, self._arrays.fd]
-        process = self._workers[worker] = _WorkerProcess(
-            worker, share, fds, self._threads, self._events, self.log_dir, self._relay
-        )
-        if not self._open:  # closed while it was started
-            process.lost = _UNKNOWN
-            _end([process])
-            process.hang_up()
-            process.free()
-        self.statuses[worker] = WorkerStatus(status)
+        return _PipeHandle(worker, share, fds, output, WorkerStatus(status), self._threads, self._events)
 
-    def remove(self, worker: int, *, kill: bool) -> bool:
-        if not self._open:
-            return True
-        process = self._workers[worker]
-        if not kill and process.exitcode() is None:
-            return False
-        _end([process])
-        process.hang_up()
-        process.free()
-        del self._workers[worker]
-        return True
+    def wait_started(self) -> None:
+        deadline = time.monotonic() + _STARTED_WITHIN_S
+        for process in [*self.handles.values()]:
+            process.wait_started(deadline)
 
-    def memory(self, worker: int) -> int | None:
-        process = self._workers.get(worker)
-        return None if process is None else process.memory()
-
-    def end(self, worker: int) -> list[Reply]:
-        if not self._open:
-            return []  # closed meanwhile by a signal handler
-        process = self._workers[worker]
-        _end([process])
-        process.hang_up()
-        return [reply for reply in process.received() if type(reply) is Reply]
-
-    def replace(self, worker: int) -> None:
-        if not self._open:
-            return
-        old = self._workers[worker]
-        _end([old])
-        old.hang_up()
-        old.free()
-        self.add(worker, old.share)  # it starts while the others go on; `wait` reports it if it dies
-
-    def allocate(self, nbytes: int, layout: Layout | None = None) -> Any:
-        return self._records.allocate(nbytes)
-
-    @property
-    def array_file(self) -> int | None:
-        return self._arrays.fd
-
-    def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
+    def post(self, requests: Mapping[int, Request], *, together: bool) -> None:
         for worker, request in requests.items():
-            self._workers[worker].post(request)
+            self.handles[worker].post(request)
 
-    def step_all(
-        self, requests: Mapping[int, Request], patience: float, meanwhile: Callable[[], bool] | None = None
-    ) -> bool:
-        """As `Backend.step_all`; `meanwhile` is called once the requests are posted."""
-        self.post(requests, together=True)
-        if meanwhile is not None:
-            meanwhile()
-        return False
-
-    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+    def wait(self, timeout: float | None, at_least: int) -> list[tuple[int, Reply | Lost]]:
         deadline = None if timeout is None else time.monotonic() + timeout
         replies: list[tuple[int, Reply | Lost]] = []
         interrupted = False
@@ -194,26 +109,28 @@ class PortableProcessBackend(Backend):
             # Take events before replies: later replies have later events. Otherwise events of replies that needed no
             # sleep would pile up, and each would end a later sleep.
             interrupted |= self._take_events()
-            look = self._open and time.monotonic() - self._looked >= _TICK_S  # also while others reply all the time
+            look = self.is_open and time.monotonic() - self._looked >= _TICK_S  # also while others reply all the time
             if look:
                 self._looked = time.monotonic()
-            for worker, process in self._workers.items():
+            for process in self.handles.values():
                 # A process that the worker has forked may hold the connection open. Hanging up loses no reply.
                 if look and process.expected and process.exitcode() is not None:
                     process.hang_up()
-                replies += [(worker, reply) for reply in process.received()]
-            complete = len(replies) >= at_least or interrupted or any(type(reply) is Lost for _, reply in replies)
-            self._relay.bring(all_is_here=complete)
-            if complete:
+                self.receive_from(process, replies)
+            if len(replies) >= at_least or interrupted or any(type(reply) is Lost for _, reply in replies):
                 return replies
+            self.relay.bring(all_is_here=False)
             patience = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
-            if patience <= 0 or not self._open:  # a signal handler may have closed meanwhile
+            if patience <= 0 or not self.is_open:  # a signal handler may have closed meanwhile
                 return replies
             # With `contextlib.suppress`, Ctrl-C could show the traceback of `Empty` before its own.
             try:  # noqa: SIM105
                 interrupted |= self._events.get(timeout=patience)
             except Empty:
                 pass
+
+    def receive_from(self, handle: _PipeHandle, replies: list[tuple[int, Reply | Lost]]) -> None:
+        replies += [(handle.worker, reply) for reply in handle.received()]
 
     def _take_events(self) -> bool:
         """Take all events that have come; returns whether one of them is an interrupt."""
@@ -227,57 +144,44 @@ class PortableProcessBackend(Backend):
     def interrupt(self) -> None:
         self._events.put(True)
 
-    def stack(self, worker: int, *, harmless: bool = False) -> str:
-        return self._workers[worker].stack(harmless=harmless)
+    def alive(self, handles: Sequence[_PipeHandle], timeout: float) -> list[_PipeHandle]:
+        deadline = time.monotonic() + timeout
+        while (alive := [one for one in handles if one.exitcode() is None]) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return alive
 
-    def log_tail(self, worker: int) -> str:
-        return self._workers[worker].log.tail()
-
-    def stop(self, timeout: float) -> list[int]:
-        self._open = False
-        workers = [*self._workers.values()]
-        for worker in workers:
-            worker.lost = _UNKNOWN
-        self._events.put(False)
+    def close(self, *, forked: bool = False) -> None:
+        processes = [*self.handles.values()]
+        if forked:
+            # A worker takes a closed connection for the parent's death: `free` closes the copies in this process.
+            for process in processes:
+                process.forget()
+            return
         try:
-            with contextlib.ExitStack() as at_last:  # also after a second Ctrl-C
-                at_last.callback(_end, workers)
-                _wait_for_ends(workers, timeout)
-                for index, worker in self._workers.items():
-                    if timeout >= reports.WARNS_AFTER_S and worker.exitcode() is None:
-                        text = reports.still_running(index, worker.share, timeout, worker.stack())
-                        reports.logger.warning("%s", text)
-                for index in self._workers:
-                    self.statuses[index].end()
-                _end(workers, signal.SIGTERM, _TERMINATED_WITHIN_S)
-            return [index for index, worker in self._workers.items() if worker.exitcode() is None]
+            for process in processes:
+                process.signal(_KILL)
+            self.alive(processes, _KILLED_WITHIN_S)
         finally:
-            for worker in workers:
-                worker.hang_up()
-                worker.free()
-            self._status.close_fd()
-            self._records.close_fd()
-            self._arrays.close_fd()
-            self._relay.close()
+            for process in processes:
+                process.hang_up()
 
     def drop_memory(self) -> None:
-        self._workers.clear()
-        self.statuses.clear()
-        del self._status_view
-
-    def abandon(self) -> None:
-        # A worker takes a closed connection for the parent's death: close the copies in this process.
-        self._open = False
-        for worker in self._workers.values():
-            worker.free()
-        self._relay.abandon()
-        self._status.close_fd()
-        self._records.close_fd()
-        self._arrays.close_fd()
+        del self._statuses
 
 
-class _WorkerProcess:
-    """A worker, as the parent sees it. `events` gets an entry for each reply."""
+class PortableProcessBackend(WorkerProcesses):
+    """Worker processes on Python's standard library alone: what `backend="process"` is on macOS and Windows.
+
+    Args:
+        threads: Threads of BLAS, OpenMP and torch in each worker; None leaves them alone.
+    """
+
+    def __init__(self, *, threads: int | None = 1) -> None:
+        super().__init__(Pipes(threads))
+
+
+class _PipeHandle(Handle):
+    """A worker of `Pipes`. `events` gets an entry for each reply."""
 
     @naming_limits()
     def __init__(
@@ -285,23 +189,19 @@ class _WorkerProcess:
         worker: int,
         share: Sequence[int],
         fds: Sequence[int],
+        output: Output,
+        status: WorkerStatus,
         threads: int | None,
         events: SimpleQueue[bool],
-        log_dir: Path | None,
-        relay: Relay,
     ) -> None:
-        fill_standard()  # else what is opened here may get the numbers of closed standard streams
-        self._worker, self.share, self._events = worker, share, events
-        self.expected = 0  # how many requests it has not replied to
-        self.lost: Lost | None = None  # how it died; None while it lives
+        super().__init__(worker=worker, share=share, log=output.log, status=status)
+        self._events = events
         self._requests: SimpleQueue[Any] = SimpleQueue()  # None ends the sending thread
         self._replies: SimpleQueue[Any] = SimpleQueue()  # None: the worker has hung up
         # Descriptors that are sent, closed after the replies: macOS loses those that are closed before they arrive.
         self._lent: list[int] = []
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._send, self._receive)]
-        self.log = WorkerLog(log_dir, worker, share)
         with contextlib.ExitStack() as on_error, contextlib.ExitStack() as in_any_case:
-            in_any_case.callback(self.log.close)
             self._crash_file = CrashFile()
             on_error.callback(self._crash_file.close)
             self._connection, theirs = multiprocessing.Pipe()
@@ -322,9 +222,7 @@ class _WorkerProcess:
                 startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": [handle, asks, *files]})
                 inheriting = {"startupinfo": startup}
             command = interpreter.command(_PROGRAM.format(kind=type(theirs).__name__, handle=handle))
-            name, log = interpreter.worker_name(worker, share), self.log.fd
-            out, err = (log, log) if log is not None else relay.descriptors()
-            forwarding = None if relay.rings is None else (relay.rings.start, relay.rings.most, log is not None)
+            name, (out, err) = interpreter.worker_name(worker, share), output.descriptors
             with signals.blocked():
                 self._process = subprocess.Popen(
                     [*command, name[0]],  # the name for lists of processes, where `show_name` does nothing
@@ -338,11 +236,11 @@ class _WorkerProcess:
                     **inheriting,
                 )
             self._crash_file.theirs.close()  # the worker has it
-            on_error.callback(_end, [self])
+            on_error.callback(self._end)
             self.log.mark_start(self._process.pid)
             identity, argv = interpreter.next_identity(), list(getattr(sys, "argv", []))
             self._put(sys.path)
-            self._put((worker, name, identity, files, asks, to_tracker, argv, forwarding))
+            self._put((worker, name, identity, files, asks, to_tracker, argv, output.forwarding))
             on_error.callback(self._requests.put, None)  # ends a thread that has started
             for thread in self._threads:
                 thread.start()
@@ -390,14 +288,14 @@ class _WorkerProcess:
                 if reply == _STARTED:
                     return
                 if type(reply) is Lost:
-                    raise RuntimeError(f"worker {self._worker} could not start: {reply.reason}\n\n{reply.stack}")
-                _wait_for_ends([self], _DIES_WITHIN_S)
+                    raise RuntimeError(f"worker {self.worker} could not start: {reply.reason}\n\n{reply.stack}")
+                self._wait_for_end(_DIES_WITHIN_S)
             if (exitcode := self.exitcode()) is not None:
                 self.lost = self._manner_of_death()
-                died = f"worker {self._worker} ended with exit code {exitcode} while it started"
+                died = f"worker {self.worker} ended with exit code {exitcode} while it started"
                 raise RuntimeError(f"{died}; its stderr says why{reports.end_of_log(self.log.tail())}")
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"worker {self._worker} did not start in time")
+                raise TimeoutError(f"worker {self.worker} did not start in time")
 
     def post(self, request: Request) -> None:
         self.expected += 1
@@ -411,10 +309,10 @@ class _WorkerProcess:
                 env_ids = tuple(request.env_ids or self.share)
                 what = f" ({reports.environments(env_ids)})" if env_ids else ""
                 raise ParallelEnvError(
-                    f"worker {self._worker}{what}: a request for {request.message.name} cannot be pickled: "
+                    f"worker {self.worker}{what}: a request for {request.message.name} cannot be pickled: "
                     f"{summary(error)}. Pass values that can be pickled",
                     env_ids=env_ids,
-                    worker=self._worker,
+                    worker=self.worker,
                 ) from error
             return
         process: Any = self._process
@@ -465,7 +363,6 @@ class _WorkerProcess:
         return process.returncode
 
     def signal(self, number: int) -> None:
-        """Send its process group a signal, or kill it on Windows; nothing happens if it has died."""
         if self.exitcode() is not None:
             return
         if sys.platform == "win32":
@@ -474,7 +371,7 @@ class _WorkerProcess:
             descendants.send(self._process.pid, number)
 
     def memory(self) -> int | None:
-        """Bytes of memory, as in `Backend.memory`; it reaps nothing, since any thread may call it."""
+        # It reaps nothing, since any thread may call it.
         if self._process.returncode is not None:
             return None
         nbytes = memory_of(self._process.pid)  # 0 of a process that has ended and is not reaped yet
@@ -482,8 +379,8 @@ class _WorkerProcess:
 
     def _manner_of_death(self) -> Lost:
         """How a worker that has hung up died; it is killed if it does not die by itself."""
-        _wait_for_ends([self], _DIES_WITHIN_S)
-        _end([self], timeout=_DIES_WITHIN_S)
+        self._wait_for_end(_DIES_WITHIN_S)
+        self._end(_DIES_WITHIN_S)
         # The exit code is unknown if the kernel reaps the children of this process.
         ignored = sys.platform != "win32" and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
         return Lost(None if ignored else self.exitcode(), self._crash_file.text())
@@ -493,6 +390,19 @@ class _WorkerProcess:
             return ""
         pid = self._process.pid
         return self._crash_file.ask(pid) if harmless else self._crash_file.stack(pid)
+
+    def kill(self) -> None:
+        self._end()
+        self.hang_up()
+
+    def _end(self, timeout: float = _KILLED_WITHIN_S) -> None:
+        self.signal(_KILL)
+        self._wait_for_end(timeout)
+
+    def _wait_for_end(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self.exitcode() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def hang_up(self) -> None:
         """End both threads; replies that have been sent are still received."""
@@ -505,14 +415,16 @@ class _WorkerProcess:
         for thread in self._threads:
             thread.join(_KILLED_WITHIN_S)
 
+    def forget(self) -> None:
+        """In a forked child, count as ended: else `Popen.__del__` would wait for the process."""
+        if self._process.returncode is None:
+            self._process.returncode = 0
+
     def free(self) -> None:
-        """Close connection and file; a forked child does nothing else."""
         self._connection.close()
         self._close_socket()
         self._close_lent()
         self._crash_file.close()
-        if self._process.returncode is None:
-            self._process.returncode = 0  # in a forked child: else `Popen.__del__` would wait for it
 
     def _close_socket(self) -> None:
         if self._socket is not None:
@@ -571,18 +483,6 @@ def _receive_descriptor(end: socket.socket) -> int:
         raise name_limit(OSError(errno.EMFILE, "a descriptor was lost"))
     os.set_inheritable(fds[0], False)
     return fds[0]
-
-
-def _end(workers: Sequence[_WorkerProcess], number: int = _KILL, timeout: float = _KILLED_WITHIN_S) -> None:
-    for worker in workers:
-        worker.signal(number)
-    _wait_for_ends(workers, timeout)
-
-
-def _wait_for_ends(workers: Sequence[_WorkerProcess], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while any(worker.exitcode() is None for worker in workers) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
 
 
 # -- in the worker process ---------------------------------------------------------------------------------------------

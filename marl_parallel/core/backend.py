@@ -80,7 +80,7 @@ class Capabilities:
         can_kill: Whether `stop` can kill busy workers, and the processes that they have started.
         side_by_side: Whether each worker needs a CPU of its own.
         shares_memory: Whether workers read and write all of the block that `allocate` returned.
-        has_standbys: Whether `add` can start workers after `start`; worker numbers stay below `most_workers`.
+        has_standbys: Whether `start_worker` can start more workers; worker numbers stay below `most_workers`.
         can_isolate_rng: Whether no two workers use the same process-wide generators at the same time.
         pickles: Whether workers are in other processes, and so get pickled constructors.
         same_machine: Whether workers in other processes are all on this machine, and get descriptors from `post`.
@@ -214,18 +214,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def replace(self, worker: int) -> None:
-        """Start a new worker, with a new status, in the place of a worker that was ended or is lost.
+    def start_worker(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
+        """Start a worker with a new status for some environments, without waiting until it is up.
 
-        Requests to the old one are dropped. Only if the backend `can_kill`.
+        It takes the place of the worker with this number, which was ended or is lost, and whose requests are dropped;
+        only if the backend `can_kill`. With `beside`, it is one more worker, to which the environments will move from
+        the worker `beside`; only if it `has_standbys`.
         """
-
-    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
-        """Start one more worker for some environments, without waiting until it is up; only if `has_standbys`.
-
-        The environments will move there from the worker `beside`.
-        """
-        raise NotImplementedError
 
     def remove(self, worker: int, *, kill: bool) -> bool:
         """Free a worker without requests, and its number; only if `has_standbys`.

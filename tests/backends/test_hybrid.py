@@ -450,7 +450,8 @@ def test_worker_0_is_neither_ended_nor_replaced():
 
     backend = open_backend("hybrid", worker_threads=1)
     assert isinstance(backend, HybridBackend)
-    for refused in (backend.end, backend.replace, functools.partial(backend.remove, kill=True)):
+    start = functools.partial(backend.start_worker, share=range(1))
+    for refused in (backend.end, start, functools.partial(backend.remove, kill=True)):
         with pytest.raises(NotImplementedError, match="caller's own thread"):
             refused(0)
     assert backend.memory(0) is backend.cpu_seconds(0) is None

@@ -207,7 +207,7 @@ def test_worker_that_is_dropped_before_there_is_room(three_nodes):
         assert others.wait(30)
         backend._workers.targets[0] = min(nodes - {backend._workers.node_of(0)})
         backend._placement.timeout = 1.0
-        backend.add(1, (0,), 0)
+        backend.start_worker(1, (0,), 0)
         backend.post({1: Request(Message.CLOSE)})
         assert backend.wait(0.1) == []
         began = time.monotonic()

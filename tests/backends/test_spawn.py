@@ -183,7 +183,7 @@ def test_descriptor_that_is_lost(link):
 
 def test_request_that_cannot_be_unpickled(portable, monkeypatch):
     """The loss says so; the other worker goes on, and a new one can take the place."""
-    worker = portable._workers[0]
+    worker = portable._handles[0]
     pickled = unreadable(Request(Message.CALL, (0,), Unreadable(EOFError, "no such map")))
     with monkeypatch.context() as patched:
         patched.setattr(spawn.pickle, "dumps", lambda *_: pickled)
@@ -193,7 +193,7 @@ def test_request_that_cannot_be_unpickled(portable, monkeypatch):
     assert isinstance(lost, Lost)
     assert lost.reason.startswith("it could not read a request: EOFError: no such map")
     assert worker.exitcode() is not None
-    portable.replace(0)
+    portable.start_worker(0, range(1))
     portable.post(dict.fromkeys((0, 1), Request(Message.CLOSE)))
     assert all(isinstance(reply, Reply) for _, reply in received(portable, 2))
 
@@ -209,7 +209,7 @@ def test_request_that_cannot_be_pickled(portable):
 @pytest.mark.parametrize("thread", ["_send", "_receive"])
 def test_thread_of_a_connection_that_fails(thread, portable, monkeypatch):
     """Whatever it raises, the worker counts as lost, and says why."""
-    worker = portable._workers[0]
+    worker = portable._handles[0]
 
     class Broken:
         def __getattr__(self, name: str) -> Any:
@@ -259,10 +259,10 @@ def test_replacement_that_dies_during_its_start(portable, monkeypatch):
     """It counts as lost, and can be replaced again."""
     with monkeypatch.context() as patched:
         start_with(patched, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-        portable.replace(1)
+        portable.start_worker(1, range(1, 2))
     portable.post({1: Request(Message.CLOSE)})
     assert received(portable, 1) == [(1, Lost(-signal.SIGKILL, ""))]
-    portable.replace(1)
+    portable.start_worker(1, range(1, 2))
     portable.post({1: Request(Message.CLOSE)})
     ((worker, reply),) = received(portable, 1)
     assert (worker, reply.request) == (1, Message.CLOSE)
@@ -354,11 +354,11 @@ while not os.path.exists({flag!r}):
 
 
 def test_replacements_start_while_others_work(portable, monkeypatch, tmp_path):
-    """`replace` does not wait; requests are carried out when the replacement has started."""
+    """`start_worker` does not wait; requests are carried out when the replacement has started."""
     flag = tmp_path / "start"
     with monkeypatch.context() as patched:
         start_with(patched, STARTS_LATE.replace("{flag!r}", repr(str(flag))) + spawn._PROGRAM)
-        portable.replace(1)
+        portable.start_worker(1, range(1, 2))
     portable.post(dict.fromkeys((0, 1), Request(Message.CLOSE)))
     assert [worker for worker, _ in received(portable, 1)] == [0]
     assert portable.wait(0.05) == []

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.release_independent
 
 def processes_of(backend: Any) -> list[Any]:
     """The objects that have the process ids, in the order of workers."""
-    if hasattr(backend, "_handles"):
-        return [handle.process for handle in backend._handles.values()]
-    return [worker._process for worker in backend._workers.values()]
+    return [vars(handle).get("process") or handle._process for handle in backend._handles.values()]
 
 
 def test_memory_and_cpu_time_of_a_dead_worker(start_method, tmp_path):

@@ -62,7 +62,7 @@ class IdleWorkers(Backend):
     def end(self, worker: int) -> Sequence[Reply]:
         return ()
 
-    def replace(self, worker: int) -> None: ...
+    def start_worker(self, worker: int, share: Sequence[int], beside: int | None = None) -> None: ...
 
     def interrupt(self) -> None: ...
 
@@ -466,19 +466,19 @@ def test_other_exceptions_of_close_before_a_restart_are_ignored(backend_setup, b
     [
         ("hang", "forkserver", Launcher, "kill"),
         ("death", "forkserver", Launcher, "launch"),
-        ("death", "portable", spawn._WorkerProcess, "signal"),
-        ("hang", "portable", spawn._WorkerProcess, "__init__"),
+        ("death", "portable", spawn._PipeHandle, "signal"),
+        ("hang", "portable", spawn._PipeHandle, "__init__"),
         rest("hang", "forkserver", Launcher, "wait_gone"),
         rest("hang", "forkserver", Launcher, "stack"),
         rest("hang", "forkserver", Launcher, "launch"),
-        rest("death", "forkserver", ProcessBackend, "replace"),
+        rest("death", "forkserver", ProcessBackend, "start_worker"),
         rest("hang", "forkserver", ProcessBackend, "end"),
-        rest("hang", "portable", spawn._WorkerProcess, "signal"),
-        rest("hang", "portable", spawn._WorkerProcess, "hang_up"),
-        rest("death", "portable", spawn._WorkerProcess, "hang_up"),
-        rest("hang", "portable", spawn._WorkerProcess, "stack"),
+        rest("hang", "portable", spawn._PipeHandle, "signal"),
+        rest("hang", "portable", spawn._PipeHandle, "hang_up"),
+        rest("death", "portable", spawn._PipeHandle, "hang_up"),
+        rest("hang", "portable", spawn._PipeHandle, "stack"),
         rest("hang", "portable", PortableProcessBackend, "end"),
-        rest("death", "portable", PortableProcessBackend, "replace"),
+        rest("death", "portable", PortableProcessBackend, "start_worker"),
     ],
 )
 def test_close_in_a_signal_handler_while_a_worker_is_replaced(fault, start_method, owner, name, tmp_path, monkeypatch):

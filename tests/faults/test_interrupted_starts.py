@@ -18,7 +18,7 @@ from marl_parallel import ParallelEnv
 from marl_parallel.backends import local
 from marl_parallel.backends.hybrid import HybridBackend
 from marl_parallel.backends.local import SerialBackend, ThreadBackend
-from marl_parallel.backends.spawn import PortableProcessBackend
+from marl_parallel.backends.spawn import Pipes, PortableProcessBackend
 from marl_parallel.core.backend import Backend
 
 pytestmark = [
@@ -33,7 +33,7 @@ def portable() -> Backend:
 
 
 def hybrid_portable() -> Backend:
-    return HybridBackend(PortableProcessBackend())
+    return HybridBackend(Pipes(1))
 
 
 def process() -> Backend:
@@ -43,9 +43,9 @@ def process() -> Backend:
 
 
 def hybrid() -> Backend:
-    from marl_parallel.backends.process import ProcessBackend
+    from marl_parallel.backends.process import Queues
 
-    return HybridBackend(ProcessBackend())
+    return HybridBackend(Queues(1, "adaptive"))
 
 
 BACKENDS = [
@@ -111,8 +111,8 @@ PLACES = [
     pytest.param(process, "marl_parallel.backends.process.Channel", "put", id="channel", marks=linux_only),
     pytest.param(hybrid, "marl_parallel.backends.process.Launcher", "launch", id="hybrid", marks=linux_only),
     pytest.param(hybrid_portable, "marl_parallel.backends.hybrid.Worker", "__init__", id="own worker"),
-    pytest.param(portable, "marl_parallel.backends.spawn._WorkerProcess", "__init__", id="portable worker"),
-    pytest.param(portable, "marl_parallel.backends.spawn._WorkerProcess", "wait_started", id="portable start"),
+    pytest.param(portable, "marl_parallel.backends.spawn._PipeHandle", "__init__", id="portable worker"),
+    pytest.param(portable, "marl_parallel.backends.spawn._PipeHandle", "wait_started", id="portable start"),
 ]
 
 

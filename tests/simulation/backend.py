@@ -412,14 +412,20 @@ class SimulatedBackend(Backend):
         self.most_requests = most_requests
         self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES), self.clock) for _ in range(most_workers(shares))]
         for number, share in enumerate(shares):
-            self.add(number, share)
+            self.start_worker(number, share)
 
-    def add(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
-        assert worker not in self.workers
+    def start_worker(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         assert beside not in self.in_line, "the caller's own thread has no standby"
-        self.workers[worker] = SimulatedWorker(self, worker, share)
-        self.all_workers.append(self.workers[worker])
-        self.statuses[worker] = self.workers[worker].status
+        old = self.workers.pop(worker, None)
+        assert old is None or not old.in_line, "the caller's own thread cannot be replaced"
+        assert (old is None) or (beside is None)
+        if old is not None:
+            old.state = "dead"
+            self.model.lost(old, old.why)
+        new = self.workers[worker] = SimulatedWorker(self, worker, share)
+        self.all_workers.append(new)
+        self.statuses[worker] = new.status
+        new.place = new.place if old is None else old.place
 
     def remove(self, worker: int, *, kill: bool) -> bool:
         present = self.workers[worker]
@@ -542,14 +548,6 @@ class SimulatedBackend(Backend):
             self.model.delivered(ended, request, reply)
         ended.replies.clear()
         return replies
-
-    def replace(self, worker: int) -> None:
-        old = self.workers.pop(worker)
-        assert not old.in_line, "the caller's own thread cannot be replaced"
-        old.state = "dead"
-        self.model.lost(old, old.why)
-        self.add(worker, old.share)
-        self.workers[worker].place = old.place
 
     def memory(self, worker: int) -> int | None:
         if worker in self.in_line:

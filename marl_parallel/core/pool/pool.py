@@ -660,14 +660,14 @@ class Pool(Source):
         queue.posted = 0
         with self._counting:
             queue.past = self._done_by(worker)
-            self.backend.replace(worker)
+            self.backend.start_worker(worker, queue.built)
         self.set_share(worker, queue.share)
         for on_replaced in self._hooks.of(Extension.on_replaced):
             on_replaced(worker)
 
     def add(self, worker: int, env_ids: Sequence[int], beside: int) -> None:
         """Start one more worker, to which environments may move from the worker `beside`; the backend may raise."""
-        self.backend.add(worker, env_ids, beside)
+        self.backend.start_worker(worker, env_ids, beside)
         if self.closed:  # by another thread
             self.backend.remove(worker, kill=True)
             self.check_open()
