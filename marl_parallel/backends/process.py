@@ -28,6 +28,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -443,8 +444,9 @@ class Queues(Link[_QueueHandle]):
             channel.close()
             raise
         self.exchanged = None
+        link = weakref.proxy(self)  # without a cycle, everything is freed with the last reference
         return _QueueHandle(
-            worker=worker, share=share, log=output.log, status=queues.status, link=self, process=process,
+            worker=worker, share=share, log=output.log, status=queues.status, link=link, process=process,
             channel=channel, queues=queues, started_at=started_at(process.pid),
         )  # fmt: skip
 

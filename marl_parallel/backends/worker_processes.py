@@ -214,11 +214,11 @@ class WorkerProcesses(Backend):
     def start_worker(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         self._check_process(worker)
         link, rings = self._link, self._relay.rings
-        if not link.is_open:
-            return
-        if (old := self._handles.get(worker)) is not None:
+        if link.is_open and (old := self._handles.get(worker)) is not None:
             old.kill()
             old.free()
+        if not link.is_open:
+            return
         if rings is not None:
             rings.clear(worker)
         fill_standard()  # else what is opened here may get the numbers of closed standard streams
