@@ -30,7 +30,7 @@ from simulators.failing import Fragile
 from simulators.saved import Voyage
 
 from marl_parallel import ParallelEnv
-from marl_parallel.backends import process, spawn
+from marl_parallel.backends import worker_processes
 
 pytestmark = [
     pytest.mark.release_independent,
@@ -244,8 +244,7 @@ def test_processes_of_simulators(start_method: str) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers that get the pool's SIGTERM have a minute to end before SIGKILL."""
-    for module in (process, spawn):
-        monkeypatch.setattr(module, "_TERMINATED_WITHIN_S", 60.0)
+    monkeypatch.setattr(worker_processes, "_TERMINATED_WITHIN_S", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
