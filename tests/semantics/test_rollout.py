@@ -180,8 +180,8 @@ def test_workers_write_observations_where_they_stay(how, in_place):
 def test_memory_of_rollouts_that_are_gone_is_used_again(how, in_place, monkeypatch):
     with open_env("spread", "SAME_STEP", **HOWS[how]) as env:
         backend, sizes = env.stepper.runner.source.backend, []
-        extend = backend.extend
-        monkeypatch.setattr(backend, "extend", lambda nbytes: sizes.append(nbytes) or extend(nbytes))
+        allocate = backend.allocate
+        monkeypatch.setattr(backend, "allocate", lambda nbytes: sizes.append(nbytes) or allocate(nbytes))
         first, actions = Rollout(env, 4), np.zeros((ENVS, 3), np.int64)
         data = first.collect(lambda _: actions)
         before = copied(data.observations)
