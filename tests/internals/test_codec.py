@@ -502,8 +502,8 @@ def test_infos_that_a_record_does_not_announce():
     before = sys.getrefcount(infos)
     for _ in range(5):
         assert compiled.read((0,), {0: {"infos": infos}}, True)[1][0] == [0]
-        leftovers = {0: {"infos": infos}}
-        assert compiled.read_arrays(0, 1, (), None, False, leftovers, True, False, True, *NOBODY)[1][0] == [0]
+        others = compiled.read_arrays(0, 1, (), None, False, {0: {"infos": infos}}, True, False, True, *NOBODY)[1]
+        assert others[0] == [0]
     assert sys.getrefcount(infos) == before
 
 
