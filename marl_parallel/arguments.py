@@ -194,7 +194,7 @@ def warn_of_in_line(
     backend: Backend,
     shares: Sequence[Sequence[int]],
     unenforced: Sequence[str],
-    log_dir: Path | None,
+    log_dir: str | os.PathLike[str] | None,
     recycle: RecyclePolicy | None,
     *,
     restarts: bool,

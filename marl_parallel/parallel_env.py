@@ -249,7 +249,8 @@ class ParallelEnv:
         isolate_rng: bool = False,
         forward_logs: bool = True,
     ) -> None:
-        settings = Settings.of({name: value for name, value in locals().items() if name in NAMES})
+        passed = locals()
+        settings = Settings.of({name: passed[name] for name in NAMES})
         self.plan: dict[str, Any] | None = None
         self._recycling: Recycling | None = None
         self._tracing: Tracing | None = None  # the present trace
@@ -262,7 +263,6 @@ class ParallelEnv:
             return
         constructors = arguments.checked_constructors(env_constructors, seed)
         seeds = arguments.first_seeds(seed, len(constructors))
-        log_dir, kept_steps = settings.output.log_folder(), settings.faults.kept_steps()
         made = planning.count_made()
         origin = origin_of_program(made) if seeds[0] is None else None
         if settings.workers.is_automatic:
@@ -270,8 +270,11 @@ class ParallelEnv:
             self.plan = planning.plan(with_seed, len(seeds), lambda measured: ParallelEnv(constructors, **measured))
             settings = settings.changed(**self.plan["arguments"])
         faults = settings.faults
-        backend = _open_backend(settings, log_dir)
-        pool = Pool(backend, _shares(settings, len(seeds), backend, log_dir, is_planned=self.plan is not None))
+        backend = _open_backend(settings)
+        shares = _shares(settings, len(seeds), backend, is_planned=self.plan is not None)
+        backend.log_dir = settings.output.log_folder() if backend.capabilities.keeps_logs else None
+        kept_steps = faults.kept_steps()
+        pool = Pool(backend, shares)
         deadlines = Timeouts(pool, faults.limits)
         pool.extend(deadlines, LongCalls(pool, faults.warn_after_s, deadlines.limits))
         self._close_at_exit(pool)
@@ -320,7 +323,7 @@ class ParallelEnv:
         simulator can do that. These calls raise an error: `reset` with options, `recv` with a timeout or a `min_envs`
         other than `batch_size` or all in flight, and `start_trace`. After a partial reset, facades return the other
         environments' observations from the arrays returned last. Nothing else may use the simulator. See
-        `docs/simulators.md`.
+        `docs/simulators.md`. A subclass has to override this method if its constructor takes other arguments.
         """
         check_simulator(simulator)
         source: Any = SimulatorSource(simulator)  # which `__init__` takes in place of constructors
@@ -1172,7 +1175,7 @@ class ParallelEnv:
 # -- what the constructor builds ---------------------------------------------------------------------------------------
 
 
-def _open_backend(settings: Settings, log_dir: Path | None) -> Backend:
+def _open_backend(settings: Settings) -> Backend:
     """The backend, not yet started; warns of settings that have no effect with it."""
     workers, timeouts = settings.workers, settings.faults.passed_timeouts
     threads = None if workers.worker_threads is None else operator.index(workers.worker_threads)
@@ -1181,9 +1184,7 @@ def _open_backend(settings: Settings, log_dir: Path | None) -> Backend:
     if timeouts and not opened.capabilities.enforces_timeouts:
         warn(f"{', '.join(timeouts)} cannot be enforced by backend={workers.backend!r}", RuntimeWarning)
     opened.forward_logs = settings.output.forward_logs
-    if opened.capabilities.keeps_logs:
-        opened.log_dir = log_dir
-    elif settings.output.log_dir is not None:
+    if settings.output.log_dir is not None and not opened.capabilities.keeps_logs:
         warn(
             f"log_dir={os.fspath(settings.output.log_dir)!r} has no effect with backend={workers.backend!r}: only "
             "worker processes have logs. Serial and thread workers write to the output of this program, Ray's to the "
@@ -1193,9 +1194,7 @@ def _open_backend(settings: Settings, log_dir: Path | None) -> Backend:
     return opened
 
 
-def _shares(
-    settings: Settings, num_envs: int, backend: Backend, log_dir: Path | None, *, is_planned: bool
-) -> list[range]:
+def _shares(settings: Settings, num_envs: int, backend: Backend, *, is_planned: bool) -> list[range]:
     """The environments of each worker; warns of too many workers, and of what the caller's own thread cannot do."""
     workers, faults = settings.workers, settings.faults
     number = workers.num_workers if is_planned else None
@@ -1203,7 +1202,7 @@ def _shares(
         number = arguments.workers_for(num_envs, workers.num_workers, workers.envs_per_worker, backend)
     shares = share_out(num_envs, number, last_have_more=bool(backend.in_line))  # this thread reads all results
     arguments.warn_of_in_line(
-        backend, shares, faults.passed_timeouts, log_dir, faults.recycle, restarts=faults.restarts
+        backend, shares, faults.passed_timeouts, settings.output.log_dir, faults.recycle, restarts=faults.restarts
     )
     return shares
 

@@ -32,7 +32,7 @@ from marl_parallel.arguments import (
     made_folder,
     made_log_dir,
 )
-from marl_parallel.backends import AUTOMATIC, WAITS
+from marl_parallel.backends import AUTOMATIC, WAITS, check_backend
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.pool.timeouts import Limits
 from marl_parallel.core.replay_file import FOLDER, make_private
@@ -117,6 +117,7 @@ class WorkerPoolSettings:
         for name in ("num_workers", "envs_per_worker", "worker_threads"):
             if getattr(self, name) is not None:
                 checked_integer(getattr(self, name), name)
+        check_backend(self.backend)
         if self.wait not in WAITS:
             raise ValueError(f"wait must be one of {', '.join(WAITS)}, got {self.wait!r}")
         if self.is_automatic and (self.num_workers is not None or self.envs_per_worker is not None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from typing import TYPE_CHECKING
 
 from marl_parallel.backends.local import SerialBackend, ThreadBackend
@@ -21,30 +22,41 @@ PORTABLE = "MARL_PARALLEL_PORTABLE"
 """The environment variable: with "1", Linux uses the `backend="process"` of macOS and Windows; "0" is the default."""
 
 
+_used: weakref.WeakSet[Backend] = weakref.WeakSet()  # by a `ParallelEnv`
+
+
+def check_backend(backend: object) -> None:
+    """Raise `TypeError` or `ValueError` for anything but a `Backend`, or a name of one."""
+    if isinstance(backend, Backend) or backend in (*NAMES, *AUTOMATIC):
+        return
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be one of {', '.join(NAMES)} or a Backend, got {backend!r}")
+    raise ValueError(f"backend must be one of {', '.join((*NAMES, *AUTOMATIC))}, got {backend!r}")
+
+
 def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: str = "adaptive") -> Backend:
     """The backend of this name, not yet started; or the `Backend` that was passed, if no other environment uses it."""
+    check_backend(backend)
     if wait != "adaptive" and backend not in _OF_PROCESSES:
         raise ValueError(
             f'wait={wait!r} affects worker processes only: pass backend="process" or "hybrid", or leave wait out'
         )
     if isinstance(backend, Backend):
-        if backend._is_used:
+        if backend in _used:
             raise ValueError("a backend serves one ParallelEnv, once; create a new one for each")
-        backend._is_used = True
+        _used.add(backend)
         return backend
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be one of {', '.join(NAMES)} or a Backend, got {backend!r}")
     if backend in _OF_PROCESSES:
         return _open_processes(worker_threads, wait, hybrid=backend == "hybrid")
     if backend == "thread":
         return ThreadBackend()
     if backend == "serial":
         return SerialBackend()
-    if backend == "ray":
-        from marl_parallel.backends.ray_backend import RayBackend
+    if backend in AUTOMATIC:
+        raise ValueError(f"backend={backend!r} chooses a backend, and is none itself")
+    from marl_parallel.backends.ray_backend import RayBackend
 
-        return RayBackend(num_threads=worker_threads)
-    raise ValueError(f"backend must be one of {', '.join((*NAMES, *AUTOMATIC))}, got {backend!r}")
+    return RayBackend(num_threads=worker_threads)
 
 
 def _open_processes(threads: int | None, wait: str, *, hybrid: bool) -> WorkerProcesses:

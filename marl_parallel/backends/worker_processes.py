@@ -231,7 +231,8 @@ class WorkerProcesses(Backend):
         except (OSError, RuntimeError):
             if link.is_open:
                 raise
-            return  # closed while it was launched
+            link.close()  # closed while it was launched, perhaps before all was open
+            return
         if not link.is_open:
             handle.kill()
             handle.free()

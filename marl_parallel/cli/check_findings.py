@@ -178,9 +178,14 @@ def mismatch(value: Any, space: Space[Any], name: str = "") -> Finding | None:
         return Finding(Question.SPACES, PROBLEM, what, "return what the space says, or declare what is returned")
     found = []
     for path, leaf in leaves(space):
-        if parts := _leaf_mismatch(functools.reduce(operator.getitem, path, value), leaf):
+        part, keys = functools.reduce(operator.getitem, path, value), "".join(f"[{key!r}]" for key in path)
+        if isinstance(leaf, spaces.Dict | spaces.Tuple) and not leaf.contains(part):  # of a class of its own
+            plain = spaces.Dict({**leaf.spaces}) if isinstance(leaf, spaces.Dict) else spaces.Tuple(leaf.spaces)
+            if (inside := mismatch(part, plain, f"{name}{keys}")) is not None:
+                found.append(inside)
+                continue
+        if parts := _leaf_mismatch(part, leaf):
             what, advice, severity = parts
-            keys = "".join(f"[{key!r}]" for key in path)
             found.append(Finding(Question.SPACES, severity, f"{name}{keys}{what}".lstrip(": "), advice))
     return min(found, key=lambda one: one.severity is not PROBLEM, default=None)
 

@@ -118,7 +118,7 @@ enum {
     OBSERVED_BIT = 1, REWARDED_BIT = 2, TERMINATED_BIT = 4, TRUNCATED_BIT = 8, FLAG_BITS = 12, INFOS_BIT = 16,
     ALIVE_BIT = 32, ACTING_BIT = 64, EVERYWHERE = 127, FINAL_BIT = 128
 };
-/* Events: see `Events` in `transition.py`. In a plain step, all agents go on; in a plain reset, all begin. */
+/* Events: see `ENDED` in `transition.py`. In a plain step, all agents go on; in a plain reset, all begin. */
 enum { LIFE_ENDED = 1, TOOK_PART = 2, BEGAN = 4, WAS_DEAD = 8, WAS_ALIVE = 16, GOES_ON = 18, ALL_EVENTS = 31 };
 enum { ENDED_BIT = 1 }; /* of lives: a flag has been set since the agent was last seen alive */
 enum { KNOWN = 1, OVER = 2 }; /* of states */

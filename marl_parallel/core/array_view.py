@@ -19,7 +19,7 @@ from marl_parallel.core.schema import alike
 from marl_parallel.core.source import Transitions
 from marl_parallel.core.transition import BEGAN, ENDED, TOOK_PART, WAS_ALIVE, WAS_DEAD
 
-# The defaults of fields that a view of one's own may leave out.
+# The defaults of fields that a view may leave out if no facade of this package reads its arrays.
 _NOBODY: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
 _NO_ENVS: NDArray[np.bool_] = np.zeros(0, np.bool_)
 

@@ -135,7 +135,6 @@ class Backend(ABC):
     clock: Callable[[], float] = time.monotonic
     seconds_in_look = 0.0
     statuses: list[WorkerStatus]
-    _is_used = False  # by a `ParallelEnv`
 
     @property
     def array_file(self) -> int | None:

@@ -21,7 +21,15 @@ from marl_parallel.adapters import AgentID, Rules
 from marl_parallel.core.array_view import of_acting
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout, damaged
-from marl_parallel.core.episode import add_to_infos, dead_after, dicts_of, events_of_last, is_over, needs_actions
+from marl_parallel.core.episode import (
+    add_to_infos,
+    dead_after,
+    dicts_of,
+    events_of_last,
+    interrupted_events,
+    is_over,
+    needs_actions,
+)
 from marl_parallel.core.pickling import dumps_for_workers, in_order
 from marl_parallel.core.pool.slots import Mark, Slot, Snapshot, States
 from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionRecords
@@ -45,7 +53,7 @@ class Standing(NamedTuple):
     mark: Mark | None = None
 
 
-_BITS_OF_STATES = {"alive": 32, "acting": 64, "dead": 1}  # see `Codec.agents_of`
+_BITS_OF_STATES = {"alive": BITS["alive"], "acting": BITS["acting"], "dead": 1}  # see `Codec.agents_of`
 _UNKNOWN = Standing((), (), over=False)
 
 
@@ -358,21 +366,23 @@ class BlockTransitions(Transitions):
 
     def last_known(
         self, slot: Slot, leftovers: Any, *, partially_written: bool
-    ) -> tuple[dict[AgentID, Any], Sequence[AgentID], Sequence[AgentID]]:
-        """Copies of the last observations of one environment, the agents alive, and those that had ended.
+    ) -> tuple[dict[AgentID, Any], Sequence[AgentID], dict[AgentID, int]]:
+        """Copies of the last observations of one environment, the agents alive, and their events if it ends now.
 
         The observations are zeros if the record was only `partially_written` when the worker died.
         """
         if not slot.has_reset:
-            return {}, [], []
+            return {}, [], {}
         if partially_written:
             declared, alive = self.layout.schema.observation_spaces, self.alive_in(slot.env_id)
             (dead,) = self._agents((slot.env_id,), "dead")
-            return {agent: zeros(declared[agent]) for agent in alive if agent in declared}, [*alive], dead
+            observations = {agent: zeros(declared[agent]) for agent in alive if agent in declared}
+            return observations, [*alive], interrupted_events(alive, dead)
         transition = self._own.read(slot.env_id, leftovers)
-        ended = is_over(transition)
-        dead = [] if ended else dead_after(transition.events, transition.alive)
-        return transition.observations, transition.alive, dead
+        observations, alive, ended = transition.observations, transition.alive, is_over(transition)
+        if ended and self.mode is not AutoresetMode.SAME_STEP:  # all lives have ended
+            return observations, alive, {}
+        return observations, alive, interrupted_events(alive, [] if ended else dead_after(transition.events, alive))
 
     # -- action masks --------------------------------------------------------------------------------------------------
 
@@ -513,9 +523,7 @@ class BlockTransitions(Transitions):
             return
         self._last_masks = [*map(self.masks, self.env_ids)]
         every = enumerate(zip(self.acting, self.alive, self.over))
-        self.standings = {
-            env_id: Standing(acting, alive, over, self.events_in(env_id)) for env_id, (acting, alive, over) in every
-        }
+        self.standings = {env_id: Standing(acting, alive, over) for env_id, (acting, alive, over) in every}
         layout = self.layout
         self.layout = Layout(layout.schema, layout.num_records, arrays=bool(layout.agents))  # without the block
         self.codec = None

@@ -62,6 +62,7 @@ class Standing(NamedTuple):
     before_early: EnvGenerators | None
     seeding: tuple[int, int] | None
     unseen: Sequence[AgentID] = ()
+    past: Sequence[AgentID] = ()
 
 
 class Episode:
@@ -104,6 +105,8 @@ class Episode:
         self._acting: list[AgentID] = []
         self._flagged: set[AgentID] = set()
         self._unseen: set[AgentID] = set()  # agents alive that have not been observed since their life began
+        # Agents alive whose life has ended with their episode: a dict environment may be stepped on after its end.
+        self._past: set[AgentID] = set()
         # If the adapter overrides `turn` or `alive`, it has to be called after each step.
         methods = [getattr(method, "__func__", None) for method in (env.turn, env.alive)]
         self._asked = methods != [MultiAgentEnv.turn, MultiAgentEnv.alive]
@@ -141,6 +144,7 @@ class Episode:
         check_infos(infos, observations)
         self._flagged.clear()
         self._unseen.clear()
+        self._past.clear()
         self._over, self.ended_for_now = None, False
         self._note(observations, observations)
         rewards = no_rewards(observations, self.env.reward_spaces)
@@ -202,7 +206,7 @@ class Episode:
         if alive is None:
             alive = self._seen_and_not_ended(observations, ended)
         else:
-            self._flagged = (self._flagged | ended).difference(alive)
+            self._flagged = (self._flagged | ended).intersection(self.env.possible_agents).difference(alive)
         events = self._events(before, were_dead, alive, observations, rewards, ended)
         self._note(alive, observations)
         if ALL not in terminateds or ALL not in truncateds:
@@ -219,10 +223,10 @@ class Episode:
             return Transition(
                 observations, rewards, terminateds, truncateds, infos, self._alive, self._acting, events=events
             )
-        if self._over is None:  # else the episode has been over before, and lives end once
-            for agent in self._alive:
-                if not events.get(agent, 0) & ENDED:
-                    events[agent] = events.get(agent, 0) | ENDED
+        for agent in self._alive:
+            if agent not in self._past:
+                events[agent] = events.get(agent, 0) | ENDED
+        self._past.update(self._alive)
         if self._mode is not AutoresetMode.SAME_STEP:
             self._over, self.fast = over, None
             acting = self._acting if needs_actions(self.env.rules, self._mode, over=True) else []
@@ -248,18 +252,22 @@ class Episode:
         alive, were_alive = {*after}, {*before}
         unseen, self._unseen = self._unseen, set()
         events = {}
-        for agent in {**dict.fromkeys([*before, *were_dead, *after, *ended]), **observations, **rewards}:
+        # Agents without a place in records may come without end.
+        known_dead = were_dead.intersection(self.env.possible_agents) if were_dead else ()
+        for agent in {**dict.fromkeys([*before, *known_dead, *after, *ended]), **observations, **rewards}:
             observed, ends = agent in observations, agent in ended
             was_dead = agent in were_dead and (ends or agent not in alive)
             begins = not was_dead and (agent not in were_alive or agent in unseen or (ends and agent in alive))
             events[agent] = (
                 (WAS_ALIVE if agent in were_alive else 0)
-                | (WAS_DEAD if was_dead else ENDED if ends else 0)
+                | (WAS_DEAD if was_dead else ENDED if ends and agent not in self._past else 0)
                 | (TOOK_PART if observed or ends or agent in rewards else 0)
                 | (BEGAN if begins and observed else 0)
             )
-            if begins and not observed and agent in alive:
-                self._unseen.add(agent)
+            if begins:
+                self._past.discard(agent)
+                if not observed and agent in alive:
+                    self._unseen.add(agent)
         return {agent: bits for agent, bits in events.items() if bits}
 
     def _warn_of_no_end(self) -> None:
@@ -269,7 +277,7 @@ class Episode:
             'without agents. Let `step` return terminateds["__all__"] = True at the end of an episode, or pass '
             'adapter="pettingzoo" if an episode ends with its last agent. If agents come back later, ignore this.',
             self.env_id,
-            extra={"once": "no end"},
+            extra={"once": f"no end of {type(getattr(self.env, 'source', self.env))}"},
         )
 
     def begin_next(self, last: Transition) -> Transition:
@@ -336,6 +344,8 @@ class Episode:
     def _note_fast(self) -> None:
         """Set `fast` for an episode that goes on."""
         self.fast = None
+        if self._past:
+            return
         if not self._asked:
             agents_left = None if self._dict_rules else self.env.agents_left
             if (lives := self._lives()) is not None:
@@ -353,7 +363,7 @@ class Episode:
         """The state of this object between two steps, without the environment; call `take_lives` first."""
         return Standing(
             [*self._alive], [*self._acting], [*self._flagged], self._takes_turns, self._over, self._postponed,
-            self._early, self._before_early, self.seeding, [*self._unseen],
+            self._early, self._before_early, self.seeding, [*self._unseen], [*self._past],
         )  # fmt: skip
 
     def stand(self, standing: Standing) -> None:
@@ -361,7 +371,7 @@ class Episode:
         alive, acting, flagged, self._takes_turns, self._over, self._postponed = standing[:6]
         self._alive, self._acting, self._flagged = [*alive], [*acting], {*flagged}
         self._early, self._before_early = standing.early, standing.before_early
-        self._unseen = {*standing.unseen}
+        self._unseen, self._past = {*standing.unseen}, {*standing.past}
         if (
             self.seeding is not None and standing.seeding is not None
         ):  # else episodes have no derived seeds now, or had none then

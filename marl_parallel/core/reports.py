@@ -24,17 +24,17 @@ from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, WorkerCrashed, WorkerTimeout
 
 logger = logging.getLogger("marl_parallel")
-_said: set[str] = set()
+_said: set[str] = set()  # the texts `once` of records
 
 
 def _is_new(record: logging.LogRecord) -> bool:
-    """Whether no record with the same `once` has come, from this process or from a worker."""
+    """Whether no record with the same text `once` has come, from this process or from a worker."""
     once = getattr(record, "once", None)
-    if once in _said:
-        return False
-    if once is not None:
-        _said.add(once)
-    return True
+    if not isinstance(once, str):
+        return True
+    is_new = once not in _said
+    _said.add(once)
+    return is_new
 
 
 logger.addFilter(_is_new)  # `logging` calls it for records of workers, too

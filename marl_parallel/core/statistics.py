@@ -138,7 +138,7 @@ class EpisodeStatistics:
         truncateds: Mapping[Any, Any],
         were_dead: Collection[AgentID],
     ) -> dict[Any, dict[str, Any]]:
-        """Add a step of one environment, whose episode may have ended; `were_dead` are the agents that took no part.
+        """Add a step of one environment, whose episode may have ended; `were_dead` are agents that had ended before.
 
         Returns the additions to its infos, by key; an empty dict unless `in_infos`.
         """

@@ -46,7 +46,7 @@ class Transition(NamedTuple):
         acting: The agents that act next; in the order of `possible_agents`, then as they came.
         final_observations: The old episode's last observations, if the new one has begun in the same step.
         reset_infos: The infos of that reset.
-        events: The events of each agent that has some; None if all agents of a step have only taken part.
+        events: The events of each agent that has some; None if all agents that are observed or rewarded go on.
     """
 
     observations: dict[AgentID, Any]

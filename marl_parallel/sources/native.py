@@ -467,6 +467,8 @@ class SimulatorSource(Source, Transitions):
         new = {"acting": acting, "alive": alive, "flagged": flagged, "over": over}
         new |= dict(zip(EVENTS, (were_alive, took_part, ended, began, were_dead)))
         self.marks = new if in_order else stacking.placed(old, ids, new)
+        for array in self.marks.values():
+            array.flags.writeable = False  # `Arrays` have them, too
         self._agent_lists.clear()
         return in_order
 

@@ -190,7 +190,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
             return observations, arrays.rewards.ravel(), np.zeros(self.num_envs, np.bool_), infos
         over = arrays.terminated | arrays.truncated
         terminations, truncations = self._rows.flags(arrays)
-        were_dead, dead = arrays.were_dead, (arrays.were_dead | arrays.ended) & ~over[:, None]
+        were_dead, dead = arrays.were_dead, (arrays.were_dead | arrays.ended) & ~arrays.alive & ~over[:, None]
         took_part = arrays.rewarded | arrays.terminations | arrays.truncations
         self._lengths += took_part
         self._returns[were_dead] = self._lengths[were_dead] = 0.0  # another life may begin
@@ -231,7 +231,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
         sums = self._returns[env_id].tolist(), self._lengths[env_id].tolist()
         return *sums, self.reset_infos[self._rows_of(env_id)]
 
-    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
+    def _set_own_states(self, states: Mapping[int, Any]) -> None:
         for env_id, state in states.items():
             self._returns[env_id], self._lengths[env_id] = (0.0, 0.0) if state is None else state[-3:-1]
             if state is not None:

@@ -505,7 +505,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             own = arrays.ended & (arrays.terminations | arrays.truncations)
             of_env = (arrays.truncated & ~arrays.terminated)[:, None]
             bad = over[:, None] & np.where(own, arrays.truncations & ~arrays.terminations, of_env)
-        dones = ~arrays.alive | over[:, None]
+        dones = ~arrays.alive | arrays.ended | over[:, None]
         # If all agents were done, trainers would take the episode for over.
         dones[dones.all(axis=1) & ~over] = False
         return dones, bad, ended

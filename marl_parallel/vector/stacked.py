@@ -377,8 +377,8 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
     def _own_state(self, env_id: int) -> Any:
         return None if self.final_state is None else self.final_state[env_id]
 
-    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
-        if after and self.final_state is not None:
+    def _set_own_states(self, states: Mapping[int, Any]) -> None:
+        if self.final_state is not None:
             final = self.final_state.copy()
             for env_id, state in states.items():
                 if state is not None:

@@ -623,21 +623,16 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
         Returns observations and infos of the latest step or reset at that time, in the form of `step`.
         """
         arrays, facade_states = self._stepper.load_state(states, env_ids)
-        self._set_own_states(facade_states, after=False)
         observations, *_, infos = cast("tuple[Any, ...]", self._results(arrays))
-        self._set_own_states(facade_states, after=True)
+        self._set_own_states(facade_states)
         return observations, infos
 
     def _own_state(self, env_id: int) -> Any:
         """The facade's own state of an environment, besides the latest arrays; None if it has none."""
         return None
 
-    def _set_own_states(self, states: Mapping[int, Any], *, after: bool) -> None:
-        """Restore what `_own_state` has returned, by environment.
-
-        Called twice: first to restore what was known before the latest step; then, `after` the latest arrays have been
-        converted to results again, to restore what was known after that step.
-        """
+    def _set_own_states(self, states: Mapping[int, Any]) -> None:
+        """Restore what `_own_state` has returned, by environment, after the latest arrays have become results again."""
 
 
 # -- vector rewards as numbers -----------------------------------------------------------------------------------------

@@ -568,6 +568,18 @@ def test_values_outside_a_space(value, space, what):
         assert not space.contains(value)
 
 
+class OwnDict(spaces.Dict):
+    """Of a class of its own, which `tree_map` does not look into."""
+
+
+def test_spaces_of_derived_classes_are_looked_into():
+    """`ParallelEnv` takes such a value as it is: it travels pickled."""
+    inside = mismatch({"a": np.zeros(1)}, OwnDict(a=BOX))
+    assert inside is not None
+    assert (inside.severity.name, inside.what) == ("REMARK", "['a'] has dtype float64, but its space says float32")
+    assert mismatch({"a": np.zeros(1, np.float32)}, OwnDict(a=BOX)) is None
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_samples_fit_their_space(seed):
     space = spaces.Dict(

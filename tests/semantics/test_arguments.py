@@ -57,7 +57,14 @@ def test_refused_before_anything_starts(arguments, error, says):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"seed": "x"}, {"backend": "auto", "num_workers": 2}, {"wait": "never"}, {"replay": 3, "seed": "own"}],
+    [
+        {"seed": "x"},
+        {"backend": "auto", "num_workers": 2},
+        {"wait": "never"},
+        {"replay": 3, "seed": "own"},
+        {"backend": "nope"},
+        {"backend": 3},
+    ],
     ids=str,
 )
 def test_wrong_arguments_change_nothing(arguments, tmp_path):
@@ -66,6 +73,20 @@ def test_wrong_arguments_change_nothing(arguments, tmp_path):
     for opened in (lambda **all_of: ParallelEnv([Skirmish], **all_of), lambda **all_of: make("no.such", **all_of)):
         with pytest.raises((TypeError, ValueError), match="|".join(arguments)):
             opened(**arguments, **folders)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"backend": "serial", "wait": "spin"}, {"backend": "thread", "isolate_rng": True},
+        {"num_workers": 1, "envs_per_worker": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_that_do_not_go_together_leave_no_folder(arguments, tmp_path):
+    with pytest.raises(ValueError, match="|".join(arguments)):
+        ParallelEnv([Skirmish] * 3, **arguments, log_dir=tmp_path / "logs", replay=3, replay_dir=tmp_path / "replays")
     assert [*tmp_path.iterdir()] == []
 
 

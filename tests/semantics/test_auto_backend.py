@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import random
-import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from helpers.comparison import assert_same
 from helpers.processes import gone
+from helpers.signals import SIGKILL
 from mpe2 import simple_spread_v3
 from simulators.failing import Fragile, SimulatorError, raising
 from simulators.waiting import Computing, Instant, Waiting
@@ -253,6 +253,6 @@ def test_the_log_says_nothing_of_workers_that_wait(caplog):
         env.reset()
         for batch in range(105):
             if batch == 97:
-                os.kill(env.call(lambda _: os.getpid())[0], signal.SIGKILL)
+                os.kill(env.call(lambda _: os.getpid())[0], SIGKILL)
             env.step(env.sample_actions())
     assert ["restarted" in record.getMessage() for record in caplog.records] == [True]

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from marl_parallel import ParallelEnv, RecyclePolicy, make
 from marl_parallel.adapters.dict_env import DictEnv
-from marl_parallel.vector import ArrayStepper, Stacked
+from marl_parallel.vector import ArrayStepper, ShareVecEnv, Stacked
 
 AGENTS = ["a", "b", "c"]
 FIELDS = "alive", "were_alive", "took_part", "ended", "began", "were_dead"
@@ -201,6 +201,88 @@ def test_lives_go_on_as_usual_where_environments_are_recycled(mode):
         assert recycled
 
 
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "DISABLED"])
+def test_a_restart_after_the_end_ends_no_life_again(mode):
+    """Both environments are in one worker; the second one is over when the first one ends the process."""
+    short = [Script(AGENTS, [(AGENTS, AGENTS, [])])] * 3
+
+    def constructor() -> Any:
+        simulator = Scripted(0)
+        simulator.scripts = short
+        return simulator
+
+    with ParallelEnv([constructor] * 2, mode, on_error="restart", num_workers=1) as env:
+        stepper = Facade(env).stepper
+        stepper.reset()
+        none, die = (np.array([[number] * 3, [0] * 3]) for number in (0, 1))
+        arrays = stepper.step([Stacked(tuple(AGENTS), none)])
+        assert sets(arrays, 1)["ended"] == {*AGENTS}
+        stepper.reset(env_ids=[0])
+        arrays = stepper.step([Stacked(tuple(AGENTS), die)], env_ids=[0])
+        assert sets(arrays, 0)["ended"] == {*AGENTS}
+        arrays = stepper.step([Stacked(tuple(AGENTS), none)], env_ids=[1])
+        assert arrays.restarted.tolist() == [False, True]
+        assert sets(arrays, 1) == NOBODY
+
+
+def test_a_life_ends_once_where_a_simulator_goes_on_after_its_end():
+    """With auto_reset=False, dict environments are stepped on; new agents begin and end lives there, too."""
+    scripts = [(["a"], ["a"], []), (["a", "b"], ["a"], []), (["a", "b"], ["a"], []), (["a"], ["a"], ["b"])]
+
+    class GoesOn(Scripted):
+        def step(self, actions: Any) -> Any:
+            *dicts, infos = super().step(actions)
+            dicts[3]["__all__"] = self.time in (1, 3)
+            return (*dicts, infos)
+
+    def constructor() -> Any:
+        simulator = GoesOn(0)
+        simulator.scripts = [Script(["a"], [*scripts, (["a"], ["a"], [])])] * 3
+        return simulator
+
+    with ParallelEnv([constructor], False, backend="serial") as env:
+        stepper = Facade(env).stepper
+        stepper.reset()
+        ended, began = [], []
+        for _ in range(4):
+            arrays = stepper.step([Stacked(tuple(AGENTS), np.zeros((1, 3), np.int64))])
+            ended.append("".join(sorted(sets(arrays, 0)["ended"])))
+            began.append("".join(sorted(sets(arrays, 0)["began"])))
+        assert ended == ["a", "", "b", ""]
+        assert began == ["", "b", "", ""]
+
+
+class Guests(Scripted):
+    """An agent that is not known beforehand comes and ends in each step."""
+
+    possible_agents = AGENTS[:2]
+    observation_spaces = dict.fromkeys(possible_agents, Scripted.observation_spaces["a"])
+    action_spaces = dict.fromkeys(possible_agents, spaces.Discrete(2))
+
+    def __init__(self) -> None:
+        self.scripts, self.number = [Script(["a", "b"], [(["a", "b"], ["a", "b"], [])] * 200)] * 3, -1
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, terminateds, truncateds, infos = super().step(actions)
+        if self.time < 100:
+            observations[f"guest {self.time}"] = 1
+            terminateds[f"guest {self.time}"] = True
+        return observations, rewards, terminateds, truncateds, infos
+
+
+def test_records_do_not_grow_with_agents_that_have_left():
+    with ParallelEnv([Guests], backend="serial") as env:
+        env.reset()
+        transitions = env.runner.transitions
+        sizes = []
+        for _ in range(120):
+            env.step([{"a": 0, "b": 0}])
+            sizes.append(len(transitions.events_in(0)))
+        assert {*sizes[:99]} == {3}
+        assert {*sizes[100:]} == {2}
+        assert env.runner.transitions.codec is None or not transitions.records.has_leftovers(0)
+
+
 class Dying(Scripted):
     """Agent a ends in the first step."""
 
@@ -237,6 +319,28 @@ def test_a_life_begins_with_the_first_observation_also_if_the_turn_comes_later(b
                 began.append("".join(sorted(sets(arrays, 1)["began"])))
             assert began == ["b", "c", *[""] * 6, "a"]  # the last step begins the next episode
             assert sets(arrays, 1)["ended"] == {*AGENTS}
+
+
+def test_one_life_may_end_and_the_next_one_begin_in_one_step():
+    """As of agents that respawn at once: all agents are alive, also the one with a flag."""
+
+    def constructor() -> Any:
+        simulator = Scripted(0)
+        simulator.scripts = [Script(AGENTS, [(AGENTS, AGENTS, ["a"]), *[(AGENTS, AGENTS, [])] * 3])] * 3
+        return simulator
+
+    with ShareVecEnv(ParallelEnv([constructor], backend="serial", adapter=AllAlive)) as env:
+        env.reset()
+        _, _, _, dones, _, _ = env.step(np.zeros((1, 3, 1), np.int64))
+        arrays = env._stepper.latest
+        assert (sets(arrays, 0)["ended"], sets(arrays, 0)["began"], sets(arrays, 0)["alive"]) == (
+            {"a"},
+            {"a"},
+            {*AGENTS},
+        )
+        assert dones.tolist() == [[True, False, False]]
+        _, _, _, dones, _, _ = env.step(np.zeros((1, 3, 1), np.int64))
+        assert dones.tolist() == [[False, False, False]]
 
 
 def test_in_turn_based_games_a_life_begins_with_the_first_observation():

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core import reports
 from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.episode import both_events, interrupted, interrupted_events, renewed, with_report
+from marl_parallel.core.episode import both_events, interrupted, renewed, with_report
 from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request, name_of
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import Extension, Fault
@@ -302,7 +302,7 @@ class Restarts(Extension):
         else:
             auto_reset = False
         leftovers = None if record.latest is None else loads(record.latest)
-        observations, alive, dead = self._transitions.last_known(slot, leftovers, partially_written=partially_written)
+        observations, alive, events = self._transitions.last_known(slot, leftovers, partially_written=partially_written)
         if auto_reset:  # the step had ended
             ended = self._transitions.snapshot(slot.env_id, leftovers)
             dicts = (observations, *ended.dicts[1:]) if partially_written else ended.dicts
@@ -310,8 +310,7 @@ class Restarts(Extension):
         if record.reported is not None and not partially_written:
             observations = copy.deepcopy(record.reported)
         spaces = self._transitions.layout.schema.reward_spaces
-        alive = [] if record.needs_reset else alive
-        events = interrupted_events(alive, dead)
+        alive, events = ([], {}) if record.needs_reset else (alive, events)
         state = None if states is None else states[0]
         dicts = interrupted(observations, alive, spaces)
         return _Unreported(None if idle else Message.STEP, dicts, state=state, events=events)
