@@ -1226,7 +1226,7 @@ def _construct(
     made: int,
     origin: Origin | None,
 ) -> _Environments:
-    """Construct all environments; `made` and `origin` are as in `Construction`."""
+    """Construct all environments, of the `ParallelEnv` with the number `made`; `origin` is the script's entropy."""
     faults, episodes = settings.faults, settings.episodes
     local_modules: list[ModuleType] = []
     caller_settings, generators = CallerSettings(settings.output.forward_logs, local_modules), ScriptGenerators()

@@ -89,7 +89,7 @@ class _DefaultInt(int):
 
 
 class _DefaultFloat(float):
-    """A default, as `_DefaultInt`."""
+    """A default that is no integer, which `is_default` tells from an equal number that the caller passed."""
 
 
 DEFAULT_SEED = _DefaultInt(42)

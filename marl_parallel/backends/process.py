@@ -642,7 +642,7 @@ class ProcessBackend(WorkerProcesses):
 
     Args:
         threads: Threads of BLAS, OpenMP and torch in each worker; None leaves them alone.
-        wait: As `wait` of `ParallelEnv`.
+        wait: How workers and the caller wait: "adaptive", "block" or "spin".
     """
 
     def __init__(self, *, threads: int | None = 1, wait: str = "adaptive") -> None:

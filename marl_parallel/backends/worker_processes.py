@@ -35,7 +35,7 @@ _TERMINATED_WITHIN_S = 0.5
 
 @dataclass(eq=False, kw_only=True)
 class Handle(ABC):
-    """A worker process, as the parent sees it. `memory`, `cpu_seconds` and `stack` are those of the backend.
+    """A worker process, as the parent sees it; the backend asks it for `memory`, `cpu_seconds` and `stack`.
 
     Attributes:
         worker: Its number.
@@ -89,7 +89,7 @@ H = TypeVar("H", bound=Handle)
 class Link(ABC, Generic[H]):
     """How processes are started, and how requests and replies travel. Used once.
 
-    `post`, `step_all`, `wait`, `interrupt` and `drop_memory` are those of the backend.
+    The backend hands its calls of `post`, `step_all`, `wait`, `interrupt` and `drop_memory` on to it.
 
     Attributes:
         handles: The processes, by worker; the backend adds and removes them.

@@ -574,10 +574,10 @@ class OwnDict(spaces.Dict):
 
 def test_spaces_of_derived_classes_are_looked_into():
     """`ParallelEnv` takes such a value as it is: it travels pickled."""
-    inside = mismatch({"a": np.zeros(1)}, OwnDict(a=BOX))
+    inside = mismatch({"a": np.zeros(2)}, OwnDict(a=BOX))
     assert inside is not None
     assert (inside.severity.name, inside.what) == ("REMARK", "['a'] has dtype float64, but its space says float32")
-    assert mismatch({"a": np.zeros(1, np.float32)}, OwnDict(a=BOX)) is None
+    assert mismatch({"a": np.zeros(2, np.float32)}, OwnDict(a=BOX)) is None
 
 
 @pytest.mark.parametrize("seed", range(5))
