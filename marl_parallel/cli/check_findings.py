@@ -210,7 +210,7 @@ def _leaf_mismatch(value: Any, space: Any) -> tuple[str, str, Severity] | None:
 
 
 def _array_remark(value: Any, space: Any) -> tuple[str, str, Severity] | None:
-    """What is wrong with a value that can be cast to the dtype of its space: the end of a sentence, advice, severity."""
+    """What is wrong with a value that its space casts: the end of a sentence, the advice, and the severity."""
     array = np.asarray(value)
     if isinstance(value, np.ndarray | np.generic) and not np.can_cast(array.dtype, space.dtype):
         advice = f"return arrays of this dtype, as with .astype(np.{space.dtype}), or declare dtype=np.{array.dtype}"
