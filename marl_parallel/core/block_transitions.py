@@ -379,7 +379,9 @@ class BlockTransitions(Transitions):
             observations = {agent: zeros(declared[agent]) for agent in alive if agent in declared}
             return observations, [*alive], interrupted_events(alive, dead)
         transition = self._own.read(slot.env_id, leftovers)
-        observations, alive, ended = transition.observations, transition.alive, is_over(transition)
+        observations, alive = transition.observations, transition.alive
+        # A record that was never written has no flags.
+        ended = transition.terminateds.get(ALL) or transition.truncateds.get(ALL)
         if ended and self.mode is not AutoresetMode.SAME_STEP:  # all lives have ended
             return observations, alive, {}
         return observations, alive, interrupted_events(alive, [] if ended else dead_after(transition.events, alive))

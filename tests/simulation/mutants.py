@@ -32,7 +32,7 @@ MUTATIONS = [
     Mutation(
         "a reset after a fault has no report",
         "pool/restarts.py",
-        "result = fresh._replace(dicts=with_report(fresh.dicts, fault.report))",
+        "result = fresh._replace(dicts=with_report(fresh.dicts, fault.report), mark=Mark.RESTARTED)",
         "result = fresh",
     ),
     Mutation(
@@ -62,8 +62,8 @@ MUTATIONS = [
     Mutation(
         "agents of an environment that needs a reset are alive",
         "pool/restarts.py",
-        "[] if record.needs_reset else alive",
-        "alive",
+        "alive, events = ([], {}) if record.needs_reset else (alive, events)",
+        "alive, events = alive, events",
     ),
     Mutation(
         "the rate limit counts for twice as long",
