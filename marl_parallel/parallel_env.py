@@ -263,6 +263,7 @@ class ParallelEnv:
             return
         constructors = arguments.checked_constructors(env_constructors, seed)
         seeds = arguments.first_seeds(seed, len(constructors))
+        log_dir, kept_steps = settings.output.log_folder(), settings.faults.kept_steps()
         made = planning.count_made()
         origin = origin_of_program(made) if seeds[0] is None else None
         if settings.workers.is_automatic:
@@ -272,8 +273,7 @@ class ParallelEnv:
         faults = settings.faults
         backend = _open_backend(settings)
         shares = _shares(settings, len(seeds), backend, is_planned=self.plan is not None)
-        backend.log_dir = settings.output.log_folder() if backend.capabilities.keeps_logs else None
-        kept_steps = faults.kept_steps()
+        backend.log_dir = log_dir if backend.capabilities.keeps_logs else None
         pool = Pool(backend, shares)
         deadlines = Timeouts(pool, faults.limits)
         pool.extend(deadlines, LongCalls(pool, faults.warn_after_s, deadlines.limits))

@@ -76,20 +76,6 @@ def test_wrong_arguments_change_nothing(arguments, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"backend": "serial", "wait": "spin"}, {"backend": "thread", "isolate_rng": True},
-        {"num_workers": 1, "envs_per_worker": 1},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_arguments_that_do_not_go_together_leave_no_folder(arguments, tmp_path):
-    with pytest.raises(ValueError, match="|".join(arguments)):
-        ParallelEnv([Skirmish] * 3, **arguments, log_dir=tmp_path / "logs", replay=3, replay_dir=tmp_path / "replays")
-    assert [*tmp_path.iterdir()] == []
-
-
 @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
 @pytest.mark.parametrize(
     ("num_envs", "arguments", "sizes"),
