@@ -63,9 +63,11 @@ def test_portable_workers_do_not_tell_their_cpu_time(monkeypatch):
 
 
 def test_simulators_that_wait_get_more_workers_than_cpus():
+    """Unless other programs use the CPUs, so that these workers are not faster."""
     plan = chosen(Waiting)
-    assert plan["arguments"] == {"backend": "process", "num_workers": SEVERAL}
-    assert "wait" in plan["reason"]
+    are_faster = plan["batch_ms"][f"process, {SEVERAL} workers"] < 0.9 * plan["batch_ms"][f"process, {CPUS} workers"]
+    assert plan["arguments"] == {"backend": "process", "num_workers": SEVERAL if are_faster else CPUS}
+    assert ("wait" in plan["reason"]) == are_faster
 
 
 @pytest.mark.parametrize(
