@@ -495,3 +495,27 @@ def test_refused_space_names_its_part():
     with pytest.raises(ValueError, match=r"'a': the observation space Dict.* cannot become .* \['mission'\], Text"):
         TorchRLEnv(parallel)
     parallel.close()
+
+
+class OneEnds:
+    """Agent a ends in the first step, b goes on."""
+
+    possible_agents = ("a", "b")
+    observation_spaces = dict.fromkeys(possible_agents, spaces.Box(0, 9, (1,), np.float32))
+    action_spaces = dict.fromkeys(possible_agents, spaces.Discrete(2))
+
+    def reset(self, seed: Any = None, options: Any = None) -> Any:
+        return dict.fromkeys("ab", np.zeros(1, np.float32)), {}
+
+    def step(self, actions: Any) -> Any:
+        no = {"a": False, "b": False, "__all__": False}
+        return dict.fromkeys("ab", np.ones(1, np.float32)), dict.fromkeys("ab", 1.0), no, {**no, "a": True}, {}
+
+
+def test_ends_of_environments_that_are_not_reset_are_saved():
+    env = TorchRLEnv(ParallelEnv([OneEnds] * 2, False, backend="serial"), group_map={"both": ["a", "b"]})
+    stepped = env.step(env.rand_action(env.reset()))["next"]
+    assert stepped["both", "done"].flatten().tolist() == [True, False, True, False]
+    env.reset(stepped.clone().set("_reset", torch.tensor([[False], [True]])))
+    assert env.load_state(env.save_state())["both", "done"].flatten().tolist() == [True, False, False, False]
+    env.close()
