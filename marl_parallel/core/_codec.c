@@ -1884,7 +1884,7 @@ static void fill_row(const Codec *codec, const Header *header, char **fields, Py
 PyDoc_STRVAR(read_arrays_doc,
     "read_arrays(start, stop, leaves, targets, written, leftovers, copy, as_table, notes, nobody, no_envs)\n"
     "    -> list, (left, masked, ended) | None\n--\n\n"
-    "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards; `nobody`\n"
+    "Read neighbouring records as arrays: the list has the fields of `Arrays`, without vector rewards and last observations; `nobody`\n"
     "and `no_envs` are read-only fields of events that did not happen. `leaves` are pairs\n"
     "of a view of the block, `(records, agents, ...)`, and the agents' places; each is an array among the observations:\n"
     "new ones, or the `targets`, a list, which may have been `written` already. If there is more to do, the rest is as of\n"
@@ -1950,11 +1950,11 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         others = Py_BuildValue("(OOO)", found[1], found[2], found[3]);
     else Py_INCREF(others = Py_None);
     if (others != NULL)
-        result = Py_BuildValue("([OOOOOOOOOOOOOO{}OOOOOOOOOO]N)", observations, arrays[REWARDS], arrays[TERMINATIONS],
+        result = Py_BuildValue("([OOOOOOOOOOOOOO{}OOOOOOOOOOOO]N)", observations, arrays[REWARDS], arrays[TERMINATIONS],
                                arrays[TRUNCATIONS], arrays[TERMINATED], arrays[TRUNCATED], arrays[PRESENT], arrays[ACTING],
                                found[0], arrays[OBSERVED], arrays[REWARDED], arrays[FLAGGED], flag, flag, Py_None,
                                any_over ? Py_False : Py_True, arrays[ALIVE_NOW], arrays[ALIVE_BEFORE], arrays[PARTS],
-                               arrays[ENDS], arrays[BEGINS], arrays[DEAD_BEFORE], no_envs, no_envs, others);
+                               arrays[ENDS], arrays[BEGINS], arrays[DEAD_BEFORE], no_envs, no_envs, Py_None, nobody, others);
 finally:
     Py_DECREF(observations);
     for (int field = 0; field < FIELDS; field++) Py_XDECREF(arrays[field]);

@@ -66,6 +66,10 @@ class Arrays(NamedTuple):
             did not come back in it.
         restarted: `(num_envs,)`, bool: the environments that a fault has restarted; infos have the report.
         recycled: `(num_envs,)`, bool: the environments that a new one has replaced between two episodes.
+        final_observations: In the form of `observations`: the last ones of the episodes that ended in the step. With
+            SAME_STEP, arrays of their own, with zeros in all other rows; else `observations` themselves. None if no
+            episode has ended.
+        finally_observed: `(num_envs, n)`, bool: which agents have one of `final_observations`, where an episode ended.
     """
 
     observations: list[Any]
@@ -93,6 +97,8 @@ class Arrays(NamedTuple):
     were_dead: NDArray[np.bool_] = _NOBODY
     restarted: NDArray[np.bool_] = _NO_ENVS
     recycled: NDArray[np.bool_] = _NO_ENVS
+    final_observations: list[Any] | None = None
+    finally_observed: NDArray[np.bool_] = _NOBODY
 
 
 class Stacked(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.action_masks import binary_rows, choices_of, flat_mask
@@ -26,7 +27,7 @@ from marl_parallel.core.info_columns import InfoArrays, InfoColumns
 from marl_parallel.core.records import BITS, VECTOR_TAG, ActionRecords, TransitionRecords
 from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
-from marl_parallel.core.transition import ALL, are_empty
+from marl_parallel.core.transition import ALL, FINAL_OBS, are_empty
 
 
 def action_masks(transitions: Transitions, schema: Schema, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
@@ -82,9 +83,14 @@ def _masks_by_agent(
 
 
 _INFOS = {"infos", "reset_infos"}
-_REWARDED = BITS["rewards"]
+_REWARDED, _FINALLY_OBSERVED = BITS["rewards"], BITS["final_observations"]
 _INTEGERS_OF_64_BITS = np.dtype(int).itemsize == 8  # NumPy's default; the block has 64 bits
+_FINALS = Arrays._fields.index("final_observations")  # this field and the next one have a meaning in some steps only
 _AGENTS, _VALUES = operator.itemgetter(0), operator.itemgetter(1)  # of `Stacked`
+
+
+def _put_rows(rows: Sequence[int], whole: NDArray[Any], values: NDArray[Any]) -> None:
+    whole[rows] = values[rows]
 
 
 class BlockArrays(ArrayView):
@@ -245,6 +251,7 @@ class BlockArrays(ArrayView):
         if self._from_dicts:
             self._from_dicts = {env_id: self._from_dicts[env_id] for env_id in self._from_dicts.keys() & incomplete}
         arrays: Arrays = self._complete(fields) if self._is_composed else tuple.__new__(Arrays, fields)
+        arrays = arrays if arrays.none_over else self._with_finals(arrays)
         if not incomplete:
             return arrays
         restarted, recycled = np.zeros((2, self._num_envs), np.bool_)
@@ -336,11 +343,50 @@ class BlockArrays(ArrayView):
         for env_id in env_ids:  # all of them, before a value that has no place in an array raises
             try:
                 self._put(last, env_id, [rows[0] for rows in self._transitions.read((env_id,), leftovers)])
+                last = self._put_finals(last, env_id)
             except ValueError as error:
                 errors[env_id] = str(error)
         if errors:
             raise ResultDoesNotFit(next(iter(errors.values())), [*errors], last)
         return last
+
+    def _with_finals(self, arrays: Arrays) -> Arrays:
+        """The same arrays with the last observations in the records of environments whose episode has ended."""
+        over = np.flatnonzero(arrays.terminated | arrays.truncated).tolist()
+        if self._transitions.mode is not AutoresetMode.SAME_STEP:
+            return arrays._replace(final_observations=arrays.observations, finally_observed=arrays.observed)
+        arrays = self._with_no_finals(arrays)
+        assert arrays.final_observations is not None
+        observed = arrays.finally_observed
+        observed[over] = self._records.presence[over] & _FINALLY_OBSERVED
+        for whole, (column, columns) in zip(arrays.final_observations, self._layout.final_observations.groups):
+            tree_map(functools.partial(_put_rows, over), whole, column.array)
+            stacking.clear(whole, np.nonzero(~observed[:, columns]))
+        return arrays
+
+    def _with_no_finals(self, arrays: Arrays) -> Arrays:
+        final = [stacking.zeros(space, (self._num_envs, len(columns))) for space, columns in self.groups]
+        return arrays._replace(final_observations=final, finally_observed=np.zeros(self._shape, np.bool_))
+
+    def _put_finals(self, arrays: Arrays, env_id: int) -> Arrays:
+        """The same arrays with the last observations in the infos of one environment, if its episode has ended."""
+        row, infos = env_id - self._first, arrays.infos.get(env_id, {})
+        if not arrays.terminated[row] and not arrays.truncated[row]:
+            return arrays
+        if self._transitions.mode is not AutoresetMode.SAME_STEP:
+            return arrays._replace(final_observations=arrays.observations, finally_observed=arrays.observed)
+        arrays = self._with_no_finals(arrays) if arrays.final_observations is None else arrays
+        assert arrays.final_observations is not None
+        arrays.finally_observed[row] = False
+        for of_group in arrays.final_observations:
+            stacking.clear(of_group, row)
+        for agent, (group, place) in self.places.items():
+            info = infos.get(agent)
+            if isinstance(info, Mapping) and info.get(FINAL_OBS) is not None:
+                whose = f"environment {env_id}: the last observation of agent {agent!r}"
+                stacking.put(arrays.final_observations[group], (row, place), info[FINAL_OBS], whose)
+                arrays.finally_observed[row, self._column[agent]] = True
+        return arrays
 
     def drop_memory(self) -> None:
         super().drop_memory()
@@ -401,7 +447,7 @@ class BlockArrays(ArrayView):
             arrays.infos[env_id] = infos
 
     def _clear(self, arrays: Arrays, env_id: int) -> None:
-        for part in (*arrays, *arrays.vectors.values()):
+        for part in (*arrays[:_FINALS], *arrays.vectors.values()):
             if isinstance(part, list | np.ndarray):
                 stacking.clear(part, env_id - self._first)
 

@@ -259,10 +259,12 @@ class BlockTransitions(Transitions):
     ) -> None:
         """Read the environments that compiled code has left, and note what it has found; see `Codec.read`."""
         unread, masked, ended = others
-        ends = {env_id: flags for env_id, *flags in ended}
-        for env_id in sorted({*ends, *unread}, key=env_ids.index) if ends and unread else (*ends, *unread):
+        ends = {one[0]: one for one in ended} if unread else {}
+        if not unread:
+            self.statistics.finish(ended)
+        for env_id in sorted({*ends, *unread}, key=env_ids.index) if ends else unread:
             if env_id in ends:
-                self.statistics.finish(env_id, *ends[env_id])
+                self.statistics.finish([ends[env_id]])
             else:
                 put(env_id, self._read_one(env_id, leftovers.get(env_id)))
         for env_id in {*masked, *leftovers} - {*unread}:

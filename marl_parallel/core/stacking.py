@@ -112,6 +112,11 @@ def clear(stacked: Any, place: Any) -> None:
     tree_map(clear_leaf, stacked)
 
 
+def row(stacked: Any, env_id: int) -> Any:
+    """Views of the values of one environment, which keep the first axis."""
+    return tree_map(lambda array: array[env_id : env_id + 1], stacked)
+
+
 def column(stacked: Any, row: int) -> Any:
     """Views of the values at one place of the second axis; a tuple for values without a fixed form."""
     if type(stacked) is np.ndarray and not stacked.dtype.hasobject:  # the most frequent

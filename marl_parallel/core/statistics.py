@@ -176,9 +176,17 @@ class EpisodeStatistics:
         if dead := self.dead.get(env_id):
             dead.difference_update(alive)
 
-    def finish(self, env_id: int, terminated: bool, truncated: bool) -> None:
-        """Note that the episode has ended with a step that compiled code has added."""
-        self._finish(env_id, self.totals[env_id].tolist(), bool(terminated), bool(truncated))
+    def finish(self, ended: Sequence[tuple[int, int, int]]) -> None:
+        """Note episodes that have ended with steps that compiled code has added.
+
+        Each is its environment and the flags of `__all__`.
+        """
+        if self.listeners or self._others or self.dead or self._earlier:
+            for env_id, terminated, truncated in ended:
+                self._finish(env_id, self.totals[env_id].tolist(), bool(terminated), bool(truncated))
+        elif ended:
+            env_ids, *flags = np.array(ended).T
+            self._finish_all(env_ids, *(of_envs.astype(np.bool_) for of_envs in flags))
 
     def _add_some(
         self, env_id: int, totals: list[float], rewards: Mapping[Any, Any], flagged: Sequence[AgentID]
@@ -211,19 +219,23 @@ class EpisodeStatistics:
             if len(begun):
                 self.totals[begun] = 0.0
             if len(over):
-                env_ids = ids[over]
-                flags = received.terminated[over], received.truncated[over]
-                self._columns.append((env_ids, self.totals[env_ids], *flags))
-                self.any_finished = True
-                self.totals[env_ids] = self._first
-                for env_id in env_ids.tolist():
-                    self.ended[env_id] += 1
+                self._finish_all(ids[over], received.terminated[over], received.truncated[over])
             return
         for env_id in begun.tolist():
             self._reset(env_id, 0)
         for row in over.tolist():
             terminated, truncated = bool(received.terminated[row]), bool(received.truncated[row])
             self._finish(int(ids[row]), self.totals[ids[row]].tolist(), terminated, truncated)
+
+    def _finish_all(
+        self, env_ids: NDArray[np.integer[Any]], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]
+    ) -> None:
+        """As `_finish`, for episodes whose statistics are all in `totals`, and without listeners."""
+        self._columns.append((env_ids, self.totals[env_ids], terminated, truncated))
+        self.any_finished = True
+        self.totals[env_ids] = self._first
+        for env_id in env_ids.tolist():
+            self.ended[env_id] += 1
 
     def _finish(self, env_id: int, totals: Sequence[float], terminated: bool, truncated: bool) -> None:
         """Note the end of an episode; the next one begins in the same step, or with a reset."""

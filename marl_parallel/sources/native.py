@@ -657,6 +657,7 @@ class SimulatorArrays(ArrayView):
         if self._target is not None:
             tree_map(np.copyto, self._target, self._latest.observations)
             self._latest = self._latest._replace(observations=self._target)
+        self._latest = self._with_finals(self._latest)
         return self._latest
 
     def last(self) -> Arrays:
@@ -672,7 +673,7 @@ class SimulatorArrays(ArrayView):
             fields[name] = np.zeros_like(getattr(last, name))
         fields |= {name: np.zeros_like(last.alive) for name in EVENTS}
         placed = {name: stacking.placed(whole, received.env_ids, getattr(new, name)) for name, whole in fields.items()}
-        self._latest = new._replace(**placed, shared_flags=False)
+        self._latest = self._with_finals(new._replace(**placed, shared_flags=False))
         return self._latest
 
     def note(self, env_id: int, observations: Mapping[Any, Any], rewards: Mapping[Any, Any]) -> None:
@@ -693,3 +694,10 @@ class SimulatorArrays(ArrayView):
         )  # fmt: skip
         marks: dict[str, Any] = {name: self._pool.marks[name] for name in ("alive", *EVENTS)}
         return arrays._replace(restarted=self._no_envs, recycled=self._no_envs, **marks)
+
+    @staticmethod
+    def _with_finals(arrays: Arrays) -> Arrays:
+        """The same arrays; the observations are the last ones where an episode has ended, since resets follow."""
+        if not (arrays.terminated | arrays.truncated).any():
+            return arrays
+        return arrays._replace(final_observations=arrays.observations, finally_observed=arrays.observed)

@@ -19,7 +19,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.info_columns import InfoColumns
-from marl_parallel.core.spaces import fits_block, tree_map, zeros
+from marl_parallel.core.spaces import fits_block, tree_map
 from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.rows import AgentRows, agent_infos, bounds, divided, stacked, vector_infos
@@ -208,14 +208,17 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
 
     def _results(self, arrays: Arrays) -> StepReturn:
         rows = self._rows
-        terminations, truncations = (flags.ravel() for flags in rows.flags(arrays))
-        rewards = stacking.flat(rows.rewards(arrays))
+        rewards = rows.flat(arrays.rewards) if rows.reward_space is None else stacking.flat(rows.rewards(arrays))
+        if arrays.plain:
+            terminations, truncations = np.zeros((2, self.num_envs), np.bool_)
+        else:
+            terminations, truncations = map(np.ravel, rows.flags(arrays))
         if not arrays.plain and (were_dead := rows.of(arrays.were_dead)).any():  # whatever the simulator returned
             rewards[were_dead.ravel()] = 0
             if self._same_step:  # the agents are back in environments whose next episode has begun
                 were_dead = were_dead & ~(arrays.terminated | arrays.truncated)[:, None]
             rows.clear(arrays, were_dead)
-        done = np.flatnonzero(terminations | truncations).tolist() if self._same_step else []
+        done = np.flatnonzero(terminations | truncations).tolist() if self._same_step and not arrays.plain else []
         infos = self._infos(arrays, done)
         return rows.flat_observations(arrays), rewards, terminations, truncations, infos
 
@@ -233,20 +236,21 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
                 of_agents = agent_infos(env_id, of_env, self.agents, possible_agents, next_episode=next_episode)
                 rows |= enumerate(of_agents, env_id * per_env)
             for row in done:
+                observations = arrays.observations
                 if row // per_env in over:
-                    rows[row].setdefault(FINAL_OBS, zeros(self.single_observation_space))
-                    last = rows[row]["final_info"]
+                    last, observations = rows[row]["final_info"], arrays.final_observations or []
                     if self._has_stats and EPISODE in last:
                         rows[row][EPISODE] = last[EPISODE]
                 else:  # the environment goes on without this agent
                     last, _ = divided(rows.get(row, {}), {})
-                    rows[row] = {**last, "final_info": last, FINAL_OBS: self._rows.observation(arrays, row)}
+                    rows[row] = {**last, "final_info": last}
+                rows[row][FINAL_OBS] = self._rows.observation(observations, row)
             infos = vector_infos(sorted(rows.items()), self.num_envs)
         if self._has_masks:
             masks = stacking.flat(self._stepper.action_masks(self.agents))
             infos[ACTION_MASK], infos[f"_{ACTION_MASK}"] = masks, np.ones(self.num_envs, np.bool_)
         for key, mask in (("present", arrays.present), ("acting", arrays.acting)):
-            infos[key], infos[f"_{key}"] = self._rows.of(mask).ravel(), np.ones(self.num_envs, np.bool_)
+            infos[key], infos[f"_{key}"] = self._rows.flat(mask), np.ones(self.num_envs, np.bool_)
         self.present = infos["present"]
         return infos
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,6 +42,13 @@ class AgentRows:
 
     Evenly spaced columns are indexed by a slice, which makes views. `vectors_for` names a facade that takes vector
     rewards.
+
+    Attributes:
+        agents: The agents.
+        columns: Their columns among all agents: a slice, or a list.
+        everyone: Whether these are all agents, in order.
+        space, action_space: The spaces of one agent.
+        reward_space: The space of one agent's vector reward; None if rewards are numbers.
     """
 
     def __init__(
@@ -63,6 +71,8 @@ class AgentRows:
         members = np.array([view.places[agent][1] for agent in agents])
         self.columns = evenly_spaced(columns) or columns  # among all agents
         self._member_of, self._members = members, evenly_spaced(members.tolist()) or members  # among the group's agents
+        self.everyone = columns == [*range(len(view.agents))]
+        self._is_one_stack = self.everyone and view.is_one_stack
         self.space, self.action_space = schema.observation_spaces[agents[0]], schema.action_spaces[agents[0]]
         self.reward_space = schema.reward_spaces.get(agents[0]) if vectors_for else None
         for agent in agents if vectors_for else ():
@@ -75,6 +85,10 @@ class AgentRows:
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
         """The columns of these agents, of an array `(num_envs, possible agents, ...)`."""
         return array[:, self.columns]
+
+    def flat(self, array: NDArray[Any]) -> NDArray[Any]:
+        """An array `(num_envs, possible agents, ...)` by row, `(rows, ...)`; a view if these are all agents."""
+        return stacking.flat(array if self.everyone else array[:, self.columns])
 
     def rewards(self, arrays: Arrays) -> NDArray[Any]:
         """The rewards: `(num_envs, agents)`, or `(num_envs, agents, num_objectives)` if they are vectors."""
@@ -107,6 +121,8 @@ class AgentRows:
 
     def flat_observations(self, arrays: Arrays) -> Any:
         """The observations of all rows: views, if all agents are rows."""
+        if self._is_one_stack and not arrays.observations[0].dtype.hasobject:
+            return stacking.flat(arrays.observations[0])
 
         def flat(array: NDArray[Any]) -> Any:
             rows = stacking.flat(array[:, self._members])
@@ -114,10 +130,10 @@ class AgentRows:
 
         return tree_map(flat, arrays.observations[self._group])
 
-    def observation(self, arrays: Arrays, row: int) -> Any:
-        """The observation of one row, in new arrays."""
+    def observation(self, observations: Sequence[Any], row: int) -> Any:
+        """The observation of one row from all groups', in new arrays."""
         place = row // len(self.agents), self._member_of[row % len(self.agents)]
-        return tree_map(lambda array: copy.copy(array[place]), arrays.observations[self._group])
+        return tree_map(lambda array: copy.copy(array[place]), observations[self._group])
 
     def clear(self, arrays: Arrays, agents: NDArray[np.bool_]) -> None:
         """Make `agents`, a mask `(num_envs, agents)`, absent; their observations become zeros."""
@@ -168,6 +184,9 @@ def stacked(space: Space[Any], rows: Any, num_envs: int, agents: int) -> Any:
     Whole numbers may be floats, as in `stacking.whole`. Raises `ValueError` for another form, and `TypeError` for what
     cannot be iterated, as Gymnasium's `iterate`.
     """
+    shape = num_envs, agents
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return _stacked_leaf(shape, space, rows)
 
     def check_rows(part: Any, others: Iterable[Any]) -> None:
         for other in others:
@@ -175,21 +194,23 @@ def stacked(space: Space[Any], rows: Any, num_envs: int, agents: int) -> Any:
                 raise TypeError(f"expected actions for {num_envs * agents} rows, got {other!r:.200}")
         check_form(part, others)
 
-    def of_leaf(leaf: Space[Any], values: Any) -> NDArray[Any]:
-        if isinstance(values, tuple) and leaf.shape is None:  # values that do not stack, one for each row
-            array = np.full(len(values), None, object)
-            array[:] = values
-        else:
-            array = np.asarray(values)
-        if not array.ndim:
-            raise TypeError(f"expected actions for {num_envs * agents} rows, got {values!r:.200}")
-        if len(array) != num_envs * agents:
-            raise ValueError(f"expected actions for {num_envs * agents} rows, got shape {array.shape}")
-        if array.dtype.kind == "f":
-            array = stacking.whole(leaf, array)
-        return array[:, None] if agents == 1 else array.reshape(num_envs, agents, *array.shape[1:])
+    return tree_map(partial(_stacked_leaf, shape), space, rows, form=check_rows)
 
-    return tree_map(of_leaf, space, rows, form=check_rows)
+
+def _stacked_leaf(shape: tuple[int, int], leaf: Space[Any], values: Any) -> NDArray[Any]:
+    num_rows = shape[0] * shape[1]
+    if isinstance(values, tuple) and leaf.shape is None:  # values that do not stack, one for each row
+        array = np.full(len(values), None, object)
+        array[:] = values
+    else:
+        array = np.asarray(values)
+    if not array.ndim:
+        raise TypeError(f"expected actions for {num_rows} rows, got {values!r:.200}")
+    if len(array) != num_rows:
+        raise ValueError(f"expected actions for {num_rows} rows, got shape {array.shape}")
+    if array.dtype.kind == "f":
+        array = stacking.whole(leaf, array)
+    return array[:, None] if shape[1] == 1 else array.reshape(*shape, *array.shape[1:])
 
 
 def bounds(leaf: Any) -> tuple[Any, Any]:

@@ -25,7 +25,6 @@ from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map, unfit_leaf, zeros
-from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.core.warn import warn
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import installed
@@ -199,16 +198,15 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
         dones, truncated = terminations | truncations, truncations & ~terminations & ~were_dead
         of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), self.agents) for i in np.flatnonzero(over)}
         for row in np.flatnonzero(dones).tolist():
-            place, last = divmod(row, self._per_env), None
+            place, last, seen = divmod(row, self._per_env), arrays.observations, arrays.observed
             if over[place[0]]:
-                last = infos[row].get(FINAL_OBS)
                 infos[row], self.reset_infos[row] = divided(infos[row], of_envs[place[0]])
-            elif arrays.observed[place]:
-                last = self._rows.observation(arrays, row)
-            known = last is not None and not were_dead[place]
+                last, seen = arrays.final_observations or [], arrays.finally_observed
+            known = bool(seen[place]) and not were_dead[place]
+            terminal = self._rows.observation(last, row) if known else zeros(self.observation_space)
             if known and self._seen_elsewhere:
-                last = to_zero(self._rows.space, last)
-            infos[row]["terminal_observation"] = self._stepper.own(last) if known else zeros(self.observation_space)
+                terminal = to_zero(self._rows.space, terminal)
+            infos[row]["terminal_observation"] = terminal
             infos[row]["TimeLimit.truncated"] = bool(truncated[place]) and known
             last_info = _LastInfo(infos[row])
             if self._lengths[place] and not were_dead[place] and (self._has_stats or "episode" not in last_info):

@@ -553,11 +553,11 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
     def _originals(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Callable[[], dict[str, Any]]]:
         """For each environment whose episode has ended, a function that makes the `original_...` entries of infos."""
         states = self._stepper.runner.states_seen()[1][ended] if self._has_state and ended else None
-        last_masks = self._last_masks
+        finals, last_masks = arrays.final_observations or [], self._last_masks
 
         def original(place: int, env_id: int) -> dict[str, Any]:
             infos = arrays.infos.get(env_id, {})
-            observations, groups = self._observations(self._final(env_id, infos))
+            observations, groups = self._observations([stacking.row(of_group, env_id) for of_group in finals])
             entries: dict[str, Any] = {"original_obs": observations[0]}
             if not self._has_share:
                 return entries
@@ -574,18 +574,6 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             return entries
 
         return {env_id: functools.partial(original, place, env_id) for place, env_id in enumerate(ended)}
-
-    def _final(self, env_id: int, infos: Mapping[Any, Any]) -> list[Any]:
-        """The last observations of an episode in the form of the view's groups, `(1, agents of the group, ...)`."""
-        view = self._stepper.view
-        final = [stacking.zeros(space, (1, len(positions))) for space, positions in view.groups]
-        for agent in self.agents:
-            info = infos.get(agent)
-            if isinstance(info, Mapping) and info.get(FINAL_OBS) is not None:
-                group, row = view.places[agent]
-                whose = f"environment {env_id}: the last observation of agent {agent!r}"
-                stacking.put(final[group], (0, row), info[FINAL_OBS], whose)
-        return final
 
     def _final_masks(self, infos: Mapping[Any, Any], acted: _Acted) -> tuple[NDArray[np.bool_], bool]:
         """The last masks of an episode, and whether any agent has one."""

@@ -18,7 +18,6 @@ from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import Mismatch, check_form, padded_space, tree_map
-from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
 from marl_parallel.vector.rows import AgentRows, inherited_flags
@@ -336,10 +335,10 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
             self.present, self.present_next = self._of_groups(arrays.rewarded), self._of_groups(arrays.observed)
             self.acting = self._of_groups(arrays.acting)
             ended = np.flatnonzero(self.done).tolist()
-        if self._same_step and ended:
-            self.final_observations, self.present_final = self._final(arrays, ended)
-        elif ended:
-            self.final_observations, self.present_final = observations, self.present_next
+        if ended:
+            is_same = arrays.final_observations is arrays.observations
+            self.final_observations = observations if is_same else self.stacked(arrays.final_observations or [])
+            self.present_final = self._of_groups(arrays.finally_observed)
         if self.state_space is not None:
             self._note_states(ended)
         rewards = self._grouped(lambda group: group.rewards(arrays))
@@ -347,23 +346,6 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         if self._lists_infos:
             infos = [infos.get(env_id, {}) for env_id in self.stepper.env_ids]
         return observations, rewards, self._of_groups(terminations), self._of_groups(truncations), infos
-
-    def _final(self, arrays: Arrays, ended: Sequence[int]) -> tuple[Grouped, Grouped]:
-        """The last observations of old episodes, from infos, and the rows that have one."""
-        view = self.stepper.view
-        final = [stacking.zeros(space, (self.num_envs, len(columns))) for space, columns in view.groups]
-        has_final = np.zeros((self.num_envs, len(view.agents)), np.bool_)
-        for place in ended:
-            env_id = self.stepper.env_ids[place]
-            infos = arrays.infos.get(env_id, {})
-            for column, agent in enumerate(view.agents):
-                info = infos.get(agent)
-                if isinstance(info, Mapping) and info.get(FINAL_OBS) is not None:
-                    group, row = view.places[agent]
-                    whose = f"environment {env_id}: the last observation of agent {agent!r}"
-                    stacking.put(final[group], (place, row), info[FINAL_OBS], whose)
-                    has_final[place, column] = True
-        return self.stacked(final), self._of_groups(has_final)
 
     def _note_states(self, ended: Sequence[int]) -> None:
         env_ids = self.stepper.env_ids
