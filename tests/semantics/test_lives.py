@@ -76,15 +76,17 @@ class Reference:
 
     def __init__(self, seed: int, mode: str) -> None:
         self.scripts, self.mode, self.number, self.over = scripts(seed), mode, -1, False
+        self.last: dict[str, list[float]] | None = None  # the last observations, if an episode has ended in this step
 
     def reset(self) -> dict[str, set[str]]:
-        self.number, self.time, self.over = self.number + 1, 0, False
+        self.number, self.time, self.over, self.last = self.number + 1, 0, False, None
         self.alive, self.dead = {*self.scripts[self.number % 3].first}, set[str]()
         return {**NOBODY, "alive": {*self.alive}, "began": {*self.alive}}
 
     def step(self) -> dict[str, set[str]]:
         if self.over:
             return self.reset()
+        self.last = None
         steps = self.scripts[self.number % 3].steps
         observed, rewarded, flagged = map(set, steps[self.time])
         self.time += 1
@@ -95,9 +97,10 @@ class Reference:
         result |= {"ended": flagged - dead, "began": observed - were_alive - dead, "alive": self.alive}
         if self.time == len(steps):
             result["ended"] = result["ended"] | self.alive
-            self.over = True
+            self.over, self.last = True, {agent: [self.number * 10 + self.time] * 2 for agent in observed}
             if self.mode == "SAME_STEP":
-                first = self.reset()
+                last, first = self.last, self.reset()
+                self.last = last
                 result |= {"alive": first["alive"], "began": first["began"]}
         return result
 
@@ -109,6 +112,17 @@ class Facade:
 
 def sets(arrays: Any, env_id: int) -> dict[str, set[str]]:
     return {name: {a for a, yes in zip(AGENTS, getattr(arrays, name)[env_id]) if yes} for name in FIELDS}
+
+
+def last_observations(arrays: Any, references: list[Reference]) -> None:
+    """Check the last observations of the episodes that have ended in this step."""
+    assert (arrays.final_observations is None) == all(one.last is None for one in references)
+    for env_id, one in enumerate(references):
+        if one.last is not None:
+            (final,), observed = arrays.final_observations, arrays.finally_observed[env_id]
+            last = {agent: final[env_id, place].tolist() for place, agent in enumerate(AGENTS) if observed[place]}
+            assert last == one.last
+            assert not final[env_id, ~observed].any()
 
 
 NOTHING = [Stacked(tuple(AGENTS), np.zeros((3, 3), np.int64))]
@@ -130,14 +144,18 @@ def test_arrays_say_what_a_step_means_in_each_life(seed, mode, how, monkeypatch)
         arrays, expected = stepper.reset(), [one.reset() for one in references]
         for _ in range(25):
             assert [sets(arrays, env_id) for env_id in range(3)] == expected
+            last_observations(arrays, references)
             over = [env_id for env_id in range(3) if references[env_id].over]
             if mode == "DISABLED" and over:
                 arrays = stepper.reset(env_ids=over)
+                for one in references:
+                    one.last = None
                 expected = [one.reset() if one.over else {**NOBODY, "alive": one.alive} for one in references]
             else:
                 if how == "codec" and mode != "DISABLED":  # else only some environments have been reset
                     arrays, _ = stepper.load_state(stepper.save_state())
                     assert [sets(arrays, env_id) for env_id in range(3)] == expected
+                    last_observations(arrays, references)
                 arrays, expected = stepper.step(NOTHING), [one.step() for one in references]
 
 
