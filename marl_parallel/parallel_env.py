@@ -87,6 +87,7 @@ from marl_parallel.types import (
     OnRestart,
     ParallelEnvError,
     RecyclePolicy,
+    RestartInfos,
     RestartPolicy,
     Seed,
     Stats,
@@ -161,6 +162,9 @@ class ParallelEnv:
             the episode ends. See `docs/learners.md`.
         on_restart: Called with a `RestartEvent` for each environment that is rebuilt, before the step returns. An
             exception that it raises is logged.
+        restart_infos: The infos of agents in the step that a fault has interrupted. None: there are none. `"last"`:
+            those of the step before, for code that reads a key in every step; keys of events then count twice. See
+            `docs/faults.md`.
         warn_after: Seconds after which the logger `marl_parallel` warns of a call of an environment that still runs,
             again after twice as long, and so on. The warning names the environment, its worker and the call, with the
             Python stack; Ctrl-C logs the same report. None for no warnings. Environments in the caller's own thread
@@ -241,6 +245,7 @@ class ParallelEnv:
         wait: Wait = "adaptive",
         episode_stats: bool = False,
         on_restart: OnRestart | None = None,
+        restart_infos: RestartInfos | None = None,
         warn_after: float | None = 60.0,
         log_dir: str | os.PathLike[str] | None = None,
         recycle: RecyclePolicy | None = None,
@@ -298,7 +303,8 @@ class ParallelEnv:
                 pool.extend(self._recycling)
                 _warn_of_unknown_memory(settings, backend, len(pool.shares) - 1)
             if faults.restarts:
-                pool.extend(Restarts(pool, rebuilds, transitions, faults.restart_policy, faults.on_restart))
+                about = faults.restart_policy, faults.on_restart, faults.restart_infos
+                pool.extend(Restarts(pool, rebuilds, transitions, *about))
             self._set_runner(_runner(pool, transitions, rebuilds, envs, seeds, settings))
             if settings.output.trace is not None:
                 self.start_trace(settings.output.trace)

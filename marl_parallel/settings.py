@@ -43,6 +43,7 @@ from marl_parallel.types import (
     OnError,
     OnRestart,
     RecyclePolicy,
+    RestartInfos,
     RestartPolicy,
     Seed,
     Wait,
@@ -71,6 +72,7 @@ class ParallelEnvArguments(TypedDict, total=False):
     wait: Wait
     episode_stats: bool
     on_restart: OnRestart | None
+    restart_infos: RestartInfos | None
     warn_after: float | None
     log_dir: str | os.PathLike[str] | None
     recycle: RecyclePolicy | None
@@ -139,6 +141,7 @@ class FaultSettings:
     on_error: OnError = "raise"
     restart_policy: RestartPolicy = RestartPolicy()  # noqa: RUF009  # it is immutable
     on_restart: OnRestart | None = None
+    restart_infos: RestartInfos | None = None
     step_timeout: float | None = None
     reset_timeout: float | None = None
     start_timeout: float | None = START_TIMEOUT_S
@@ -157,6 +160,10 @@ class FaultSettings:
             raise TypeError(f"on_restart must be a function of a RestartEvent, or None, got {self.on_restart!r}")
         if self.on_restart is not None and not self.restarts:
             raise ValueError('on_restart is never called without restarts: pass on_error="restart", too')
+        if self.restart_infos not in (None, "last"):
+            raise ValueError(f'restart_infos must be "last" or None, got {self.restart_infos!r}')
+        if self.restart_infos is not None and not self.restarts:
+            raise ValueError('restart_infos is about restarts: pass on_error="restart", too')
         for name in (*_TIMEOUTS, "warn_after"):
             checked_timeout(getattr(self, name), name)
         self._check_recycle(self.recycle)

@@ -286,6 +286,9 @@ Seed: TypeAlias = int | Literal["own"] | None
 
 OnRestart: TypeAlias = Callable[[RestartEvent], object]
 
+RestartInfos: TypeAlias = Literal["last"]
+"""The argument `restart_infos` of `ParallelEnv`, if it is not None."""
+
 
 @dataclass(frozen=True)
 class StepTimes:

@@ -36,10 +36,23 @@ from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionR
 from marl_parallel.core.source import StackedMasks, Transitions
 from marl_parallel.core.spaces import Mismatch, conform, zeros
 from marl_parallel.core.statistics import EpisodeStatistics
-from marl_parallel.core.transition import ALL, COMMON, EPISODE, WAS_DEAD, Transition, are_empty
+from marl_parallel.core.transition import (
+    ALL,
+    COMMON,
+    EPISODE,
+    FINAL_OBS,
+    RESET_INFO,
+    WAS_DEAD,
+    Transition,
+    are_empty,
+)
 
 DictPerEnv: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
+
+
+_OF_ONE_STEP = {ACTION_MASK, EPISODE, FINAL_OBS, RESET_INFO}
+"""The keys of infos that say nothing about a later step."""
 
 
 class Standing(NamedTuple):
@@ -387,6 +400,23 @@ class BlockTransitions(Transitions):
         if ended and self.mode is not AutoresetMode.SAME_STEP:  # all lives have ended
             return observations, alive, {}
         return observations, alive, interrupted_events(alive, [] if ended else dead_after(transition.events, alive))
+
+    def last_infos(self, slot: Slot, leftovers: Any) -> dict[AgentID, dict[Any, Any]]:
+        """Copies of the latest infos of one environment's agents, of which those of an automatic reset come last.
+
+        What the package adds to infos, and action masks, which are of that step only, are left out.
+        """
+        if not slot.has_reset:
+            return {}
+        last = self._own.read(slot.env_id, leftovers)
+        latest: dict[AgentID, dict[Any, Any]] = {}
+        for agent in last.alive:
+            of_agent = (infos.get(agent) for infos in (last.infos, last.reset_infos or {}))
+            latest[agent] = {
+                key: value for info in of_agent if isinstance(info, Mapping) for key, value in info.items()
+                if key not in _OF_ONE_STEP
+            }  # fmt: skip
+        return latest
 
     # -- action masks --------------------------------------------------------------------------------------------------
 

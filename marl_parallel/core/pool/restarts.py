@@ -37,6 +37,7 @@ from marl_parallel.types import (
     OnRestart,
     ParallelEnvError,
     RestartEvent,
+    RestartInfos,
     RestartLimitExceeded,
     RestartPolicy,
     WorkerStats,
@@ -100,6 +101,7 @@ class Restarts(Extension):
         transitions: The environments' records.
         policy: How often an environment may fail.
         on_restart: Called for each environment that is rebuilt.
+        infos: `"last"` if the interrupted step has the infos of the step before; None if it has none.
     """
 
     saved_as = "Restarts"
@@ -111,10 +113,10 @@ class Restarts(Extension):
         transitions: BlockTransitions,
         policy: RestartPolicy,
         on_restart: OnRestart | None,
+        infos: RestartInfos | None = None,
     ) -> None:
-        self._pool, self._rebuilds, self._transitions, self._policy, self._on_restart = (
-            pool, rebuilds, transitions, policy, on_restart
-        )  # fmt: skip
+        self._pool, self._rebuilds, self._transitions = pool, rebuilds, transitions
+        self._policy, self._on_restart, self._infos = policy, on_restart, infos
         self._same_step = transitions.mode is AutoresetMode.SAME_STEP
         self._records = [_Record() for _ in pool.slots]
         pool.advice, pool.survives_faults = "", pool.backend.capabilities.can_kill
@@ -313,6 +315,8 @@ class Restarts(Extension):
         alive, events = ([], {}) if record.needs_reset else (alive, events)
         state = None if states is None else states[0]
         dicts = interrupted(observations, alive, spaces)
+        if self._infos == "last" and alive and not partially_written:
+            dicts = (*dicts[:4], self._transitions.last_infos(slot, leftovers))
         return _Unreported(None if idle else Message.STEP, dicts, state=state, events=events)
 
     def _ends_to_come(self, slot: Slot, fault: _Unreported) -> int:
