@@ -251,6 +251,17 @@ def one_for_each(values: Any, env_ids: Sequence[int], what: str) -> Any:
     return values
 
 
+def checked_arguments(env_id: int, of_env: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments and keywords of one environment's call; `TypeError` unless they are a tuple, a list or a dict."""
+    if isinstance(of_env, Mapping) and all(isinstance(name, str) for name in of_env):
+        return (), dict(of_env)
+    if isinstance(of_env, tuple | list):
+        return tuple(of_env), {}
+    raise TypeError(
+        f"environment {env_id}: expected a tuple or list of arguments, or a dict of keywords, got {of_env!r:.200}"
+    )
+
+
 def is_own(seed: Any) -> bool:
     """Whether `seed` is `"own"`: environments keep their own seeds."""
     return isinstance(seed, str) and seed == "own"

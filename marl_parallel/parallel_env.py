@@ -758,7 +758,7 @@ class ParallelEnv:
         runner.check_idle("call_async")
         ids, pickle = runner.checked_ids(env_ids), self._pickled_call(name, args, kwargs)
         runner.begin_call(Message.CALL, ids, pickle())
-        self._called = ids, pickle
+        self._called: tuple[tuple[int, ...], Callable[[], Any]] = ids, pickle
 
     @exclusive("call_wait")
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
@@ -783,8 +783,58 @@ class ParallelEnv:
         ids, pickle = self._called
         return self._unpickled(Message.CALL, ids, pickle, results)
 
+    @exclusive("call_each")
+    def call_each(
+        self,
+        name: str | Callable[..., Any],
+        /,
+        each: Sequence[Sequence[Any] | Mapping[str, Any]],
+        *,
+        env_ids: Sequence[int] | None = None,
+        wait: bool = True,
+    ) -> tuple[Any, ...] | None:
+        """Call a method of each environment, as `call`, with other arguments in each environment.
+
+        Args:
+            name: As in `call`.
+            each: One entry for each of `env_ids`: a tuple or list of arguments, or a dict of keywords.
+            env_ids: Which environments.
+            wait: Whether to wait for the results. If False, `call_wait` returns them, as after `call_async`.
+
+        Returns:
+            The results, one for each of `env_ids`; None without `wait`.
+
+        Raises:
+            ValueError: There is not one entry for each of `env_ids`. Other errors are as in `call`.
+            TypeError: An entry is neither a tuple or list nor a dict with strings as keys.
+
+        Example:
+            >>> from mpe2 import simple_spread_v3
+            >>> with ParallelEnv([simple_spread_v3.parallel_env] * 2, num_workers=2) as env:
+            ...     spaces = env.call_each("observation_space", [("agent_0",), {"agent": "agent_1"}])
+            >>> [space.shape for space in spaces]
+            [(18,), (18,)]
+        """
+        runner = self.runner
+        runner.check_idle("call_each")
+        ids = runner.checked_ids(env_ids)
+        arguments.one_for_each(each, ids, "a tuple or dict of arguments")
+        pickles = {
+            env_id: self._pickled_call(name, *arguments.checked_arguments(env_id, of_env))
+            for env_id, of_env in zip(ids, each)
+        }
+
+        def pickle() -> dict[int, bytes]:
+            return {env_id: pickle_one() for env_id, pickle_one in pickles.items()}
+
+        if not wait:
+            runner.begin_call(Message.CALL, ids, pickle())
+            self._called = ids, pickle
+            return None
+        return self._unpickled(Message.CALL, ids, pickle, runner.source.execute_in(Message.CALL, ids, pickle()))
+
     def _pickled_call(
-        self, name: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, name: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], bytes]:
         if not isinstance(name, str) and not callable(name):
             raise TypeError(f"name must be the name of a method or attribute, or a function; got {name!r}")

@@ -437,6 +437,13 @@ def length_of(declaration: Any) -> int | None:
     return (len(declaration) or None) if isinstance(declaration, spaces.Tuple | list | tuple) else None
 
 
+def listed(declaration: Any) -> list[Any]:
+    """The spaces in a list, tuple or `Tuple` space, of Gymnasium or gym; none in anything else."""
+    if isinstance(declaration, spaces.Tuple) or is_a(declaration, "gym", "Tuple"):
+        return [*declaration.spaces]
+    return [*declaration] if isinstance(declaration, list | tuple) else []
+
+
 def old_space(declaration: Any) -> Any:
     """A space of OpenAI's gym: the declaration itself or one of its entries; None if there is none."""
     entries = declaration.values() if isinstance(declaration, Mapping) else declaration

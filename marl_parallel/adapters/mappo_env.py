@@ -19,7 +19,6 @@ from marl_parallel.adapters.attributes import (
     AgentID,
     declared,
     declared_or_none,
-    length_of,
     number_of_agents,
     type_name,
 )
@@ -160,7 +159,7 @@ class MAPPOEnv(Adapter):
                 f"{self.kind} has a list `{name}` with one space per agent; {type_name(self.source)} has none. "
                 "If its `seed` makes the spaces, call it in the constructor"
             )
-        one_each = [*declaration] if _length(declaration) else [declaration] * number
+        one_each = attributes.listed(declaration) or [declaration] * number
         converted: dict[int, Space[Any]] = {}  # most agents share one object
         for place, space in enumerate(one_each):
             if id(space) not in converted:
@@ -410,9 +409,7 @@ def is_mappo(source: Any) -> bool:
 
 def _length(declaration: Any) -> int | None:
     """The number of spaces in a list, tuple or `Tuple` space, of Gymnasium or gym."""
-    if attributes.is_a(declaration, "gym", "Tuple"):
-        return len(declaration.spaces) or None
-    return length_of(declaration)
+    return len(attributes.listed(declaration)) or None
 
 
 def _converted(space: Any, where: str, *, sizes: bool) -> Space[Any]:

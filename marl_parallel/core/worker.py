@@ -559,8 +559,9 @@ class Worker:
         with self._status.during(env_id, Activity.RENDER):
             return dumps(self._episodes[env_id].env.render())
 
-    def _call(self, env_id: int, payload: bytes) -> Answer:
-        name, args, kwargs = _unpickled(lambda: loads(payload))
+    def _call(self, env_id: int, payload: bytes | Mapping[int, bytes]) -> Answer:
+        pickled_call = payload if isinstance(payload, bytes) else payload[env_id]
+        name, args, kwargs = _unpickled(lambda: loads(pickled_call))
         env = self._episodes[env_id].env
         source: Any = env if isinstance(name, OfAdapter) else env.source
         with self._status.during(env_id, Activity.CALL):

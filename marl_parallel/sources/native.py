@@ -315,7 +315,7 @@ class SimulatorSource(Source, Transitions):
             return {env_id: frames[env_id] for env_id in env_ids}
         if message is Message.ASSIGN:
             raise AttributeError(f"the environments of {self.name} share all attributes, so none can be set")
-        name = loads(payload)[0]
+        name = loads(next(iter(payload.values())) if isinstance(payload, dict) else payload)[0]
         if not isinstance(name, str):
             raise TypeError(
                 f"the environments of {self.name} share one object, so no function can be called with each of them"

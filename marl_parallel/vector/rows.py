@@ -365,6 +365,13 @@ def env_infos(infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[Any, 
     return {key: info for key, info in infos.items() if key not in known}
 
 
+def common_info(common: Any) -> dict[Any, Any]:
+    """What `__common__` has for the infos of agents: not the text of a report, since loggers average every key."""
+    if not isinstance(common, Mapping):
+        return {}
+    return {key: value for key, value in common.items() if key != "error" or common.get("restarted") is not True}
+
+
 def agent_infos(
     env_id: int,
     infos: Mapping[Any, Any],

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.action_masks import flat_mask, mask_of
-from marl_parallel.adapters import AgentID
+from marl_parallel.adapters import AgentID, attributes
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Joint, Stacked
 from marl_parallel.core.columns import evenly_spaced
@@ -31,7 +31,7 @@ from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
 from marl_parallel.settings import Settings
-from marl_parallel.vector.rows import agent_info, env_infos
+from marl_parallel.vector.rows import agent_info, common_info, env_infos
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, rendered, simulators
 
 BAD_TRANSITION = "bad_transition"
@@ -53,7 +53,7 @@ ResultsT = TypeVar("ResultsT")
 
 
 class _OfAgents(list[dict[Any, Any]]):
-    """The infos of one environment's agents, as a list; a string index reads the first agent's info.
+    """The infos of one environment's agents, as a list, which is also read as the dict of the first agent.
 
     on-policy's football environment has one info for all, which its runner reads as `infos[i]["score_reward"]`.
     """
@@ -61,14 +61,27 @@ class _OfAgents(list[dict[Any, Any]]):
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(0)[index] if isinstance(index, str) else super().__getitem__(index)
 
+    def __contains__(self, key: object) -> bool:
+        return key in super().__getitem__(0) if isinstance(key, str) else super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().__getitem__(0).get(key, default)
+
+    def keys(self) -> KeysView[Any]:
+        return super().__getitem__(0).keys()
+
+    def items(self) -> ItemsView[Any, Any]:
+        return super().__getitem__(0).items()
+
 
 class ShareInfos(Sequence[list[dict[Any, Any]]]):
     """The infos of a step: for each environment a list with one dict for each agent, made on first access.
 
-    An agent's dict has its own infos, its environment's (`__common__`), and `"bad_transition"`. In the step that
-    ends an episode, the first agent's dict also has `"original_obs"`, `"original_state"` and
-    `"original_avail_actions"`, for all agents. In a restart, missing keys have the values of the step before, or zeros
-    in the first step of an episode: trainers read the simulator's counters at the end of each episode.
+    An agent's dict has its own infos, its environment's (`__common__`, without the text of a restart's report), and
+    `"bad_transition"`. In the step that ends an episode, the first agent's dict also has `"original_obs"`,
+    `"original_state"` and `"original_avail_actions"`, for all agents. In a restart, missing keys have the values of the
+    step before, or zeros in the first step of an episode: trainers read the simulator's counters at the end of each
+    episode.
     """
 
     def __init__(
@@ -131,10 +144,8 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
     def _flat(self, env_id: int, infos: Mapping[Any, Any]) -> list[dict[Any, Any]]:
         """For each agent, its own infos and its environment's."""
         of_env = env_infos(infos, self._agents)
-        common = of_env.get(COMMON)
-        if isinstance(common, Mapping):
-            del of_env[COMMON]
-            of_env.update(common)
+        if isinstance(of_env.get(COMMON), Mapping):
+            of_env.update(common_info(of_env.pop(COMMON)))
         return [{**of_env, **agent_info(env_id, infos, agent)} for agent in self._agents]
 
 
@@ -434,12 +445,11 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             share = self.env.get_attr("share_observation_space")[0]
         except AttributeError:
             return None
-        if not isinstance(share, list | tuple) or len(share) != self.n_agents:
+        observed, acted = (self.env.get_attr(name)[0] for name in ("observation_space", "action_space"))
+        lists = [attributes.listed(declared) for declared in (observed, share, acted)]
+        if not all(len(of_agents) == self.n_agents for of_agents in lists):
             return None
-        declared = [self.env.get_attr(name)[0] for name in ("observation_space", "action_space")]
-        if not all(isinstance(one, list | tuple) and len(one) == self.n_agents for one in declared):
-            return None
-        return [*declared[0]], [*share], [*declared[1]]
+        return lists[0], lists[1], lists[2]
 
     # -- resets and steps ------------------------------------------------------------------------------------------
 

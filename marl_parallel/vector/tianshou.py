@@ -24,6 +24,7 @@ from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
+from marl_parallel.vector.rows import common_info
 from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, Scalarize, rendered
 
 __doctest_requires__ = ["tianshou"]
@@ -400,7 +401,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         infos = []
         for env_id in ids:
             of_env = arrays.infos.get(env_id, {})
-            common = of_env.get(COMMON, {})
+            common = common_info(of_env.get(COMMON))
             by_agent = {key: info for key, info in of_env.items() if info and key != COMMON}
             if self._has_masks:
                 masks = self._stepper.runner.transitions.masks(env_id)

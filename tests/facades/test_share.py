@@ -14,7 +14,20 @@ from gymnasium import spaces
 from helpers.mappo import Listed, Log, PipeVecEnv, Policy, SameShare, train
 from mpe2 import simple_speaker_listener_v4, simple_spread_v3
 from simulators.crashing import Fate, crashing
-from simulators.mappo_envs import Drones, K, Particles, Pilots, Pitch, Speakers, Squad, Swimmers, Wings, WorkersLoop
+from simulators.mappo_envs import (
+    Drones,
+    K,
+    Particles,
+    Pilots,
+    Pitch,
+    Speakers,
+    Squad,
+    Swimmers,
+    Wings,
+    WorkersLoop,
+    old,
+    old_box,
+)
 from simulators.pymarl_envs import Gymma, PlainLoop, Skirmish
 from simulators.team_battles import AGENTS, DictBattle, ParallelBattle, TeamBattle
 from simulators.variable_agents import VariableAgents
@@ -294,6 +307,40 @@ class Relay:
         dies = self.time == 2
         flags = {"a": dies, "b": dies, "__all__": self.time == 4}
         return dict.fromkeys("ab", np.float32(self.time)), dict.fromkeys("ab", 1.0), flags, {"__all__": False}, {}
+
+
+def test_one_info_for_all_is_read_as_a_dict():
+    """on-policy's football runner reads `infos[i]["score"]`, and others look for a key first."""
+    envs = ShareSubprocVecEnv([Pitch], backend="serial")
+    envs.reset()
+    *_, infos, _ = envs.step(np.zeros((1, K), np.int64))
+    of_env = infos[0]
+    assert "score" in of_env
+    assert "missing" not in of_env
+    assert of_env[0] in of_env
+    assert (of_env["score"], of_env.get("score"), of_env.get("missing", 5), of_env.get("missing")) == (1, 1, 5, None)
+    assert {*of_env.keys()} == {"bad_transition", "score", "won"}
+    assert dict(of_env.items()) == of_env[0]
+    assert len(of_env) == len([*of_env]) == K
+    envs.close()
+
+
+def test_tuple_spaces_of_gym_come_back_as_they_are():
+    class OfTuples(Pitch):
+        def __init__(self, seed: int | None = None) -> None:
+            super().__init__(seed)
+            lists = {
+                name: getattr(self, name) for name in ("observation_space", "share_observation_space", "action_space")
+            }
+            for name, declared in lists.items():
+                made = [old("Discrete", n=6)] * K if name == "action_space" else [old_box(4)] * len(declared)
+                setattr(self, name, old("Tuple", spaces=made))
+
+    envs = ShareSubprocVecEnv([OfTuples], backend="serial")
+    for name in ("observation_space", "share_observation_space", "action_space"):
+        of_agents = getattr(envs, name)
+        assert [type(space).__module__.partition(".")[0] for space in of_agents] == ["gym"] * K
+    envs.close()
 
 
 def test_all_dones_mean_that_the_episode_has_ended():

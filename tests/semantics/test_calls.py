@@ -77,6 +77,25 @@ def raise_zero_division(env: Any) -> None:
     raise ZeroDivisionError("of the caller's function")
 
 
+def test_other_arguments_in_each_environment(backend_setup, build):
+    env = build([Hunt] * 3, backend_setup)
+    env.reset(seed=4)
+    env.set_attr("total", [1.0, 2.0, 3.0])
+    factors, expected = [(2.0,), {"factor": 3.0, "offset": 1.0}, [4.0]], (2.0, 7.0, 12.0)
+    assert_same(env.call_each("scale", factors), expected)
+    assert_same(env.call_each("scale", factors[1:], env_ids=[2, 0]), (10.0, 4.0))
+    assert env.call_each("scale", factors, wait=False) is None
+    with pytest.raises(AlreadyPendingCallError):
+        env.call_each("scale", factors)
+    assert_same(env.call_wait(), expected)
+    assert env.call_each(lambda simulator, number: number, [(0,), (1,), (2,)]) == (0, 1, 2)
+    with pytest.raises(ValueError, match="a tuple or dict of arguments for each of 3 environments, got 2"):
+        env.call_each("scale", factors[:2])
+    with pytest.raises(TypeError, match=r"environment 1: expected a tuple or list of arguments, or a dict .* got 3.0"):
+        env.call_each("scale", [(2.0,), 3.0, (4.0,)])
+    assert_same(env.call_each("scale", factors), expected)  # nothing has been closed
+
+
 @pytest.mark.parametrize("on_error", ["raise", "restart"])
 def test_errors_of_calls_in_flight(on_error, backend_setup, build):
     env = build([Hunt] * 2, backend_setup, on_error=on_error)
