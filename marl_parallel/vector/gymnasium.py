@@ -194,8 +194,10 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
 
     def _actions(self, actions: Any) -> list[Stacked]:
         by_agents = [self._rows.actions(actions)]
-        latest, num_envs = self._stepper.latest, self.env.num_envs
-        seen = self._stepper.view.by_agent(latest.observations) if self._others and latest is not None else {}
+        if not self._others:
+            return by_agents
+        latest, num_envs = self._stepper.latest, self._rows.num_envs
+        seen = self._stepper.view.by_agent(latest.observations) if latest is not None else {}
         for agent in self._others:
             space = self._stepper.runner.schema.action_spaces[agent]
             try:

@@ -49,6 +49,7 @@ class AgentRows:
         everyone: Whether these are all agents, in order.
         space, action_space: The spaces of one agent.
         reward_space: The space of one agent's vector reward; None if rewards are numbers.
+        num_envs, num_rows: The number of environments, and of rows.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class AgentRows:
     ) -> None:
         schema, view = stepper.runner.schema, stepper.view
         self.agents, self.num_envs = tuple(agents), stepper.runner.num_envs
+        self.num_rows = self.num_envs * len(agents)
         if not {*agents} <= {*view.agents} or len({*agents}) < len(agents) or not agents:
             raise ValueError(f"agents={[*agents]} must be some of {[*view.agents]}, each at most once")
         for what, declared in (("observation", schema.observation_spaces), ("action", schema.action_spaces)):
@@ -88,7 +90,8 @@ class AgentRows:
 
     def flat(self, array: NDArray[Any]) -> NDArray[Any]:
         """An array `(num_envs, possible agents, ...)` by row, `(rows, ...)`; a view if these are all agents."""
-        return stacking.flat(array if self.everyone else array[:, self.columns])
+        array = array if self.everyone else array[:, self.columns]
+        return array.reshape(self.num_rows, *array.shape[2:])
 
     def rewards(self, arrays: Arrays) -> NDArray[Any]:
         """The rewards: `(num_envs, agents)`, or `(num_envs, agents, num_objectives)` if they are vectors."""
@@ -98,7 +101,7 @@ class AgentRows:
 
     def by_env(self, values: Sequence[Any], what: str) -> list[Any]:
         """One value for each environment, from one for each, or from one for each row, equal within an environment."""
-        per_env, num_rows = len(self.agents), self.num_envs * len(self.agents)
+        per_env, num_rows = len(self.agents), self.num_rows
         if len(values) == self.num_envs:
             return [*values]
         if len(values) != num_rows:
@@ -121,8 +124,8 @@ class AgentRows:
 
     def flat_observations(self, arrays: Arrays) -> Any:
         """The observations of all rows: views, if all agents are rows."""
-        if self._is_one_stack and not arrays.observations[0].dtype.hasobject:
-            return stacking.flat(arrays.observations[0])
+        if self._is_one_stack and not (whole := arrays.observations[0]).dtype.hasobject:
+            return whole.reshape(self.num_rows, *whole.shape[2:])
 
         def flat(array: NDArray[Any]) -> Any:
             rows = stacking.flat(array[:, self._members])

@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from marl_parallel.action_masks import KEY as ACTION_MASK
-from marl_parallel.action_masks import flat_mask, mask_of
+from marl_parallel.action_masks import declares_mask, flat_mask, mask_of
 from marl_parallel.adapters import AgentID, attributes
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Joint, Stacked
@@ -391,6 +391,15 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         if self._has_state:
             self._write_states(name)
         self._set_spaces(pad=pad)
+        declared_masks = schema.mask_spaces or any(
+            declares_mask(schema.observation_spaces[agent], schema.action_spaces[agent]) for agent in self.agents
+        )
+        self._all_choices: NDArray[Any] | None = None  # of a step without infos, unless masks come in another way
+        if self._has_masks and not declared_masks:
+            places = zip(self._acted, sizes)
+            free = [np.ones((self.num_envs, len(acted.agents), *size), np.bool_) for acted, size in places]
+            every = self._choices(free)
+            self._all_choices = None if every.dtype.hasobject else every
         self._keeps_masks = runner.restarts and self._has_share  # for the next step, which may be a restart
         self._latest_infos: Mapping[int, Mapping[Any, Any]] = {}  # where restarts are possible
         self._at_begin = set(self._stepper.env_ids)  # the environments whose episode has had no step yet
@@ -546,10 +555,13 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             return self._for_all(self._joined(groups))
         return self._for_all(self._stepper.runner.states_seen()[0])
 
-    def _available(self) -> NDArray[Any]:
+    def _available(self, arrays: Arrays) -> NDArray[Any]:
         if not self._has_masks:
             return np.full(self.num_envs, None, object)
-        masks = self._choices([self._stepper.action_masks(acted.agents) for acted in self._acted])
+        if arrays.plain and self._all_choices is not None:
+            masks: NDArray[Any] = self._all_choices.copy()
+        else:
+            masks = self._choices([self._stepper.action_masks(acted.agents) for acted in self._acted])
         self._last_masks = masks.copy() if self._keeps_masks else None
         return masks
 
@@ -719,7 +731,7 @@ class ShareVecEnv(_VecEnv[ShareResults]):
         arrays = self._stepper.reset(seed, options)
         self._at_begin = set(self._stepper.env_ids)
         observations, groups = self._observations(arrays.observations)
-        return observations, self._share(groups), self._available()
+        return observations, self._share(groups), self._available(arrays)
 
     @exclusive("load_state")
     def load_state(
@@ -729,14 +741,15 @@ class ShareVecEnv(_VecEnv[ShareResults]):
 
         Arguments and errors are as in `ParallelEnv.load_state`.
         """
-        observations, groups = self._observations(self._loaded(states, env_ids).observations)
-        return observations, self._share(groups), self._available()
+        arrays = self._loaded(states, env_ids)
+        observations, groups = self._observations(arrays.observations)
+        return observations, self._share(groups), self._available(arrays)
 
     def _results(self, arrays: Arrays) -> ShareResults:
         dones, bad, ended = self._dones(arrays)
         infos = self._infos(arrays, bad, ended)  # before the states and masks of the old episodes are replaced
         observations, groups = self._observations(arrays.observations)
-        return observations, self._share(groups), arrays.rewards[..., None], dones, infos, self._available()
+        return observations, self._share(groups), arrays.rewards[..., None], dones, infos, self._available(arrays)
 
     def __enter__(self) -> ShareVecEnv:
         return self
