@@ -26,7 +26,7 @@ MANY = {"AttributeError", "ImportError", "Mismatch", "ModuleNotFoundError", "Typ
 MANY |= {"ResultDoesNotFit"}  # a ValueError
 MODULES = [
     *(PACKAGE / f"{name}.py" for name in ("making", "monitoring", "parallel_env", "recording", "rollout", "runner")),
-    *sorted((PACKAGE / "vector").glob("*.py")),
+    *sorted((PACKAGE / "vector").rglob("*.py")),
     *(PACKAGE / "backends" / f"{name}.py" for name in ("interpreter", "ray_backend", "ray_cluster", "ray_placement")),
 ]
 # By file, function and class of the error, what its row says besides the class.
@@ -62,7 +62,7 @@ ERRORS = {
     ("vector/pymarl", "_check_open", "ClosedEnvironmentError"): "a `PyMARLConnection` that has been closed",
     ("vector/pymarl", "_check_may_step", "AlreadyPendingCallError"): "a second step of a `PyMARLConnection`",
     ("vector/pymarl", "_check_may_step", "ResetNeeded"): "a step of a `PyMARLConnection`",
-    ("vector/sb3", "_env_ids", "IndexError"): "`SB3VecEnv`",
+    ("vector/sb3/vec_env", "_env_ids", "IndexError"): "`SB3VecEnv`",
     ("vector/share", "_write_states", "NotImplementedError"): "`ShareVecEnv`",
     ("vector/tianshou", "step", "ResetNeeded"): "or a `TianshouVecEnv` where an episode",
     ("vector/tianshou", "_receive", "NoAsyncCallError"): "`TianshouVecEnv.step(None)`",
@@ -83,7 +83,7 @@ INTERNAL = {
     ("vector/rllib", "reset", "RuntimeError"),
     ("vector/rllib", "step", "RuntimeError"),
     ("vector/rllib", "_creator", "EnvError"),
-    ("vector/sb3", "__missing__", "KeyError"),
+    ("vector/sb3/vec_env", "__missing__", "KeyError"),
     ("vector/share", "__getitem__", "IndexError"),
 }
 # Warnings whose text comes from elsewhere, by the expression: `SeedCheck` of `core/construction.py` has both.

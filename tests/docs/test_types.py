@@ -109,7 +109,10 @@ def test_mypy(files, tmp_path):
     checked(*with_cache, *files, cwd=Path(files[0]).parent)
     (tmp_path / "use.py").write_text(USE)
     types = re.findall(r'Revealed type is "(.*)"', checked(*with_cache, "use.py", cwd=tmp_path))
-    assert types == ["marl_parallel.parallel_env.ParallelEnv", "marl_parallel.vector.gymnasium.GymnasiumVectorEnv"]
+    assert types == [
+        "marl_parallel.parallel_env.ParallelEnv",
+        "marl_parallel.vector.gymnasium.vector_env.GymnasiumVectorEnv",
+    ]
 
 
 @pytest.mark.rest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from simulators.vector_rewards import Couriers
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
 
-from marl_parallel import EnvError, ParallelEnv
+from marl_parallel import EnvError, ParallelEnv, vector
 from marl_parallel.vector import SB3RolloutBuffer, SB3VecEnv, SB3VecNormalize, evaluate_policy
 
 pytestmark = pytest.mark.needs("stable_baselines3", "sb3_contrib")
@@ -146,6 +147,14 @@ def test_a_normaliser_is_one_of_stable_baselines3(tmp_path):
     again.step(zeros(again))
     assert again.ret_rms.mean == returns
     again.close()
+
+
+@pytest.mark.parametrize("name", ["SB3VecNormalize", "SB3RolloutBuffer", "SB3VecEnv", "evaluate_policy", "_NotSaved"])
+def test_names_in_saved_files_stay(name):
+    """Files of models and statistics name classes by the module in which they were defined when they were saved."""
+    found = pickle.loads(f"cmarl_parallel.vector.sb3\n{name}\n.".encode())
+    assert pickle.loads(pickle.dumps(found)) is found
+    assert found is getattr(vector, name, found)
 
 
 def test_rewards_of_absent_agents_do_not_count():
