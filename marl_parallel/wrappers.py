@@ -10,7 +10,7 @@ from gymnasium import Space, spaces
 
 from marl_parallel.action_masks import KEY, mask_of
 from marl_parallel.adapters import AgentID, Dicts, MultiAgentEnv, adapt
-from marl_parallel.core.spaces import padded_array, padded_space
+from marl_parallel.core.joining import padded_array, padded_space
 
 
 def pad_spaces(env: Any) -> MultiAgentEnv:

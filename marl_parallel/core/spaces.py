@@ -1,14 +1,14 @@
 """Spaces and their values: trees of dicts and tuples, with arrays and numbers as leaves.
 
 `tree_map` walks every kind of tree: spaces, values, and stacks of values (`stacking.py`). `conform` casts one value to
-its space. `padded_space` joins unequal spaces. `schema.py` compares spaces.
+its space. `schema.py` compares spaces, `joining.py` joins them.
 """
 
 from __future__ import annotations
 
 import copy
 import reprlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -191,54 +191,6 @@ def _moved(space: Any, values: Any, sign: int) -> Any:
     moved = array.astype(np.int64) + sign * np.asarray(space.start, np.int64)
     cast = moved.astype(space.dtype)
     return (cast if np.array_equal(cast, moved) else moved)[()]
-
-
-# -- padding -----------------------------------------------------------------------------------------------------------
-
-
-def padded_space(parts: Sequence[Any], kinds: Container[type] = (*_FIXED_SIZE, spaces.Dict, spaces.Tuple)) -> Any:
-    """The smallest space that holds the values of all these spaces, padded with zeros at the end of each axis.
-
-    Boxes need the same dtype and number of axes, `Discrete` spaces the same start, dicts and tuples the same keys.
-
-    Args:
-        parts: Spaces of any kinds.
-        kinds: The kinds of spaces that are padded; spaces of other kinds must be equal.
-
-    Raises:
-        ValueError: There is no such space.
-
-    Example:
-        >>> space = padded_space([spaces.Box(1, 5, (1,)), spaces.Box(2, 6, (2,))])
-        >>> space.low.tolist(), space.high.tolist()
-        ([1.0, 0.0], [6.0, 6.0])
-    """
-    first, kind = parts[0], type(parts[0])
-    if all(part == first for part in parts):
-        return first
-    if kind in kinds and {*map(type, parts)} == {kind}:
-        if kind is spaces.Dict and all(part.keys() == first.keys() for part in parts):
-            return spaces.Dict([(key, padded_space([part[key] for part in parts], kinds)) for key in first])
-        if kind is spaces.Tuple and len({*map(len, parts)}) == 1:
-            return spaces.Tuple([padded_space(places, kinds) for places in zip(*parts)])
-        if kind is spaces.Discrete and len({part.start for part in parts}) == 1:
-            return spaces.Discrete(max(part.n for part in parts), start=first.start)
-        if kind in (spaces.Box, spaces.MultiBinary) and len({(part.dtype, len(part.shape)) for part in parts}) == 1:
-            shape = tuple(max(sizes) for sizes in zip(*[part.shape for part in parts]))
-            if kind is spaces.MultiBinary:
-                return spaces.MultiBinary(shape)
-            low = np.min([padded_array(part.low, shape) for part in parts], axis=0)
-            high = np.max([padded_array(part.high, shape) for part in parts], axis=0)
-            return spaces.Box(low, high, dtype=first.dtype)
-    raise ValueError(f"no space holds the values of {' and of '.join(dict.fromkeys(map(str, parts)))}")
-
-
-def padded_array(array: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Pad an array with zeros at the end of each axis; an array with other axes, or a larger one, stays as it is."""
-    missing = [whole - size for whole, size in zip(shape, array.shape)]
-    if array.ndim != len(shape) or min(missing, default=0) < 0 or not any(missing):
-        return array
-    return np.pad(array, [(0, width) for width in missing])
 
 
 # -- one value ---------------------------------------------------------------------------------------------------------

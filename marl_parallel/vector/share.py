@@ -25,8 +25,8 @@ from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Joint, Stacked
 from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import exclusive
+from marl_parallel.core.joining import Parts, flat_box, flat_values, padded_space
 from marl_parallel.core.schema import alike
-from marl_parallel.core.spaces import padded_space
 from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
@@ -158,41 +158,6 @@ def _blank(value: Any) -> Any:
     return np.zeros_like(value) if isinstance(value, np.ndarray) and value.dtype != object else value
 
 
-class _Joined:
-    """Joins arrays of parts of the agents, `(n, agents of the part, ...)`, into one array `(n, agents, ...)`.
-
-    Where shapes differ, the result is padded with zeros, or an array of objects, `(n, agents)`.
-
-    Args:
-        parts: The places of each part's agents among all agents.
-        shapes: The shape of one agent's value, by part.
-        pad: Whether different shapes are padded.
-    """
-
-    def __init__(self, parts: Sequence[Sequence[int]], shapes: Sequence[tuple[int, ...]], *, pad: bool) -> None:
-        self._parts = [[*part] for part in parts]
-        self._size = sum(map(len, parts))
-        different = len({*shapes}) > 1
-        self._shape = tuple(max(sizes) for sizes in zip(*shapes)) if pad or not different else None
-
-    def __call__(self, values: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        if len(values) == 1:
-            return values[0]
-        num_rows = len(values[0])
-        if self._shape is None:
-            objects = np.empty((num_rows, self._size), object)
-            for part, array in zip(self._parts, values):
-                for row, of_row in enumerate(array):
-                    for place, value in zip(part, of_row):
-                        objects[row, place] = value
-            return objects
-        whole = np.zeros((num_rows, self._size, *self._shape), np.result_type(*values))
-        for part, array in zip(self._parts, values):
-            index: Any = (slice(None), evenly_spaced(part) or part, *map(slice, array.shape[2:]))
-            whole[index] = array
-        return whole
-
-
 class _Observed:
     """The observations of a group of agents as one array: a `Box`, or the Boxes of a `Dict` without its action mask.
 
@@ -221,7 +186,7 @@ class _Observed:
         """Stacked observations `(n, agents, ...)`, in the form of the group's space, as one array."""
         arrays = [observations] if self._keys is None else [observations[key] for key in self._keys]
         if len(arrays) > 1:
-            return np.concatenate([array.reshape(*array.shape[:2], -1) for array in arrays], axis=2)
+            return flat_values(arrays, 2)
         only: NDArray[Any] = arrays[0]
         return only[..., None] if only.ndim == 2 else only
 
@@ -335,6 +300,14 @@ class _Acted:
         return indices
 
 
+def _joiner(
+    places: Sequence[Sequence[int]], shapes: Sequence[tuple[int, ...]], *, pad: bool
+) -> Callable[[Sequence[NDArray[Any]]], NDArray[Any]]:
+    """What joins arrays of parts of the agents: padded, or as objects where the shapes of values differ."""
+    parts = Parts(places)
+    return parts.padded if pad or len({*shapes}) == 1 else parts.objects
+
+
 def _lengths(actions: Any) -> tuple[int, ...]:
     """The number of environments in nested sequences, and the different numbers of agents."""
     if not isinstance(actions, Sized):
@@ -375,7 +348,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         positions = [places for _, places in view.groups]
         if pad and len({*map(len, shapes)}) > 1:
             raise ValueError(f"{name}: pad=True needs observations with equal numbers of axes, got shapes {shapes}")
-        self._join = _Joined(positions, shapes, pad=pad)
+        self._join = _joiner(positions, shapes, pad=pad)
         by_space = alike(schema.action_spaces, view.agents)
         # The simulators of these projects get what the trainer sends, as from the projects' own workers.
         self._hands_on = schema.joint_actions == "mappo" and not (pad and len(by_space) > 1)
@@ -385,7 +358,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         ]
         self._has_masks = all(isinstance(acted.declared, spaces.Discrete) for acted in self._acted)
         sizes = [(sum(acted.sizes),) for acted in self._acted]
-        self._join_masks = _Joined([acted.places for acted in self._acted], sizes, pad=pad)
+        self._join_masks = _joiner([acted.places for acted in self._acted], sizes, pad=pad)
         self._has_state = self._has_share and share != "joined" and (share == "state" or schema.state_space is not None)
         self._is_per_agent = False
         if self._has_state:
@@ -541,7 +514,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             return whole
         places = self._stepper.view.places
         columns = [groups[group][:, row] for group, row in (places[agent] for agent in self.agents)]
-        return np.concatenate([column.reshape(len(column), -1) for column in columns], axis=1)
+        return flat_values(columns)
 
     def _for_all(self, states: NDArray[Any]) -> NDArray[Any]:
         """One state for each environment as a new array of share observations."""
@@ -928,11 +901,3 @@ def closed_on_error(env: ParallelEnv) -> Iterator[None]:
     except BaseException:
         env.close()
         raise
-
-
-def flat_box(boxes: Iterable[Space[Any]]) -> spaces.Box:
-    """The space of values of Boxes, one after the other."""
-    all_of = [cast(spaces.Box, box) for box in boxes]
-    dtype: Any = np.result_type(*[box.dtype for box in all_of])
-    low, high = (np.concatenate([getattr(box, end).ravel() for box in all_of]) for end in ("low", "high"))
-    return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -16,8 +17,8 @@ from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.exclusive import exclusive
-from marl_parallel.core.schema import alike
-from marl_parallel.core.spaces import Mismatch, check_form, padded_space, tree_map
+from marl_parallel.core.joining import Parts, agents_alike, groups_by_space, padded_space
+from marl_parallel.core.spaces import Mismatch, check_form, tree_map
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
 from marl_parallel.vector.rows import AgentRows, inherited_flags
@@ -35,23 +36,12 @@ Infos: TypeAlias = Any
 StepReturn = tuple[Grouped, Grouped, Grouped, Grouped, Infos]
 
 
-class _Part(NamedTuple):
-    """Agents of a group with equal spaces."""
-
-    rows: AgentRows
-    members: list[int]  # their places in the group
-
-    def place(self, shape: tuple[int, ...]) -> Any:
-        """The index of these agents' values, of this shape, in the padded array."""
-        return (slice(None), self.members, *map(slice, shape))
-
-
 class _Group(NamedTuple):
     """Agents whose values are stacked; agents with different spaces are several parts, which are padded."""
 
     columns: Any  # of the group's agents, among all agents: a slice or a list; None if these are all of them
-    parts: list[_Part]
-    size: int
+    rows: list[AgentRows]  # of each part
+    parts: Parts
     space: Space[Any]
     action_space: Space[Any]
 
@@ -60,25 +50,28 @@ class _Group(NamedTuple):
         return array if self.columns is None else array[:, self.columns]
 
     def observations(self, observations: list[Any]) -> Any:
-        return self.joined(self.space, [part.rows.observations(observations) for part in self.parts])
-
-    def rewards(self, arrays: Arrays) -> NDArray[Any]:
-        rows = self.parts[0].rows
-        return self.of(arrays.rewards) if rows.reward_space is None else rows.rewards(arrays)
-
-    def joined(self, space: Space[Any], values: Sequence[Any], dtype: Any = None) -> Any:
-        """Join the stacked values of all parts, `(n, agents of the part, ...)`, into one padded value of the space."""
+        values = [rows.observations(observations) for rows in self.rows]
         if len(values) == 1:
             return values[0]
 
-        def join(leaf: Space[Any], *arrays: NDArray[Any]) -> NDArray[Any]:
-            whole: NDArray[Any] = stacking.zeros(leaf, (len(arrays[0]), self.size))
-            whole = whole if dtype is None else whole.astype(dtype)
-            for part, array in zip(self.parts, arrays):
-                whole[part.place(array.shape[2:])] = array
+        def joined(leaf: Space[Any], *arrays: NDArray[Any]) -> NDArray[Any]:
+            return self.parts.padded(arrays, stacking.zeros(leaf, (len(arrays[0]), self.parts.size)))
+
+        return tree_map(joined, self.space, *values)
+
+    def padding(self) -> Any:
+        """Which entries of observations are not padding: bool `(agents of the group, ...)`."""
+        values = [stacking.zeros(rows.space, (1, len(rows.agents))) for rows in self.rows]
+
+        def joined(*arrays: NDArray[Any]) -> NDArray[Any]:
+            whole: NDArray[Any] = self.parts.padded([np.ones(array.shape, np.bool_) for array in arrays])[0]
             return whole
 
-        return tree_map(join, space, *values)
+        return tree_map(joined, *values)
+
+    def rewards(self, arrays: Arrays) -> NDArray[Any]:
+        rows = self.rows[0]
+        return self.of(arrays.rewards) if rows.reward_space is None else rows.rewards(arrays)
 
     def divided(self, actions: Any, env_ids: Sequence[int], acting: NDArray[np.bool_]) -> list[Stacked]:
         """The actions of each part, without padding; `Mismatch` if actions have another form or choose padding.
@@ -86,41 +79,29 @@ class _Group(NamedTuple):
         `acting` is `(num_envs, agents of the group)`: the agents whose actions count.
         """
 
-        def own(leaf: Space[Any], values: Any, part: _Part) -> Any:
-            array = np.asarray(values)
-            if array.shape[:2] != (len(env_ids), self.size):
-                raise Mismatch(f"expected shape {(len(env_ids), self.size, *(leaf.shape or ()))}, got {array.shape}")
-            if len(self.parts) == 1:
+        def own(part: int, leaf: Space[Any], values: Any) -> Any:
+            array, size = np.asarray(values), self.parts.size
+            if array.shape[:2] != (len(env_ids), size):
+                raise Mismatch(f"expected shape {(len(env_ids), size, *(leaf.shape or ()))}, got {array.shape}")
+            if len(self.rows) == 1:
                 return array
-            array = array[part.place(leaf.shape or ())]
+            array = self.parts.unpadded(part, array, leaf.shape or ())
             if isinstance(leaf, spaces.Discrete):
-                outside = (array >= leaf.start + leaf.n) & acting[:, part.members]
+                outside = (array >= leaf.start + leaf.n) & acting[:, self.parts.places[part]]
                 for row, place in np.argwhere(outside)[:1].tolist():
                     raise Mismatch(
-                        f"environment {env_ids[row]}: the action of agent {part.rows.agents[place]!r} is "
+                        f"environment {env_ids[row]}: the action of agent {self.rows[part].agents[place]!r} is "
                         f"{array[row, place]}, which is padding: its space is {leaf}; see action_masks"
                     )
             return array
 
         return [
-            Stacked(
-                part.rows.agents,
-                tree_map(
-                    lambda leaf, values, part=part: own(leaf, values, part),
-                    part.rows.action_space, actions, form=check_form,
-                ),
-            )
-            for part in self.parts
-        ]  # fmt: skip
+            Stacked(rows.agents, tree_map(functools.partial(own, part), rows.action_space, actions, form=check_form))
+            for part, rows in enumerate(self.rows)
+        ]
 
     def masks(self, masks_of: Callable[[Sequence[AgentID]], NDArray[np.bool_]]) -> NDArray[np.bool_]:
-        masks = [masks_of(part.rows.agents) for part in self.parts]
-        if len(masks) == 1:
-            return masks[0]
-        whole = np.zeros((len(masks[0]), self.size, max(mask.shape[2] for mask in masks)), np.bool_)
-        for part, mask in zip(self.parts, masks):
-            whole[:, part.members, : mask.shape[2]] = mask
-        return whole
+        return self.parts.padded([masks_of(rows.agents) for rows in self.rows])
 
 
 class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
@@ -210,7 +191,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         self.num_envs = env.num_envs
         agents = self.stepper.view.agents
         if group_map is None:
-            self.group_map = default_groups(agents, runner.schema.observation_spaces, runner.schema.action_spaces)
+            self.group_map = groups_by_space(agents, runner.schema.observation_spaces, runner.schema.action_spaces)
         else:
             self.group_map = {name: [*members] for name, members in group_map.items()}
         self.agents = [agent for members in self.group_map.values() for agent in members]
@@ -221,7 +202,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         self._only = next(iter(self._groups.values())) if len(self._groups) == 1 else None
         # Whether the arrays of the stepper are the facade's own: all agents in order, with one array of observations.
         self._is_whole = (
-            self._only is not None and len(self._only.parts) == 1 and self.agents == agents
+            self._only is not None and len(self._only.rows) == 1 and self.agents == agents
             and self.stepper.view.is_one_stack and not runner.schema.reward_spaces
         )  # fmt: skip
         takes_array = not any(isinstance(one.action_space, spaces.Dict | spaces.Tuple) for one in self._groups.values())
@@ -229,7 +210,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         self._whole = tuple(agents)
         self.single_observation_space = self._grouped(lambda group: group.space)
         self.single_action_space = self._grouped(lambda group: group.action_space)
-        self.observation_padding = self._grouped(_padding)
+        self.observation_padding = self._grouped(_Group.padding)
         self._same_step = self.stepper.mode is AutoresetMode.SAME_STEP
         self.state_space: Any = None
         if with_state:
@@ -244,7 +225,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         self.terminated = self.truncated = self.done = np.zeros(n, np.bool_)
         nothing = self._of_groups(np.zeros((n, len(self.stepper.view.agents)), np.bool_))
         self.present = self.present_next = self.acting = self.present_final = nothing
-        self.final_observations = self._grouped(lambda group: stacking.zeros(group.space, (n, group.size)))
+        self.final_observations = self._grouped(lambda group: stacking.zeros(group.space, (n, group.parts.size)))
         self.state: NDArray[Any] | None = None
         self.final_state: NDArray[Any] | None = None
 
@@ -262,19 +243,18 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
     def _group(self, name: str, agents: Sequence[AgentID], *, pad: bool) -> _Group:
         schema = self.stepper.runner.schema
         observed, acted = schema.observation_spaces, schema.action_spaces
-        pairs = {agent: spaces.Tuple((observed[agent], acted[agent])) for agent in agents}
-        lots = [[agents[place] for place in places] for _, places in alike(pairs, agents)]
+        lots = agents_alike(agents, observed, acted)
         if len(lots) > 1 and not pad:
-            other = lots[1][0]
+            first, other = ((lot[0], spaces.Tuple((observed[lot[0]], acted[lot[0]]))) for lot in lots[:2])
             raise ValueError(
-                f"group {name!r}: the spaces of {other!r} are {pairs[other]}, but the spaces of {agents[0]!r} are "
-                f"{pairs[agents[0]]}; pass pad=True, or other groups"
+                f"group {name!r}: the spaces of {other[0]!r} are {other[1]}, but the spaces of {first[0]!r} are "
+                f"{first[1]}; pass pad=True, or other groups"
             )
         rows = [AgentRows(self.stepper, lot, vectors_for=type(self).__name__) for lot in lots]
         for one in rows:
             if one.reward_space != rows[0].reward_space or (one.reward_space is not None and len(rows) > 1):
                 raise ValueError(f"group {name!r} is padded, so that its rewards must be numbers; pass scalarize=")
-        parts = [_Part(one, [agents.index(agent) for agent in lot]) for one, lot in zip(rows, lots)]
+        parts = Parts([agents.index(agent) for agent in lot] for lot in lots)
         columns = [self.stepper.view.agents.index(agent) for agent in agents]
         try:
             space, action_space = (
@@ -284,7 +264,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
             raise ValueError(f"group {name!r} cannot be padded: {error}") from None
         everyone = columns == [*range(len(self.stepper.view.agents))]
         place = None if everyone else evenly_spaced(columns) or columns
-        return _Group(place, parts, len(agents), space, action_space)
+        return _Group(place, rows, parts, space, action_space)
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
@@ -413,28 +393,3 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# -- groups and padding ------------------------------------------------------------------------------------------------
-
-
-def default_groups(agents: Sequence[AgentID], *declared: Mapping[AgentID, Space[Any]]) -> dict[str, list[AgentID]]:
-    """Groups of agents with equal spaces, by a name that all their ids have in common."""
-    together = {agent: spaces.Tuple([by_agent[agent] for by_agent in declared]) for agent in agents}
-    groups: dict[str, list[AgentID]] = {}
-    for _, places in alike(together, agents):
-        of_group = [agents[place] for place in places]
-        stems = {stem if number.isdigit() else str(a) for a in of_group for stem, _, number in [str(a).rpartition("_")]}
-        name = stems.pop() if len(stems) == 1 else str(of_group[0])
-        groups[str(of_group[0]) if name in groups else name] = of_group
-    return groups
-
-
-def _padding(group: _Group) -> Any:
-    """Which entries of a group's observations are not padding: bool `(agents of the group, ...)`."""
-
-    def ones(part: _Part) -> Any:
-        zeros = stacking.zeros(part.rows.space, (1, len(part.members)))
-        return tree_map(lambda array: np.ones(array.shape, np.bool_), zeros)
-
-    return tree_map(lambda array: array[0], group.joined(group.space, [*map(ones, group.parts)], np.bool_))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.typing import NDArray
@@ -15,7 +15,9 @@ from marl_parallel.core import stacking
 from marl_parallel.core.reports import logger
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.runner import Options, Seeds
-from marl_parallel.vector.stacked import Grouped, Infos, StackedVecEnv, StepReturn
+
+if TYPE_CHECKING:
+    from marl_parallel.vector.stacked import Grouped, Infos, StackedVecEnv, StepReturn
 
 __doctest_requires__ = ["torch"]
 
@@ -42,7 +44,7 @@ class StackedTensors:
 
     Example:
         >>> from marl_parallel import make
-        >>> env = StackedVecEnv(make("mpe2.simple_spread_v3", num_envs=4, num_workers=2)).torch()
+        >>> env = make("mpe2.simple_spread_v3", num_envs=4, num_workers=2, facade="stacked").torch()
         >>> observations, infos = env.reset(seed=1)
         >>> observations, rewards, *_ = env.step(torch.zeros(4, 3, dtype=torch.int64))
         >>> observations.shape, rewards.dtype, env.done

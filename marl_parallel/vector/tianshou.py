@@ -20,6 +20,7 @@ from marl_parallel.arguments import base_seed, checked_integer, checked_timeout
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, ResultDoesNotFit
 from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.joining import flat_box, flat_values
 from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
@@ -387,8 +388,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
                 seen: NDArray[Any] = arrays.observations[0].reshape(self.env_num, -1)[rows]
                 return seen
             by_agent = view.by_agent(arrays.observations)
-            columns = [by_agent[agent][rows].reshape(len(rows), -1) for agent in self._agents]
-            return np.concatenate(columns, axis=1)
+            return flat_values(by_agent[agent][rows] for agent in self._agents)
         by_agent = view.by_agent(arrays.observations)
         stacked = by_agent[self._agents[0]] if self._is_single else by_agent
         if isinstance(stacked, np.ndarray):
@@ -416,7 +416,7 @@ def _action_space(declared: Mapping[AgentID, Space[Any]]) -> Space[Any]:
     if len(parts) == 1 and isinstance(parts[0], _NUMBERS):
         return parts[0]
     if len(parts) > 1 and all(isinstance(part, spaces.Box) for part in parts):
-        return _joined_boxes(parts)
+        return flat_box(parts)
     counts, starts = list[int](), list[int]()
     for part in parts:
         if isinstance(part, spaces.Discrete):
@@ -448,13 +448,7 @@ def _observation_space(declared: Mapping[AgentID, Space[Any]], *, flat: bool) ->
             )
     if len(declared) == 1:
         return next(iter(declared.values()))
-    return _joined_boxes([*declared.values()]) if flat else spaces.Dict([*declared.items()])
-
-
-def _joined_boxes(boxes: Sequence[Any]) -> spaces.Box:
-    dtype = np.result_type(*(box.dtype for box in boxes))
-    low, high = (np.concatenate([getattr(box, bound).ravel() for box in boxes]) for bound in ("low", "high"))
-    return spaces.Box(low.astype(dtype), high.astype(dtype), dtype=dtype.type)
+    return flat_box(declared.values()) if flat else spaces.Dict([*declared.items()])
 
 
 def _size(space: Space[Any]) -> int:

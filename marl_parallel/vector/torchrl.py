@@ -29,7 +29,7 @@ from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.schema import alike
+from marl_parallel.core.joining import agents_alike, groups_by_name
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
@@ -604,20 +604,17 @@ def _grouped(group_map: MarlGroupMapType | Mapping[str, Sequence[AgentID]] | Non
                 raise ValueError(
                     f"agent {agent!r}: the {kind} space {declared[agent]} cannot become tensors, because of {part}"
                 ) from None
-    both = {agent: spaces.Tuple((schema.observation_spaces[agent], schema.action_spaces[agent])) for agent in agents}
+    seen, acted = schema.observation_spaces, schema.action_spaces
     if group_map is None:
-        groups = _by_name(agents, both)
+        groups = groups_by_name(agents, seen, acted)
     else:
         by_name = group_map.get_group_map(agents) if isinstance(group_map, MarlGroupMapType) else group_map
         groups = {str(name): list(members) for name, members in by_name.items()}
     check_marl_grouping(groups, agents)
     for name, members in groups.items():
-        kinds = alike(both, members)
-        if len(kinds) > 1:
-            different = "; ".join(
-                f"{[members[place] for place in places]} observe {space[0]} and act in {space[1]}"  # type: ignore[index]
-                for space, places in kinds
-            )
+        parts = agents_alike(members, seen, acted)
+        if len(parts) > 1:
+            different = "; ".join(f"{part} observe {seen[part[0]]} and act in {acted[part[0]]}" for part in parts)
             raise ValueError(f"the agents of the group {name!r} cannot be stacked: {different}")
     return groups
 
@@ -631,19 +628,6 @@ def _check_leaf(space: Space[Any]) -> None:
 def _check_not_empty(parts: Any, _: Any) -> None:
     if not parts:  # TorchRL loses these
         raise Mismatch("an empty space")
-
-
-def _by_name(agents: Sequence[AgentID], both: Mapping[AgentID, Space[Any]]) -> GroupMap:
-    """Agents named `name_0`, `name_1` and so on as `name`; several groups if their spaces differ."""
-    named: GroupMap = {}
-    for agent in agents:
-        name, _, number = str(agent).rpartition("_")
-        named.setdefault(name if name and number.isdecimal() else str(agent), []).append(agent)
-    groups: GroupMap = {}
-    for name, members in named.items():
-        kinds = [[members[place] for place in places] for _, places in alike(both, members)]
-        groups.update({name: members} if len(kinds) == 1 else {str(kind[0]): kind for kind in kinds})
-    return groups
 
 
 def _with_reset(infos: Mapping[Any, Any], of_reset: Mapping[Any, Any]) -> dict[Any, Any]:

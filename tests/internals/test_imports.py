@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -110,3 +111,35 @@ def test_bare_import_is_light(tmp_path):
     loaded = {*subprocess.check_output(command, text=True, timeout=60, cwd=ROOT, env=environ).split()}
     assert {"marl_parallel", "gymnasium"} <= loaded
     assert not loaded & HEAVY
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def run_time_imports(node: ast.AST) -> Iterator[str]:
+    """The modules of this package that statements in and below a node import, also in functions; not for types only."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            names = [f"{child.module}.{alias.name}" for alias in child.names]
+            yield from (name if name in {*MODULES, *COMPILED} else str(child.module) for name in names)
+        yield from run_time_imports(child)
+
+
+MODULES = {module_of(path): path for path in FILES}
+COMPILED = {module_of(path) for path in PACKAGE.rglob("*.c")}
+
+
+def test_no_module_imports_itself_through_others():
+    imported = {
+        name: {*run_time_imports(ast.parse(path.read_text()))} & MODULES.keys() for name, path in MODULES.items()
+    }
+    try:
+        graphlib.TopologicalSorter(imported).prepare()
+    except graphlib.CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
