@@ -28,6 +28,7 @@ from marl_parallel.core.constructors import Wrapped
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.settings import DEFAULT_SEED, ParallelEnvArguments, Settings
 from marl_parallel.types import FacadeName
+from marl_parallel.vector.drop_in import facade_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -167,7 +168,8 @@ def make(
     in_facade = _facade(facade, facade_kwargs)
     pool, _, task = name.partition(":") if isinstance(name, str) else ("", "", "")
     if pool in POOLS and task:
-        return _through(in_facade, _open_pool(pool, task, num_envs, env_kwargs or {}, wrappers, parallel_env_arguments))
+        opened = _open_pool(pool, task, num_envs, env_kwargs or {}, wrappers, parallel_env_arguments)
+        return facade_of(opened, in_facade)
     if facade is not None:
         parallel_env_arguments = {"auto_reset": _FACADES[facade][1], **parallel_env_arguments}
     settings = Settings.of(parallel_env_arguments, hint="arguments of each environment go into env_kwargs")
@@ -181,16 +183,7 @@ def make(
     arguments.check_signature(constructor, repr(name), "make(..., env_kwargs=dict({}))", seed=seed)
     if wrappers:
         constructor = Wrapped(constructor, tuple(wrappers))
-    return _through(in_facade, ParallelEnv([constructor] * num_envs, **settings))
-
-
-def _through(facade: Callable[[ParallelEnv], Any], env: ParallelEnv) -> Any:
-    """The facade of an environment; if the facade raises, the environment is closed."""
-    try:
-        return facade(env)
-    except BaseException:
-        env.close()
-        raise
+    return facade_of(ParallelEnv([constructor] * num_envs, **settings), in_facade)
 
 
 def _open_pool(

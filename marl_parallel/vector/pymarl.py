@@ -22,8 +22,8 @@ from marl_parallel.core import stacking
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.settings import Settings
 from marl_parallel.types import ParallelEnvError
+from marl_parallel.vector.drop_in import drop_in
 from marl_parallel.vector.stepper import Arrays, ArrayStepper, Joint, OfParallelEnv, Stacked
 
 _STEP, _RESET, _CLOSE = "step", "reset", "close"
@@ -553,15 +553,13 @@ def pymarl_connections(env_fns: Sequence[Callable[..., Any]], **options: Any) ->
         self.parent_conns = pymarl_connections([partial(env_fn, **env_arg) for env_arg in env_args])
         ```
     """
-    fixed: dict[str, Any] = {"auto_reset": False, "seed": "own"}
-    for name in (*fixed, "episode_stats"):
-        if name in options:
-            raise TypeError(f"pymarl_connections takes no {name}=: the runner resets environments and counts returns")
-    own_processes = options.get("backend") not in ("serial", "thread")
-    passed = {"adapter": "pymarl", "isolate_rng": own_processes, **options, **fixed}
-    env = ParallelEnv(env_fns, **Settings.of(passed, "pymarl_connections"))
-    try:
-        return [*PyMARLConnections(env)]
-    except BaseException:
-        env.close()
-        raise
+    connections = drop_in(
+        "pymarl_connections",
+        env_fns,
+        options,
+        PyMARLConnections,
+        defaults={"adapter": "pymarl", "isolate_rng": options.get("backend") != "serial"},
+        fixed={"auto_reset": False, "seed": "own", "episode_stats": False},
+        reason="the runner resets environments and counts returns",
+    )
+    return [*connections]

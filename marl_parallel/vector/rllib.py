@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,8 @@ from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import from_zero, leaves, starts_elsewhere, to_start, to_zero
 from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.settings import NAMES, Settings
+from marl_parallel.settings import NAMES
+from marl_parallel.vector.drop_in import drop_in
 from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules
 
 __doctest_requires__ = ["ray", "tree", "torch"]
@@ -358,32 +360,18 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
             )
         context = context.copy_with_overrides()
         options = dict(context.pop(OPTIONS, None) or {})
-        if reserved := [name for name in _RESERVED if name in options]:
-            raise ValueError(
-                f"env_config[{OPTIONS!r}] may not have {', '.join(reserved)}: RLlib's config has the environment and "
-                'the seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
-            )
-        known = {*NAMES, "scalarize"} - {*_RESERVED}
-        if unknown := options.keys() - known:
-            near = sorted({name for one in unknown for name in get_close_matches(str(one), known)})
-            instead = f"; did you mean {', '.join(near)}?" if near else f"; it takes {', '.join(sorted(known))}"
-            raise TypeError(
-                f"env_config[{OPTIONS!r}] has arguments that ParallelEnv does not know: "
-                f"{', '.join(sorted(map(str, unknown)))}{instead}"
-            )
-        constructor = _constructor(_creator(self.config.env), context, not self.config.disable_env_checking)
+        _check_options(options)
         seeds, scalarize = self._env_seeds(), options.pop("scalarize", None)
-        if "envs_per_worker" not in options:
-            options = {"num_workers": self._num_workers(), **options}
-        seed = None if seeds is None else seeds[0]
-        settings = Settings.of({"auto_reset": AutoresetMode.NEXT_STEP, "seed": seed, **options})
-        parallel = ParallelEnv([constructor] * self.config.num_envs_per_env_runner, **settings)
-        try:
-            self.env = RLlibVectorMultiAgentEnv(parallel, scalarize=scalarize)
-        except BaseException:
-            parallel.close(terminate=True)
-            raise
-        self.num_envs = parallel.num_envs
+        constructor = _constructor(_creator(self.config.env), context, not self.config.disable_env_checking)
+        self.env = drop_in(
+            type(self).__name__,
+            [constructor] * self.config.num_envs_per_env_runner,
+            options,
+            functools.partial(RLlibVectorMultiAgentEnv, scalarize=scalarize),
+            defaults={} if "envs_per_worker" in options else {"num_workers": self._num_workers()},
+            fixed={"auto_reset": AutoresetMode.NEXT_STEP, "copy": True, "seed": None if seeds is None else seeds[0]},
+        )
+        self.num_envs = self.env.num_envs
         self._needs_initial_reset = True
         make_callback(
             "on_environment_created",
@@ -409,6 +397,23 @@ class ParallelMultiAgentEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc]
     def _try_env_reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         # RLlib's seed is the same for all of a runner's environments, and one more in the next runner.
         return super()._try_env_reset(seed=None if seed is None else self._env_seeds(), options=options)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Check the arguments in `env_config` that are for `ParallelEnv` and the facade."""
+    if reserved := [name for name in _RESERVED if name in options]:
+        raise ValueError(
+            f"env_config[{OPTIONS!r}] may not have {', '.join(reserved)}: RLlib's config has the environment and "
+            'the seed, and the runner needs auto_reset="NEXT_STEP" and copy=True'
+        )
+    known = {*NAMES, "scalarize"} - {*_RESERVED}
+    if unknown := options.keys() - known:
+        near = sorted({name for one in unknown for name in get_close_matches(str(one), known)})
+        instead = f"; did you mean {', '.join(near)}?" if near else f"; it takes {', '.join(sorted(known))}"
+        raise TypeError(
+            f"env_config[{OPTIONS!r}] has arguments that ParallelEnv does not know: "
+            f"{', '.join(sorted(map(str, unknown)))}{instead}"
+        )
 
 
 def _creator(env: Any) -> Callable[[Any], Any]:

@@ -6,11 +6,10 @@ of each agent, and action masks. Infos are lists of dicts, which are made on fir
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Sized
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sequence, Sized
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
@@ -30,7 +29,7 @@ from marl_parallel.core.schema import alike
 from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
-from marl_parallel.settings import Settings
+from marl_parallel.vector.drop_in import drop_in
 from marl_parallel.vector.rows import agent_info, common_info, env_infos
 from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, rendered, simulators
 
@@ -764,9 +763,8 @@ class ShareSubprocVecEnv(ShareVecEnv):
         scalarize: Scalarize | None = None,
         **options: Any,
     ) -> None:
-        env = open_parallel_env(type(self).__name__, env_fns, options, _IN_PROCESSES)
-        with closed_on_error(env):
-            super().__init__(env, share=share, pad=pad, scalarize=scalarize)
+        build = functools.partial(super().__init__, share=share, pad=pad, scalarize=scalarize)
+        drop_in(type(self).__name__, env_fns, options, build, defaults=_IN_PROCESSES)
 
 
 class ShareDummyVecEnv(ShareVecEnv):
@@ -795,9 +793,8 @@ class ShareDummyVecEnv(ShareVecEnv):
         scalarize: Scalarize | None = None,
         **options: Any,
     ) -> None:
-        env = open_parallel_env(type(self).__name__, env_fns, options, _IN_THIS_PROCESS)
-        with closed_on_error(env):
-            super().__init__(env, share=share, pad=pad, scalarize=scalarize)
+        build = functools.partial(super().__init__, share=share, pad=pad, scalarize=scalarize)
+        drop_in(type(self).__name__, env_fns, options, build, defaults=_IN_THIS_PROCESS)
 
     @property
     def envs(self) -> list[Any]:
@@ -840,9 +837,8 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
         scalarize: Scalarize | None = None,
         **options: Any,
     ) -> None:
-        env = open_parallel_env(type(self).__name__, env_fns, options, _IN_PROCESSES)
-        with closed_on_error(env):
-            super().__init__(env, pad=pad, scalarize=scalarize)
+        build = functools.partial(super().__init__, pad=pad, scalarize=scalarize)
+        drop_in(type(self).__name__, env_fns, options, build, defaults=_IN_PROCESSES)
 
     @exclusive("reset")
     def reset(self, seed: Seeds = None, options: Options = None) -> NDArray[Any]:
@@ -882,22 +878,3 @@ class DummyVecEnv(SubprocVecEnv):
 
 _IN_PROCESSES: Mapping[str, Any] = {"seed": "own", "isolate_rng": True}
 _IN_THIS_PROCESS: Mapping[str, Any] = {"seed": "own", "backend": "serial", "isolate_rng": False}
-
-
-def open_parallel_env(
-    facade: str, env_fns: Sequence[Callable[..., Any]], options: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> ParallelEnv:
-    """The `ParallelEnv` of a drop-in, with the options of its caller, and its own defaults."""
-    if options.get("backend") == "thread":  # threads cannot have generators for each environment
-        defaults = {**defaults, "isolate_rng": False}
-    return ParallelEnv(env_fns, **Settings.of({**defaults, **options}, facade))
-
-
-@contextlib.contextmanager
-def closed_on_error(env: ParallelEnv) -> Iterator[None]:
-    """Close an environment if the code in this context raises."""
-    try:
-        yield
-    except BaseException:
-        env.close()
-        raise
