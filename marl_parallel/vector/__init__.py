@@ -13,6 +13,7 @@ from marl_parallel.types import how_to_install, installed
 
 if TYPE_CHECKING:
     from marl_parallel.vector.agilerl import AgileRLVecEnv as AgileRLVecEnv
+    from marl_parallel.vector.facade import ArrayFacade as ArrayFacade
     from marl_parallel.vector.gymnasium import GymnasiumVectorEnv as GymnasiumVectorEnv
     from marl_parallel.vector.gymnasium import NormalizePresentObservation as NormalizePresentObservation
     from marl_parallel.vector.gymnasium import NormalizePresentReward as NormalizePresentReward
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 # By module: its names. If they need the extra of the module's name: the title and the packages of its library.
 _MODULES: dict[str, tuple[list[str], str, list[str]]] = {
     "agilerl": (["AgileRLVecEnv"], "AgileRL", ["agilerl"]),
+    "facade": (["ArrayFacade"], "", []),
     "gymnasium": (["GymnasiumVectorEnv", "NormalizePresentObservation", "NormalizePresentReward"], "", []),
     "pettingzoo": (["PettingZooVecEnv"], "", []),
     "pymarl": (["PyMARLConnection", "PyMARLConnections", "pymarl_connections"], "", []),

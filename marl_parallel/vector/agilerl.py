@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from marl_parallel.action_masks import KEY as ACTION_MASK
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays
-from marl_parallel.core.exclusive import CallGuard, exclusive
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map
 from marl_parallel.core.transition import FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.vector.facade import ArrayFacade
 from marl_parallel.vector.rows import agent_infos, inherited_flags, vector_infos
-from marl_parallel.vector.stepper import ArrayStepper, ForwardedCalls, Scalarize
+from marl_parallel.vector.scalarize import Scalarize
 
 __doctest_requires__ = ["agilerl"]
 
@@ -29,7 +30,7 @@ StepReturn = tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]
 _FORCED = "env_defined_actions"
 
 
-class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
+class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], PettingZooVecEnv):
     """A vector environment for AgileRL's multi-agent training functions.
 
     Everything is a dict by agent of arrays over all environments, always for all possible agents. Rewards are float64
@@ -73,16 +74,15 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
     """
 
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
-        self._stepper = ArrayStepper(env, self, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
-        self._guard = CallGuard(self._stepper.runner.check_open)
-        self.env = env
+        ArrayFacade.__init__(self, env, AutoresetMode.SAME_STEP, copy=True, scalarize=scalarize)
         schema, agents = self._stepper.runner.schema, [str(agent) for agent in env.possible_agents]
         if agents != env.possible_agents:
             raise ValueError(f"AgileRL knows agents by strings, got {env.possible_agents}")
         for agent, space in schema.action_spaces.items():
             if isinstance(space, spaces.Dict | spaces.Tuple):
                 raise ValueError(f"AgileRL's actions are arrays, but the action space of agent {agent!r} is {space}")
-        super().__init__(
+        PettingZooVecEnv.__init__(
+            self,
             env.num_envs,
             {agent: from_zero(schema.observation_spaces[agent]) for agent in agents},
             {agent: from_zero(schema.action_spaces[agent]) for agent in agents},
@@ -92,26 +92,11 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         )
         self.present = self.acting = self._by_agent(np.zeros((self.num_envs, len(agents)), np.bool_))
 
-    @exclusive("reset")
-    def reset(
+    def reset(  # type: ignore[override]
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ByAgent, ByAgent]:
         """Begin new episodes; returns observations and infos, by agent. Arguments are as in `ParallelEnv.reset`."""
-        arrays = self._stepper.reset(seed, options)
-        return self._observations(arrays), self._infos(arrays)
-
-    @exclusive("reset_async")
-    def reset_async(
-        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> None:
-        """Begin new episodes and return; `reset_wait` returns the results. Arguments and errors are as in `reset`."""
-        self._stepper.send_reset(seed, options)
-
-    @exclusive("reset_wait")
-    def reset_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent]:
-        """The results of `reset_async`; arguments and errors are as in `ArrayStepper.receive_reset`."""
-        arrays = self._stepper.receive_reset(timeout)
-        return self._observations(arrays), self._infos(arrays)
+        return super().reset(seed, options)
 
     @exclusive("step")
     def step(self, actions: Mapping[str, Any], *_: Any, **__: Any) -> StepReturn:
@@ -137,9 +122,12 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
         else:
             for agent, rows in nan.items():
                 arrays[agent] = stacking.placed(arrays[agent], rows, np.zeros((), arrays[agent].dtype))
-            declared = self._stepper.runner.schema.action_spaces
-            self._stepper.send({agent: _formed(declared.get(agent), array) for agent, array in arrays.items()})
+            self._stepper.send(self._actions(arrays))
         return self._results(self._stepper.receive())
+
+    def _actions(self, actions: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+        declared = self._stepper.runner.schema.action_spaces
+        return {agent: _formed(declared.get(agent), array) for agent, array in actions.items()}
 
     @exclusive("step_async")
     def step_async(self, actions: Sequence[Mapping[str, Any]]) -> None:
@@ -151,28 +139,7 @@ class AgileRLVecEnv(ForwardedCalls, PettingZooVecEnv):
             raise TypeError("step_async takes a list with a dict of actions for each environment; step takes a dict")
         self._stepper.send_dicts([self._of_env(of_env) for of_env in actions])
 
-    @exclusive("step_wait")
-    def step_wait(self, timeout: float | None = None) -> StepReturn:
-        """The results of `step_async`; arguments and errors are as in `ArrayStepper.receive`."""
-        return self._results(self._stepper.receive(timeout))
-
-    def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Begin to call a method of each environment and return; as `ParallelEnv.call_async`."""
-        self.env.call_async(name, *args, **kwargs)
-
-    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """The results of `call_async`, one for each environment; as `ParallelEnv.call_wait`."""
-        return self.env.call_wait(timeout)
-
-    def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
-        """As `ParallelEnv.save_state`."""
-        return self._stepper.save_state(env_ids)
-
-    @exclusive("load_state")
-    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[ByAgent, ByAgent]:
-        """As `ParallelEnv.load_state`; returns observations and infos, by agent."""
-        observations, *_, infos = self._results(self._stepper.load_state(states, env_ids)[0])
-        return observations, infos
+    close = PettingZooVecEnv.close  # calls `close_extras`, once
 
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Close the environment; arguments are as in `ParallelEnv.close`. Discards a step in flight."""

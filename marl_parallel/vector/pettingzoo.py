@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,16 @@ from numpy.typing import NDArray
 
 from marl_parallel.adapters import AgentID
 from marl_parallel.core.array_view import Arrays
-from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.transition import ALL
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.vector.facade import ArrayFacade
 from marl_parallel.vector.rows import infos_by_agent, inherited_flags
-from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls
 
 ByAgent = dict[AgentID, Any]
 FiveByAgent = tuple[ByAgent, ByAgent, ByAgent, ByAgent, ByAgent]
 
 
-class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], ForwardedCalls):
+class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent, tuple[ByAgent, ByAgent]]):
     """Many environments as one, with dicts by agent of arrays over all environments.
 
     Actions and observations are in the form of the agent's batched space: an array `(num_envs, ...)`, or dicts and
@@ -59,7 +58,7 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
         super().__init__(env, vectors=True)
         self._runner = self._stepper.runner
         self._stepper.view.wants_info_arrays = True
-        self.num_envs, self.possible_agents = env.num_envs, env.possible_agents
+        self.possible_agents = env.possible_agents
         self.max_num_agents = len(self.possible_agents)
         self.metadata, self.render_mode = env.metadata, env.render_mode
         self._batched = tuple(
@@ -119,20 +118,6 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
 
     # -- stepping --------------------------------------------------------------------------------------------------
 
-    @exclusive("reset")
-    def reset(
-        self,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-        env_ids: Sequence[int] | None = None,
-    ) -> tuple[ByAgent, ByAgent]:
-        """Begin new episodes; returns observations and infos, by agent. Arguments are as in `ParallelEnv.reset`.
-
-        Observations of environments that are not in `env_ids` stay as they are.
-        """
-        observations, _, _, _, infos = self._results(self._stepper.reset(seed, options, env_ids))
-        return observations, infos
-
     def _actions(self, actions: Mapping[AgentID, Any]) -> Mapping[AgentID, Any]:
         if type(actions) is not dict and not isinstance(actions, Mapping):
             raise TypeError(f"expected a dict of actions by agent, got {type(actions).__name__}")
@@ -165,16 +150,6 @@ class PettingZooVecEnv(ArrayFacade[Mapping[AgentID, Any], FiveByAgent], Forwarde
     def state(self) -> NDArray[Any]:
         """The global states, `(num_envs, *state_space.shape)`; raises as `ParallelEnv.state`."""
         return self.env.state()
-
-    def close(self) -> None:
-        """Close the environment; idempotent."""
-        self._stepper.close()
-
-    def __enter__(self) -> PettingZooVecEnv:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class SingleEnv(pettingzoo.ParallelEnv):  # type: ignore[misc]

@@ -24,7 +24,8 @@ from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
 from marl_parallel.vector.drop_in import drop_in
-from marl_parallel.vector.stepper import Arrays, ArrayStepper, Joint, OfParallelEnv, Stacked
+from marl_parallel.vector.forwarding import OfParallelEnv
+from marl_parallel.vector.stepper import Arrays, ArrayStepper, Joint, Stacked
 
 _STEP, _RESET, _CLOSE = "step", "reset", "close"
 _CALLS = {"get_env_info": True, "get_stats": True, "render": False, "save_replay": False}

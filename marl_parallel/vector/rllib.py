@@ -32,7 +32,9 @@ from marl_parallel.core.transition import ALL, COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.settings import NAMES
 from marl_parallel.vector.drop_in import drop_in
-from marl_parallel.vector.stepper import ForwardedCalls, Scalarize, as_number, open_runner, reward_rules
+from marl_parallel.vector.forwarding import OfParallelEnv
+from marl_parallel.vector.scalarize import Scalarize, as_number, reward_rules
+from marl_parallel.vector.stepper import open_runner
 
 __doctest_requires__ = ["ray", "tree", "torch"]
 
@@ -46,7 +48,7 @@ _RESERVED = ("env_constructors", "auto_reset", "seed", "copy")
 EnvDicts = list[dict[Any, Any]]
 
 
-class RLlibVectorMultiAgentEnv(ForwardedCalls, VectorMultiAgentEnv):  # type: ignore[misc]
+class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ignore[misc]
     """Many environments as RLlib's `MultiAgentEnvRunner` steps them: lists of dicts in and out.
 
     `ParallelMultiAgentEnvRunner` makes one. The dicts are as in `ParallelEnv`, without entries of dead agents and

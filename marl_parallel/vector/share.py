@@ -23,15 +23,15 @@ from marl_parallel.adapters import AgentID, attributes
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Joint, Stacked
 from marl_parallel.core.columns import evenly_spaced
-from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.joining import Parts, flat_box, flat_values, padded_space
 from marl_parallel.core.schema import alike
 from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runner import Options, Seeds
 from marl_parallel.vector.drop_in import drop_in
+from marl_parallel.vector.facade import ArrayFacade
+from marl_parallel.vector.forwarding import rendered, simulators
 from marl_parallel.vector.rows import agent_info, common_info, env_infos
-from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize, rendered, simulators
+from marl_parallel.vector.scalarize import Scalarize
 
 BAD_TRANSITION = "bad_transition"
 
@@ -48,6 +48,7 @@ ShareResults: TypeAlias = tuple[
 PlainResults: TypeAlias = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.bool_], "ShareInfos"]
 """Observations, rewards, dones, infos."""
 
+FirstT = TypeVar("FirstT")
 ResultsT = TypeVar("ResultsT")
 
 
@@ -327,7 +328,7 @@ def _together(actions: Any) -> tuple[Any, bool]:
     return actions, False
 
 
-class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
+class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
     """Base of `ShareVecEnv`, and of the drop-ins whose `step` returns four values."""
 
     _has_share: ClassVar[bool]
@@ -341,7 +342,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         name, runner, view = type(self).__name__, self._stepper.runner, self._stepper.view
         schema = runner.schema
         view.wants_info_arrays, view.writes_all = True, schema.all_may_act
-        self.num_envs, self.agents, self.n_agents = env.num_envs, [*view.agents], len(view.agents)
+        self.agents, self.n_agents = [*view.agents], len(view.agents)
         self._observed = [_Observed(name, view.agents[places[0]], space) for space, places in view.groups]
         shapes = [observed.space.shape for observed in self._observed]
         positions = [places for _, places in view.groups]
@@ -438,12 +439,13 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         infos = self._latest_infos.get(env_id)
         return env_id in self._at_begin, None if infos is None else {**infos}
 
-    def _loaded(self, states: Sequence[bytes], env_ids: Sequence[int] | None) -> Arrays:
-        """The latest arrays of environments that have been loaded."""
-        arrays, facade_states = self._stepper.load_state(states, env_ids)
-        latest_infos = {env_id: infos for env_id, infos in self._latest_infos.items() if env_id not in facade_states}
-        self._at_begin = self._at_begin | {*facade_states}
-        for env_id, known in facade_states.items():
+    def _note_reset(self, env_ids: Sequence[int] | None) -> None:
+        self._at_begin = self._at_begin.union(self._stepper.env_ids if env_ids is None else env_ids)
+
+    def _set_own_states(self, states: Mapping[int, Any]) -> None:
+        latest_infos = {env_id: infos for env_id, infos in self._latest_infos.items() if env_id not in states}
+        self._at_begin = self._at_begin | {*states}
+        for env_id, known in states.items():
             if known is None:
                 continue
             is_at_begin, infos = known[-2:]
@@ -452,7 +454,6 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
             if infos is not None:
                 latest_infos[env_id] = infos
         self._latest_infos = latest_infos
-        return arrays
 
     def _actions(self, actions: Any) -> list[Stacked] | Joint:
         expected = self.num_envs, self.n_agents
@@ -624,12 +625,8 @@ class _VecEnv(ArrayFacade[Any, ResultsT], ForwardedCalls):
         """Whether it has been closed."""
         return self._stepper.runner.source.closed
 
-    def close(self) -> None:
-        """Close the environments; idempotent."""
-        self._stepper.close()
 
-
-class ShareVecEnv(_VecEnv[ShareResults]):
+class ShareVecEnv(_VecEnv[ShareResults, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]):
     """A `ParallelEnv` as the vector environment of MAPPO (on-policy) and HARL, with k agents.
 
     `step` returns six values: observations `(num_envs, k, d)`, share observations `(num_envs, k, s)`, rewards
@@ -694,26 +691,8 @@ class ShareVecEnv(_VecEnv[ShareResults]):
     ) -> None:
         super().__init__(env, share=share, pad=pad, scalarize=scalarize)
 
-    @exclusive("reset")
-    def reset(self, seed: Seeds = None, options: Options = None) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Begin new episodes; returns observations, share observations and available actions.
-
-        Arguments are as in `ArrayStepper.reset`.
-        """
-        arrays = self._stepper.reset(seed, options)
-        self._at_begin = set(self._stepper.env_ids)
-        observations, groups = self._observations(arrays.observations)
-        return observations, self._share(groups), self._available(arrays)
-
-    @exclusive("load_state")
-    def load_state(
-        self, states: Sequence[bytes], env_ids: Sequence[int] | None = None
-    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Go on from what `save_state` has returned; returns what `reset` returns.
-
-        Arguments and errors are as in `ParallelEnv.load_state`.
-        """
-        arrays = self._loaded(states, env_ids)
+    def _first(self, arrays: Arrays) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Observations, share observations and available actions."""
         observations, groups = self._observations(arrays.observations)
         return observations, self._share(groups), self._available(arrays)
 
@@ -722,12 +701,6 @@ class ShareVecEnv(_VecEnv[ShareResults]):
         infos = self._infos(arrays, bad, ended)  # before the states and masks of the old episodes are replaced
         observations, groups = self._observations(arrays.observations)
         return observations, self._share(groups), arrays.rewards[..., None], dones, infos, self._available(arrays)
-
-    def __enter__(self) -> ShareVecEnv:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class ShareSubprocVecEnv(ShareVecEnv):
@@ -801,7 +774,7 @@ class ShareDummyVecEnv(ShareVecEnv):
         return simulators(self)
 
 
-class SubprocVecEnv(_VecEnv[PlainResults]):
+class SubprocVecEnv(_VecEnv[PlainResults, NDArray[Any]]):
     """A drop-in for on-policy's `SubprocVecEnv`, whose `step` returns four values; only the import changes.
 
     Like `ShareSubprocVecEnv`, without share observations and available actions: `reset` returns observations; `step`
@@ -840,20 +813,9 @@ class SubprocVecEnv(_VecEnv[PlainResults]):
         build = functools.partial(super().__init__, pad=pad, scalarize=scalarize)
         drop_in(type(self).__name__, env_fns, options, build, defaults=_IN_PROCESSES)
 
-    @exclusive("reset")
-    def reset(self, seed: Seeds = None, options: Options = None) -> NDArray[Any]:
-        """Begin new episodes; returns observations. Arguments are as in `ArrayStepper.reset`."""
-        arrays = self._stepper.reset(seed, options)
-        self._at_begin = set(self._stepper.env_ids)
+    def _first(self, arrays: Arrays) -> NDArray[Any]:
+        """Observations."""
         return self._observations(arrays.observations)[0]
-
-    @exclusive("load_state")
-    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> NDArray[Any]:
-        """Go on from what `save_state` has returned; returns observations.
-
-        Arguments and errors are as in `ParallelEnv.load_state`.
-        """
-        return self._observations(self._loaded(states, env_ids).observations)[0]
 
     def _results(self, arrays: Arrays) -> PlainResults:
         dones, bad, ended = self._dones(arrays)

@@ -16,13 +16,12 @@ from marl_parallel.adapters import AgentID
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Stacked
 from marl_parallel.core.columns import evenly_spaced
-from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.joining import Parts, agents_alike, groups_by_space, padded_space
 from marl_parallel.core.spaces import Mismatch, check_form, tree_map
 from marl_parallel.parallel_env import ParallelEnv
-from marl_parallel.runner import Options, Seeds
+from marl_parallel.vector.facade import ArrayFacade
 from marl_parallel.vector.rows import AgentRows, inherited_flags
-from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, Scalarize
+from marl_parallel.vector.scalarize import Scalarize
 
 if TYPE_CHECKING:
     from marl_parallel.vector.tensors import StackedTensors
@@ -104,7 +103,7 @@ class _Group(NamedTuple):
         return self.parts.padded([masks_of(rows.agents) for rows in self.rows])
 
 
-class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
+class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
     """Many environments as one, with arrays `(num_envs, num_agents, ...)` in place of dicts by agent.
 
     Agents with equal spaces are one group. If there is one group, every value below is an array, or a tree of arrays if
@@ -188,7 +187,6 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         self._lists_infos = infos == "list"
         self.stepper = self._stepper
         runner = self.stepper.runner
-        self.num_envs = env.num_envs
         agents = self.stepper.view.agents
         if group_map is None:
             self.group_map = groups_by_space(agents, runner.schema.observation_spaces, runner.schema.action_spaces)
@@ -267,19 +265,6 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         return _Group(place, rows, parts, space, action_space)
 
     # -- stepping --------------------------------------------------------------------------------------------------
-
-    @exclusive("reset")
-    def reset(
-        self, seed: Seeds = None, options: Options = None, env_ids: Sequence[int] | None = None
-    ) -> tuple[Grouped, Infos]:
-        """Begin new episodes; returns observations, and infos by environment, in the form of the argument `infos`.
-
-        Arguments are as in `ArrayStepper.reset`.
-
-        Observations of environments that are not in `env_ids` stay as they are.
-        """
-        observations, _, _, _, infos = self._results(self.stepper.reset(seed, options, env_ids))
-        return observations, infos
 
     def _actions(self, actions: Grouped) -> list[Stacked]:
         if self._takes_whole and type(actions) is np.ndarray and actions.shape[:2] == (self.num_envs, self.num_agents):
@@ -383,13 +368,3 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn], ForwardedCalls):
         from marl_parallel.vector.tensors import StackedTensors
 
         return StackedTensors(self, device, pin=pin)
-
-    def close(self) -> None:
-        """Close the environment; idempotent."""
-        self.stepper.close()
-
-    def __enter__(self) -> StackedVecEnv:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -6,60 +6,29 @@ A facade has one library's shapes and names, and `ArrayStepper` the checks of al
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any
 
 import numpy as np
-from gymnasium import Space
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.adapters import AgentID, attributes
+from marl_parallel.adapters import AgentID
 from marl_parallel.arguments import check_one_for_each
-from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Actions, Arrays, Joint, ResultDoesNotFit, Stacked
 from marl_parallel.core.arrays import action_masks
-from marl_parallel.core.exclusive import CallGuard, exclusive
-from marl_parallel.core.pool.saved_states import to_bytes
-from marl_parallel.core.spaces import is_vector
+from marl_parallel.core.exclusive import exclusive
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import BatchRunner, Options, Seeds
 from marl_parallel.types import NoSpaceDeclared, ParallelEnvError
+from marl_parallel.vector.forwarding import OfParallelEnv
+from marl_parallel.vector.saving import key_of, load_states, saved_states
+from marl_parallel.vector.scalarize import Scalarize, reward_rules
 
 __all__ = ["ArrayStepper", "Arrays", "Joint", "Stacked"]
-
-Rule: TypeAlias = Sequence[float] | NDArray[Any] | Callable[[NDArray[Any]], float]
-Scalarize: TypeAlias = Rule | Mapping[AgentID, Rule]
-"""A weight for each objective, or a function that takes a vector and returns a number; or a dict of these by agent."""
-
-Rules: TypeAlias = Mapping[AgentID, Callable[[NDArray[Any]], float]]
-"""By agent, the function that turns a vector reward into a number."""
-
-_FACADES = frozenset({"GymnasiumVectorEnv", "SB3VecEnv", "ShareVecEnv", "StackedVecEnv", "SubprocVecEnv", "TorchRLEnv"})
-"""`saved_as` of all facades of this package that add values to saved states."""
-
-_FORMER = {"ShareSubprocVecEnv": "ShareVecEnv", "ShareDummyVecEnv": "ShareVecEnv", "DummyVecEnv": "SubprocVecEnv"}
-"""Keys in states that 0.2.0 saved before it was published, and what they are now."""
-
-
-class OfParallelEnv:
-    """Base of all facades: `parallel_env`, also as `env`, and a `repr`."""
-
-    env: ParallelEnv
-
-    @property
-    def parallel_env(self) -> ParallelEnv:
-        """The `ParallelEnv` that this facade steps."""
-        return self.env
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.env!r})"
 
 
 class ArrayStepper(OfParallelEnv):
@@ -123,7 +92,7 @@ class ArrayStepper(OfParallelEnv):
         self.env, self.runner = env, open_runner(env, name, modes or tuple(AutoresetMode))
         self.mode = self.runner.mode
         self._facade, self._guard = weakref.ref(facade), self.runner.guard
-        self._saved_as: str = getattr(type(facade), "saved_as", name)
+        self._saved_as = key_of(facade)
         schema, transitions = self.runner.schema, self.runner.transitions
         if not schema.possible_agents:
             raise ValueError(f"{name} needs to know all agents beforehand, but possible_agents is empty")
@@ -200,8 +169,7 @@ class ArrayStepper(OfParallelEnv):
             env_ids: Which environments; None for all.
             facade_state: Returns the facade's own state of an environment, which must be picklable.
         """
-        saved, key = self.runner.save_state(env_ids), self._saved_as
-        return [to_bytes(state.with_facade(key, facade_state(env_id))) for env_id, state in saved.items()]
+        return saved_states(self.runner, self._saved_as, env_ids, facade_state)
 
     @exclusive("load_state")
     def load_state(
@@ -223,14 +191,10 @@ class ArrayStepper(OfParallelEnv):
             ResetNeeded: Only some are to be loaded, but the others have never been reset.
         """
         last = self._last_before_reset("load_state", env_ids)
-        loaded, leftovers = self.runner.load_state(states, env_ids, {*_FACADES, *_FORMER, self._saved_as})
+        own, leftovers = load_states(self.runner, self._saved_as, states, env_ids)
         self.runner.claim(self._facade)
-        arrays = self.view.read(leftovers) if last is None else self.view.read_some(tuple(loaded), leftovers, last)
-        self._forget(loaded)
-        own = {
-            env_id: {_FORMER.get(key, key): value for key, value in state.facade.items()}.get(self._saved_as)
-            for env_id, state in loaded.items()
-        }
+        arrays = self.view.read(leftovers) if last is None else self.view.read_some(tuple(own), leftovers, last)
+        self._forget(own)
         return self._noted(arrays), own
 
     def _last_before_reset(self, name: str, env_ids: Sequence[int] | None) -> Arrays | None:
@@ -493,19 +457,6 @@ class ArrayStepper(OfParallelEnv):
         return arrays
 
 
-def simulators(facade: OfParallelEnv) -> list[Any]:
-    """The simulators, one for each environment; `AttributeError` if they run in other processes or threads."""
-    runner = facade.env.runner
-    runner.check_open()
-    backend = None if runner.workers is None else runner.workers.pool.backend
-    if not isinstance(backend, SerialBackend):
-        raise AttributeError(
-            f"envs is available only with backend='serial', but this {type(facade).__name__} has {runner.source.name}, "
-            "whose simulators cannot be accessed: use get_attr, set_attr or call"
-        )
-    return [simulator for _, simulator in sorted(backend.simulators().items())]
-
-
 def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -> BatchRunner:
     if not isinstance(env, ParallelEnv):
         raise TypeError(
@@ -515,174 +466,3 @@ def open_runner(env: ParallelEnv, facade: str, modes: Sequence[AutoresetMode]) -
     env.runner.check_open()
     env.runner.check_mode(facade, modes)
     return env.runner
-
-
-def rendered(env: ParallelEnv, mode: str | None, env_ids: Sequence[int] | None = None) -> tuple[Any, ...]:
-    """A frame of each environment; None from simulators that show it themselves, or have none.
-
-    `mode` is for the `render(mode)` of simulators without a `render_mode`; None for its default. The others ignore it.
-    """
-    if env.render_mode is None:
-        return env.call(functools.partial(_rendered, mode), env_ids=env_ids)
-    frames: tuple[Any, ...] = env.render(env_ids=env_ids)
-    return frames
-
-
-def _rendered(mode: str | None, simulator: Any) -> Any:
-    """What a simulator's own `render(mode)` returns, in a worker.
-
-    If `render` takes no mode, its `render()`, or None if it has a `render_mode`, which says that nothing is rendered.
-    """
-    render = attributes.method(simulator, "render", through=True)
-    if render is None:
-        return None
-    try:
-        takes = inspect.signature(render).parameters
-    except ValueError:  # compiled code may have no signature
-        return None
-    if "mode" not in takes and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
-        return None if attributes.has(simulator, "render_mode") else render()
-    frame = render() if mode is None else render(mode=mode)
-    shown = takes["mode"].default if mode is None and "mode" in takes else mode
-    return None if shown == "human" else frame
-
-
-class ForwardedCalls(OfParallelEnv):
-    """Methods that a facade forwards to its `ParallelEnv`; results have one entry for each environment."""
-
-    def render(self) -> tuple[Any, ...] | None:
-        frames: tuple[Any, ...] | None = self.env.render()
-        return frames
-
-    def call(self, name: str | Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return self.env.call(name, *args, **kwargs)
-
-    def get_attr(self, name: str) -> tuple[Any, ...]:
-        return self.env.get_attr(name)
-
-    def set_attr(self, name: str, values: Any) -> None:
-        self.env.set_attr(name, values)
-
-
-ActionsT = TypeVar("ActionsT")
-ResultsT = TypeVar("ResultsT")
-
-
-class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT]):
-    """A facade that steps with an `ArrayStepper`; a subclass converts its actions and results."""
-
-    def __init__(self, env: ParallelEnv, *modes: AutoresetMode, **keywords: Any) -> None:
-        self._stepper = ArrayStepper(env, self, *modes, **keywords)
-        self._guard = CallGuard(self._stepper.runner.check_open)
-        self.env = env
-
-    @abstractmethod
-    def _actions(self, actions: ActionsT) -> Actions: ...
-
-    @abstractmethod
-    def _results(self, arrays: Arrays) -> ResultsT: ...
-
-    @exclusive("step")
-    def step(self, actions: ActionsT) -> ResultsT:
-        """Step all environments; returns observations, rewards, terminations, truncations and infos.
-
-        Actions of agents that do not act are ignored. Errors are as in `ArrayStepper.step`.
-        """
-        return self._results(self._stepper.step(self._actions(actions)))
-
-    @exclusive("step_async")
-    def step_async(self, actions: ActionsT) -> None:
-        """Begin to step all environments and return; `step_wait` returns the results.
-
-        Arguments and errors are as in `step`.
-        """
-        self._stepper.send(self._actions(actions))
-
-    @exclusive("step_wait")
-    def step_wait(self, timeout: float | None = None) -> ResultsT:
-        """The results of `step_async`; errors are as in `step`.
-
-        Args:
-            timeout: Seconds to wait at most; None for no limit.
-
-        Raises:
-            NoAsyncCallError: No step is in flight.
-            TimeoutError: The step has not ended in time. Nothing is lost, and this can be called again.
-        """
-        return self._results(self._stepper.receive(timeout))
-
-    @exclusive("save_state")
-    def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
-        """Save environments, with this facade's own state of them; as `ParallelEnv.save_state`."""
-        return self._stepper.save_state(env_ids, self._own_state)
-
-    @exclusive("load_state")
-    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> Any:
-        """Go on from what `save_state` has returned; arguments and errors are as in `ParallelEnv.load_state`.
-
-        Returns observations and infos of the latest step or reset at that time, in the form of `step`.
-        """
-        arrays, facade_states = self._stepper.load_state(states, env_ids)
-        observations, *_, infos = cast("tuple[Any, ...]", self._results(arrays))
-        self._set_own_states(facade_states)
-        return observations, infos
-
-    def _own_state(self, env_id: int) -> Any:
-        """The facade's own state of an environment, besides the latest arrays; None if it has none."""
-        return None
-
-    def _set_own_states(self, states: Mapping[int, Any]) -> None:
-        """Restore what `_own_state` has returned, by environment, after the latest arrays have become results again."""
-
-
-# -- vector rewards as numbers -----------------------------------------------------------------------------------------
-
-
-def reward_rules(facade: str, scalarize: Scalarize | None, reward_spaces: Mapping[AgentID, Space[Any]]) -> Rules:
-    """The rules of all agents with vector rewards; checks `scalarize`."""
-    if scalarize is None:
-        for agent, space in reward_spaces.items():
-            raise ValueError(
-                f"{facade} takes rewards that are numbers, but agent {agent!r} declares vectors: its reward_space is "
-                f"{space}. Pass scalarize=: a weight for each objective, or a function that takes a vector and returns "
-                "a number, or a dict of these by agent"
-            )
-    elif not reward_spaces:
-        raise ValueError(f"{facade}: scalarize= was passed, but no agent declares a reward_space of vectors")
-    return {agent: _reward_rule(facade, agent, scalarize, space) for agent, space in reward_spaces.items()}
-
-
-def _reward_rule(facade: str, agent: AgentID, rule: Any, space: Space[Any]) -> Callable[[NDArray[Any]], float]:
-    if isinstance(rule, Mapping):
-        if agent not in rule:
-            raise ValueError(f"{facade}: scalarize= has no entry for agent {agent!r}; its keys are {[*rule]}")
-        rule = rule[agent]
-    if callable(rule):
-
-        def number(vector: NDArray[Any]) -> float:
-            result = rule(vector)
-            if np.ndim(result) or isinstance(result, str | bytes | None.__class__):
-                raise TypeError(
-                    f"{facade}: scalarize must return a number for the reward of agent {agent!r}, {vector!r}; it "
-                    f"returned {result!r}"
-                )
-            return float(result)
-
-        return number
-    try:
-        weights = np.asarray(rule, np.float64)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{facade}: scalarize= must be weights or a function, or a dict of these by agent; got {rule!r}"
-        ) from None
-    if weights.shape != (space.shape or ()) or not np.isfinite(weights).all():
-        raise ValueError(
-            f"{facade}: the rewards of agent {agent!r} have shape {space.shape or ()}, so scalarize= must be finite "
-            f"weights of that shape, got {rule!r}"
-        )
-    return lambda vector: float(np.vdot(weights, vector))
-
-
-def as_number(rules: Rules, agent: AgentID, reward: Any) -> Any:
-    """A vector reward as a number; any other reward as it is."""
-    return rules[agent](np.asarray(reward)) if agent in rules and is_vector(reward) else reward

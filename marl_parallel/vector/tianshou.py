@@ -25,8 +25,10 @@ from marl_parallel.core.spaces import leaves
 from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
+from marl_parallel.vector.forwarding import OfParallelEnv, rendered
 from marl_parallel.vector.rows import common_info
-from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, Scalarize, rendered
+from marl_parallel.vector.scalarize import Scalarize
+from marl_parallel.vector.stepper import ArrayStepper
 
 __doctest_requires__ = ["tianshou"]
 

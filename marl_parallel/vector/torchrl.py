@@ -33,8 +33,9 @@ from marl_parallel.core.joining import agents_alike, groups_by_name
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.vector.forwarding import OfParallelEnv, rendered
 from marl_parallel.vector.rows import AgentRows, bounds
-from marl_parallel.vector.stepper import ArrayStepper, OfParallelEnv, rendered
+from marl_parallel.vector.stepper import ArrayStepper
 
 __doctest_requires__ = ["torchrl"]
 

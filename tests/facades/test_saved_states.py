@@ -29,7 +29,7 @@ from marl_parallel.vector import (
     ShareVecEnv,
     StackedVecEnv,
     SubprocVecEnv,
-    stepper,
+    saving,
 )
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -124,7 +124,7 @@ def test_subclass_of_a_facade(kind, parallel):
 def test_keys_of_facades():
     """All that add values are known to each other."""
     keys = {cls.saved_as for name in vector.__all__ if hasattr(cls := getattr(vector, name), "saved_as")}
-    assert {"GymnasiumVectorEnv", "ShareVecEnv", "StackedVecEnv", "SubprocVecEnv"} <= keys <= stepper._FACADES
+    assert {"GymnasiumVectorEnv", "ShareVecEnv", "StackedVecEnv", "SubprocVecEnv"} <= keys <= saving.FACADES
 
 
 def test_keys_of_drop_ins_before_they_had_one(monkeypatch):

@@ -22,7 +22,7 @@ from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.transition import Transition
 from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv
-from marl_parallel.vector.stepper import as_number, reward_rules
+from marl_parallel.vector.scalarize import as_number, reward_rules
 
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 

@@ -21,16 +21,18 @@ from marl_parallel.core.info_columns import InfoColumns
 from marl_parallel.core.spaces import fits_block, tree_map
 from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.vector.facade import ArrayFacade
+from marl_parallel.vector.forwarding import simulators
 from marl_parallel.vector.rows import AgentRows, agent_infos, bounds, divided, stacked, vector_infos
-from marl_parallel.vector.stepper import ArrayFacade, ForwardedCalls, simulators
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all environments, and returns its actions."""
 
+FirstReturn = tuple[Any, dict[str, Any]]
 StepReturn = tuple[Any, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]
 
 
-class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium.vector.VectorEnv[Any, Any, Any]):
+class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.vector.VectorEnv[Any, Any, Any]):
     """A Gymnasium vector environment with a row for each agent of each environment.
 
     With k agents, row `i * k + j` is agent j of environment i. Observations and actions are in the form of the agents'
@@ -95,12 +97,11 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
             {*self.agents} <= {*self._stepper.runner.schema.mask_spaces}
         )
         self.present = np.zeros(self.num_envs, np.bool_)
-        self._resetting: list[int] | None = None  # the environments of a reset in flight
         self._same_step = self._stepper.mode is AutoresetMode.SAME_STEP
         self._has_stats = self._stepper.runner.transitions.statistics.in_infos
 
     @exclusive("reset")
-    def reset(
+    def reset(  # type: ignore[override]
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Begin new episodes; returns observations of all rows, and infos of those that were reset.
@@ -114,31 +115,14 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
             TypeError, ValueError: Seeds or a mask have another form, or differ between the rows of an environment.
         """
         seed, options, env_ids = self._reset_arguments(seed, options)
-        arrays = self._stepper.reset(seed, options, env_ids)
-        return self._rows.flat_observations(arrays), self._infos(arrays)
+        return self._first(self._stepper.reset(seed, options, env_ids))
 
-    @exclusive("reset_async")
-    def reset_async(
+    def reset_async(  # type: ignore[override]
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
         """Begin to reset and return; `reset_wait` returns the results. Arguments and errors are as in `reset`."""
         seed, options, env_ids = self._reset_arguments(seed, options)
-        self._stepper.send_reset(seed, options, env_ids)
-        self._resetting = env_ids
-
-    @exclusive("reset_wait")
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """The results of `reset_async`; arguments and errors are as in `step_wait`."""
-        arrays = self._stepper.receive_reset(timeout)
-        return self._rows.flat_observations(arrays), self._infos(arrays)
-
-    def call_async(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Begin to call a method of each environment and return; as `ParallelEnv.call_async`."""
-        self.env.call_async(name, *args, **kwargs)
-
-    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """The results of `call_async`, one for each environment; as `ParallelEnv.call_wait`."""
-        return self.env.call_wait(timeout)
+        super().reset_async(seed, options, env_ids)
 
     @property
     def envs(self) -> list[Any]:
@@ -183,6 +167,8 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn], ForwardedCalls, gymnasium
     def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]
         """The seed of each row's environment."""
         return tuple(seed for seed in self.env.seed() for _ in self.agents)
+
+    close = gymnasium.vector.VectorEnv.close  # calls `close_extras`, once
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environment; keywords are as in `ParallelEnv.close`."""

@@ -21,8 +21,9 @@ from marl_parallel.core.exclusive import exclusive
 from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_zero, tree_map, unfit_leaf, zeros
 from marl_parallel.core.warn import warn
 from marl_parallel.parallel_env import ParallelEnv
+from marl_parallel.vector.facade import ArrayFacade
 from marl_parallel.vector.rows import AgentRows, agent_infos, divided, env_infos
-from marl_parallel.vector.stepper import ArrayFacade, Scalarize
+from marl_parallel.vector.scalarize import Scalarize
 
 __doctest_requires__ = ["stable_baselines3"]
 
@@ -64,7 +65,7 @@ class _LastInfo(dict[str, Any]):
         return same
 
 
-class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
+class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, Any]]]], VecEnv):
     """A `VecEnv` with a row for each agent of each environment, for parameter sharing.
 
     With k agents, row `i * k + j` is agent j of environment i. Actions and observations are in the form of the agents'
@@ -138,7 +139,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
     # -- stepping --------------------------------------------------------------------------------------------------
 
     @exclusive("reset")
-    def reset(self) -> Any:
+    def reset(self) -> Any:  # type: ignore[override]
         """Begin new episodes, with the seed of `seed` and the options of `set_options`; discards a step in flight.
 
         Returns observations of all rows; infos are in `reset_infos`. Errors are as in `ParallelEnv.reset`.
@@ -155,6 +156,7 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
         self.reset_infos = self._infos(arrays)
         return self._observations(arrays)
 
+    render = VecEnv.render
     step = VecEnv.step  # calls `step_async` and `step_wait`, which users of Stable-Baselines3 replace and wrap
 
     def _actions(self, actions: NDArray[Any]) -> list[Stacked]:
@@ -320,10 +322,6 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn], VecEnv):
             warn(f"there are images only with render_mode='rgb_array', not with {self.render_mode!r}")
             return [None] * self.env.num_envs
         return list(self.env.render())
-
-    def close(self) -> None:
-        """Close the environment; idempotent. Discards a step in flight."""
-        self._stepper.close()
 
     def __reduce__(self) -> tuple[type[NotSaved], tuple[()]]:
         """Only a placeholder is pickled: `model.save` pickles the `acting_in` of an `SB3RolloutBuffer`, too."""
