@@ -13,16 +13,17 @@ simulators remove handlers (`basicConfig(force=True)`, `dictConfig`).
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import mmap
+import operator
 import os
 import pickle
 import struct
 import sys
 import threading
 import zlib
-from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -87,15 +88,18 @@ class Ring:
             end = read + _FRAME.size + nbytes
             fits = nbytes > 0 and end <= written  # no record is empty: zeros are bytes that are not here
             record = self._bytes_at(read + _FRAME.size, nbytes) if fits else b""
-            if fits and zlib.crc32(record) == checksum:
+            is_whole = fits and zlib.crc32(record) == checksum
+            if numbers[self._read] != read:
+                continue  # a signal handler has closed meanwhile, and has taken this record
+            if is_whole:
+                numbers[self._read] = end
                 records.append(record)
             elif last or self._bad_at == read:
+                numbers[self._read] = end if fits else written  # without its size, where the next one begins is unknown
                 skipped += 1
-                end = end if fits else written  # without its size, nobody knows where the next one begins
             else:
                 self._bad_at = read
                 break
-            numbers[self._read] = end
         return records, skipped
 
     @property
@@ -136,7 +140,7 @@ class RecordRings:
         self.counts, self.seen = memoryview(buffer)[start : start + 16 * most], bytes(16 * most)
         self.start, self.most = start, most
         self._rings = [Ring(buffer, start, most, worker) for worker in range(most)]
-        self._records: deque[_Taken] = deque()  # not handed to loggers yet
+        self._records: list[_Taken] = []  # not handed to loggers yet, oldest first
         self._dropped_before = 0  # by workers that have been replaced
         self._unreadable = 0  # how many records could not be read
         self._reported = 0  # how many dropped records a message has named
@@ -159,10 +163,12 @@ class RecordRings:
             own_logger.debug("%d log records of worker %d are damaged", skipped, worker)
         for record in pickled:
             try:
-                self._records.append(_unpickled(record))
+                taken = _unpickled(record)
             except Exception as error:  # unpickling may raise anything
                 self._unreadable += 1
                 own_logger.debug("a log record of worker %d cannot be read: %s", worker, type(error).__name__)
+            else:  # in place, since a signal handler that closes takes records, too
+                bisect.insort(self._records, taken, key=operator.attrgetter("time"))
 
     def deliver(self, *, warn: bool, last: bool = False) -> None:
         """Hand all records to the loggers of this process, oldest first.
@@ -175,9 +181,11 @@ class RecordRings:
             self._take(worker, last=last)
         if not all(ring.is_read for ring in self._rings):
             self.seen = b""  # so that the next `deliver` looks again
-        self._records = deque(sorted(self._records, key=lambda taken: taken.time))
-        while self._records:
-            record, is_printed, _ = self._records.popleft()
+        while True:
+            try:
+                record, is_printed, _ = self._records.pop(0)
+            except IndexError:
+                break
             try:
                 logger = logging.getLogger(record.name)
                 if is_printed and not has_handlers(logger):

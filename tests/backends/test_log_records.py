@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import mmap
 import os
@@ -16,6 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ from simulators.logging_envs import (
 )
 
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, WorkerCrashed, WorkerTimeout, make
+from marl_parallel.core import log_records
 from marl_parallel.core.log_records import RING_NBYTES, RecordRings, Ring
 
 pytestmark = pytest.mark.release_independent
@@ -522,6 +525,40 @@ def test_records_whose_bytes_come_late_are_read(records, caplog):
         assert rings.counts.tobytes() == rings.seen
     rings.finish()
     assert not caplog.records
+
+
+def test_closing_in_the_middle_of_a_call_that_brings_records(records):
+    """Each record comes once, at whatever call or return of a function a signal handler closes."""
+    closed_in, remaining = set[str](), 0
+
+    def close(frame: FrameType, *_: Any) -> None:
+        nonlocal remaining
+        if frame.f_code.co_filename == log_records.__file__:
+            remaining -= 1
+            if remaining == 0:
+                closed_in.add(frame.f_code.co_name)
+                rings.finish()
+
+    for remaining in itertools.count(1):
+        buffer = mmap.mmap(-1, RecordRings.nbytes(2))
+        rings = RecordRings(buffer, 0, 2)
+        for worker in range(2):
+            ring = Ring(buffer, 0, 2, worker)
+            for number in range(2):
+                values = {"message": pickle.dumps(("%d %d", (number, np.int8(worker))))}  # unpickled by itself
+                attributes = {**ATTRIBUTES, "created": number + worker / 2}
+                ring.write(pickle.dumps((attributes, values, False)))
+        sys.setprofile(close)
+        try:
+            rings.deliver(warn=True)
+        finally:
+            sys.setprofile(None)
+        came = texts(records())
+        assert sorted(came) == ["0 0", "0 1", "1 0", "1 1"], closed_in
+        if remaining > 0:
+            break
+    assert closed_in >= {"deliver", "_take", "take", "_unpickled"}
+    assert came == ["0 0", "0 1", "1 0", "1 1"]  # oldest first, where nothing closes
 
 
 def test_values_that_end_the_process_stay_text(logs, records):
