@@ -46,7 +46,7 @@ from marl_parallel.core import codec, sharing
 from marl_parallel.core.advice import name_limit, naming_limits
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.columns import span_of
-from marl_parallel.core.log_records import RecordSender, Ring
+from marl_parallel.core.log_records import RecordSender
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request, answer
 from marl_parallel.core.script_names import open_script_of_worker
 from marl_parallel.core.worker import Worker
@@ -544,7 +544,7 @@ class Queues(Link[_QueueHandle]):
             replies += self._received()
             if len(replies) < at_least:  # a death posts the doorbell, too
                 self.look_for_deaths()
-                self.relay.bring(all_is_here=False)
+                self.relay.bring()
         self._interrupted = False
         return replies
 
@@ -669,9 +669,7 @@ def main(index: int, fds: Sequence[int]) -> None:
     worker = Worker(queues.status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     ready = queues.requests.ready
     if forwarding is not None:
-        start, most, to_file = forwarding
-        ring = Ring(control, start, most, index)
-        RecordSender(ring, index, queues.status, worker.settings, to_file).install()
+        RecordSender(control, forwarding, index, queues.status, worker.settings).install()
 
     def send(reply: Reply) -> None:
         message, request, env_ids, results, _, completed, last = reply

@@ -155,18 +155,15 @@ class Relay:
             finally:
                 self._lock.release()
 
-    def bring(self, *, all_is_here: bool = True) -> None:
-        """Pass on what has come since the last time; more may follow in the same call unless `all_is_here`.
-
-        Only the caller's thread calls this, inside a call.
-        """
+    def bring(self) -> None:
+        """Pass on what has come since the last time. Only the caller's thread calls this, inside a call."""
         if self.pipes:
             with self._lock:
                 for pipe in [*self.pipes.values()]:  # a signal handler may close in the middle of it
                     pipe.pass_on()
         rings = self.rings
         if rings is not None and rings.counts.tobytes() != rings.seen:
-            rings.deliver(warn=all_is_here)
+            rings.deliver()
 
     def close(self) -> None:
         """Pass on the rest, when no worker writes any more, and free everything."""

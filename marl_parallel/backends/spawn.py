@@ -37,7 +37,7 @@ from marl_parallel.backends.stacks import CrashFile, answer_requests, report_to
 from marl_parallel.backends.worker_processes import Handle, Link, Output, WorkerProcesses
 from marl_parallel.core import reports
 from marl_parallel.core.advice import name_limit, naming_limits, summary
-from marl_parallel.core.log_records import RecordSender, Ring
+from marl_parallel.core.log_records import Forwarding, RecordSender
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.script_names import open_script_of_worker
 from marl_parallel.core.sharing import CONSTRUCTING, close_all, dumps_request, loads_request
@@ -119,7 +119,7 @@ class Pipes(Link["_PipeHandle"]):
                 self.receive_from(process, replies)
             if len(replies) >= at_least or interrupted or any(type(reply) is Lost for _, reply in replies):
                 return replies
-            self.relay.bring(all_is_here=False)
+            self.relay.bring()
             patience = _TICK_S if deadline is None else min(_TICK_S, deadline - time.monotonic())
             if patience <= 0 or not self.is_open:  # a signal handler may have closed meanwhile
                 return replies
@@ -497,12 +497,12 @@ def serve(
     asks: int,
     to_tracker: Sequence[int],
     argv: list[str],
-    forwarding: tuple[int, int, bool] | None,
+    forwarding: Forwarding | None,
 ) -> None:
     """Serve until a CLOSE request, or until the parent is gone; `handles`: files of status, records, arrays, stacks.
 
     `asks` is the connection of `CrashFile.ask`, and `to_tracker` has the descriptor of the program's resource tracker,
-    where there is one. `forwarding` says where in the first file log records go, and whether stderr is a log.
+    where there is one. With `forwarding`, log records go to the first file.
     """
     interpreter.show_name(*name)
     interpreter.take_identity(identity)
@@ -549,9 +549,7 @@ def serve(
     signals.follow(status)
     executor = Worker(status, lambda _: mapped(records_fd), own_process=True, arrays=lambda: arrays_fd)
     if forwarding is not None:
-        start, most, to_file = forwarding
-        ring = Ring(statuses, start, most, worker)
-        RecordSender(ring, worker, status, executor.settings, to_file).install()
+        RecordSender(statuses, forwarding, worker, status, executor.settings).install()
     link.send(_STARTED)
     while True:
         request = requests.get()

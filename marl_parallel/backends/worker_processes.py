@@ -24,7 +24,7 @@ from marl_parallel.backends.relay import Relay
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend, Capabilities, most_workers
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.log_records import RecordRings
+from marl_parallel.core.log_records import Forwarding, RecordRings
 from marl_parallel.core.messages import Lost, Reply, Request
 from marl_parallel.core.worker_status import WorkerStatus
 
@@ -80,7 +80,7 @@ class Output(NamedTuple):
 
     log: WorkerLog
     descriptors: tuple[int | None, int | None]  # for stdout and stderr; None for the file of the caller's stream
-    forwarding: tuple[int, int, bool] | None  # where in the control block log records go; whether stderr is a log
+    forwarding: Forwarding | None  # None if log records stay in the worker
 
 
 H = TypeVar("H", bound=Handle)
@@ -219,8 +219,6 @@ class WorkerProcesses(Backend):
             old.free()
         if not link.is_open:
             return
-        if rings is not None:
-            rings.clear(worker)
         fill_standard()  # else what is opened here may get the numbers of closed standard streams
         fds = [self._control.fd, self._records.fd, self._arrays.fd]
         try:

@@ -23,14 +23,18 @@ import pickle
 import struct
 import sys
 import threading
+import time
 import zlib
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
-from marl_parallel.core.caller_settings import WorkerSettings, has_handlers
+from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.reports import logger as own_logger
 from marl_parallel.core.worker_status import WorkerStatus
+
+Forwarding: TypeAlias = tuple[int, int, bool]
+"""`RecordRings.start` and `RecordRings.most`, and whether the worker's stderr is a log."""
 
 # -- queues in shared memory -------------------------------------------------------------------------------------------
 
@@ -38,33 +42,31 @@ RING_NBYTES = 1 << 18
 """Bytes for the records of one worker: some 500 records, or fewer long ones."""
 _LONGEST_NBYTES = RING_NBYTES // 4
 _FRAME = struct.Struct("=2I")  # before each record: its size and checksum
-_NUMBERS = 3  # of each ring, 8 bytes each
+_LATE_S = 0.001
+_WRITTEN, _DROPPED, _READ = range(3)  # the numbers of a ring, 8 bytes each
 
 
 class Ring:
     """The records of one worker: a circular buffer that one process writes and one reads.
 
-    The worker writes `written` (bytes) and `dropped` (records), the caller writes `read` (bytes). Some processors show
-    another process a count before the bytes that it counts, hence the checksums. Such a record is read later; a record
-    that is still bad then was overwritten by a faulty simulator, and is skipped.
+    The worker writes `written` (bytes) and `dropped` (records), the caller writes `read` (bytes). A worker that
+    replaces another goes on where that one has ended.
     """
 
     def __init__(self, buffer: mmap.mmap, start: int, most: int, worker: int) -> None:
-        self._numbers = memoryview(buffer)[start : start + 8 * _NUMBERS * most].cast("Q")
-        begin = start + 8 * _NUMBERS * most + RING_NBYTES * worker
-        self._bytes = memoryview(buffer)[begin : begin + RING_NBYTES]
-        self._written, self._dropped, self._read = worker, most + worker, 2 * most + worker
-        self._bad_at: int | None = None  # the position of a record that was bad when it was last looked at
+        begin = start + 8 * 3 * most
+        self.numbers = memoryview(buffer)[start:begin].cast("Q")[worker::most]
+        self._bytes = memoryview(buffer)[begin + RING_NBYTES * worker :][:RING_NBYTES]
         self._lock, self._is_writing = threading.RLock(), False
 
     def write(self, record: bytes) -> None:
         """Add a record, or count it as dropped. Any thread may call this."""
-        numbers, nbytes = self._numbers, _FRAME.size + len(record)
+        numbers, nbytes = self.numbers, _FRAME.size + len(record)
         with self._lock:
-            written = numbers[self._written]
+            written = numbers[_WRITTEN]
             # A signal handler or a finalizer of this thread may log in the middle of this.
-            if self._is_writing or nbytes > RING_NBYTES - (written - numbers[self._read]):
-                numbers[self._dropped] += 1
+            if self._is_writing or nbytes > RING_NBYTES - (written - numbers[_READ]):
+                numbers[_DROPPED] += 1
                 return
             self._is_writing = True
             try:
@@ -73,57 +75,35 @@ class Ring:
                 first = min(nbytes, RING_NBYTES - place)
                 self._bytes[place : place + first] = data[:first]
                 self._bytes[: nbytes - first] = data[first:]
-                numbers[self._written] = written + nbytes  # last, so that a crash never leaves a partial record
+                numbers[_WRITTEN] = written + nbytes  # last, so that a crash never leaves a partial record
             finally:
                 self._is_writing = False
 
-    def take(self, *, last: bool = False) -> tuple[list[bytes], int]:
-        """Take all records in the ring; returns them, and how many bad ones were skipped.
+    def take(self) -> Iterator[bytes]:
+        """Take all records in the ring; b"" in place of one that a faulty simulator has overwritten."""
+        numbers = self.numbers
+        while (read := numbers[_READ]) != (written := numbers[_WRITTEN]):
+            end, record = self._record_at(read, written)
+            if numbers[_READ] == read:  # else a signal handler has closed meanwhile, and has taken it
+                numbers[_READ] = end
+                yield record
 
-        A bad record is skipped if it was bad in the last call, too, or if this is the `last` call.
-        """
-        records, skipped, numbers = [], 0, self._numbers
-        while (read := numbers[self._read]) < (written := numbers[self._written]):
+    def _record_at(self, read: int, written: int) -> tuple[int, bytes]:
+        """Where the record at `read` ends, and the record, or b"" if it is damaged."""
+        for _ in range(2):
             nbytes, checksum = _FRAME.unpack(self._bytes_at(read, _FRAME.size))
             end = read + _FRAME.size + nbytes
             fits = nbytes > 0 and end <= written  # no record is empty: zeros are bytes that are not here
             record = self._bytes_at(read + _FRAME.size, nbytes) if fits else b""
-            is_whole = fits and zlib.crc32(record) == checksum
-            if numbers[self._read] != read:
-                continue  # a signal handler has closed meanwhile, and has taken this record
-            if is_whole:
-                numbers[self._read] = end
-                records.append(record)
-            elif last or self._bad_at == read:
-                numbers[self._read] = end if fits else written  # without its size, where the next one begins is unknown
-                skipped += 1
-            else:
-                self._bad_at = read
-                break
-        return records, skipped
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the ring has nothing more to read."""
-        return self._numbers[self._read] >= self._numbers[self._written]
+            if fits and zlib.crc32(record) == checksum:
+                return end, record
+            time.sleep(_LATE_S)  # some processors show another process a count before the bytes that it counts
+        return (end if fits else written), b""  # without its size, nobody knows where the next one begins
 
     def _bytes_at(self, position: int, nbytes: int) -> bytes:
         place = position % RING_NBYTES
         data = bytes(self._bytes[place : place + nbytes])
-        return data + bytes(self._bytes[: max(min(nbytes, RING_NBYTES) - len(data), 0)])
-
-    @property
-    def dropped(self) -> int:
-        """How many records found no room."""
-        return int(self._numbers[self._dropped])
-
-    def clear(self) -> int:
-        """Empty the ring for another worker; returns how many records the last worker has dropped."""
-        dropped = self.dropped
-        for number in (self._written, self._dropped, self._read):
-            self._numbers[number] = 0
-        self._bad_at = None
-        return dropped
+        return data + bytes(self._bytes[: nbytes - len(data)])
 
 
 # -- in the caller's process -------------------------------------------------------------------------------------------
@@ -137,50 +117,33 @@ class RecordRings:
     """
 
     def __init__(self, buffer: mmap.mmap, start: int, most: int) -> None:
-        self.counts, self.seen = memoryview(buffer)[start : start + 16 * most], bytes(16 * most)
+        self.counts, self.seen = memoryview(buffer)[start : start + 16 * most].cast("Q"), bytes(16 * most)
         self.start, self.most = start, most
         self._rings = [Ring(buffer, start, most, worker) for worker in range(most)]
         self._records: list[_Taken] = []  # not handed to loggers yet, oldest first
-        self._dropped_before = 0  # by workers that have been replaced
         self._unreadable = 0  # how many records could not be read
-        self._reported = 0  # how many dropped records a message has named
+        self._reported = 0  # how many dropped records the warning has named
 
     @staticmethod
     def nbytes(most: int) -> int:
         """The size of the rings of so many workers."""
-        return most * (8 * _NUMBERS + RING_NBYTES)
+        return most * (8 * 3 + RING_NBYTES)
 
-    def clear(self, worker: int) -> None:
-        """Prepare the ring for a new worker; the next `deliver` hands out the records of the worker before."""
-        self._take(worker, last=True)
-        self._dropped_before += self._rings[worker].clear()
+    def deliver(self) -> None:
+        """Hand all records to the loggers of this process, oldest first, and warn once if records were dropped.
 
-    def _take(self, worker: int, *, last: bool) -> None:
-        """Take the records of a worker, and count those that cannot be read."""
-        pickled, skipped = self._rings[worker].take(last=last)
-        if skipped:
-            self._unreadable += skipped
-            own_logger.debug("%d log records of worker %d are damaged", skipped, worker)
-        for record in pickled:
-            try:
-                taken = _unpickled(record)
-            except Exception as error:  # unpickling may raise anything
-                self._unreadable += 1
-                own_logger.debug("a log record of worker %d cannot be read: %s", worker, type(error).__name__)
-            else:  # in place, since a signal handler that closes takes records, too
-                bisect.insort(self._records, taken, key=operator.attrgetter("time"))
-
-    def deliver(self, *, warn: bool, last: bool = False) -> None:
-        """Hand all records to the loggers of this process, oldest first.
-
-        With `warn`, warn once if records were dropped; pass False during a call, when more may follow. Pass `last` if
-        no worker writes any more. An exception of a handler is printed, as `logging` itself does.
+        An exception of a handler is printed, as `logging` itself does.
         """
         self.seen = self.counts.tobytes()
-        for worker in range(self.most):
-            self._take(worker, last=last)
-        if not all(ring.is_read for ring in self._rings):
-            self.seen = b""  # so that the next `deliver` looks again
+        for worker, ring in enumerate(self._rings):
+            for data in ring.take():
+                try:
+                    taken = _unpickled(data)
+                except Exception as error:  # unpickling may raise anything
+                    self._unreadable += 1
+                    own_logger.debug("a log record of worker %d cannot be read: %s", worker, type(error).__name__)
+                else:  # in place, since a signal handler that closes takes records, too
+                    bisect.insort(self._records, taken, key=operator.attrgetter("time"))
         while True:
             try:
                 record, is_printed, _ = self._records.pop(0)
@@ -188,39 +151,33 @@ class RecordRings:
                 break
             try:
                 logger = logging.getLogger(record.name)
-                if is_printed and not has_handlers(logger):
+                if is_printed and not logger.hasHandlers():
                     continue  # without handlers, `logging` would print it once more
                 logger.handle(record)
             except Exception:
                 _reporter.handleError(record)
         if self._reported or not (dropped := self._dropped()):
             return
-        if not warn:
-            self.seen = b""  # so that the next `deliver` warns
-        else:
-            self._reported = dropped
-            causes = []
-            if dropped > self._unreadable:
-                causes.append(
-                    "workers log faster than this program takes their records (in each of its calls). Raise the levels "
-                    "of their loggers, or pass log_dir= to write all records to files"
-                )
-            if self._unreadable:
-                causes.append(f"{self._unreadable} could not be read (messages of level DEBUG of this logger say why)")
-            own_logger.warning("%d log records of simulators were dropped so far: %s", dropped, "; ".join(causes))
+        self._reported, causes = dropped, []
+        if dropped > self._unreadable:
+            causes.append(
+                "workers log faster than this program takes their records (in each of its calls). Raise the levels "
+                "of their loggers, or pass log_dir= to write all records to files"
+            )
+        if self._unreadable:
+            causes.append(f"{self._unreadable} could not be read (messages of level DEBUG of this logger say why)")
+        own_logger.warning("%d log records of simulators were dropped so far: %s", dropped, "; ".join(causes))
 
     def finish(self) -> None:
         """`deliver` for the last time, when no worker writes any more."""
-        self.deliver(warn=True, last=True)
+        self.deliver()
         if (dropped := self._dropped()) > self._reported:
             own_logger.info("%d log records of simulators were dropped in total", dropped)
-            self._reported = dropped
 
     def _dropped(self) -> int:
-        return self._dropped_before + self._unreadable + sum([ring.dropped for ring in self._rings])
+        return self._unreadable + sum(self.counts[self.most :])
 
 
-_MESSAGE = "message"  # a key in place of an attribute: the message with its arguments
 _reporter = logging.Handler()  # its `handleError` prints an exception as all handlers do
 
 
@@ -234,12 +191,9 @@ class _Taken(NamedTuple):
 
 def _unpickled(data: bytes) -> _Taken:
     attributes, values, is_printed = loads(data)
-    for name, value in values.items():
+    for names, value in values.items():
         with contextlib.suppress(Exception):  # if only the worker has its class, it stays text
-            if name == _MESSAGE:
-                attributes["msg"], attributes["args"] = loads(value)
-            else:
-                attributes[name] = loads(value)
+            attributes.update(zip(names, loads(value), strict=True))
     record = logging.makeLogRecord(attributes)
     made = record.created
     return _Taken(record, is_printed, made if isinstance(made, int | float) else 0.0)
@@ -261,8 +215,12 @@ class RecordSender:
     stdout and stderr are a file, which gets a line for each record.
     """
 
-    def __init__(self, ring: Ring, worker: int, status: WorkerStatus, settings: WorkerSettings, to_file: bool) -> None:
-        self._ring, self._worker, self._status, self._settings = ring, worker, status, settings
+    def __init__(
+        self, buffer: mmap.mmap, forwarding: Forwarding, worker: int, status: WorkerStatus, settings: WorkerSettings
+    ) -> None:
+        start, most, to_file = forwarding
+        self._ring, self._worker = Ring(buffer, start, most, worker), worker
+        self._status, self._settings = status, settings
         self._file: logging.Handler | None = None
         if to_file:
             self._file = logging.StreamHandler(sys.stderr)
@@ -324,7 +282,7 @@ def _is_standard(handler: logging.Handler) -> bool:
 def _pickled(record: logging.LogRecord, *, is_printed: bool) -> bytes:
     """A record for `_unpickled`: an exception is text; a value that is not plain is text, and pickled by itself."""
     attributes = {str(name): value for name, value in vars(record).items()}
-    attributes["exc_info"], values = None, dict[str, bytes]()
+    attributes["exc_info"], values = None, dict[tuple[str, ...], bytes]()
     if record.exc_info and not record.exc_text:
         attributes["exc_text"] = _formatter.formatException(record.exc_info)
     args = [part for pair in record.args.items() for part in pair] if type(record.args) is dict else record.args or ()
@@ -332,12 +290,12 @@ def _pickled(record: logging.LogRecord, *, is_printed: bool) -> bytes:
     if isinstance(args, Mapping) or any(type(value) not in _PLAIN for value in (record.msg, *args)):
         attributes.update(msg=record.getMessage(), args=())
         with contextlib.suppress(Exception):  # what does not pickle stays text
-            values[_MESSAGE] = dumps((record.msg, record.args))
+            values["msg", "args"] = dumps((record.msg, record.args))
     for name, value in attributes.items():
         if type(value) not in _PLAIN and name != "args":
             attributes[name] = repr(value)
             with contextlib.suppress(Exception):
-                values[name] = dumps(value)
+                values[name,] = dumps((value,))
     data = pickle.dumps((attributes, values, is_printed), pickle.HIGHEST_PROTOCOL)
     if len(data) > _LONGEST_NBYTES:
         attributes = {name: attributes[name] for name in attributes if name in _STANDARD}

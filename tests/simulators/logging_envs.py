@@ -215,8 +215,7 @@ def write_bytes(data: bytes) -> None:
 
 def put(ring: Ring, data: bytes, again: bool = False) -> None:
     """Write bytes into a queue of records, as they are; with `again`, over those that were written last."""
-    numbers = ring._numbers
-    begin = numbers[ring._written] - (len(data) if again else 0)
+    begin = ring.numbers[0] - (len(data) if again else 0)
     for place, byte in enumerate(data, begin):
         ring._bytes[place % RING_NBYTES] = byte
-    numbers[ring._written] = begin + len(data)
+    ring.numbers[0] = begin + len(data)
