@@ -20,11 +20,9 @@ import numpy as np
 
 from marl_parallel.core import pickling
 
-ROOT = "root"
-
 
 class LoggerState(NamedTuple):
-    """The level and handlers of one of the caller's loggers."""
+    """The level and handlers of one of the caller's loggers; by default, those of a new logger."""
 
     level: int = logging.NOTSET
     has_handlers: bool = False  # handlers of its own, without null handlers
@@ -32,47 +30,23 @@ class LoggerState(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """An entry of `warnings.filters`; its category, which is a class, is pickled by itself."""
+    """An entry of `warnings.filters`."""
 
-    action: str
-    message: Any
-    category: bytes
-    module: Any
-    line: int
-    needs: str  # the module of the category: a worker without this module cannot get such warnings
+    pickled: bytes
+    needs: str  # the module of its category: a worker without this module cannot get such warnings
 
 
 class Settings(NamedTuple):
     """The settings of the caller's process, and of its thread."""
 
     disabled: int  # the level of `logging.disable`
-    loggers: Mapping[str, LoggerState] | None  # those that differ from a new one; None: levels are not taken over
+    loggers: Mapping[str, LoggerState] | None  # see `_loggers`; None: levels are not taken over
     filters: Sequence[Filter]
     float_errors: Mapping[str, str]  # for `numpy.seterr`
     recursion_limit: int
 
 
-_NEW = LoggerState()
-
-
-def all_loggers() -> dict[str, logging.Logger]:
-    """The loggers of this process by name."""
-    named = [*logging.root.manager.loggerDict.items()]  # other threads may add some
-    return {ROOT: logging.root, **{name: one for name, one in named if isinstance(one, logging.Logger)}}
-
-
-def has_handlers(logger: logging.Logger) -> bool:
-    """Whether any handler, except null handlers, gets the records of a logger."""
-    current: logging.Logger | None = logger
-    while current is not None:
-        if _own_handlers(current):
-            return True
-        current = current.parent if current.propagate else None
-    return False
-
-
-def _own_handlers(logger: logging.Logger) -> bool:
-    return any(type(handler) is not logging.NullHandler for handler in logger.handlers)
+_NEW, _NOTHING = LoggerState(), Settings(0, None, (), {}, 0)
 
 
 class CallerSettings:
@@ -90,40 +64,35 @@ class CallerSettings:
 
     def pickled(self) -> bytes:
         """The present settings; the same object for as long as nothing changes."""
-        loggers: dict[str, LoggerState] | None = None
-        if self._takes_levels:
-            loggers = {
-                name: LoggerState(one.level, bool(one.handlers) and _own_handlers(one), one.propagate)
-                for name, one in all_loggers().items()
-                if one.level or one.handlers or not one.propagate
-            }
-        disabled = logging.root.manager.disable if self._takes_levels else logging.NOTSET
-        of_thread = _float_errors(), sys.getrecursionlimit()
-        seen = disabled, loggers, [*warnings.filters], len(self._local_modules), of_thread
+        loggers = _loggers() if self._takes_levels else None
+        # Workers warn in place of calling the caller's function, which the modes "call" and "log" do.
+        modes = cast("dict[str, str]", np.geterr())
+        float_errors = {kind: "warn" if mode in ("call", "log") else mode for kind, mode in modes.items()}
+        settings = Settings(logging.root.manager.disable, loggers, (), float_errors, sys.getrecursionlimit())
+        seen = settings, [*warnings.filters], len(self._local_modules)
         if seen != self._seen:
             self._seen = seen
-            settings = Settings(disabled, loggers, self._filters(), *of_thread)
-            self._pickled = pickle.dumps(settings, pickle.HIGHEST_PROTOCOL)
+            self._pickled = pickle.dumps(settings._replace(filters=self._filters()), pickle.HIGHEST_PROTOCOL)
         return self._pickled
 
     def _filters(self) -> list[Filter]:
         local = {"__main__", "__mp_main__", *(module.__name__ for module in self._local_modules)}
         found = []
-        for action, message, category, module, line in warnings.filters:
-            needs = "" if category.__module__ in local else category.__module__
+        for one in warnings.filters:
+            module = one[2].__module__
             # A class that cannot be pickled cannot be the class of a warning in a worker.
             with contextlib.suppress(Exception), pickling.by_value(self._local_modules):
-                found.append(Filter(action, message, pickling.dumps_by_value(category), module, line, needs))
+                found.append(Filter(pickling.dumps_by_value(one), "" if module in local else module))
         return found
 
 
-def _float_errors() -> dict[str, str]:
-    """NumPy's handling of floating-point errors in this thread.
-
-    The function of the modes "call" and "log" belongs to the caller: workers warn in place of calling it.
-    """
-    modes = cast("dict[str, str]", np.geterr())
-    return {kind: "warn" if mode in ("call", "log") else mode for kind, mode in modes.items()}
+def _loggers() -> dict[str, LoggerState]:
+    """The loggers of this process that differ from a new one, by name; "" is the root logger."""
+    return {
+        name: LoggerState(one.level, any(type(h) is not logging.NullHandler for h in one.handlers), one.propagate)
+        for name, one in [("", logging.root), *logging.root.manager.loggerDict.items()]  # other threads may add some
+        if isinstance(one, logging.Logger) and (one.level or one.handlers or not one.propagate)
+    }
 
 
 class WorkerSettings:
@@ -139,11 +108,7 @@ class WorkerSettings:
     def __init__(self, own_process: bool = True) -> None:
         self.forwards = False
         self._own_process = own_process
-        self._float_errors: Mapping[str, str] = {}
-        self._recursion_limit = 0
-        self._pickled = b""
-        self._loggers: Mapping[str, LoggerState] = {}
-        self._filters: Sequence[Filter] = ()
+        self._pickled, self._settings = b"", _NOTHING
         self._installed: list[Any] = []  # the caller's entries in `warnings.filters`
         self._placeholder = logging.NullHandler()  # of the root logger, for the caller's handlers
         self._waiting: set[str] = set()  # modules that are not imported yet, with categories of filters
@@ -153,22 +118,20 @@ class WorkerSettings:
         if pickled == self._pickled:
             self.look_again()
             return
-        first, self._pickled = not self._pickled, pickled
         settings: Settings = pickle.loads(pickled)
-        before, self._float_errors = self._float_errors, settings.float_errors
-        np.seterr(**cast("Any", {kind: how for kind, how in self._float_errors.items() if how != before.get(kind)}))
+        before, self._pickled, self._settings = self._settings, pickled, settings
+        modes = {kind: mode for kind, mode in settings.float_errors.items() if mode != before.float_errors.get(kind)}
+        np.seterr(**cast("Any", modes))
         if not self._own_process:
             return
-        if settings.recursion_limit != self._recursion_limit:
-            self._recursion_limit = settings.recursion_limit
+        if settings.recursion_limit != before.recursion_limit:
             with contextlib.suppress(RecursionError):  # too low for the calls that are running: it stays as it is
                 sys.setrecursionlimit(settings.recursion_limit)
         if settings.loggers is not None:
-            self._set_levels(settings.loggers)
-            if logging.root.manager.disable != settings.disabled:
+            self._set_levels(before.loggers or {}, settings.loggers)
+            if settings.disabled != before.disabled:
                 logging.disable(settings.disabled)
-        self._filters = settings.filters
-        self._set_filters(keep_others=not first)
+        self._set_filters(keep_others=before is not _NOTHING)
 
     def look_again(self) -> None:
         """Add filters for categories of modules that have been imported meanwhile."""
@@ -177,36 +140,36 @@ class WorkerSettings:
 
     def shows(self, name: str) -> bool:
         """Whether the caller's process has handlers for the records of a logger."""
-        while True:
-            state = self._loggers.get(name, _NEW)
-            if state.has_handlers or name == ROOT or not state.propagates:
-                return state.has_handlers
-            name = name.rpartition(".")[0] or ROOT
+        loggers = self._settings.loggers or {}
+        state = loggers.get(name, _NEW)
+        while name and state.propagates and not state.has_handlers:
+            name = name.rpartition(".")[0]
+            state = loggers.get(name, _NEW)
+        return state.has_handlers
 
     def leave_handlers(self) -> None:
         """Have the root logger print records without a handler again, in a process that a simulator has forked."""
         logging.root.removeHandler(self._placeholder)
 
-    def _set_levels(self, loggers: Mapping[str, LoggerState]) -> None:
+    def _set_levels(self, before: Mapping[str, LoggerState], loggers: Mapping[str, LoggerState]) -> None:
         """Set the levels that differ from those set before."""
-        before, self._loggers = self._loggers, loggers
         for name in {**before, **loggers}:
             level = loggers.get(name, _NEW).level
             if level != before.get(name, _NEW).level:
-                logging.getLogger(None if name == ROOT else name).setLevel(level)
-        if self.forwards and self.shows(ROOT) and not logging.root.handlers:
+                logging.getLogger(name).setLevel(level)
+        if self.forwards and self.shows("") and not logging.root.handlers:
             # As in the caller's process, `logging.basicConfig` does nothing then.
             logging.root.addHandler(self._placeholder)
 
     def _set_filters(self, *, keep_others: bool) -> None:
         mine = [one for one in warnings.filters if not any(one is old for old in self._installed)]
         self._installed, self._waiting = [], set()
-        for one in self._filters:
-            if one.needs and one.needs not in sys.modules:
-                self._waiting.add(one.needs)
+        for pickled, needs in self._settings.filters:
+            if needs and needs not in sys.modules:
+                self._waiting.add(needs)
                 continue
             with contextlib.suppress(Exception):  # a class that exists in the caller's process only
-                self._installed.append((one.action, one.message, pickling.loads(one.category), one.module, one.line))
+                self._installed.append(pickling.loads(pickled))
         warnings.resetwarnings()  # also clears the decisions that Python has cached for the old filters
         filters: Any = warnings.filters
         filters.extend([*(mine if keep_others else ()), *self._installed])

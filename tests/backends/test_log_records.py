@@ -199,6 +199,13 @@ def test_what_a_simulator_sets_stays_until_the_caller_changes_it(logs, records):
     logging.getLogger("sim.loud").setLevel(logging.ERROR)
     env.reset()
     assert not any(env.call("enabled", "sim.loud", logging.INFO))
+    env.call("configure", functools.partial(logging.disable, logging.WARNING))
+    logging.getLogger("sim.silent").setLevel(logging.INFO)  # another setting
+    env.reset()
+    assert not any(env.call("enabled", "sim.silent", logging.WARNING))
+    logging.disable(logging.DEBUG)
+    env.reset()
+    assert all(env.call("enabled", "sim.silent", logging.WARNING))
 
 
 def test_unusual_values(logs, records, capfd):
