@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import functools
 import io
 import locale
 import os
@@ -133,27 +132,21 @@ class Relay:
             return None
         if name not in self.pipes:
             pipe = self.pipes[name] = _Pipe(name)
-            run = functools.partial(self._run, pipe)
-            thread = threading.Thread(target=run, name=f"marl_parallel-{name}", daemon=True)
+            thread = threading.Thread(target=self._run, args=(pipe,), name=f"marl_parallel-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
         return self.pipes[name].write_end
 
     def _run(self, pipe: _Pipe) -> None:
-        while True:
-            pipe.has_output(wait=True)
-            if self._is_open:
-                time.sleep(_CALLER_FIRST_S)
-            # A signal handler may close in the middle of a `bring`, which has the lock until the handler returns.
-            while not self._lock.acquire(timeout=_LOOK_EVERY_S):
-                if not self._is_open:
-                    return
-            try:
-                if not self._is_open:
-                    return
-                pipe.pass_on()
-            finally:
-                self._lock.release()
+        while pipe.has_output(wait=True) and self._is_open:
+            time.sleep(_CALLER_FIRST_S)
+            # Not for ever: a signal handler may close in the middle of a `bring`, which has the lock until it returns.
+            if self._lock.acquire(timeout=_LOOK_EVERY_S):
+                try:
+                    if self._is_open:
+                        pipe.pass_on()
+                finally:
+                    self._lock.release()
 
     def bring(self) -> None:
         """Pass on what has come since the last time. Only the caller's thread calls this, inside a call."""

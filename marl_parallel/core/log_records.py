@@ -231,14 +231,11 @@ class RecordSender:
         self._settings.forwards = True
         original = logging.Logger.callHandlers
 
-        def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
-            self.send(logger, record)
-
         def restore() -> None:
             logging.Logger.callHandlers = original  # type: ignore[method-assign]
             self._settings.leave_handlers()
 
-        logging.Logger.callHandlers = call_handlers  # type: ignore[assignment,method-assign]
+        logging.Logger.callHandlers = lambda logger, record: self.send(logger, record)  # type: ignore[assignment,method-assign]
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=restore)
 
