@@ -13,11 +13,11 @@ simulators remove handlers (`basicConfig(force=True)`, `dictConfig`).
 
 from __future__ import annotations
 
-import bisect
 import contextlib
+import heapq
+import itertools
 import logging
 import mmap
-import operator
 import os
 import pickle
 import struct
@@ -26,7 +26,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from marl_parallel.core.caller_settings import WorkerSettings
 from marl_parallel.core.pickling import dumps, loads
@@ -120,7 +120,9 @@ class RecordRings:
         self.counts, self.seen = memoryview(buffer)[start : start + 16 * most].cast("Q"), bytes(16 * most)
         self.start, self.most = start, most
         self._rings = [Ring(buffer, start, most, worker) for worker in range(most)]
-        self._records: list[_Taken] = []  # not handed to loggers yet, oldest first
+        # A heap of what loggers have not got yet: a time, a number, a record, whether the worker has printed it.
+        self._records: list[tuple[float, int, logging.LogRecord, bool]] = []
+        self._numbers = itertools.count()
         self._unreadable = 0  # how many records could not be read
         self._reported = 0  # how many dropped records the warning has named
 
@@ -138,15 +140,15 @@ class RecordRings:
         for worker, ring in enumerate(self._rings):
             for data in ring.take():
                 try:
-                    taken = _unpickled(data)
+                    made, record, is_printed = _unpickled(data)
                 except Exception as error:  # unpickling may raise anything
                     self._unreadable += 1
                     own_logger.debug("a log record of worker %d cannot be read: %s", worker, type(error).__name__)
                 else:  # in place, since a signal handler that closes takes records, too
-                    bisect.insort(self._records, taken, key=operator.attrgetter("time"))
+                    heapq.heappush(self._records, (made, next(self._numbers), record, is_printed))
         while True:
             try:
-                record, is_printed, _ = self._records.pop(0)
+                _, _, record, is_printed = heapq.heappop(self._records)
             except IndexError:
                 break
             try:
@@ -181,22 +183,15 @@ class RecordRings:
 _reporter = logging.Handler()  # its `handleError` prints an exception as all handlers do
 
 
-class _Taken(NamedTuple):
-    """A record that has been taken from a ring."""
-
-    record: logging.LogRecord
-    is_printed: bool  # whether the worker has printed it
-    time: float  # when it was made; 0 if a simulator made it by hand without a time
-
-
-def _unpickled(data: bytes) -> _Taken:
+def _unpickled(data: bytes) -> tuple[float, logging.LogRecord, bool]:
+    """When a record was made, the record, and whether the worker has printed it."""
     attributes, values, is_printed = loads(data)
     for names, value in values.items():
         with contextlib.suppress(Exception):  # if only the worker has its class, it stays text
             attributes.update(zip(names, loads(value), strict=True))
     record = logging.makeLogRecord(attributes)
     made = record.created
-    return _Taken(record, is_printed, made if isinstance(made, int | float) else 0.0)
+    return made if isinstance(made, int | float) else 0.0, record, is_printed  # made by hand, it may have no time
 
 
 # -- in the worker -----------------------------------------------------------------------------------------------------
