@@ -25,11 +25,6 @@ from marl_parallel.backends.memory import fill_standard
 from marl_parallel.core.advice import naming_limits
 from marl_parallel.core.log_records import RecordRings
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 _NBYTES = 1 << 16
 _PIPE_NBYTES = 1 << 20  # at most; workers wait when a pipe is full
 _CALLER_FIRST_S = 0.02  # the thread lets the caller's thread read first: notebooks show its output in the right cell
@@ -60,7 +55,9 @@ class _Pipe:
         self.read_end, self.write_end = os.pipe()
         if sys.platform != "win32":
             os.set_blocking(self.read_end, False)
-        with contextlib.suppress(AttributeError, OSError):  # the pipe keeps its size
+        with contextlib.suppress(ImportError, AttributeError, OSError):  # the pipe keeps its size
+            import fcntl
+
             fcntl.fcntl(self.write_end, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
         encoding = getattr(getattr(sys, f"__{name}__"), "encoding", None) or locale.getpreferredencoding(False)
         self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
@@ -90,8 +87,6 @@ class _Pipe:
         passed_on = 0
         while passed_on < _PIPE_NBYTES and self.has_output():
             data = os.read(self.read_end, _NBYTES)
-            if not data:
-                return
             passed_on += len(data)
             try:
                 getattr(sys, self.name).write(self._decoder.decode(data))
@@ -151,9 +146,13 @@ class Relay:
     def bring(self) -> None:
         """Pass on what has come since the last time. Only the caller's thread calls this, inside a call."""
         if self.pipes:
-            with self._lock:
-                for pipe in [*self.pipes.values()]:  # a signal handler may close in the middle of it
-                    pipe.pass_on()
+            try:
+                with self._lock:
+                    for pipe in [*self.pipes.values()]:
+                        pipe.pass_on()
+            except (OSError, ValueError):
+                if self._is_open:  # else a signal handler has passed on the rest and closed the pipes meanwhile
+                    raise
         rings = self.rings
         if rings is not None and rings.counts.tobytes() != rings.seen:
             rings.deliver()

@@ -61,21 +61,20 @@ class Ring:
 
     def write(self, record: bytes) -> None:
         """Add a record, or count it as dropped. Any thread may call this."""
-        numbers, nbytes = self.numbers, _FRAME.size + len(record)
+        data, numbers = _FRAME.pack(len(record), zlib.crc32(record)) + record, self.numbers
         with self._lock:
             written = numbers[_WRITTEN]
             # A signal handler or a finalizer of this thread may log in the middle of this.
-            if self._is_writing or nbytes > RING_NBYTES - (written - numbers[_READ]):
+            if self._is_writing or len(data) > RING_NBYTES - (written - numbers[_READ]):
                 numbers[_DROPPED] += 1
                 return
             self._is_writing = True
             try:
-                data = _FRAME.pack(len(record), zlib.crc32(record)) + record
                 place = written % RING_NBYTES
-                first = min(nbytes, RING_NBYTES - place)
+                first = min(len(data), RING_NBYTES - place)
                 self._bytes[place : place + first] = data[:first]
-                self._bytes[: nbytes - first] = data[first:]
-                numbers[_WRITTEN] = written + nbytes  # last, so that a crash never leaves a partial record
+                self._bytes[: len(data) - first] = data[first:]
+                numbers[_WRITTEN] = written + len(data)  # last, so that a crash never leaves a partial record
             finally:
                 self._is_writing = False
 

@@ -17,12 +17,12 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import ROOT, TESTS
+from helpers.interruptions import calling_at
 from helpers.launching import linux_only
 from helpers.processes import wait_for
 from helpers.setups import Setup
@@ -530,34 +530,22 @@ def test_records_whose_bytes_come_late_are_read(records, caplog, monkeypatch):
 
 
 def test_closing_in_the_middle_of_a_call_that_brings_records(records):
-    """Each record comes once, at whatever call or return of a function a signal handler closes."""
-    closed_in, remaining = set[str](), 0
-
-    def close(frame: FrameType, *_: Any) -> None:
-        nonlocal remaining
-        if frame.f_code.co_filename == log_records.__file__:
-            remaining -= 1
-            if remaining == 0:
-                closed_in.add(frame.f_code.co_name)
-                rings.finish()
-
-    for remaining in itertools.count(1):
+    """As a signal handler may do: each record comes once."""
+    closed_in = set[str]()
+    for number in itertools.count(1):
         buffer = mmap.mmap(-1, RecordRings.nbytes(2))
         rings = RecordRings(buffer, 0, 2)
         for worker in range(2):
             ring = Ring(buffer, 0, 2, worker)
-            for number in range(2):
-                values = {("msg", "args"): pickle.dumps(("%d %d", (number, np.int8(worker))))}  # unpickled by itself
-                attributes = {**ATTRIBUTES, "created": number + worker / 2}
-                ring.write(pickle.dumps((attributes, values, False)))
-        sys.setprofile(close)
-        try:
+            for place in range(2):
+                values = {("msg", "args"): pickle.dumps(("%d %d", (place, np.int8(worker))))}  # unpickled by itself
+                ring.write(pickle.dumps(({**ATTRIBUTES, "created": place + worker / 2}, values, False)))
+        with calling_at(number, log_records, rings.finish) as functions:
             rings.deliver()
-        finally:
-            sys.setprofile(None)
         came = texts(records())
-        assert sorted(came) == ["0 0", "0 1", "1 0", "1 1"], closed_in
-        if remaining > 0:
+        assert sorted(came) == ["0 0", "0 1", "1 0", "1 1"], functions
+        closed_in.update(functions)
+        if not functions:
             break
     assert closed_in >= {"deliver", "take", "_record_at", "_unpickled"}
     assert came == ["0 0", "0 1", "1 0", "1 1"]  # oldest first, where nothing closes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from gymnasium.error import ClosedEnvironmentError
 from helpers import ROOT, TESTS
+from helpers.interruptions import calling_at
 from helpers.launching import linux_only
 from helpers.leaks import HeldResources
 from helpers.processes import wait_for
@@ -24,7 +26,7 @@ from helpers.start_methods import also_portable, arguments, chosen
 from simulators.counting import ACTIONS
 from simulators.talking import Talking
 
-from marl_parallel import ParallelEnv, WorkerCrashed
+from marl_parallel import ParallelEnv, WorkerCrashed, backends
 from marl_parallel.backends.relay import Relay, is_file
 
 pytestmark = pytest.mark.release_independent
@@ -183,6 +185,25 @@ def test_signal_handlers_that_close_while_output_is_written(talk):
         signal.signal(signal.SIGUSR2, before)
     assert len(seconds) == 1
     assert seconds[0] < 4
+
+
+def test_closing_in_the_middle_of_a_call_that_brings_output():
+    """As a signal handler may do: nothing is lost, and the relay raises nothing."""
+    closed_in = set[str]()
+    for number in itertools.count(1):
+        relay, stream = Relay(), io.StringIO()
+        with replaced(stream):
+            descriptor, _ = relay.descriptors()
+            assert descriptor is not None
+            os.write(descriptor, b"hello")
+            with calling_at(number, backends.relay, relay.close) as functions:
+                relay.bring()
+            relay.close()
+        assert stream.getvalue() == "hello", functions
+        closed_in.update(functions)
+        if not functions:
+            break
+    assert closed_in >= {"bring", "pass_on", "has_output"}
 
 
 def test_closed_streams_do_not_lose_output(talk, capfd):
