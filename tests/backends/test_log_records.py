@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -529,6 +530,15 @@ def test_records_whose_bytes_come_late_are_read(records, caplog, monkeypatch):
     assert not caplog.records
 
 
+def test_a_damaged_record_takes_no_other_with_it(records):
+    buffer = mmap.mmap(-1, RecordRings.nbytes(1))
+    rings, ring = RecordRings(buffer, 0, 1), Ring(buffer, 0, 1, 0)
+    before, after = (pickled(({**ATTRIBUTES, "msg": text}, {}, False)) for text in ("before", "after"))
+    put(ring, before + UNREADABLE["wrong checksum"] + after)
+    rings.deliver()
+    assert texts(records()) == ["before", "after"]
+
+
 def test_closing_in_the_middle_of_a_call_that_brings_records(records):
     """As a signal handler may do: each record comes once."""
     closed_in = set[str]()
@@ -583,6 +593,21 @@ def basic_config() -> None:
     logging.basicConfig(level=logging.DEBUG, format="own: %(message)s")
 
 
+class ConsoleHandler(logging.Handler):
+    """Like rich's, which has no stream, but a console with a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.console = types.SimpleNamespace(file=sys.stdout)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(record.getMessage(), file=self.console.file)
+
+
+def console_handler() -> None:
+    logging.getLogger("sim").addHandler(ConsoleHandler())
+
+
 def forced_config() -> None:
     logging.basicConfig(level=logging.DEBUG, format="own: %(message)s", force=True)
 
@@ -590,8 +615,8 @@ def forced_config() -> None:
 @also_portable
 @pytest.mark.parametrize(
     "how",
-    [basic_config, forced_config, functools.partial(standard_handler, "sim.loud")],
-    ids=["basic", "forced", "own"],
+    [basic_config, forced_config, functools.partial(standard_handler, "sim.loud"), console_handler],
+    ids=["basic", "forced", "own", "console"],
 )
 def test_lines_are_not_doubled(how, logs, records, capfd):
     """A handler in the worker that prints is left out where the caller's process has handlers."""
