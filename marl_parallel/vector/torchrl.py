@@ -5,8 +5,7 @@ Tensors share memory with the arrays of `ArrayStepper`; the agents of a group ar
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any, NoReturn
@@ -34,6 +33,7 @@ from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
 from marl_parallel.core.transition import RESET_INFO, is_empty_info
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.forwarding import OfParallelEnv, rendered
+from marl_parallel.vector.mailbox import Mailbox
 from marl_parallel.vector.rows import AgentRows, bounds
 from marl_parallel.vector.stepper import ArrayStepper
 
@@ -156,10 +156,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         self._returns_state = return_state
         self._seed: int | None = None
         self._unseeded = np.zeros(env.num_envs, np.bool_)  # whether an environment is to be reset with `_seed`
-        self._sent: dict[int, Any] = {}  # by environment in flight, the row that was sent; None for a reset
-        self._rows_of: dict[int, Any] = {}  # by environment, the rows of the results in `_stepped`
-        self._stepped: dict[int, TensorDictBase] = {}  # results that the caller has not received
-        self._begun: dict[int, TensorDictBase] = {}  # results of resets that the caller has not received
+        self._mailbox = Mailbox[TensorDictBase](stepper, self._rows_of_results)
+        self._rows_sent: dict[int, TensorDictBase] = {}  # by environment, the row of its latest `async_step_send`
         n = env.num_envs
         actions, observations, rewards, dones = (Composite(shape=(n,)) for _ in range(4))
         for name, group in self._groups.items():
@@ -218,6 +216,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         statistics = self._runner.transitions.statistics
         finished = statistics.finished
         arrays = self._stepper.reset(seed, options, ids)
+        self._mailbox.forget(self._runner.env_ids if ids is None else ids)
         if mask is not None:  # TorchRL's loops reset what has ended, right after the step
             statistics.finished = finished
         self._unseeded[chosen] = False
@@ -257,6 +256,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     def load_state(self, states: Sequence[bytes]) -> TensorDictBase:
         """As `ParallelEnv.load_state`, for all environments; returns what `reset` returns, so that a loop can go on."""
         arrays, _ = self._stepper.load_state(states)
+        self._mailbox.forget(self._runner.env_ids)
         self._unseeded[:] = False
         self.infos = dict(arrays.infos)
         return self._tensors(arrays)
@@ -321,9 +321,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         ids = self._indices(tensordict, env_index)
         due = self._seed is not None and self._unseeded[list(ids)].any()
         seeds = [self._seed + i if self._unseeded[i] else None for i in ids] if due and self._seed is not None else None
-        self._stepper.send_some_resets(ids, seeds)
+        self._mailbox.send_resets(ids, seeds)
         self._unseeded[list(ids)] = False
-        self._sent.update(dict.fromkeys(ids))
 
     def async_reset_recv(
         self,
@@ -350,9 +349,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
                 `min_get`.
             TimeoutError: Nothing is lost, and this can be called again.
         """
-        in_flight = [env_id for env_id, sent in self._sent.items() if sent is None]
-        ids = self._receive(self._begun, in_flight, min_get, env_index, max_get, timeout)
-        results: TensorDictBase = torch.stack([self._begun.pop(env_id) for env_id in ids])
+        mailbox = self._mailbox
+        ids = self._receive(mailbox.begun, mailbox.resetting, min_get, env_index, max_get, timeout)
+        results: TensorDictBase = torch.stack([mailbox.begun.pop(env_id) for env_id in ids])
         results.set("env_index", torch.tensor(ids, device=self.device))
         return results[0] if isinstance(env_index, int) else results
 
@@ -383,8 +382,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
                     raise ValueError(f"the actions of agent {agent!r}{error.path}: {error}") from None
                 for row, action in zip(places, actions):
                     of_env[row][agent] = action
-        self._stepper.send_some(of_env, ids)
-        self._sent.update(zip(ids, rows.unbind(0)))
+        self._mailbox.send(of_env, ids)
+        self._rows_sent.update(zip(ids, rows.unbind(0)))
 
     def async_step_recv(
         self,
@@ -402,17 +401,17 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
             The rows of `async_step_send`, with `"next"` as in `step`, and with `"env_index"`. Environments whose
             `"done"` is set have to be reset.
         """
-        in_flight = [env_id for env_id, sent in self._sent.items() if sent is not None]
-        ids = self._receive(self._stepped, in_flight, min_get, env_index, max_get, timeout)
-        results: TensorDictBase = torch.stack([self._stepped.pop(env_id) for env_id in ids])
-        rows: TensorDictBase = torch.stack([self._rows_of.pop(env_id) for env_id in ids])
+        mailbox = self._mailbox
+        ids = self._receive(mailbox.stepped, mailbox.stepping, min_get, env_index, max_get, timeout)
+        results: TensorDictBase = torch.stack([mailbox.stepped.pop(env_id) for env_id in ids])
+        rows: TensorDictBase = torch.stack([self._rows_sent.pop(env_id) for env_id in ids])
         rows.set("next", results).set("env_index", torch.tensor(ids, device=self.device))
         return rows[0] if isinstance(env_index, int) else rows
 
     def _receive(
         self,
         arrived: Mapping[int, TensorDictBase],
-        in_flight: Sequence[int],
+        in_flight: Collection[int],
         min_get: int | None,
         env_index: int | Sequence[int] | None,
         max_get: int | None,
@@ -420,9 +419,9 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
     ) -> list[int]:
         """Wait until enough results of one kind have arrived; returns the environments whose results are to be taken.
 
-        `arrived` is `_stepped` or `_begun`, and `in_flight` has the environments whose results of this kind are not.
+        `arrived` has the results of this kind, and `in_flight` the environments whose results have not come.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        mailbox = self._mailbox
         expected = len(arrived) + len(in_flight)
         if env_index is not None:
             wanted = [*self._runner.checked_ids([env_index] if isinstance(env_index, int) else env_index)]
@@ -436,31 +435,19 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
                 raise ValueError(f"min_get={min_get}, but {expected} requests of this kind are in flight")
             if max_get is not None and max_get < min_get:
                 raise ValueError(f"max_get={max_get} is less than min_get={min_get}")
-            if len(arrived) >= min_get and self._sent:  # those that wait for max_get; others may be ready by now
-                self._take_arrived(0, 0.0)
-
-        def is_waiting() -> bool:
-            if env_index is None:
-                return len(arrived) < min_get  # type: ignore[operator]
-            return not arrived.keys() >= {*wanted}
-
-        while is_waiting():
-            self._take_arrived(1, None if deadline is None else max(deadline - time.monotonic(), 0.0))
+            if len(arrived) >= min_get and (mailbox.stepping or mailbox.resetting):
+                mailbox.receive(0, 0.0)  # those that have come wait for max_get; others may be ready by now
+        number = len(wanted) if min_get is None or wanted else min_get
+        mailbox.receive_until(lambda: arrived.keys() >= {*wanted} and len(arrived) >= number, timeout)
         return wanted or [*arrived][:max_get]
 
-    def _take_arrived(self, at_least: int, timeout: float | None) -> None:
-        """Wait for `at_least` results of any kind, and keep all that are ready in `_stepped` and `_begun`."""
-        stepped, begun, arrays = self._stepper.receive_some(at_least, timeout)
-        if not stepped and not begun:
-            return
+    def _rows_of_results(self, arrays: Arrays, env_ids: Sequence[int], of_reset: bool) -> list[TensorDictBase]:
+        """The results of these environments, for the mailbox."""
         tensors = self._tensors(arrays)
-        self._set_rewards(tensors, arrays)
-        for env_id in stepped:
-            self._stepped[env_id], self._rows_of[env_id] = tensors[env_id], self._sent.pop(env_id)
-        for env_id in begun:
-            del self._sent[env_id]
-            self._begun[env_id] = tensors[env_id].exclude(*[self._at(name, "reward") for name in self._groups])
-        self.infos.update(arrays.infos)
+        if not of_reset:
+            self._set_rewards(tensors, arrays)
+        self.infos.update({env_id: arrays.infos[env_id] for env_id in env_ids if env_id in arrays.infos})
+        return [tensors[env_id] for env_id in env_ids]
 
     # -- environments and their attributes, as in TorchRL's `ParallelEnv` ----------------------------------------------
 
@@ -516,7 +503,8 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
                 raise ValueError('pass env_index, or a tensordict with "env_index"')
             env_index = [int(one) for one in torch.as_tensor(index).reshape(-1)]
         ids = self._runner.checked_ids([env_index] if isinstance(env_index, int) else env_index)
-        if waiting := [env_id for env_id in ids if env_id in self._stepped or env_id in self._begun]:
+        mailbox = self._mailbox
+        if waiting := [env_id for env_id in ids if env_id in mailbox.stepped or env_id in mailbox.begun]:
             raise AlreadyPendingCallError(f"results of environments {waiting} are ready: receive them first", "send")
         return ids
 
