@@ -19,7 +19,7 @@ from simulators.deterministic import Skirmish
 from marl_parallel import EnvError, ParallelEnv, make
 from marl_parallel.adapters import adapt
 from marl_parallel.backends.local import SerialBackend, ThreadBackend
-from marl_parallel.vector.share import DummyVecEnv
+from marl_parallel.vector import DummyVecEnv, ShareDummyVecEnv, ShareSubprocVecEnv, SubprocVecEnv, pymarl_connections
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,31 @@ def test_a_limit_that_equals_the_default_is_a_given_one(opened, seconds, recwarn
     opened(start_timeout=seconds).close()
     (warning,) = [warning for warning in recwarn if warning.category is RuntimeWarning]
     assert f"start_timeout={seconds} cannot be enforced by backend=" in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda env: ShareSubprocVecEnv([env], backend="serial", auto_reset="NEXT_STEP"),
+        lambda env: ShareDummyVecEnv([env], auto_reset="NEXT_STEP"),
+        lambda env: SubprocVecEnv([env], backend="serial", auto_reset="NEXT_STEP"),
+        lambda env: DummyVecEnv([env], auto_reset="NEXT_STEP"),
+        lambda env: pymarl_connections([env], backend="serial", adapter=adapt),
+        lambda env: make(env, facade="share", backend="serial", auto_reset="NEXT_STEP"),
+    ],
+    ids=["ShareSubprocVecEnv", "ShareDummyVecEnv", "SubprocVecEnv", "DummyVecEnv", "pymarl_connections", "make"],
+)
+def test_simulators_are_closed_if_their_facade_raises(opened):
+    closed = []
+
+    class Noted(Skirmish):
+        def close(self) -> None:
+            closed.append(self)
+
+    with pytest.raises(ValueError, match="needs") as raised:
+        opened(Noted)
+    assert len(closed) == 1
+    assert raised.tb is not None  # it refers to the environment, which is not closed by being freed
 
 
 def test_unpicklable_adapter():
