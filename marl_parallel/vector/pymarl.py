@@ -123,6 +123,8 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         ...     connection.send(("close", None))
     """
 
+    saved_as = "PyMARLConnections"
+
     def __init__(self, env: ParallelEnv) -> None:
         self._stepper = ArrayStepper(env, self, AutoresetMode.DISABLED, copy=True, partial_resets=True)
         self.env, self._runner, self._view = env, self._stepper.runner, self._stepper.view
@@ -169,6 +171,45 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         for queue in (*self._sent, *self._replies):
             queue.clear()
         self._stepper.close(**keywords)
+
+    def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
+        """As `ParallelEnv.save_state`; all replies of these environments have been received.
+
+        Raises:
+            AlreadyPendingCallError: A command waits, or its reply.
+        """
+        self._check_received(env_ids, "save_state")
+        return self._stepper.save_state(env_ids, self._is_rebuilt)
+
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Go on from what `save_state` has returned; arguments and errors are as in `ParallelEnv.load_state`.
+
+        Returns:
+            For each of these environments, what the reply to a reset has: state, masks and observations at that time.
+        """
+        self._check_received(env_ids, "load_state")
+        arrays, rebuilt = self._stepper.load_state(states, env_ids)
+        seen = self._seen(arrays, [*rebuilt])
+        kept, reply_of = self._kept(seen), seen.replies()
+        for env_id in rebuilt:
+            over = arrays.terminated[env_id] or arrays.truncated[env_id]
+            self._latest[env_id], self._may_step[env_id] = kept, not over
+            self._restarts[env_id] = -1 if rebuilt[env_id] else self._runner.restarts_of(env_id)
+        return [reply_of(env_id) for env_id in rebuilt]
+
+    def _check_received(self, env_ids: Sequence[int] | None, name: str) -> None:
+        self._runner.check_open()
+        for env_id in self._runner.checked_ids(env_ids):
+            if self._sent[env_id] or self._replies[env_id]:
+                raise AlreadyPendingCallError(
+                    f"environment {env_id}: {name}() was called before the reply to a command has been received; call "
+                    "recv() first",
+                    name,
+                )
+
+    def _is_rebuilt(self, env_id: int) -> bool:
+        """Whether it has been rebuilt since its latest reset."""
+        return self._runner.restarts_of(env_id) != self._restarts[env_id]
 
     # -- what the simulators are ---------------------------------------------------------------------------------------
 
@@ -458,7 +499,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
 
     def _results(self, name: str, env_ids: list[int]) -> dict[int, Any]:
         if name != "get_env_info":
-            new = [env_id for env_id in env_ids if self._runner.restarts_of(env_id) != self._restarts[env_id]]
+            new = [env_id for env_id in env_ids if self._is_rebuilt(env_id)]
             if new:
                 others = [env_id for env_id in env_ids if env_id not in new]
                 return {**{env_id: {} for env_id in new}, **(self._results(name, others) if others else {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,6 +25,7 @@ from ray.tune.registry import ENV_CREATOR, _global_registry
 from marl_parallel.adapters import AgentID, GroupSpaces
 from marl_parallel.adapters import Dicts as FiveDicts
 from marl_parallel.core.backend import usable_cpus
+from marl_parallel.core.episode import dead_after
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import from_zero, leaves, starts_elsewhere, to_start, to_zero
@@ -33,6 +34,7 @@ from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.settings import NAMES
 from marl_parallel.vector.drop_in import drop_in
 from marl_parallel.vector.forwarding import OfParallelEnv
+from marl_parallel.vector.saving import key_of, load_states, saved_states
 from marl_parallel.vector.scalarize import Scalarize, as_number, reward_rules
 from marl_parallel.vector.stepper import open_runner
 
@@ -81,6 +83,8 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         >>> env.close()
     """
 
+    saved_as = "RLlibVectorMultiAgentEnv"
+
     def __init__(self, env: ParallelEnv, *, scalarize: Scalarize | None = None) -> None:
         name = type(self).__name__
         self._runner = runner = open_runner(env, name, [AutoresetMode.NEXT_STEP])
@@ -96,6 +100,7 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         self._seen = seen if any(map(starts_elsewhere, seen.values())) else None
         self._acts = acts if any(map(_is_converted, acts.values())) else None
         self.envs = [StandIn(env, env_id) for env_id in range(env.num_envs)]
+        self._resumed: dict[int, tuple[dict[Any, Any], dict[Any, Any]]] = {}  # what the next `reset` returns
         self._came_back: list[tuple[int, AgentID]] = []  # environments and agents of the latest results, from filters
         self._filters = [EpisodeFilter(runner.transitions, env_id, self._came_back) for env_id in range(env.num_envs)]
 
@@ -109,11 +114,47 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         environment. Results in flight are dropped.
         """
         self._runner.check_claim(self._claim)
-        observed, informed = self.env.reset(seed=seed, options=options, drain=True)
+        ids = [env_id for env_id in range(self.num_envs) if env_id not in self._resumed]
+        begun, self._resumed = self._resumed, {}
+        if ids:
+            if seed is not None and not isinstance(seed, int | np.integer):
+                seed = [*seed] if begun == {} else [seed[env_id] for env_id in ids]
+            some: Any = {"env_ids": ids} if begun else {}
+            observed, informed = self.env.reset(seed=seed, options=options, drain=True, **some)
+            results = zip(ids, self._observations(observed), informed)
+            begun = begun | {env_id: self._filters[env_id].begin(*dicts) for env_id, *dicts in results}
         self._runner.claim(self._claim)
-        results = zip(self._filters, self._observations(observed), informed)
-        observations, infos = map(list, zip(*[episode_filter.begin(*dicts) for episode_filter, *dicts in results]))
+        observations, infos = map(list, zip(*[begun[env_id] for env_id in range(self.num_envs)]))
         return observations, infos
+
+    @exclusive("save_state")
+    def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
+        """As `ParallelEnv.save_state`."""
+        return saved_states(self._runner, key_of(self), env_ids, lambda _: None)
+
+    @exclusive("load_state")
+    def load_state(self, states: Sequence[bytes], env_ids: Sequence[int] | None = None) -> tuple[EnvDicts, EnvDicts]:
+        """Go on from what `save_state` has returned; arguments and errors are as in `ParallelEnv.load_state`.
+
+        RLlib's runners begin with a `reset` of all environments. So the next `reset`, before any `step`, begins no new
+        episodes in these environments, whatever its seed: it returns the same as this method. An episode that is over
+        is reset. RLlib takes what is left of an episode for a whole one.
+
+        Returns:
+            Observations of the agents that act, and infos, one dict by agent for each of these environments.
+        """
+        self._runner.check_claim(self._claim)
+        loaded, leftovers = load_states(self._runner, key_of(self), states, env_ids)
+        self._runner.claim(self._claim)
+        assert self._runner.workers is not None
+        transitions = self._runner.workers.transitions
+        observed, *_, informed = transitions.read(tuple(loaded), leftovers)
+        begun = {}
+        for env_id, seen, infos in zip(loaded, self._observations(observed), informed):
+            dead = dead_after(transitions.events_in(env_id), transitions.alive[env_id])
+            begun[env_id] = self._filters[env_id].resume(seen, infos, dead)
+        self._resumed |= {env_id: one for env_id, one in begun.items() if not transitions.over[env_id]}
+        return [observations for observations, _ in begun.values()], [infos for _, infos in begun.values()]
 
     @exclusive("step")
     def step(self, actions: Sequence[Mapping[AgentID, Any]]) -> tuple[EnvDicts, EnvDicts, EnvDicts, EnvDicts, EnvDicts]:
@@ -124,6 +165,7 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         after its end while others went on: RLlib's episodes cannot hold this. All environments have been stepped then.
         """
         self._runner.claim(self._claim)
+        self._resumed = {}
         were_over = [*self._runner.transitions.over]
         observed, *rest = self.env.step(self._actions(actions))
         results = zip(self._filters, were_over, zip(self._observations(observed), *rest))
@@ -214,6 +256,14 @@ class EpisodeFilter:
         self._seen.update(observations)
         self._has_begun = True
         return observations, _with_common(infos, observations)
+
+    def resume(
+        self, observations: dict[AgentID, Any], infos: dict[Any, Any], dead: Collection[AgentID]
+    ) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """As `begin`, in the middle of an episode that has been loaded, in which some agents are `dead`."""
+        begun = self.begin({a: seen for a, seen in observations.items() if a not in dead}, infos)
+        self._dead.update(dead)
+        return begun
 
     def step(self, was_over: bool, dicts: FiveDicts) -> FiveDicts:
         """Filter the five dicts of a step; `was_over`: whether the next episode began in this step."""

@@ -26,6 +26,7 @@ from marl_parallel.core.transition import COMMON
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.types import ParallelEnvError
 from marl_parallel.vector.forwarding import OfParallelEnv, rendered
+from marl_parallel.vector.mailbox import Mailbox
 from marl_parallel.vector.rows import common_info
 from marl_parallel.vector.scalarize import Scalarize
 from marl_parallel.vector.stepper import ArrayStepper
@@ -83,6 +84,8 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         >>> env.close()
     """
 
+    saved_as = "TianshouVecEnv"
+
     def __init__(
         self,
         env: ParallelEnv,
@@ -117,7 +120,8 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         self.ready_id, self.waiting_id = [*self._all], list[int]()
         self.is_closed = False
         self._over = np.zeros(self.env_num, np.bool_)
-        self._early: dict[int, tuple[Any, ...]] = {}  # results of steps that came while others were being reset
+        self._mailbox = Mailbox[tuple[Any, ...]](self._stepper, self._by_env)
+        self._resumed: dict[int, tuple[Any, Any]] = {}  # what the next `reset` of loaded environments returns
         self._failed: ResultDoesNotFit | None = None  # the error of a step that came while others were being reset
 
     # -- attributes ----------------------------------------------------------------------------------------------------
@@ -161,6 +165,18 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             ResetNeeded: The first reset is not of all environments.
         """
         ids = self._ready(env_id, "reset")
+        resumed = {one: self._resumed.pop(one) for one in ids if one in self._resumed}
+        if not resumed or seed is not None or options is not None:
+            return self._begin(ids, seed, options)
+        others = [one for one in ids if one not in resumed]
+        begun = dict(zip(others, zip(*self._begin(others, None, None)))) if others else {}
+        observations, infos = zip(*[resumed[one] if one in resumed else begun[one] for one in ids])
+        return _together(observations), _objects(infos)
+
+    def _begin(
+        self, ids: list[int], seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Begin new episodes."""
         seeds = [seed] * len(ids) if isinstance(seed, int | np.integer) else seed
         if self.waiting_id:
             observations, infos = self._reset_beside_steps(ids, seeds, options)
@@ -174,24 +190,19 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         self, ids: list[int], seeds: Sequence[int | None] | None, options: dict[str, Any] | None
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Reset environments while others are being stepped, whose results wait for the next `step`."""
-        self._stepper.send_some_resets(ids, seeds, options)
-        first: dict[int, tuple[Any, Any]] = {}
+        mailbox = self._mailbox
+        mailbox.send_resets(ids, seeds, options)
         failed: ResultDoesNotFit | None = None
-        missing = {*ids}
-        while missing:
+        while mailbox.resetting:
             try:
-                stepped, reset, arrays = self._stepper.receive_some()
+                mailbox.receive()
             except ResultDoesNotFit as error:
-                if missing & {*error.env_ids}:
+                if not {*ids}.isdisjoint(error.env_ids):
                     failed = failed or error
-                if not missing.issuperset(error.env_ids):
+                if not {*ids}.issuperset(error.env_ids):
                     self._failed = self._failed or error  # of a step, which the next `step` raises
-                missing -= {*error.env_ids}
                 self._are_ready(error.env_ids)
-                continue
-            self._early |= self._by_env(arrays, stepped)
-            first |= zip(reset, zip(self._observations(arrays, reset), self._infos(arrays, reset)))
-            missing -= {*reset}
+        first = {env_id: mailbox.begun.pop(env_id) for env_id in [*mailbox.begun]}
         try:
             if failed is not None:
                 raise failed
@@ -222,27 +233,29 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
                 `env_ids`, which are ready; later calls return the results of the others.
         """
         if action is None and self.is_async:
-            return self._receive([] if id is None else self._ids(id))
+            return self._received([] if id is None else self._ids(id))
         ids = self._ready(id, "step")
+        for env_id in ids if self._resumed else ():
+            self._resumed.pop(env_id, None)
         if self._over[ids].any():
             over = [env_id for env_id in ids if self._over[env_id]]
             raise ResetNeeded(f"the episodes of environments {over} are over; reset them before the next step")
         actions = self._actions(action, ids)
         if self.is_async:
             by_env = [{agent: values[place] for agent, values in actions.items()} for place in range(len(ids))]
-            self._stepper.send_some(by_env, ids)
+            self._mailbox.send(by_env, ids)
             self.ready_id = [env_id for env_id in self.ready_id if env_id not in ids]
             self.waiting_id += ids
-            return self._receive([])
+            return self._received([])
         if ids == self._all:
             arrays = self._stepper.step(actions)
         else:
             arrays = self._stepper.step({agent: self._spread(values, ids) for agent, values in actions.items()}, ids)
         return self._results(arrays, ids)
 
-    def _receive(self, ids: Sequence[int]) -> StepReturn:
+    def _received(self, ids: Sequence[int]) -> StepReturn:
         """Results of environments that are being stepped: at least of `ids`, or of `wait_num` environments."""
-        failed, self._failed = self._failed, None
+        arrived, failed, self._failed = self._mailbox.stepped, self._failed, None
         try:
             if failed is not None:
                 raise failed
@@ -252,31 +265,30 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             which = f"environments {[*ids]} are not all" if ids else "no environment is"
             raise NoAsyncCallError(f"step() without actions, but {which} being stepped", "step")
         if ids:
-            while not self._early.keys() >= {*ids}:
-                self._receive_some(1)
-        elif (missing := min(self.wait_num, len(self.waiting_id)) - len(self._early)) > 0:
+            while not arrived.keys() >= {*ids}:
+                self._receive(1)
+        elif (missing := min(self.wait_num, len(self.waiting_id)) - len(arrived)) > 0:
             try:
-                self._receive_some(missing, self.timeout)
+                self._receive(missing, self.timeout)
             except TimeoutError as error:
                 if isinstance(error, ParallelEnvError):  # not too early, but a fault
                     raise
-                self._receive_some(0 if self._early else 1)
-        done, rows = [*self._early], [*self._early.values()]
-        self._early = {}
+                self._receive(0 if arrived else 1)
+        done, rows = [*arrived], [*arrived.values()]
+        arrived.clear()
         self.waiting_id = [env_id for env_id in self.waiting_id if env_id not in done]
         self.ready_id += done
         observations, *flags, infos = zip(*rows)
         rewards, terminated, truncated = map(np.stack, flags)
         return _together(observations), rewards, terminated, truncated, _objects(infos)
 
-    def _receive_some(self, min_envs: int, timeout: float | None = None) -> None:
+    def _receive(self, at_least: int, timeout: float | None = None) -> None:
         """Receive results of steps, for the result of `step`."""
         try:
-            stepped, _, arrays = self._stepper.receive_some(min_envs, timeout)
+            self._mailbox.receive(at_least, timeout)
         except ResultDoesNotFit as error:
             self._are_ready(error.env_ids)
             raise
-        self._early |= self._by_env(arrays, stepped)
 
     def _are_ready(self, env_ids: Sequence[int]) -> None:
         """Environments whose results cannot be returned are no longer being stepped."""
@@ -325,6 +337,31 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         """Close the environments, with the keywords of `ParallelEnv.close`."""
         self.is_closed, self._failed = True, None
         self._stepper.close(**keywords)
+
+    @exclusive("save_state")
+    def save_state(self, id: Ids = None) -> list[bytes]:
+        """As `ParallelEnv.save_state`: one state for each of these environments, none of which is being stepped."""
+        return self._stepper.save_state(self._ready(id, "save_state"))
+
+    @exclusive("load_state")
+    def load_state(self, states: Sequence[bytes], id: Ids = None) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Go on from what `save_state` has returned; arguments and errors are as in `ParallelEnv.load_state`.
+
+        Collectors begin with a reset. So the next `reset` of these environments without a seed and options, before
+        they are stepped, begins no new episode: it returns what this method returns. An episode that is over is reset.
+
+        Returns:
+            Observations and infos of the latest step or reset at that time, one entry for each of these environments.
+        """
+        ids = self._ready(id, "load_state")
+        arrays, _ = self._stepper.load_state(states, None if ids == self._all else ids)
+        self._over[ids] = (arrays.terminated | arrays.truncated)[ids]
+        observations, infos = self._observations(arrays, ids), self._infos(arrays, ids)
+        rows = dict(
+            zip(ids, zip(copy.deepcopy(observations), copy.deepcopy(infos)))
+        )  # the caller may change the others
+        self._resumed |= {one: row for one, row in rows.items() if not self._over[one]}
+        return observations, infos
 
     # -- forms ---------------------------------------------------------------------------------------------------------
 
@@ -379,8 +416,11 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             info["env_id"] = env_id
         return self._observations(arrays, rows), rewards[rows], terminated, truncated, infos
 
-    def _by_env(self, arrays: Arrays, ids: Sequence[int]) -> dict[int, tuple[Any, ...]]:
-        return dict(zip(ids, zip(*self._results(arrays, ids)))) if ids else {}
+    def _by_env(self, arrays: Arrays, ids: Sequence[int], of_reset: bool) -> Iterable[tuple[Any, ...]]:
+        """The results of these environments, for the mailbox."""
+        if of_reset:
+            return zip(self._observations(arrays, ids), self._infos(arrays, ids))
+        return zip(*self._results(arrays, ids))
 
     def _observations(self, arrays: Arrays, ids: Sequence[int]) -> NDArray[Any]:
         """Observations of some environments, in an array of their own."""

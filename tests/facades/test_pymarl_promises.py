@@ -28,8 +28,7 @@ class PyMARLDriver(Driver):
     """The runner may send a reset before it has received the reply to a step; replies come in this order."""
     resets_at_once = True
     copies = True
-    saves = False
-    """PyMARL's runner has no call for it; `parallel_env.save_state` saves environments."""
+    saved_games = tuple(GAMES)
 
     def script(self, game: str) -> Script:
         return GAMES[game]
@@ -70,6 +69,10 @@ class PyMARLDriver(Driver):
         latest = [*actions][-1]  # its reply is left for the next call
         replies = {one.env_id: one.recv() for one in facade if one.poll() and one.env_id != latest}
         return replies, [*replies]
+
+    def load(self, facade: PyMARLConnections, states: list[bytes], env_ids: list[int] | None = None) -> Any:
+        replies = facade.load_state(states, env_ids)
+        return dict(zip(range(ENVS) if env_ids is None else env_ids, replies))
 
     def wrong_actions(self, facade: PyMARLConnections) -> list[Any]:
         return [[[0, 0]] * 3, [None] * 3, [["a", "b", "c"]] * 3]

@@ -29,8 +29,7 @@ class RLlibDriver(Driver):
     resets_some = False
     copies = True
     takes_views = False
-    saves = False
-    """RLlib's runners have no call for it; `parallel_env.save_state` saves environments."""
+    saved_games = ("agents_die", "agents_join", "masks_of_the_dead")
 
     def make(self, env: ParallelEnv) -> RLlibVectorMultiAgentEnv:
         return RLlibVectorMultiAgentEnv(env)
@@ -44,11 +43,18 @@ class RLlibDriver(Driver):
         acting = facade.parallel_env.acting
         return [{agent: of_env[agent] for agent in agents} for of_env, agents in zip(actions, acting)]
 
+    def load(self, facade: RLlibVectorMultiAgentEnv, states: list[bytes], env_ids: list[int] | None = None) -> Any:
+        """Only what a new episode of RLlib begins with, so the steps after it are compared."""
+        facade.load_state(states, env_ids)
+        return None
+
     def wrong_actions(self, facade: RLlibVectorMultiAgentEnv) -> list[Any]:
         right = [dict.fromkeys(AGENTS, 0)] * 2
         return [right, [*right, {}], [*right, None]]
 
     def read(self, facade: RLlibVectorMultiAgentEnv, results: Any, env_id: int) -> Read:
+        if results is None:
+            return {}
         seen, rewards, terminateds, truncateds, infos = (None if part is None else part[env_id] for part in results)
         shown = {"observations": plain(seen), "infos": {key: info for key, info in plain(infos).items() if info}}
         if rewards is None:

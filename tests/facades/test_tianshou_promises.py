@@ -28,8 +28,6 @@ class TianshouDriver(Driver):
     resets_at_once = True
     """A step of an environment that is over raises: collectors reset it at once."""
     copies = True
-    saves = False
-    """Tianshou's trainers have no call for it; `parallel_env.save_state` saves environments."""
 
     def make(self, env: ParallelEnv) -> TianshouVecEnv:
         return TianshouVecEnv(env)
@@ -43,6 +41,12 @@ class TianshouDriver(Driver):
 
     def step_with(self, facade: TianshouVecEnv, actions: Any) -> Results:
         return dict(enumerate(zip(*facade.step(actions))))
+
+    def load(self, facade: TianshouVecEnv, states: list[bytes], env_ids: list[int] | None = None) -> Results:
+        observations, infos = facade.load_state(states, env_ids)
+        for env_id, info in enumerate(infos):  # as those of a step, which may have been the latest call
+            info["env_id"] = env_id if env_ids is None else env_ids[env_id]
+        return dict(zip(range(ENVS) if env_ids is None else env_ids, zip(observations, infos)))
 
     def wrong_actions(self, facade: TianshouVecEnv) -> list[Any]:
         return [np.zeros((3, 2), np.int64), np.zeros((2, 3), np.int64), np.full((3, 3), 0.5)]
