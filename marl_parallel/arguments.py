@@ -116,6 +116,16 @@ def checked_integer(number: Any, name: str, least: int = 1, or_none: str = "") -
     return value
 
 
+def checked_modules(names: Any) -> tuple[str, ...]:
+    """The names of modules of `preload`."""
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f'preload must be a sequence of names of modules, such as ("torch",), got {names!r}')
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")) or name == "__main__":
+            raise ValueError(f'preload must have names of modules, such as "torch", got {name!r}')
+    return tuple(names)
+
+
 def checked_timeout(seconds: Any, name: str, *, zero: bool = False) -> float | None:
     """A positive number of seconds, or None; with `zero`, also 0."""
     if seconds is None:

@@ -151,8 +151,9 @@ class ParallelEnv:
         step_timeout: The most seconds for each step, call, frame and attribute; None for no limit.
         reset_timeout: The most seconds for each reset, automatic ones too; None for no limit.
         start_timeout: The most seconds for each constructor; None for no limit. Past it, the first construction raises,
-            also with `on_error="restart"`: pass more for nodes that are slow at the start. For all three, time in which
-            the whole program is frozen (a paused virtual machine or container) does not count.
+            also with `on_error="restart"`: pass more for nodes that are slow at the start. CPU time in which a worker
+            process imports modules or unpickles does not count, up to ten times the limit. For all three, time in
+            which the whole program is frozen (a paused virtual machine or container) does not count.
         worker_threads: Threads of BLAS, OpenMP and torch in each worker process; None leaves them alone.
         trace: Path of a timeline that is written by `close` or `stop_trace`; see `start_trace`.
         wait: How processes wait: `"block"` sleeps at once, `"spin"` polls for 2 ms first, `"adaptive"` first polls for
@@ -189,6 +190,9 @@ class ParallelEnv:
             process, in its next call, with the attributes `env_id` and `worker`. Workers get the levels of
             loggers in this process at construction and at each `reset`. False leaves records in the worker. See
             `docs/output.md`.
+        preload: Names of modules that take long to import, such as `("torch",)`. On Linux, a server imports them once
+            for all worker processes, which share their memory; elsewhere and with Ray, each worker process imports them
+            before its first constructor. Ignored by other workers. See `docs/choosing.md`.
 
     Raises:
         TypeError: A constructor is not callable, cannot be pickled, requires other arguments or returns no environment.
@@ -253,6 +257,7 @@ class ParallelEnv:
         replay_dir: str | os.PathLike[str] | None = None,
         isolate_rng: bool = False,
         forward_logs: bool = True,
+        preload: Sequence[str] = (),
     ) -> None:
         passed = locals()
         settings = Settings.of({name: passed[name] for name in NAMES})
@@ -1235,7 +1240,10 @@ def _open_backend(settings: Settings) -> Backend:
     """The backend, not yet started; warns of settings that have no effect with it."""
     workers, timeouts = settings.workers, settings.faults.passed_timeouts
     threads = None if workers.worker_threads is None else operator.index(workers.worker_threads)
-    opened = open_backend(workers.backend, worker_threads=threads, wait=workers.wait)
+    opened = open_backend(
+        workers.backend, worker_threads=threads, wait=workers.wait, preload=workers.preload,
+        start_timeout=settings.faults.limits.start,
+    )  # fmt: skip
     arguments.check_isolate_rng(settings.episodes.isolate_rng, opened)
     if timeouts and not opened.capabilities.enforces_timeouts:
         warn(f"{', '.join(timeouts)} cannot be enforced by backend={workers.backend!r}", RuntimeWarning)
@@ -1290,7 +1298,7 @@ def _construct(
         pool.advice = reports.FIRST_CONSTRUCTION
     described, construction, built = construct(
         pool, constructors, seeds, episodes.mode, episodes.adapter, faults.restarts, faults.replay is not None,
-        episodes.isolate_rng, local_modules, caller_settings, generators, made, origin,
+        episodes.isolate_rng, local_modules, caller_settings, generators, made, origin, settings.workers.preload,
     )  # fmt: skip
     if not planning.is_measuring() and (text := generators_warning(generators, local_modules)):
         warn(text)

@@ -12,7 +12,7 @@ parameter of `ParallelEnv` with its text; a test compares them. Checks read file
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
@@ -25,6 +25,7 @@ from marl_parallel.arguments import (
     autoreset_mode,
     check_path,
     checked_integer,
+    checked_modules,
     checked_timeout,
     checked_trace,
     first_seeds,
@@ -80,6 +81,7 @@ class ParallelEnvArguments(TypedDict, total=False):
     replay_dir: str | os.PathLike[str] | None
     isolate_rng: bool
     forward_logs: bool
+    preload: Sequence[str]
 
 
 NAMES = (*ParallelEnvArguments.__annotations__,)
@@ -114,12 +116,14 @@ class WorkerPoolSettings:
     shared_memory: bool = True
     worker_threads: int | None = 1
     wait: Wait = "adaptive"
+    preload: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "envs_per_worker", "worker_threads"):
             if getattr(self, name) is not None:
                 checked_integer(getattr(self, name), name)
         check_backend(self.backend)
+        checked_modules(self.preload)
         if self.wait not in WAITS:
             raise ValueError(f"wait must be one of {', '.join(WAITS)}, got {self.wait!r}")
         if self.is_automatic and (self.num_workers is not None or self.envs_per_worker is not None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from marl_parallel.backends.local import SerialBackend, ThreadBackend
@@ -34,7 +35,14 @@ def check_backend(backend: object) -> None:
     raise ValueError(f"backend must be one of {', '.join((*NAMES, *AUTOMATIC))}, got {backend!r}")
 
 
-def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: str = "adaptive") -> Backend:
+def open_backend(
+    backend: str | Backend,
+    *,
+    worker_threads: int | None,
+    wait: str = "adaptive",
+    preload: Sequence[str] = (),
+    start_timeout: float | None = None,
+) -> Backend:
     """The backend of this name, not yet started; or the `Backend` that was passed, if no other environment uses it."""
     check_backend(backend)
     if wait != "adaptive" and backend not in _OF_PROCESSES:
@@ -47,7 +55,7 @@ def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: st
         _used.add(backend)
         return backend
     if backend in _OF_PROCESSES:
-        return _open_processes(worker_threads, wait, hybrid=backend == "hybrid")
+        return _open_processes(worker_threads, wait, preload, start_timeout, hybrid=backend == "hybrid")
     if backend == "thread":
         return ThreadBackend()
     if backend == "serial":
@@ -59,7 +67,9 @@ def open_backend(backend: str | Backend, *, worker_threads: int | None, wait: st
     return RayBackend(num_threads=worker_threads)
 
 
-def _open_processes(threads: int | None, wait: str, *, hybrid: bool) -> WorkerProcesses:
+def _open_processes(
+    threads: int | None, wait: str, preload: Sequence[str], start_timeout: float | None, *, hybrid: bool
+) -> WorkerProcesses:
     """The backend of worker processes for this system."""
     from marl_parallel.backends.hybrid import HybridBackend
 
@@ -73,7 +83,9 @@ def _open_processes(threads: int | None, wait: str, *, hybrid: bool) -> WorkerPr
         if has_semaphores():
             from marl_parallel.backends.process import ProcessBackend, Queues
 
-            return HybridBackend(Queues(threads, wait)) if hybrid else ProcessBackend(threads=threads, wait=wait)
+            if hybrid:
+                return HybridBackend(Queues(threads, wait, preload, start_timeout))
+            return ProcessBackend(threads=threads, wait=wait, preload=preload, start_timeout=start_timeout)
     if wait == "spin":
         where = f"with {PORTABLE}=1" if portable else "on this system"
         raise ValueError(f'wait="spin" needs Linux; {where} processes sleep while they wait')

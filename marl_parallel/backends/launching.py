@@ -28,8 +28,10 @@ from marl_parallel.backends.server import REPLY, REQUEST, Reply, Setting
 from marl_parallel.backends.stacks import CrashFile
 from marl_parallel.core import reports
 from marl_parallel.core.advice import naming_limits
+from marl_parallel.core.loading import cpu_seconds, is_past
 from marl_parallel.core.messages import LostServer
 from marl_parallel.core.reports import logger
+from marl_parallel.core.worker_status import WorkerStatus
 
 _ANSWERS_WITHIN_S = 60.0
 _ENDS_WITHIN_S = 6.0
@@ -63,17 +65,27 @@ class Launcher:
     When this process ends, for whatever reason, the workers and all that they have started end as well. Only one thread
     at a time may use a launcher; any may call `close`. In a forked child of its owner, a launcher counts as closed.
 
-    A worker runs `main(index, fds)` of the module `entry`. Each death of a worker posts the semaphore at the start of
+    A worker runs `main(index, fds)` of the module `entry`. The server imports the modules `preload` first, for which it
+    has `start_timeout` seconds. Each death of a worker posts the semaphore at the start of
     the block `wake`. The death of the server posts nothing: call `collect` from time to time.
     """
 
     _closed = True  # until __init__ has finished: `__del__` is called even if it fails
 
-    def __init__(self, *, entry: str, wake: Block, threads: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        entry: str,
+        wake: Block,
+        threads: int | None,
+        preload: Sequence[str] = (),
+        start_timeout: float | None = None,
+    ) -> None:
         self._looked = 0.0  # when processes that were stopped were last looked for
         self._entry, self._threads = entry, threads
         self._token = secrets.token_hex(8)
-        self._new_server = functools.partial(_Server, entry, self._token, wake)
+        self._preload, self._start_timeout = tuple(preload), start_timeout
+        self._new_server = functools.partial(_Server, entry, self._token, wake, self._preload)
         self._requests = 0
         self._workers: dict[int, WorkerProcess] = {}  # by request; those that are being started, or live
         self._server: _Server | None = self._new_server()
@@ -124,8 +136,7 @@ class Launcher:
         self._requests += 1
         request = self._requests
         worker = self._workers[request] = WorkerProcess(CrashFile())
-        self._looked = time.monotonic()
-        deadline = self._looked + _ANSWERS_WITHIN_S
+        self._looked = began = time.monotonic()
         try:
             try:
                 server.request(request, setting, worker.crash_file, to_tracker, outputs, fds)
@@ -134,18 +145,17 @@ class Launcher:
                     raise
                 self._lose_server()
             while not (worker.pid or worker.failure) and self._server is server:
-                if (remaining := deadline - time.monotonic()) <= 0:
-                    pid = server.pid
-                    raise RuntimeError(
-                        f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer "
-                        f"a request for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or "
-                        f"control group, or the machine may be overloaded: see /proc/{pid}/status, and start again."
-                    )
+                self._check_late(server, setting, time.monotonic() - began)
                 # Keepers of other workers may hold the connection to a dead server open: do not wait for its end.
-                self.collect(min(remaining, _TICK_S))
+                self.collect(_TICK_S)
             if self._closed:
                 raise RuntimeError(_CLOSED)
             if self._server is not server:
+                if (preloading := server.preloading) is not None:
+                    imports, stack = preloading.status.imports(), preloading.crash_file.text()
+                    raise reports.preload_died(
+                        setting.worker, setting.share, self._preload, server.lost(), imports, stack
+                    )
                 raise _LaunchLost(*reports.end_of_server(server.lost()))
             if worker.failure == errno.ECHILD:
                 raise _LaunchLost("its keeper was killed", reports.SIGKILL_ADVICE)
@@ -159,6 +169,20 @@ class Launcher:
                 worker.crash_file.close()
             raise
         return worker
+
+    def _check_late(self, server: _Server, setting: Setting, elapsed: float) -> None:
+        """Raise an error if the server should have answered by now; one that hangs in an import is killed."""
+        loading = 0.0 if server.has_answered else cpu_seconds(server.pid) or 0.0
+        pid, limit, preloading = server.pid, self._start_timeout, server.preloading
+        if preloading is None and is_past(_ANSWERS_WITHIN_S, elapsed, loading):
+            raise RuntimeError(
+                f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer "
+                f"a request for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or "
+                f"control group, or the machine may be overloaded: see /proc/{pid}/status, and start again."
+            )
+        if preloading is not None and limit is not None and is_past(limit, elapsed, loading):
+            imports, stack = preloading.status.imports(), preloading.crash_file.stack(pid)
+            raise reports.preload_timed_out(setting.worker, setting.share, self._preload, limit, imports, stack)
 
     def _started_server(self) -> _Server:
         server: _Server = self._new_server()
@@ -310,13 +334,36 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_forked_child)
 
 
+class _Preloading:
+    """What a server writes while it imports modules: their names and times, and its stack if it crashes or hangs."""
+
+    def __init__(self) -> None:
+        self.crash_file = CrashFile()
+        self._block = Block()
+        self.status = WorkerStatus(self._block.allocate(WorkerStatus.NBYTES))
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        return self.crash_file.fd, self._block.fd
+
+    def __del__(self) -> None:
+        self.crash_file.close()
+
+
 class _Server:
-    """One server: its process, the socket to it, and the write end of its workers' guard pipe."""
+    """One server: its process, the socket to it, and the write end of its workers' guard pipe.
+
+    Attributes:
+        preloading: Where it imports the modules of `preload`, until it has answered; else None.
+        has_answered: Whether it has answered a request, and so has imported all.
+    """
 
     @naming_limits()
-    def __init__(self, entry: str, token: str, wake: Block) -> None:
+    def __init__(self, entry: str, token: str, wake: Block, preload: Sequence[str]) -> None:
         self._exitcode: int | None = None
         self._token = token
+        self.has_answered = False
+        self.preloading = _Preloading() if preload else None
         with contextlib.ExitStack() as in_any_case, contextlib.ExitStack() as on_error:
             self._socket, theirs = socket_pair()
             on_error.callback(self._socket.close)
@@ -326,8 +373,9 @@ class _Server:
             in_any_case.callback(os.close, guard)
             wake_fd = os.dup(wake.fd)
             in_any_case.callback(os.close, wake_fd)
+            of_preload = () if self.preloading is None else self.preloading.fds
             fds = theirs.fileno(), guard, wake_fd
-            text = _SERVER.format(arguments=(*fds, os.getpid(), entry))
+            text = _SERVER.format(arguments=(*fds, os.getpid(), entry, tuple(preload), of_preload))
             command, program = interpreter.program(text, sys.path)
             in_any_case.callback(os.close, program)
             # Libraries get a single thread, because forking is not safe with several.
@@ -336,7 +384,7 @@ class _Server:
                 process = subprocess.Popen(
                     command,
                     env={**os.environ, **variables},
-                    pass_fds=(program, *fds),
+                    pass_fds=(program, *fds, *of_preload),
                     cwd=interpreter.working_directory(),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -396,6 +444,7 @@ class _Server:
         message = self._socket.recv(REPLY.size)
         if not message:
             raise EOFError
+        self.has_answered, self.preloading = True, None
         kind, number, result = REPLY.unpack(message)
         return Reply(kind), number, result
 
@@ -403,6 +452,8 @@ class _Server:
         """End server, workers and keepers, and handle their last replies; exit code 0: the server has cleaned up."""
         with contextlib.suppress(OSError):  # the other end may be gone
             self._socket.shutdown(socket.SHUT_WR)
+        if self.preloading is not None and not self.ended():
+            descendants.send(self.pid, signal.SIGKILL)  # it would read nothing before the end of its imports
         os.close(self._guard_end)
         with contextlib.closing(self._socket):
             began = looked = time.monotonic()

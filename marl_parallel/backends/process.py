@@ -46,6 +46,7 @@ from marl_parallel.core import codec, sharing
 from marl_parallel.core.advice import name_limit, naming_limits
 from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.columns import span_of
+from marl_parallel.core.loading import cpu_seconds
 from marl_parallel.core.log_records import RecordSender
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Lost, Message, Reply, Request, answer
 from marl_parallel.core.script_names import open_script_of_worker
@@ -356,13 +357,8 @@ class _QueueHandle(Handle):
     started_at: int | None  # see `descendants.started_at`
 
     def cpu_seconds(self) -> float | None:
-        pid = self.process.pid
-        with contextlib.suppress(OSError):
-            used = time.clock_gettime(~pid << 3 | 2)  # of all threads, as `clock_getcpuclockid` computes it
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
-                used += int(file.read().split()[1]) * 1e-9  # the main thread waited for a CPU
-            return used if self._is_same_process() else None
-        return None
+        used = cpu_seconds(self.process.pid)
+        return used if self._is_same_process() else None
 
     def memory(self) -> int | None:
         nbytes = memory_of(self.process.pid)
@@ -407,9 +403,11 @@ class Queues(Link[_QueueHandle]):
         exchanged: What the latest `step_all` has sent, and to whom; None if workers have come or gone.
     """
 
-    def __init__(self, threads: int | None, wait: str) -> None:
+    def __init__(
+        self, threads: int | None, wait: str, preload: Sequence[str] = (), start_timeout: float | None = None
+    ) -> None:
         super().__init__()
-        self._threads, self._wait = threads, wait
+        self._threads, self._wait, self._preload, self._start_timeout = threads, wait, preload, start_timeout
         self.launcher: Launcher | None = None
         self.partial: dict[_QueueHandle, int] = {}
         self._wakes_once = False  # whether all pending requests were posted together
@@ -430,7 +428,10 @@ class Queues(Link[_QueueHandle]):
         self._own_cpu = num_workers <= usable_cpus()
 
     def launch(self, worker: int, share: Sequence[int], fds: Sequence[int], output: Output) -> _QueueHandle:
-        launcher = self.launcher = self.launcher or Launcher(entry=__name__, wake=self._control, threads=self._threads)
+        launcher = self.launcher = self.launcher or Launcher(
+            entry=__name__, wake=self._control, threads=self._threads, preload=self._preload,
+            start_timeout=self._start_timeout,
+        )  # fmt: skip
         queues = QueuePair(self._buffer, worker, self._capacity, new=True)
         ours, theirs = socket_pair()
         channel = Channel(ours)
@@ -643,10 +644,19 @@ class ProcessBackend(WorkerProcesses):
     Args:
         threads: Threads of BLAS, OpenMP and torch in each worker; None leaves them alone.
         wait: How workers and the caller wait: "adaptive", "block" or "spin".
+        preload: Modules that the fork server imports.
+        start_timeout: The most seconds for that; None for no limit.
     """
 
-    def __init__(self, *, threads: int | None = 1, wait: str = "adaptive") -> None:
-        super().__init__(Queues(threads, wait))
+    def __init__(
+        self,
+        *,
+        threads: int | None = 1,
+        wait: str = "adaptive",
+        preload: Sequence[str] = (),
+        start_timeout: float | None = None,
+    ) -> None:
+        super().__init__(Queues(threads, wait, preload, start_timeout))
 
 
 # -- in the worker process ---------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import faulthandler
 import gc
 import importlib
 import os
@@ -36,6 +37,9 @@ from typing import NamedTuple, NoReturn
 from marl_parallel.backends import descendants, interpreter, signals, tracker
 from marl_parallel.backends.memory import Semaphore, mapped
 from marl_parallel.backends.stacks import answer_requests, report_to
+from marl_parallel.core import preloading
+from marl_parallel.core.loading import Loading
+from marl_parallel.core.worker_status import WorkerStatus
 
 LOADED_THREADS = 1  # of the numerical libraries in the server
 CLEARED_WITHIN_S = 5.0  # how long a keeper, or the server at its end, tries to kill what is left
@@ -77,15 +81,29 @@ class Setting(NamedTuple):
 
 
 class Server:
-    """The fork server; `guard` is the read end of a pipe of the parent, and `entry` is loaded before workers start."""
+    """The fork server; `guard` is the read end of a pipe of the parent, and `entry` is loaded before workers start.
 
-    def __init__(self, connection: int, guard: int, wake: int, parent: int, entry: str) -> None:
+    So are the modules `preload`; `files` are the descriptors for a stack, and for the names and times of imports.
+    """
+
+    def __init__(
+        self,
+        connection: int,
+        guard: int,
+        wake: int,
+        parent: int,
+        entry: str,
+        preload: Sequence[str] = (),
+        files: Sequence[int] = (),
+    ) -> None:
         # The parent decides what to do at a signal to all processes of a job. The parent may have blocked SIGCHLD.
         signal.pthread_sigmask(signal.SIG_SETMASK, signals.JOB_SIGNALS)
         interpreter.show_name("marl_parallel fork server", "marl forkserver")
         gc.disable()
         for module in ("numpy", "gymnasium", entry):
             importlib.import_module(module)
+        if preload:
+            _preload(preload, guard, *files)
         # Objects that the collector never visits stay in pages that all workers share.
         gc.freeze()
         self.parent, self.guard = parent, guard
@@ -231,6 +249,20 @@ class Server:
         gc.enable()
         tracker.share(to_tracker)
         become_worker(file, worker_fds, (crash, asks), self.parent, [self.guard, self.own_guard, guard])
+
+
+def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int) -> None:
+    """Import modules; workers, which are forked from this process, report what fails."""
+    parent_gone = _arm(os.dup(guard))  # until this process watches the parent itself
+    os.write(stack_file, bytes([signal.SIGABRT]))  # other signals are blocked; see `CrashFile`
+    faulthandler.enable(file=stack_file)
+    loading = Loading(WorkerStatus(mapped(status_file)))
+    with contextlib.suppress(preloading.PreloadFailed), loading.watching():
+        preloading.import_modules(names, forks=True)
+    faulthandler.disable()
+    for fd in (parent_gone, stack_file, status_file):
+        os.close(fd)
+    gc.collect()  # it has been disabled meanwhile
 
 
 # -- the start of a worker ---------------------------------------------------------------------------------------------

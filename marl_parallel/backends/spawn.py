@@ -37,6 +37,7 @@ from marl_parallel.backends.stacks import CrashFile, answer_requests, report_to
 from marl_parallel.backends.worker_processes import Handle, Link, Output, WorkerProcesses
 from marl_parallel.core import reports
 from marl_parallel.core.advice import name_limit, naming_limits, summary
+from marl_parallel.core.loading import cpu_seconds, is_past
 from marl_parallel.core.log_records import Forwarding, RecordSender
 from marl_parallel.core.messages import Lost, Message, Reply, Request
 from marl_parallel.core.script_names import open_script_of_worker
@@ -93,9 +94,9 @@ class Pipes(Link["_PipeHandle"]):
         return _PipeHandle(worker, share, fds, output, WorkerStatus(status), self._threads, self._events)
 
     def wait_started(self) -> None:
-        deadline = time.monotonic() + _STARTED_WITHIN_S
+        began = time.monotonic()
         for process in [*self.handles.values()]:
-            process.wait_started(deadline)
+            process.wait_started(began)
 
     def post(self, requests: Mapping[int, Request], *, together: bool) -> None:
         for worker, request in requests.items():
@@ -280,8 +281,11 @@ class _PipeHandle(Handle):
         self._replies.put(reply)
         self._events.put(False)
 
-    def wait_started(self, deadline: float) -> None:
-        """Wait until the worker receives requests; `RuntimeError` if it has ended, `TimeoutError` after `deadline`."""
+    def wait_started(self, began: float) -> None:
+        """Wait until the worker receives requests; `RuntimeError` if it has ended, `TimeoutError` if it takes too long.
+
+        It imports this package meanwhile: that does not count, as in `is_past`.
+        """
         while True:
             with contextlib.suppress(Empty):
                 reply = self._replies.get(timeout=_TICK_S)
@@ -294,7 +298,8 @@ class _PipeHandle(Handle):
                 self.lost = self._manner_of_death()
                 died = f"worker {self.worker} ended with exit code {exitcode} while it started"
                 raise RuntimeError(f"{died}; its stderr says why{reports.end_of_log(self.log.tail())}")
-            if time.monotonic() >= deadline:
+            elapsed, used = time.monotonic() - began, self.cpu_seconds()
+            if is_past(_STARTED_WITHIN_S, elapsed, elapsed if used is None else used):
                 raise TimeoutError(f"worker {self.worker} did not start in time")
 
     def post(self, request: Request) -> None:
@@ -376,6 +381,10 @@ class _PipeHandle(Handle):
             return None
         nbytes = memory_of(self._process.pid)  # 0 of a process that has ended and is not reaped yet
         return nbytes if nbytes and self._process.returncode is None else None
+
+    def cpu_seconds(self) -> float | None:
+        used = cpu_seconds(self._process.pid)
+        return None if self._process.returncode is not None else used
 
     def _manner_of_death(self) -> Lost:
         """How a worker that has hung up died; it is killed if it does not die by itself."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.generators import Origin
+from marl_parallel.core.preloading import Preloaded
 from marl_parallel.core.script_generators import Originals
 
 
@@ -159,6 +160,9 @@ class Construction(NamedTuple):
     generators: Originals | None = None  # the script's generators that are in the pickles; None for none
     made: int = 0  # how many `ParallelEnv`s the program had made before
     origin: Origin | None = None  # of the seeds of process-wide generators; None if environments have seeds
+    preload: Sequence[
+        str
+    ] = ()  # modules that a worker process imports first; workers in the caller's process ignore it
 
 
 class Block(NamedTuple):
@@ -232,6 +236,7 @@ class Built(NamedTuple):
     seeding: Seeding
     declared_seed: int | None = None  # the seed that the environment declares; None if it declares none
     in_common: InCommon = InCommon()
+    preloaded: Sequence[Preloaded] = ()  # what is to be known of the modules of `preload`
 
 
 class Answer(NamedTuple):

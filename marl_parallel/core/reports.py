@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from marl_parallel.core.advice import summary
+from marl_parallel.core.loading import MOST_TIMES
 from marl_parallel.core.messages import Failure, Lost, LostServer
 from marl_parallel.core.pickling import apart, loads
 from marl_parallel.core.worker_status import Activity, Running
@@ -113,8 +114,13 @@ def timed_out(
     stack: str,
     advice: str,
     log_tail: str = "",
+    *,
+    imports: str = "",
 ) -> WorkerTimeout:
-    """The error of an environment, or of the environments of a worker, past the timeout of `limit` seconds."""
+    """The error of an environment, or of the environments of a worker, past the timeout of `limit` seconds.
+
+    `imports` is from `WorkerStatus.imports`.
+    """
     env_ids, who = tuple(share), f"worker {worker} ({environments(share)})"
     if running is not None:
         env_ids, who = (running.env_id,), f"environment {running.env_id} (worker {worker})"
@@ -123,9 +129,45 @@ def timed_out(
     text = (
         f"{who} has not finished its {doing.method} within {limit:g} s{at}\n\n"
         f"What to do: if it needs longer, raise {doing.timeout}_timeout; else {hangs}"
-        f"{_restart(doing.method, advice)}.{_section('Stack at the timeout', stack)}{end_of_log(log_tail)}"
+        f"{_restart(doing.method, advice)}.{_imports(imports)}"
+        f"{_section('Stack at the timeout', stack)}{end_of_log(log_tail)}"
     )
     return WorkerTimeout(text, env_ids=env_ids, worker=worker, method=doing.method, stack=stack)
+
+
+def preload_timed_out(
+    worker: int, share: Sequence[int], names: Sequence[str], limit: float, imports: str, stack: str
+) -> WorkerTimeout:
+    """The error of a fork server that has not imported the modules of `preload` within the timeout."""
+    text = (
+        f"the fork server has not imported the modules of preload={tuple(names)} within {limit:g} s\n\n"
+        f"What to do: if they need longer, raise start_timeout; else see where it hangs.{_imports(imports)}"
+        f"{_section('Stack at the timeout', stack)}"
+    )
+    return WorkerTimeout(text, env_ids=tuple(share), worker=worker, method="preload", stack=stack)
+
+
+def preload_died(
+    worker: int, share: Sequence[int], names: Sequence[str], server: LostServer, imports: str, stack: str
+) -> WorkerCrashed:
+    """The error of a fork server that has ended while it imported the modules of `preload`."""
+    ended, to_do = end_of_server(server)
+    text = (
+        f"{ended} while it imported the modules of preload={tuple(names)}{_at(stack)}\n\n"
+        f"What to do: import the module in a program of its own to see why; or {to_do}.{_imports(imports)}"
+        f"{_section('Stack at the crash', stack)}"
+    )
+    return WorkerCrashed(text, env_ids=tuple(share), worker=worker, exitcode=server.exitcode, stack=stack)
+
+
+def _imports(imports: str) -> str:
+    """The section about what has been imported; `imports` is from `WorkerStatus.imports`."""
+    if not imports:
+        return ""
+    return (
+        f"\n\nImports: {escaped(imports)}. CPU time of imports does not count, up to {MOST_TIMES} times start_timeout. "
+        "What several workers import can be imported once, with preload="
+    )
 
 
 def too_large(

@@ -459,4 +459,40 @@ def _seed(number: int, copy: _Copy, entropy: int | list[int]) -> None:
     copy.kind.seed(copy.generator, np.random.SeedSequence(entropy, spawn_key=(_KEY, number)))
 
 
+# -- in workers: generators of modules that are preloaded --------------------------------------------------------------
+
+
+class ModuleGenerators:
+    """The generators among the variables of modules. Workers that are forked with them would draw the same numbers."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[str, Any, _Kind]] = {}  # by the id of the generator, with its name
+
+    def add(self, modules: Sequence[Any]) -> list[str]:
+        """Add the generators of modules; returns the names of those that cannot be seeded."""
+        unknown = []
+        for module in modules:
+            for name, value in [*vars(module).items()] if isinstance(module, ModuleType) else ():
+                # The type alone: an object that imports something on its first use may do so when its class is asked.
+                kind_of_value = type(value)
+                if not issubclass(kind_of_value, _GENERATORS) and kind_of_value.__name__ != "Generator":
+                    continue
+                if issubclass(kind_of_value, random.SystemRandom) or reduce_process_wide(value) is not None:
+                    continue
+                label, kind = f"{module.__name__}.{name}", _kind_of(value)
+                if kind is not None:
+                    self._found.setdefault(id(value), (label, value, kind))
+                elif issubclass(kind_of_value, _GENERATORS):
+                    unknown.append(label)
+        return unknown
+
+    def seed(self, seed: int) -> None:
+        """Seed all generators, each by its name, so that the order of imports does not matter."""
+        for label, generator, kind in self._found.values():
+            digest = hashlib.blake2b(label.encode(), digest_size=8).digest()
+            entropy = [seed, int.from_bytes(digest, "little")]
+            kind.seed(generator, np.random.SeedSequence(entropy, spawn_key=(_KEY,)))
+
+
+_GENERATORS = np.random.Generator, np.random.RandomState, random.Random
 _KEY = 1_936_024_434  # else a generator that a simulator makes from the same seed would draw the same numbers

@@ -39,7 +39,7 @@ from marl_parallel.adapters import (
 )
 from marl_parallel.adapters import attributes as lookup
 from marl_parallel.adapters.protocol import OfAdapter
-from marl_parallel.core import array_file
+from marl_parallel.core import array_file, preloading
 from marl_parallel.core.advice import advice, only_once, summary
 from marl_parallel.core.array_file import ConstructorArrays
 from marl_parallel.core.caller_settings import WorkerSettings
@@ -57,6 +57,7 @@ from marl_parallel.core.generators import (
     seed_generators,
     seeding_new_torch,
 )
+from marl_parallel.core.loading import Loading
 from marl_parallel.core.messages import (
     SEEDS_GENERATORS,
     STEPPED,
@@ -132,6 +133,7 @@ class Worker:
         self._neighbours = neighbours or Neighbours(own_process=own_process)
         self._status, self._open_block, self._arrays = status, attach, arrays
         self._own_process, self._in_line, self._moment = own_process, in_line, moment
+        self._loading = Loading(status)
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
         self._seeds: dict[int, int | None] = {}
@@ -280,7 +282,8 @@ class Worker:
         self._episodes[env_id] = self._new_episode(env_id, env, construction)
         self._all = tuple(sorted(self._seeds))  # sorted, in whatever order they were constructed
         self._restarts = construction.restarts
-        return Built(dumps_compactly(Schema.of(env)), seeding, lookup.declared_seed(env.source), in_common)
+        description, declared = dumps_compactly(Schema.of(env)), lookup.declared_seed(env.source)
+        return Built(description, seeding, declared, in_common, preloading.noted() if self._own_process else ())
 
     def _new_generators(self, construction: Construction) -> GeneratorStates | None:
         """Generators that each environment has states of; None if there are none."""
@@ -317,24 +320,31 @@ class Worker:
         (self._generators or self._copies).begin(env_id, Source(seed, env_id, construction.rebuilds, construction.made))
         seeds = self._generators_seeds(env_id, construction)
         self._note_draws()
+        self._loading.restart()
         with (
             self._status.during(env_id, Activity.CONSTRUCTOR),
+            self._loading.watching() if self._own_process else contextlib.nullcontext(),
             seeding_new_torch(None if seeds is None else seeds.torch),
         ):
+            if self._own_process and construction.preload:
+                preloading.import_modules(construction.preload)
+                if seeds is not None:
+                    preloading.seed_generators_once(seeds.python)
             if seeds is not None:
                 seed_generators(seeds)  # modules imported now may also draw
-            # First, as all other pickles may look up names of the script.
-            if self._own_process and hash(construction.namespaces) != self._namespaces:
-                self._namespaces = hash(construction.namespaces)
-                install_namespaces(construction.namespaces)
-            if construction.settings and not self._in_line:
-                self.settings.apply(construction.settings)
-            if self._own_process and construction.registrations != self._registrations:
-                self._registrations = construction.registrations
-                install_registrations(construction.registrations)
-            with receiving(construction.generators):
-                constructor = _received(construction.constructors[env_id], self._arrays(), "constructor", arrays)
-                how_adapted = _received(construction.adapter, self._arrays(), "adapter")
+            with self._loading.loading():
+                # First, as all other pickles may look up names of the script.
+                if self._own_process and hash(construction.namespaces) != self._namespaces:
+                    self._namespaces = hash(construction.namespaces)
+                    install_namespaces(construction.namespaces)
+                if construction.settings and not self._in_line:
+                    self.settings.apply(construction.settings)
+                if self._own_process and construction.registrations != self._registrations:
+                    self._registrations = construction.registrations
+                    install_registrations(construction.registrations)
+                with receiving(construction.generators):
+                    constructor = _received(construction.constructors[env_id], self._arrays(), "constructor", arrays)
+                    how_adapted = _received(construction.adapter, self._arrays(), "adapter")
             if seeds is not None and (seed is not None or construction.isolate_rng):
                 seed_generators(seeds)
             keywords = {"seed": seed, "env_id": env_id, "restarts": construction.rebuilds}
@@ -783,6 +793,8 @@ def _failure(error: BaseException, doing: Activity | Message, partially_written:
     method, to_do = doing.name.lower(), advice(error, own_process=own_process)
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
         method, error = error.method, error.__cause__
+    elif isinstance(error, preloading.PreloadFailed) and error.__cause__ is not None:
+        method, to_do, error = "preload", error.to_do, error.__cause__
     # Frames of this package above the simulator's frames are left out, unless there are no others.
     below = error.__traceback__
     while below is not None and below.tb_frame.f_globals.get("__name__", "").startswith("marl_parallel."):

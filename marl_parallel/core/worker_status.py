@@ -57,15 +57,19 @@ class Running(NamedTuple):
 
 # Numbers of 8 bytes: what is running and since when; whether requests are discarded (1) or the parent ends the worker
 # (2); seconds in simulators, in transport and waiting; the number of parts of requests begun; steps and resets that
-# have ended. The worker writes one at a time, since `struct.pack_into` writes zeros first, which the parent would read.
+# have ended; for the present constructor, seconds of imports, when the present one began, and the CPU time then (0 if
+# unknown). The worker writes one at a time, since `struct.pack_into` writes zeros first, which the parent would read.
 # `_ENV` is an environment's number plus one while its simulator runs, and minus this number after its return until the
 # next simulator runs. When the request is done, it is this number plus `_SETTLED`. It is 0 before anything has started.
 _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _TRANSPORT, _WAITING, _PARTS, _STEPS, _RESETS = range(10)
+_LOADED, _LOADING, _LOADING_CPU = range(10, 13)
 # Native code of a simulator may overwrite a status. Numbers that no worker writes count as unknown, since a status only
 # says what to report and when a timeout began: it must neither end a run nor hide a fault.
 _SETTLED = 1 << 40
 _AHEAD_S = 60.0  # by how much the clock of another machine may be estimated wrongly
 _TIMES = 16  # the counts of `StepTimes`
+_NAMES = _TIMES + StepTimes.SIZE  # what is being imported, a line feed, and what has been imported, as text
+_NAMES_NBYTES = 256
 _SECONDS, _BITS = struct.Struct("=d"), struct.Struct("=q")
 
 
@@ -83,7 +87,7 @@ class WorkerStatus:
         clock: Returns the time in seconds; in the worker, the clock that corresponds to `Backend.clock`.
     """
 
-    NBYTES = 8 * (_TIMES + StepTimes.SIZE)
+    NBYTES = 8 * _NAMES + _NAMES_NBYTES
 
     def __init__(self, buffer: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -94,7 +98,7 @@ class WorkerStatus:
         self._parts = self._steps = self._resets = self._env = 0
         # For compiled code: numbers, step times, and a flag that is set in a forked child, which must not write them.
         numbers = np.frombuffer(view, np.int64)
-        self.for_codec = numbers, numbers[_TIMES:], bytearray(1)
+        self.for_codec = numbers, numbers[_TIMES:_NAMES], bytearray(1)
         _of_this_process.add(self)
 
     # -- written by the worker ---------------------------------------------------------------------------------------
@@ -164,6 +168,28 @@ class WorkerStatus:
         self._changed = now
         return now
 
+    def forget_loading(self) -> None:
+        """Note that a constructor begins, which has imported nothing yet."""
+        self._floats[_LOADING] = self._floats[_LOADED] = 0.0
+        self._view[8 * _NAMES :] = bytes(_NAMES_NBYTES)
+
+    def begin_loading(self, cpu_seconds: float | None) -> float:
+        """Note that the worker begins to import or to unpickle, and its CPU time, if known; returns the time."""
+        now = self.clock()
+        self._floats[_LOADING_CPU] = cpu_seconds or 0.0
+        self._floats[_LOADING] = now
+        return now
+
+    def end_loading(self, seconds: float) -> None:
+        """Note that this has ended, and its CPU time, or wall time if that is unknown."""
+        self._floats[_LOADING] = 0.0
+        self._floats[_LOADED] += seconds
+
+    def name_imports(self, present: str, imported: str) -> None:
+        """Note the name of the module that is being imported, and in words what has been imported."""
+        text = f"{present}\n{imported}".encode(errors="replace")[:_NAMES_NBYTES]
+        self._view[8 * _NAMES :] = text.ljust(_NAMES_NBYTES, b"\0")
+
     # -- written by the parent ---------------------------------------------------------------------------------------
 
     def discard(self) -> None:
@@ -188,6 +214,8 @@ class WorkerStatus:
         discarded = self._ints[_DISCARDED]
         self._view[:] = others
         self._floats[_SINCE] += ahead
+        if self._floats[_LOADING]:
+            self._floats[_LOADING] += ahead
         self._ints[_DISCARDED] = discarded
 
     # -- read --------------------------------------------------------------------------------------------------------
@@ -230,6 +258,25 @@ class WorkerStatus:
             return None
         return Running(abs(env) - 1, Activity(activity), self._since, env > 0)
 
+    def loading(self, cpu_seconds: float | None) -> float:
+        """Seconds in which the present constructor has imported or unpickled: CPU time, or wall time if unknown.
+
+        `cpu_seconds` is the CPU time of the worker now; None if unknown.
+        """
+        loaded, began, cpu_then = (self._floats[place] for place in (_LOADED, _LOADING, _LOADING_CPU))
+        present = 0.0
+        if began:
+            present = self.clock() - began if cpu_seconds is None or not cpu_then else cpu_seconds - cpu_then
+        return loaded + present if loaded + present >= 0.0 else 0.0
+
+    def imports(self) -> str:
+        """What the present constructor has imported, such as "torch 8.1 s, mpe2 0.5 s"; "" if nothing took long."""
+        text = bytes(self._view[8 * _NAMES :]).rstrip(b"\0").decode(errors="replace")
+        present, _, imported = text.partition("\n")
+        began = self._floats[_LOADING]
+        now = f"{present} for {self.clock() - began:.1f} s so far" if began and present else ""
+        return ", ".join(filter(None, (now, imported)))
+
     @property
     def settled(self) -> int | None:
         """The environment that ran last, if the request has been carried out; else None."""
@@ -250,7 +297,7 @@ class WorkerStatus:
         ints, (inside, transport, waited) = self._ints, self._floats[_SIMULATOR:_PARTS]
         return WorkerStats(
             ints[_STEPS], ints[_RESETS], simulator_s=inside, transport_s=transport, waiting_s=waited,
-            step_times=StepTimes(tuple(ints[_TIMES:].tolist())),
+            step_times=StepTimes(tuple(ints[_TIMES:_NAMES].tolist())),
         )  # fmt: skip
 
 

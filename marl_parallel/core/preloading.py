@@ -1,0 +1,110 @@
+"""Modules of `preload=`, which each process imports once.
+
+    fork server      `import_modules`; the workers that it forks have the modules, and what was noted about them
+    other workers    `import_modules` before their first constructor
+
+A module that cannot be imported is noted, too: a forked worker raises the exception of the fork server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple
+
+from marl_parallel.core.script_generators import ModuleGenerators
+
+_GPU = "/dev/nvidia"
+
+
+class Preloaded(NamedTuple):
+    """What is wrong with a module in a process that forks workers, and which of its generators cannot be seeded."""
+
+    name: str
+    threads: int  # how many threads its import has left running
+    devices: tuple[str, ...]  # the GPUs that its import has opened
+    unseeded: tuple[str, ...]  # names of generators
+
+
+class PreloadFailed(Exception):
+    """A module cannot be imported; its exception is the `__cause__`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.to_do = f"fix the import of {name!r}, or leave it out of preload="
+
+
+class _Imports:
+    """What this process has imported, or the process that it was forked from."""
+
+    def __init__(self) -> None:
+        self.done: set[str] = set()
+        self.failed: PreloadFailed | None = None
+        self.noted: list[Preloaded] = []
+        self.generators = ModuleGenerators()
+        self.are_seeded = False
+
+
+_imports = _Imports()
+
+
+def import_modules(names: Sequence[str], *, forks: bool = False) -> None:
+    """Import modules that have not been imported yet; `PreloadFailed` if one of them cannot be imported.
+
+    With `forks`, this process forks workers later: what the import leaves behind is noted.
+    """
+    for name in names:
+        if _imports.failed is not None:
+            raise _imports.failed
+        if name in _imports.done:
+            continue
+        threads, devices, modules = _num_threads(), _open_gpus(), {*sys.modules}
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # also the `SystemExit` of a module
+            _imports.failed = PreloadFailed(name)
+            raise _imports.failed from error.with_traceback(_in_modules(error.__traceback__))
+        _imports.done.add(name)
+        new = [module for key, module in [*sys.modules.items()] if key not in modules]
+        unseeded = tuple(_imports.generators.add(new))
+        left, opened = (_num_threads() - threads, tuple(sorted(_open_gpus() - devices))) if forks else (0, ())
+        if left > 0 or opened or unseeded:
+            _imports.noted.append(Preloaded(name, max(left, 0), opened, unseeded))
+
+
+def _in_modules(stack: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback from the first module on; None if none has been executed."""
+    while stack is not None and stack.tb_frame.f_code.co_filename.startswith((__file__, importlib.__file__, "<frozen")):
+        stack = stack.tb_next
+    return stack
+
+
+def noted() -> tuple[Preloaded, ...]:
+    """What users need to know of the modules that this process has imported."""
+    return tuple(_imports.noted)
+
+
+def seed_generators_once(seed: int) -> None:
+    """Seed the generators of the modules, unless this process has done so."""
+    if not _imports.are_seeded:
+        _imports.are_seeded = True
+        _imports.generators.seed(seed)
+
+
+def _num_threads() -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/task"))
+    return 1
+
+
+def _open_gpus() -> set[str]:
+    found = set()
+    with contextlib.suppress(OSError):
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the descriptor of the listing
+                found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {path for path in found if path.startswith(_GPU)}
