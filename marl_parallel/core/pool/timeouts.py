@@ -1,7 +1,8 @@
 """Timeouts: finds workers past their timeout; these are killed and replaced, or an error is raised.
 
 A timeout runs from the moment at which an environment begins an activity, as the worker's status shows. While a worker
-has not begun a request, the timeout of the request runs from the moment at which the worker was free.
+has not begun a request, the timeout of the request runs from the moment at which the worker was free. Time in which a
+constructor imports modules or unpickles does not count if a CPU was used, up to a multiple of the limit (`is_past`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
+from marl_parallel.core.loading import is_past
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
@@ -113,11 +115,16 @@ class Deadlines:
             suspect = self._suspects.pop(worker, None)
             if self._limited(queue) is None:
                 continue
-            status, limit = self._backend.statuses[worker], self.overrun(worker)[2]
+            status, (_, activity, limit) = self._backend.statuses[worker], self.overrun(worker)
             state = status.state
             started = max(queue.since, state[1], status.ready_since)
             frozen = sum(max(end - max(begin, started), 0.0) for begin, end in self._frozen)
-            if limit is None or now - started - frozen <= limit:
+            elapsed = now - started - frozen
+            if (
+                limit is None
+                or elapsed <= limit
+                or not is_past(limit, elapsed, self._loading(worker, activity, elapsed))
+            ):
                 continue
             if suspect is None or suspect[0] != state:
                 suspect = state, now
@@ -125,6 +132,16 @@ class Deadlines:
                 late.append(worker)
             self._suspects[worker] = suspect
         return late
+
+    def _loading(self, worker: int, activity: Activity, elapsed: float) -> float:
+        """Seconds of a worker's present activity in which it has imported or unpickled."""
+        status, backend = self._backend.statuses[worker], self._backend
+        if activity is Activity.CONSTRUCTOR:
+            return status.loading(backend.cpu_seconds(worker))
+        if activity is Activity.START and not status.parts and backend.capabilities.same_machine:
+            used = backend.cpu_seconds(worker)  # its process imports this package
+            return elapsed if used is None else used
+        return 0.0
 
     def _note_frozen(self, begin: float, end: float) -> None:
         first = min((queue.since for queue in self._queues.values() if self._limited(queue) is not None), default=end)
@@ -181,7 +198,10 @@ class Timeouts(Extension):
         def fault_here(running_last: Running | None) -> Fault:
             stack, tail = backend.stack(worker), backend.log_tail(worker)
             advice = pool.advice if backend.capabilities.can_kill else _THREAD_ADVICE
-            error = reports.timed_out(worker, queue.environments, running, activity, limit, stack, advice, tail)
+            imports = backend.statuses[worker].imports() if activity is Activity.CONSTRUCTOR else ""
+            error = reports.timed_out(
+                worker, queue.environments, running, activity, limit, stack, advice, tail, imports=imports
+            )
             return Fault(worker, None, error, running_last)
 
         if not pool.survives_faults or not queue.share:
