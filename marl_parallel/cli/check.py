@@ -80,6 +80,7 @@ from marl_parallel.core.backend import usable_cpus
 from marl_parallel.core.constructors import construct_one
 from marl_parallel.core.episode import Episode, is_over
 from marl_parallel.core.forks import end_forked_copy
+from marl_parallel.core.loading import imported_for_long
 from marl_parallel.core.messages import Lost
 from marl_parallel.core.reports import first_line, is_of_a_library, manner_of_death, place
 from marl_parallel.core.spaces import Mismatch
@@ -100,6 +101,7 @@ _TESTS: dict[type, tuple[str, ...]] = {
 _NUM_ENVS, _RESETS = 3, 8
 _STRETCH_S = 0.1  # of steps that are timed in one call of the worker: after each call, the next steps are slower
 _STARTUP_S, _GONE_WITHIN_S = 10.0, 2.0
+_LONG_IMPORT_S = 1.0
 _starting = threading.Lock()  # held while a worker starts, with environment variables of its own
 
 # -- running probes ----------------------------------------------------------------------------------------------------
@@ -729,6 +731,8 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
             space_of: Spaces = env.observation_space or {}
             traces = yield from _run(calling, begin, act, actors, space_of, job.steps, job.seconds)
             probe.result.traces |= dict(enumerate(traces))
+            if job.backend == "process":
+                _check_imports(probe, *env.call(imported_for_long, _LONG_IMPORT_S, env_ids=[0]))
         finally:
             yield from calling("close", env.close)
     except (ParallelEnvError, TypeError, ValueError, OSError) as error:
@@ -740,6 +744,14 @@ def parallel(probe: Probe, constructor: Constructor) -> Steps:
         probe.add(Finding(job.question, PROBLEM, f"in a ParallelEnv: {what}", advice))
     else:
         _check_nothing_left(probe, before, "ParallelEnv.close")
+
+
+def _check_imports(probe: Probe, seconds: Mapping[str, float]) -> None:
+    """Add a finding if a worker process has imported modules for long; by module, the seconds of CPU time."""
+    if seconds:
+        names = sorted(seconds, key=lambda name: -seconds[name])
+        modules = ", ".join(f"{name} {seconds[name]:.1f} s" for name in names)
+        probe.find("long imports", modules=modules, names=tuple(names))
 
 
 def official(probe: Probe, constructor: Constructor) -> Steps:

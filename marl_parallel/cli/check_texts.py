@@ -150,6 +150,8 @@ _TEXTS: dict[str, tuple[Question, Severity, str, str]] = {
         "`step` waits for the slowest environment; send and recv(min_envs=...) go on with the others"),
     "long resets": (Question.COST, REMARK, "long resets (as long as {ratio:.0f} steps)",
         "`step` waits for environments that are reset; send and recv(min_envs=...) go on with the others"),
+    "long imports": (Question.COST, REMARK, "long imports ({modules}, of CPU time in each worker process)",
+        "import them once for all workers: pass preload={names} to ParallelEnv (docs/choosing.md)"),
     "lists": (Question.COST, REMARK, "{parts} come as {kinds}, not as arrays",
         "return NumPy arrays of the space's dtype; tuples and lists are converted one by one, which takes tens of "
         "microseconds a step"),

@@ -45,6 +45,7 @@ from marl_parallel.cli.check_findings import (
     reward_error,
 )
 from marl_parallel.cli.check_texts import Examination, Finding, Question, Severity, in_words
+from marl_parallel.core import loading
 
 BUGGY = SIMULATORS / "buggy.py"
 BRIEF = {"timeout": 8.0, "seconds": 0.05, "steps": 25}
@@ -712,3 +713,36 @@ def test_declared_vector_rewards_are_no_finding():
     simulators = SIMULATORS / "vector_rewards.py"
     ((_, outcome),) = run_probes([Job("alone", f"{simulators}:TreasureHunt", "{}", **BRIEF)], 1, lambda job: None)
     assert not [one for one in outcome.findings if "reward" in one.what]
+
+
+def test_long_imports_are_named(tmp_path):
+    """Modules that a worker process imports for more than a second of CPU time, what they import included."""
+    burn = "import time\nbegan = time.thread_time()\nwhile time.thread_time() - began < 1.1:\n    pass\n"
+    (tmp_path / "costly_to_import.py").write_text(burn)
+    (tmp_path / "imports_it.py").write_text("import costly_to_import")
+    simulator = tmp_path / "simulator.py"
+    simulator.write_text(
+        f"import sys\nimport gymnasium\n\n\ndef make():\n    sys.path.insert(0, {str(tmp_path)!r})\n"
+        '    import imports_it\n    return gymnasium.make("CartPole-v1")\n'
+    )
+    probe = Job("parallel", f"{simulator}:make", "{}", **BRIEF, backend="process")
+    ((_, result),) = run_probes([probe], 1)
+    (finding,) = [one for one in result.findings if one.question is Question.COST]
+    assert finding.severity is REMARK
+    named = r"imports_it \d\.\d s, costly_to_import \d\.\d s"
+    assert re.fullmatch(rf"long imports \({named}, of CPU time in each worker process\)", finding.what)
+    assert "preload=('imports_it', 'costly_to_import')" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("imported", "expected"),
+    [
+        ({"torch": 8.0, "torch.nn": 2.0, "torch._C": 1.5}, {"torch"}),
+        ({"simulator": 9.0, "torch": 8.0, "numpy": 0.2}, {"simulator", "torch"}),
+        ({"package": 0.3, "package.part": 3.0}, {"package.part"}),
+        ({"numpy": 0.9}, set()),
+    ],
+)
+def test_parts_of_packages_are_left_out(imported, expected, monkeypatch):
+    monkeypatch.setattr(loading, "_imported", imported)
+    assert loading.imported_for_long(None, 1.0).keys() == expected
