@@ -66,8 +66,8 @@ class Launcher:
     at a time may use a launcher; any may call `close`. In a forked child of its owner, a launcher counts as closed.
 
     A worker runs `main(index, fds)` of the module `entry`. The server imports the modules `preload` first, for which it
-    has `start_timeout` seconds. Each death of a worker posts the semaphore at the start of
-    the block `wake`. The death of the server posts nothing: call `collect` from time to time.
+    has `start_timeout` seconds. Each death of a worker posts the semaphore at the start of the block `wake`. The death
+    of the server posts nothing: call `collect` from time to time.
     """
 
     _closed = True  # until __init__ has finished: `__del__` is called even if it fails
@@ -171,7 +171,7 @@ class Launcher:
         return worker
 
     def _check_late(self, server: _Server, setting: Setting, elapsed: float) -> None:
-        """Raise an error if the server should have answered by now; one that hangs in an import is killed."""
+        """Raise an error if the server should have answered by now; one that hangs in an import is aborted."""
         loading = 0.0 if server.has_answered else cpu_seconds(server.pid) or 0.0
         pid, limit, preloading = server.pid, self._start_timeout, server.preloading
         if preloading is None and is_past(_ANSWERS_WITHIN_S, elapsed, loading):
@@ -347,7 +347,8 @@ class _Preloading:
         return self.crash_file.fd, self._block.fd
 
     def __del__(self) -> None:
-        self.crash_file.close()
+        with contextlib.suppress(AttributeError):  # at the limit of open files, it has not been made
+            self.crash_file.close()
 
 
 class _Server:

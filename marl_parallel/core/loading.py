@@ -1,12 +1,13 @@
 """Time in which worker processes import modules or unpickle: its CPU time does not count towards `start_timeout`.
 
-worker     `Loading` notes in its `WorkerStatus` when imports begin and end, and which modules take long
-caller     `is_past` compares with the timeout; a report quotes `WorkerStatus.imports`
+worker    `Loading` notes in its `WorkerStatus` when imports begin and end, and which modules take long
+caller    `is_past` compares with the timeout; a report quotes `WorkerStatus.imports`
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -51,10 +52,13 @@ def imported_for_long(env: Any, least_s: float) -> dict[str, float]:
 
 
 class Loading:
-    """Notes in the status of a worker process when it imports or unpickles in a constructor, and what takes long."""
+    """Notes in the status of a worker process when it imports or unpickles in a constructor, and what takes long.
 
-    def __init__(self, status: WorkerStatus) -> None:
-        self._status = status
+    With `own_process=False`, for workers in the caller's process, it notes nothing.
+    """
+
+    def __init__(self, status: WorkerStatus, own_process: bool = True) -> None:
+        self._status, self._own_process = status, own_process
         self._wall: dict[str, float] = {}  # by module, for the present constructor
         self._thread, self._depth = 0, 0
         self._open: list[str] = []  # the modules that are being imported, each by the one before it
@@ -69,6 +73,9 @@ class Loading:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within, imports of this thread are noted."""
+        if not self._own_process:
+            yield
+            return
         self._thread = threading.get_ident()
         _watchers.append(self)
         _install()
@@ -87,7 +94,7 @@ class Loading:
         """Within, this thread imports or unpickles."""
         self._depth += 1
         try:
-            if self._depth > 1:
+            if self._depth > 1 or not self._own_process:
                 yield
                 return
             before = cpu_seconds(os.getpid())
@@ -131,7 +138,7 @@ class Loading:
 _imported: dict[str, float] = {}  # see `imported_for_long`
 _watchers: list[Loading] = []
 # Private, but no public function is called at the beginning and the end of each import.
-_bootstrap: Any = sys.modules["importlib._bootstrap"]
+_bootstrap: Any = getattr(importlib, "_bootstrap", None)
 _find_and_load: Any = getattr(_bootstrap, "_find_and_load", None)
 
 

@@ -133,7 +133,7 @@ class Worker:
         self._neighbours = neighbours or Neighbours(own_process=own_process)
         self._status, self._open_block, self._arrays = status, attach, arrays
         self._own_process, self._in_line, self._moment = own_process, in_line, moment
-        self._loading = Loading(status)
+        self._loading = Loading(status, own_process)
         self._pid = os.getpid()
         self._episodes: dict[int, Episode] = {}
         self._seeds: dict[int, int | None] = {}
@@ -323,7 +323,7 @@ class Worker:
         self._loading.restart()
         with (
             self._status.during(env_id, Activity.CONSTRUCTOR),
-            self._loading.watching() if self._own_process else contextlib.nullcontext(),
+            self._loading.watching(),
             seeding_new_torch(None if seeds is None else seeds.torch),
         ):
             if self._own_process and construction.preload:
@@ -666,6 +666,7 @@ class Worker:
             nonlocal arrays
             try:
                 env, _, arrays = self._construct(env_id, construction)
+                self._loading.restart()
             except Refusal:
                 raise
             except Exception as error:
@@ -685,7 +686,9 @@ class Worker:
             return env
 
         simulator = SavedSimulator(saved.pickled, saved.needs_constructor, saved.needs_arrays)
-        with self._status.during(env_id, Activity.CONSTRUCTOR):
+        self._loading.restart()
+        unpickling = contextlib.nullcontext() if saved.needs_constructor else self._loading.loading()
+        with self._status.during(env_id, Activity.CONSTRUCTOR), unpickling:
             loaded = load_simulator(simulator, arrays, construct)
         return _Beside(saved, loaded, arrays)
 

@@ -310,14 +310,20 @@ _of_this_process: WeakSet[WorkerStatus] = WeakSet()
 
 
 def _guard_in_forked_child() -> None:
-    """End this forked child as soon as it returns from a simulator to a worker of its parent.
+    """End this forked child as soon as it returns from a simulator to a worker of its parent, and write nothing.
 
     Only workers call these methods, around each method of a simulator. Replacing them costs nothing in a step.
     """
     for status in list(_of_this_process):
         vars(status).update(dict.fromkeys(("enter", "leave", "begin_request", "end_request"), end_returning_copy))
+        # It may import modules in the simulator.
+        vars(status).update(dict.fromkeys(("begin_loading", "end_loading", "name_imports"), _write_nothing))
         status.for_codec[-1][0] = 1
     _of_this_process.clear()
+
+
+def _write_nothing(*_: object) -> float:
+    return 0.0
 
 
 if hasattr(os, "register_at_fork"):

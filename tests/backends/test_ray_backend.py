@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from simulators.crashing import Children, crashing
 from simulators.deterministic import Hunt, Skirmish
 from simulators.failing import Fragile, hard_exit, killed_by
 
-from marl_parallel import ParallelEnv, ParallelEnvError, RayBackend, RecyclePolicy, Rollout, WorkerCrashed
+from marl_parallel import EnvError, ParallelEnv, ParallelEnvError, RayBackend, RecyclePolicy, Rollout, WorkerCrashed
 from marl_parallel.backends import ray_cluster, ray_exchange
 from marl_parallel.backends.ray_actor import ActorResults
 from marl_parallel.backends.ray_exchange import Actor
@@ -622,3 +623,25 @@ def test_children_end_with_their_simulator(single_node):
     env.close()
     assert gone(pids)
     assert wait_for(lambda: not children.running())
+
+
+class Preloaded(Skirmish):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.pids = os.getpid(), getattr(sys.modules.get(name), "PID", None)
+
+
+def test_each_worker_imports_the_modules_of_preload(
+    ray_clusters: RayClusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first constructor; a module that fails is an error with its traceback."""
+    ray_clusters.one_node()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "preloaded_by_ray.py").write_text("import os\nPID = os.getpid()")
+    (tmp_path / "fails_in_ray.py").write_text("raise ValueError('no licence')")
+    constructors = [functools.partial(Preloaded, "preloaded_by_ray")] * 2
+    with ParallelEnv(constructors, backend="ray", num_workers=2, preload=["preloaded_by_ray"]) as env:
+        pids = env.get_attr("pids")
+    assert [imported_by for _, imported_by in pids] == [pid for pid, _ in pids]
+    with pytest.raises(EnvError, match=r"raised in preload, at line 1 of .*fails_in_ray\.py: ValueError: no licence"):
+        ParallelEnv(constructors, backend="ray", num_workers=2, preload=["fails_in_ray"])

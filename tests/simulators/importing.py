@@ -29,6 +29,7 @@ class Importing(gymnasium.Env[Any, Any]):
         if name is not None:
             importlib.import_module(name)
         then(seconds)
+        self.part: Any = None
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
         return 0, {}
@@ -38,7 +39,7 @@ class Importing(gymnasium.Env[Any, Any]):
 
 
 class SlowToUnpickle:
-    """A constructor that takes some time while it is unpickled."""
+    """A constructor that takes some time while it is unpickled; also a part of a simulator."""
 
     def __init__(self, work: Callable[[float], object], seconds: float) -> None:
         self.work, self.seconds = work, seconds
