@@ -298,7 +298,7 @@ class _PipeHandle(Handle):
                 self.lost = self._manner_of_death()
                 died = f"worker {self.worker} ended with exit code {exitcode} while it started"
                 raise RuntimeError(f"{died}; its stderr says why{reports.end_of_log(self.log.tail())}")
-            elapsed, used = time.monotonic() - began, self.cpu_seconds()
+            elapsed, used = time.monotonic() - began, cpu_seconds(self._process.pid)
             if is_past(_STARTED_WITHIN_S, elapsed, elapsed if used is None else used):
                 raise TimeoutError(f"worker {self.worker} did not start in time")
 
@@ -381,10 +381,6 @@ class _PipeHandle(Handle):
             return None
         nbytes = memory_of(self._process.pid)  # 0 of a process that has ended and is not reaped yet
         return nbytes if nbytes and self._process.returncode is None else None
-
-    def cpu_seconds(self) -> float | None:
-        used = cpu_seconds(self._process.pid)
-        return None if self._process.returncode is not None else used
 
     def _manner_of_death(self) -> Lost:
         """How a worker that has hung up died; it is killed if it does not die by itself."""

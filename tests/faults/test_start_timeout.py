@@ -17,7 +17,7 @@ import pytest
 from simulators.importing import Importing, SlowToUnpickle, run
 
 from marl_parallel import ParallelEnv, WorkerTimeout
-from marl_parallel.backends.spawn import PortableProcessBackend, _PipeHandle
+from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core import loading
 from marl_parallel.core.loading import is_past
 
@@ -124,8 +124,8 @@ def test_imports_count_from_ten_times_the_limit_on(preload: bool, module: Any) -
     assert 'endless_of_start.py", line' in caught.value.stack
 
 
-def test_without_cpu_time_the_wall_time_of_imports_does_not_count(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_PipeHandle, "cpu_seconds", lambda self: None)
+def test_without_cpu_time_the_wall_time_of_imports_does_not_count(module: Any) -> None:
+    """The CPU time of portable workers is unknown."""
     name = module("sleeps_of_start", SLEEPS.format(1.5 * LIMIT_S))
     opened(functools.partial(Importing, name), "portable").close()
     with pytest.raises(WorkerTimeout, match=LATE):
