@@ -28,6 +28,7 @@ class Torch(gymnasium.Env):
         import torch
 
         self.draw = torch.rand
+        self.threads = torch.get_num_threads()
         self.offset = self.draw(()).item()
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> Any:
@@ -40,8 +41,8 @@ class Torch(gymnasium.Env):
         return np.array([self.offset, self.draw(()).item()], np.float32)
 
 
-def drawn(seed: int) -> np.ndarray:
-    with ParallelEnv([Torch] * 2, seed=seed, num_workers=2) as env:
+def drawn(seed: int, **arguments: Any) -> np.ndarray:
+    with ParallelEnv([Torch] * 2, seed=seed, num_workers=2, **arguments) as env:
         batches = [env.reset()[0], *[env.step([{"agent_0": 0}] * 2)[0] for _ in range(3)]]
     return np.array([[of_env["agent_0"] for of_env in batch] for batch in batches])
 
@@ -53,6 +54,14 @@ def test_same_seed_same_draws():
     assert not np.isin(first[:, 0, 1], other[:, 0, 1]).any()
     assert len(np.unique(first[..., 1])) == 8
     assert np.array_equal(first[:, 1], other[:, 0])  # both have the seed 4
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_torch_that_is_preloaded(threads):
+    """It is seeded as one that the constructor imports, and has as many threads."""
+    with ParallelEnv([Torch] * 2, preload=["torch"], worker_threads=threads) as env:
+        assert set(env.get_attr("threads")) == {threads}
+    assert np.array_equal(drawn(3, preload=["torch"], worker_threads=threads), drawn(3, worker_threads=threads))
 
 
 def test_module_that_imports_torch(tmp_path):
