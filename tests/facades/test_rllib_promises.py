@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -93,3 +94,27 @@ class TestRLlibVectorMultiAgentEnv(Promises):
         with pytest.raises(ValueError, match="has come back after its end"):
             for _ in run.play():
                 pass
+
+    def test_the_first_reset_after_loading_goes_on(self, runs):
+        """RLlib's runners begin with a reset, with a seed."""
+        driver = RLlibDriver()
+        first, other = (runs(driver, "agents_join", NEXT_STEP) for _ in range(2))
+        first.reset()
+        first.step()
+        states = driver.save(first.facade)
+        other.loops, other.time = copy.deepcopy(first.loops), first.time
+        driver.load(other.facade, states)
+        seen, infos = other.facade.reset(seed=[5, 6, 7])
+        other.compare((seen, None, None, None, infos), what="loaded at")
+        other.step()
+        other.reset()  # begins new episodes, as any other
+        other.step()
+        over = next(number for number, _ in enumerate(first.play(20)) if first.over and number)
+        assert over
+        other.loops = copy.deepcopy(first.loops)
+        driver.load(other.facade, driver.save(first.facade))
+        seen, infos = other.facade.reset()
+        for env_id in other.over:
+            other.loops[env_id].reset()
+        other.compare((seen, None, None, None, infos), what="loaded at")
+        other.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -43,19 +44,19 @@ class TianshouDriver(Driver):
         return dict(enumerate(zip(*facade.step(actions))))
 
     def load(self, facade: TianshouVecEnv, states: list[bytes], env_ids: list[int] | None = None) -> Results:
-        observations, infos = facade.load_state(states, env_ids)
-        for env_id, info in enumerate(infos):  # as those of a step, which may have been the latest call
-            info["env_id"] = env_id if env_ids is None else env_ids[env_id]
-        return dict(zip(range(ENVS) if env_ids is None else env_ids, zip(observations, infos)))
+        results = facade.load_state(states, env_ids)
+        return dict(zip(range(ENVS) if env_ids is None else env_ids, zip(*results, strict=True)))
 
     def wrong_actions(self, facade: TianshouVecEnv) -> list[Any]:
         return [np.zeros((3, 2), np.int64), np.zeros((2, 3), np.int64), np.full((3, 3), 0.5)]
 
     def read(self, facade: TianshouVecEnv, results: Results, env_id: int) -> Read:
         observation, *rest, info = results[env_id]
-        shown = {"observation": plain(observation), "info": plain(info)}
+        own = {key: value for key, value in plain(info).items() if key != "env_id"}
+        shown = {"observation": plain(observation), "info": own}
         if not rest:
             return shown
+        shown["env_id"] = info["env_id"]
         return {**shown, "reward": plain(rest[0]), "over": (bool(rest[1]), bool(rest[2]))}
 
     def expected(self, moment: Moment) -> Read:
@@ -63,11 +64,10 @@ class TianshouDriver(Driver):
         if not isinstance(seen[AGENTS[0]], dict):
             seen = np.concatenate([*seen.values()])
         infos = {**moment.infos.get("__common__", {}), **{a: moment.infos[a] for a in AGENTS if a in moment.infos}}
-        if moment.kind != "reset":
-            infos["env_id"] = moment.env_id
         return {
             "observation": seen,
             "info": infos,
+            "env_id": moment.env_id,
             "reward": sum(moment.rewards.values(), 0.0),
             "over": moment.over,
         }
@@ -99,6 +99,30 @@ class AsyncTianshouDriver(TianshouDriver):
 
 class TestTianshouVecEnv(Promises):
     driver = TianshouDriver()
+
+    def test_the_first_reset_after_loading_goes_on(self, runs):
+        """Collectors begin with a reset."""
+        driver = TianshouDriver()
+        first, other, some = (runs(driver, "agents_die", DISABLED) for _ in range(3))
+        first.reset()
+        first.step()
+        states = driver.save(first.facade)
+        for run in (other, some):
+            run.loops, run.time = copy.deepcopy(first.loops), first.time
+            driver.load(run.facade, states)
+        other.compare(driver.reset(other.facade), what="loaded at")
+        other.step()
+        other.reset()  # begins new episodes, as any other
+        other.step()
+        some.compare(driver.reset(some.facade, [1]), [1], what="loaded at")
+        results = driver.reset(some.facade, [0, 1])
+        some.loops[1].reset()
+        some.compare(results, [0, 1], what="loaded at")
+        some.step()
+        driver.load(other.facade, states)
+        other.facade.reset(seed=5)
+        for env_id, loop in enumerate(other.loops):
+            assert other.facade.parallel_env.seed()[env_id] == 5, loop
 
 
 class TestAsyncTianshouVecEnv(Promises):
