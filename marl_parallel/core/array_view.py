@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +18,7 @@ from marl_parallel.core import stacking
 from marl_parallel.core.columns import RolloutBuffer
 from marl_parallel.core.schema import alike
 from marl_parallel.core.source import Transitions
+from marl_parallel.core.spaces import tree_map
 from marl_parallel.core.transition import BEGAN, ENDED, TOOK_PART, WAS_ALIVE, WAS_DEAD
 
 # The defaults of fields that a view may leave out if no facade of this package reads its arrays.
@@ -148,6 +150,15 @@ def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[Agen
     return {agent: actions[agent] for agent in acting}
 
 
+def _check_agents(agents: tuple[AgentID, ...], values: Any) -> None:
+    """Raise `ValueError` unless stacked actions have a column for each of the agents."""
+    shape = np.shape(values)
+    if len(shape) < 2 or shape[1] != len(agents):
+        raise ValueError(
+            f"expected the actions of agents {[*agents]} in an array (num_envs, {len(agents)}, ...), got shape {shape}"
+        )
+
+
 class ResultDoesNotFit(ValueError):
     """Values of some environments have no place in arrays; all others have been read.
 
@@ -235,6 +246,8 @@ class ArrayView(ABC):
         """Actions by agent; `ValueError` if an agent is unknown, or an agent that acts has no action."""
         assert not isinstance(actions, Joint)
         if isinstance(actions, list):
+            for stack in actions:
+                tree_map(partial(_check_agents, stack.agents), stack.values)
             actions = {a: stacking.column(stack.values, row) for stack in actions for row, a in enumerate(stack.agents)}
         if actions.keys() != self._column.keys():
             for agent in actions:

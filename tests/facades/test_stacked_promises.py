@@ -13,6 +13,7 @@ from helpers.promises.driver import (
     of_all,
     plain,
     stacked,
+    without_finals,
 )
 from helpers.promises.games import AGENTS
 from helpers.promises.loop import ByAgent, Moment
@@ -99,15 +100,6 @@ class StepperDriver(Driver):
             "present": {agent: agent in moment.observed or agent in rewards for agent in AGENTS},
             "acting": {agent: agent in moment.acting for agent in AGENTS},
         }
-
-
-def without_finals(infos: Any) -> Any:
-    """Infos of one environment, without what comes from the end of an episode and the next reset."""
-    rest = {
-        key: {name: value for name, value in info.items() if name not in ("final_obs", "reset_info")}
-        for key, info in infos.items()
-    }
-    return {key: plain(info) for key, info in rest.items() if info}
 
 
 class StackedDriver(Driver):

@@ -25,8 +25,6 @@ class TorchRLDriver(Driver):
     masked_games = ("masks", "masks_of_the_dead")
     sends = False
     copies = True
-    refusals = (ValueError, IndexError)
-    """An exception: too few actions are an `IndexError`, not a `ValueError`."""
     loads_some = False
     """TorchRL's loops go on from one tensordict of all environments."""
 

@@ -183,6 +183,15 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def without_finals(infos: Any) -> Any:
+    """Infos of one environment, without what comes from the end of an episode and the next reset."""
+    rest = {
+        key: {name: value for name, value in info.items() if name not in ("final_obs", "reset_info")}
+        for key, info in infos.items()
+    }
+    return {key: plain(info) for key, info in rest.items() if info}
+
+
 def zeros_like(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: zeros_like(part) for key, part in value.items()}
