@@ -150,7 +150,7 @@ def of_acting(env_id: int, actions: Any, acting: Sequence[AgentID]) -> dict[Agen
     return {agent: actions[agent] for agent in acting}
 
 
-def _check_agents(agents: tuple[AgentID, ...], values: Any) -> None:
+def check_agents(agents: tuple[AgentID, ...], values: Any) -> None:
     """Raise `ValueError` unless stacked actions have a column for each of the agents."""
     shape = np.shape(values)
     if len(shape) < 2 or shape[1] != len(agents):
@@ -247,7 +247,7 @@ class ArrayView(ABC):
         assert not isinstance(actions, Joint)
         if isinstance(actions, list):
             for stack in actions:
-                tree_map(partial(_check_agents, stack.agents), stack.values)
+                tree_map(partial(check_agents, stack.agents), stack.values)
             actions = {a: stacking.column(stack.values, row) for stack in actions for row, a in enumerate(stack.agents)}
         if actions.keys() != self._column.keys():
             for agent in actions:

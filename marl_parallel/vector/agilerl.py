@@ -98,6 +98,12 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
         """Begin new episodes; returns observations and infos, by agent. Arguments are as in `ParallelEnv.reset`."""
         return super().reset(seed, options)
 
+    def reset_async(  # type: ignore[override]
+        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        """Begin new episodes and return; `reset_wait` returns the results. Arguments and errors are as in `reset`."""
+        super().reset_async(seed, options)
+
     @exclusive("step")
     def step(self, actions: Mapping[str, Any], *_: Any, **__: Any) -> StepReturn:
         """Step all environments; returns observations, rewards, terminations, truncations and infos, by agent.

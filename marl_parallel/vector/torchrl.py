@@ -6,7 +6,7 @@ Tensors share memory with the arrays of `ArrayStepper`; the agents of a group ar
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from marl_parallel.action_masks import choices_of, declares_mask, with_choices
 from marl_parallel.adapters import AgentID, Schema, attributes
 from marl_parallel.arguments import base_seed
 from marl_parallel.core import stacking
-from marl_parallel.core.array_view import Arrays, Stacked
+from marl_parallel.core.array_view import Arrays, Stacked, check_agents
 from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.core.joining import agents_alike, groups_by_name
 from marl_parallel.core.spaces import Mismatch, fits_block, leaves, tree_map
@@ -374,6 +374,7 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
         acting = self._runner.transitions.acting
         for name, group in self._groups.items():
             arrays = self._action_arrays(name, group.action_space, rows)
+            tree_map(partial(check_agents, group.agents), arrays)
             for place, agent in enumerate(group.agents):
                 places = [row for row, env_id in enumerate(ids) if agent in acting[env_id]]
                 try:
