@@ -10,6 +10,8 @@ CI=true pytest         a skipped test makes the run fail
 
 Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed;
 `needs("_codec")` is for tests of compiled code, also one by one.
+`in_turn` marks tests, or some of their cases, that say the same about every setup. With `--setups=rest` and `ray`, such a
+case does not run on every setup, but in turn on one with and one without shared memory; each test still has each setup.
 `release_independent` marks tests whose result is the same with every release of every library. `whole_machine` marks
 tests that look at shared memory, processes or temporary files of all programs: while one of them runs, the other
 process of pytest-xdist waits (`MachineLock`). `starts_anew` marks tests whose worker processes start as in any program;
@@ -124,7 +126,7 @@ def needed(item: pytest.Item) -> tuple[str, ...]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing = [item for item in items if any(map(OptionalLibraries.is_missing, needed(item)))]
-    out = [*left_out(items, config.getoption("--setups")), *missing]
+    out = {*left_out(items, config.getoption("--setups")), *missing}
     config.hook.pytest_deselected(items=[item for item in items if item in out])
     items[:] = [item for item in items if item not in out]
 

@@ -32,6 +32,8 @@ from marl_parallel.adapters.mappo_env import MAPPOEnv
 from marl_parallel.vector import StackedVecEnv
 from marl_parallel.wrappers import pad_spaces
 
+pytestmark = pytest.mark.in_turn
+
 INF = np.inf
 
 

@@ -33,6 +33,8 @@ from marl_parallel.adapters.pymarl_env import PyMARLEnv
 from marl_parallel.vector import PyMARLConnections, StackedVecEnv
 from marl_parallel.wrappers import pad_spaces
 
+pytestmark = pytest.mark.in_turn
+
 KINDS = [Skirmish, Wrapped, Independent, Silent]
 
 

@@ -25,6 +25,8 @@ from marl_parallel.core.columns import MaskColumns
 from marl_parallel.sources.native import Received
 from marl_parallel.vector.stepper import ArrayStepper
 
+pytestmark = pytest.mark.in_turn
+
 AGENTS = ["guest", "host"]  # not in the simulators' order
 EVERYTHING = np.ones(5, np.bool_)
 

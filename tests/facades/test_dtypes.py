@@ -20,6 +20,8 @@ from marl_parallel.core.spaces import tree_map
 from marl_parallel.rollout import Rollout
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
+pytestmark = pytest.mark.in_turn
+
 TWO = 2
 
 

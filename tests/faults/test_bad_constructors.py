@@ -22,7 +22,7 @@ from simulators.failing import Fragile, SimulatorError, raising
 from marl_parallel import ParallelEnv
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 
 def test_no_constructors(backend_setup, build):

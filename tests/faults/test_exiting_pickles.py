@@ -22,7 +22,7 @@ from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.cli.check_findings import pickling_error
 from marl_parallel.core import pickling
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 ENVS = 3
 STEP = [{"a": 0, "b": 1}] * ENVS

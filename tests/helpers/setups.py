@@ -53,14 +53,51 @@ def rest(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.rest)
 
 
+def in_turn(*values: Any) -> Any:
+    """Parameters of a test that runs on all setups, but with these only on some, as tests marked `in_turn`."""
+    return pytest.param(*values, marks=pytest.mark.in_turn)
+
+
+def rest_in_turn(*values: Any) -> Any:
+    """Both `rest` and `in_turn`."""
+    return pytest.param(*values, marks=[pytest.mark.rest, pytest.mark.in_turn])
+
+
 def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
     """The tests that a run with `--setups=choice` leaves out."""
     if choice == "all":
         return []
     if choice == "ray":
-        return [item for item in items if (setup := _setup_of(item)) is None or setup.backend != "ray"]
-    one = _on_one_setup(_once_per_backend(items))
-    return [item for item in items if (item in one) == (choice == "rest")]
+        on_ray = {item for item in items if (setup := _setup_of(item)) is not None and setup.backend == "ray"}
+        chosen = on_ray - _out_of_turn(items)
+    else:
+        one = _on_one_setup(_once_per_backend(items))
+        chosen = one if choice == "one" else {*items} - one - _out_of_turn(items)
+    return [item for item in items if item not in chosen]
+
+
+def _out_of_turn(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Tests marked `in_turn`, but for a diagonal of their cases and setups, which has each case and each setup.
+
+    One diagonal for setups with shared memory and one for those without: each case runs on both kinds.
+    """
+    groups: dict[tuple[str, bool], list[tuple[str, Setup, pytest.Item]]] = {}
+    for item in items:
+        setup = _setup_of(item)
+        if setup is not None and item.get_closest_marker("in_turn") is not None:
+            group = groups.setdefault((item.nodeid.partition("[")[0], setup.shared_memory), [])
+            group.append((item.nodeid.replace(str(setup), ""), setup, item))
+    out = set()
+    for group in groups.values():
+        cases = {case: index for index, case in enumerate(dict.fromkeys(case for case, _, _ in group))}
+        setups = {setup: index for index, setup in enumerate(dict.fromkeys(setup for _, setup, _ in group))}
+        turns = min(len(cases), len(setups))
+        for case, setup, item in group:
+            # One further after each round, so that no parameter is always on the same setup.
+            place = cases[case] + cases[case] // len(setups)
+            if place % turns != setups[setup] % turns:
+                out.add(item)
+    return out
 
 
 def _on_one_setup(items: Iterable[pytest.Item]) -> set[pytest.Item]:

@@ -31,6 +31,8 @@ from marl_parallel.cli.measure import adapted_for_loop
 from marl_parallel.sources.native import Received
 from marl_parallel.vector import PettingZooVecEnv
 
+pytestmark = pytest.mark.in_turn
+
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 WHERE = ["infos", "observations", "both"]
 

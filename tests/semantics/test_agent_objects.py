@@ -12,6 +12,8 @@ from gymnasium import spaces
 
 from marl_parallel import EnvError
 
+pytestmark = pytest.mark.in_turn
+
 MOVES = spaces.Discrete(3)
 
 

@@ -22,6 +22,8 @@ from simulators.deterministic import Hunt, Scripted, Skirmish
 
 from marl_parallel import EnvError, ParallelEnv
 
+pytestmark = pytest.mark.in_turn
+
 SAME_STEP = AutoresetMode.SAME_STEP
 FLOAT32 = np.array([0.5, 0.25, -1.0], np.float32)
 

@@ -18,6 +18,8 @@ from simulators.deterministic import Hunt
 
 from marl_parallel import EnvError
 
+pytestmark = pytest.mark.in_turn
+
 
 class Counting(Hunt):
     looks = 0

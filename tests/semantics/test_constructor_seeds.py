@@ -19,6 +19,8 @@ from marl_parallel import ParallelEnv, make
 from marl_parallel.adapters.attributes import reset_keywords, signature
 from marl_parallel.core.constructors import construct_one
 
+pytestmark = pytest.mark.in_turn
+
 
 def passes_on(**kwargs: Any) -> Scenario:
     return Scenario(**kwargs)

@@ -19,6 +19,8 @@ from simulators.deterministic import Hunt, Identified, Recycler, Relay, Skirmish
 
 from marl_parallel import ParallelEnv, make
 
+pytestmark = pytest.mark.in_turn
+
 SAME_STEP = AutoresetMode.SAME_STEP
 
 

@@ -15,6 +15,8 @@ from gymnasium import spaces
 from marl_parallel.core import schema, worker
 from marl_parallel.core.schema import dumps_compactly, equal
 
+pytestmark = pytest.mark.in_turn
+
 IMAGE = (160, 160, 3)
 INTEGER_TYPES = [np.uint8, np.int16, np.int64]
 

@@ -31,6 +31,8 @@ from marl_parallel.types import AdapterName, AutoresetName, BackendName, FacadeN
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 from marl_parallel.wrappers import pad_spaces
 
+pytestmark = pytest.mark.in_turn
+
 SAME_STEP = AutoresetMode.SAME_STEP
 HAS_IDS = hasattr(pettingzoo, "parallel_registry")
 needs_ids = pytest.mark.release_independent  # older releases of PettingZoo have no ids

@@ -32,6 +32,8 @@ from marl_parallel.vector import (
     pymarl_connections,
 )
 
+pytestmark = pytest.mark.in_turn
+
 ACTIONS = {"a": 0}
 PACKED = Setup("process", True, 1)
 

@@ -18,6 +18,8 @@ from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.vector import GymnasiumVectorEnv, StackedVecEnv
 from marl_parallel.vector.stepper import ArrayStepper
 
+pytestmark = pytest.mark.in_turn
+
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 WHERE = ["infos", "observations", "both", "large infos"]
 KINDS = [PettingZooSquad, DictSquad]

@@ -42,6 +42,8 @@ from marl_parallel.core.pool.replay import Histories
 from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.saved_states import from_bytes, to_bytes
 
+pytestmark = pytest.mark.in_turn
+
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 OTHERS = {
     "serial": Setup("process", True, 1),

@@ -14,6 +14,8 @@ from simulators.deterministic import Hunt, Relay, Skirmish
 from marl_parallel import EnvError
 from marl_parallel.adapters.pettingzoo_env import PettingZooEnv
 
+pytestmark = pytest.mark.in_turn
+
 
 class RecordsArguments(Hunt):
     """Records its arguments; every constructor below returns one."""

@@ -20,6 +20,8 @@ from marl_parallel import EnvError, NoSpaceDeclared
 from marl_parallel.core.spaces import from_zero, to_start, to_zero
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 
+pytestmark = pytest.mark.in_turn
+
 SAME_STEP = AutoresetMode.SAME_STEP
 SMALL = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 

@@ -23,6 +23,8 @@ from simulators.vector_rewards import Couriers
 
 from marl_parallel import ParallelEnv, vector
 
+pytestmark = pytest.mark.in_turn
+
 ENVS = 4
 MAKERS: dict[str, Callable[..., Any]] = {
     "spread": functools.partial(simple_spread_v3.parallel_env, max_cycles=7),

@@ -24,6 +24,8 @@ from marl_parallel.core.transition import Transition
 from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv
 from marl_parallel.vector.scalarize import as_number, reward_rules
 
+pytestmark = pytest.mark.in_turn
+
 MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 
 
