@@ -19,6 +19,8 @@ from simulators.skirmish import CountingSkirmish, GlobalSkirmish, ModernSkirmish
 from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, make
 from marl_parallel.vector import PyMARLConnections, pymarl_connections
 
+pytestmark = pytest.mark.release_independent
+
 ENVS, RUNS = 4, 8
 TEAM, EACH = {"common_reward": True}, {"common_reward": False}
 HOWS: dict[str, dict[str, Any]] = {

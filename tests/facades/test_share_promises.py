@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from gymnasium.vector import AutoresetMode
 from helpers.promises.driver import SAME_STEP, Driver, Read, by_agent, observations, of_all, plain, stacked
 from helpers.promises.games import AGENTS
@@ -14,6 +15,8 @@ from helpers.promises.table import Promises
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import DummyVecEnv, ShareDummyVecEnv, ShareSubprocVecEnv, ShareVecEnv, SubprocVecEnv
+
+pytestmark = pytest.mark.release_independent
 
 ORIGINALS = ("original_obs", "original_state", "original_avail_actions")
 OF_ONE_STEP = ("action_mask", "reset_info", "restarted")

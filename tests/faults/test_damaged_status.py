@@ -11,6 +11,8 @@ from simulators.overwriting import Overwriting
 
 from marl_parallel import WorkerCrashed
 
+pytestmark = pytest.mark.release_independent
+
 PROCESS, PORTABLE = Setup("process", True, 2), Setup("portable", True, 2)
 ENV, ACTIVITY, SINCE, DISCARDED = range(4)
 DAMAGE = [

@@ -14,6 +14,8 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, Res
 
 from marl_parallel import EnvError, ParallelEnv, WorkerCrashed
 
+pytestmark = pytest.mark.release_independent
+
 
 class Raising(gymnasium.Env):
     """Raises an exception in its second step."""

@@ -17,6 +17,8 @@ from marl_parallel.core import reports
 from marl_parallel.core.messages import Failure, Lost
 from marl_parallel.core.worker_status import Activity, Running
 
+pytestmark = pytest.mark.release_independent
+
 OURS = f"{Path(marl_parallel.__file__).parent}/core/worker.py"
 ADVICE = ', or pass on_error="restart"'
 

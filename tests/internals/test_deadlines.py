@@ -13,6 +13,8 @@ from marl_parallel.core.pool.slots import WorkerQueue
 from marl_parallel.core.pool.timeouts import Deadlines, Limits
 from marl_parallel.core.worker_status import Activity, Running
 
+pytestmark = pytest.mark.release_independent
+
 LIMIT_S, STOPPED_S = 4.0, 6.0
 
 

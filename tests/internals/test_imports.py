@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+pytestmark = pytest.mark.release_independent
+
 PACKAGE = ROOT / "marl_parallel"
 
 LEVELS = [

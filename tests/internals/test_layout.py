@@ -16,6 +16,8 @@ from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.transition import Transition
 
+pytestmark = pytest.mark.release_independent
+
 CACHE_LINE = 64
 RECORDS = 3
 

@@ -14,6 +14,8 @@ from marl_parallel.core.records import ActionRecords, RecordSlices, TransitionRe
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import Activity, WorkerStatus
 
+pytestmark = pytest.mark.release_independent
+
 AGENTS = ["a", "b"]
 BOX = spaces.Box(-1.0, 1.0, (3,), np.float32)
 SCHEMA = Schema(AGENTS, dict.fromkeys(AGENTS, BOX), dict.fromkeys(AGENTS, spaces.Discrete(9)), BOX)

@@ -9,6 +9,8 @@ import pytest
 from marl_parallel.core.messages import Lost, LostServer
 from marl_parallel.core.reports import environments, manner_of_death, with_code
 
+pytestmark = pytest.mark.release_independent
+
 CELL = "/somewhere/ipykernel_1/1234.py"
 
 

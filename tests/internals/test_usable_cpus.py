@@ -9,6 +9,8 @@ import pytest
 
 from marl_parallel.core import backend
 
+pytestmark = pytest.mark.release_independent
+
 V2, V1 = "0::{}\n", "9:name=systemd:{0}\n4:memory:{0}\n2:cpu,cpuacct:{0}\n0::/\n"
 
 

@@ -17,6 +17,8 @@ from marl_parallel.core.pool.slots import WorkerQueue
 from marl_parallel.core.worker_status import Activity, Running, WorkerStatus
 from marl_parallel.types import Stats
 
+pytestmark = pytest.mark.release_independent
+
 
 def carry_out_requests(buffer: mmap.mmap) -> None:
     status = WorkerStatus(buffer)

@@ -15,7 +15,7 @@ from marl_parallel import EnvError, ParallelEnv, RestartLimitExceeded
 from marl_parallel.adapters import MultiAgentEnv, Rules
 from marl_parallel.adapters.protocol import Schema
 
-pytestmark = pytest.mark.in_turn
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 SPACE, ACTIONS = spaces.Box(0.0, 1.0, (2,), np.float32), spaces.Discrete(3)
 

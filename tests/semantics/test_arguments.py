@@ -21,6 +21,8 @@ from marl_parallel.adapters import adapt
 from marl_parallel.backends.local import SerialBackend, ThreadBackend
 from marl_parallel.vector import DummyVecEnv, ShareDummyVecEnv, ShareSubprocVecEnv, SubprocVecEnv, pymarl_connections
 
+pytestmark = pytest.mark.release_independent
+
 
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),

@@ -6,7 +6,11 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 from marl_parallel import ParallelEnv
+
+pytestmark = pytest.mark.release_independent
 
 SCRIPT = """
 import functools

@@ -21,6 +21,8 @@ from marl_parallel.core.episode import dicts_of, is_over
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.transition import Transition, copied_dicts
 
+pytestmark = pytest.mark.release_independent
+
 AGENTS = ["a", "b", "c"]
 BOX = spaces.Box(-9, 9, (2,), np.float32)
 

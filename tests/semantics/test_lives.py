@@ -14,6 +14,8 @@ from marl_parallel import ParallelEnv, RecyclePolicy, make
 from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.vector import ArrayStepper, ShareVecEnv, Stacked
 
+pytestmark = pytest.mark.release_independent
+
 AGENTS = ["a", "b", "c"]
 FIELDS = "alive", "were_alive", "took_part", "ended", "began", "were_dead"
 NOBODY = {name: set[str]() for name in FIELDS}

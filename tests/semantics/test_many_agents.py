@@ -13,6 +13,8 @@ from marl_parallel import ParallelEnv
 from marl_parallel.core.schema import alike
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv
 
+pytestmark = pytest.mark.release_independent
+
 FEW, MANY = 30, 240
 
 

@@ -30,6 +30,8 @@ from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.adapters import adapt
 from marl_parallel.core.neighbours import process_settings
 
+pytestmark = pytest.mark.release_independent
+
 BACKENDS: dict[str, dict[str, Any]] = {
     "serial": {"backend": "serial"},
     "thread": {"backend": "thread", "num_workers": 2},

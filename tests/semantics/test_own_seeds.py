@@ -32,7 +32,7 @@ from marl_parallel.vector import (
     pymarl_connections,
 )
 
-pytestmark = pytest.mark.in_turn
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 ACTIONS = {"a": 0}
 PACKED = Setup("process", True, 1)

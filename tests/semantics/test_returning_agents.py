@@ -16,7 +16,7 @@ from marl_parallel import ParallelEnv
 from marl_parallel.core import codec
 from marl_parallel.vector import GymnasiumVectorEnv, StackedVecEnv
 
-pytestmark = pytest.mark.in_turn
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 ENVS, SEED, STEPS = 3, 5, 40
 MODES = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])

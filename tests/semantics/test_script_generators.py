@@ -28,6 +28,8 @@ from marl_parallel.cli.replay import replay as replay_file
 from marl_parallel.core.replay_file import read_crash
 from marl_parallel.types import installed
 
+pytestmark = pytest.mark.release_independent
+
 SERIAL = Setup("serial", True, 1)
 IN_TURN = [SERIAL, Setup("thread", True, 1)]
 ELSEWHERE = [Setup("process", True, 2), Setup("portable", True, 2)]

@@ -17,7 +17,7 @@ from marl_parallel import ParallelEnv, RecyclePolicy
 from marl_parallel.adapters import DictEnv
 from marl_parallel.vector import StackedVecEnv
 
-pytestmark = pytest.mark.in_turn
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 HARD, HARDER = {"speed": 3, "map": "hills"}, {"speed": 9}
 ANY_MODE = pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])

@@ -23,7 +23,7 @@ from simulators.vector_rewards import Couriers
 
 from marl_parallel import ParallelEnv, vector
 
-pytestmark = pytest.mark.in_turn
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 ENVS = 4
 MAKERS: dict[str, Callable[..., Any]] = {
