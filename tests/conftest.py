@@ -10,8 +10,9 @@ CI=true pytest         a skipped test makes the run fail
 
 Markers: `needs("ray", ...)` names the libraries that a file imports: it is collected only if they are installed;
 `needs("_codec")` is for tests of compiled code, also one by one.
-`in_turn` marks tests, or some of their cases, that say the same about every setup. With `--setups=rest` and `ray`, such a
-case does not run on every setup, but in turn on one with and one without shared memory; each test still has each setup.
+`in_turn` marks tests, or some of their cases, that say the same about every setup. With `--setups=rest` and `ray`, such
+a case does not run on every setup, but in turn on one with shared memory and on one without; each test still has each
+of its setups.
 `release_independent` marks tests whose result is the same with every release of every library. `whole_machine` marks
 tests that look at shared memory, processes or temporary files of all programs: while one of them runs, the other
 process of pytest-xdist waits (`MachineLock`). `starts_anew` marks tests whose worker processes start as in any program;

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
+pytestmark = pytest.mark.release_independent
+
 FEW = ["--updates", "8", "--num-envs", "3", "--num-steps", "10"]
 
 
@@ -68,7 +70,7 @@ def test_preempted_training(tmp_path):
 @pytest.mark.rest
 def test_preempted_training_learns(tmp_path):
     started = time.monotonic()
-    arguments = ["--updates", "150", "--num-workers", "1", "--output", str(tmp_path)]
+    arguments = ["--updates", "80", "--num-workers", "1", "--output", str(tmp_path)]
     last = run("preempted_training.py", *arguments).splitlines()[-1]
     before, after = map(float, last.rpartition(": ")[2].split(" -> "))
     assert after > before + 0.1
