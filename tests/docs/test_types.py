@@ -21,7 +21,8 @@ from helpers.setups import rest
 pytestmark = pytest.mark.release_independent
 
 APART = ("agilerl", "ray")
-EXAMPLES = ["examples", *filter(importlib.util.find_spec, APART)]
+# Most examples need torch, and those that do not are checked with them.
+EXAMPLES = ["examples"] * bool(importlib.util.find_spec("torch")) + [*filter(importlib.util.find_spec, APART)]
 
 
 def imported(text: str) -> set[str]:

@@ -24,7 +24,7 @@ from marl_parallel import EnvError, ParallelEnv, RecyclePolicy, RestartPolicy, W
 
 pytestmark = [pytest.mark.release_independent, pytest.mark.whole_machine]
 
-CYCLES = 50
+CYCLES = 20
 
 
 @pytest.fixture(autouse=True)

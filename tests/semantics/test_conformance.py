@@ -127,6 +127,7 @@ def test_first_reset_in_parts(constructor, two_worker_setup, build):
         assert_same(env.reset(**arguments), reference.reset(**arguments), str(arguments))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -140,7 +141,6 @@ def test_first_reset_in_parts(constructor, two_worker_setup, build):
     ids=str,
 )
 @pytest.mark.parametrize("constructor", [Skirmish, Hunt])
-@pytest.mark.in_turn
 def test_reset_arguments(constructor, arguments, two_worker_setup, build):
     reference = Reference([constructor] * 4, SAME_STEP, 42)
     env = build([constructor] * 4, two_worker_setup)

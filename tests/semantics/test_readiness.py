@@ -228,6 +228,7 @@ def test_fast_workers_do_not_hide_results_of_slow_ones(concurrent_or_portable, b
 # `min_envs` and `timeout`
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("min_envs", [None, 0, 1])
 def test_recv_with_nothing_in_flight(min_envs, backend_setup, build, tmp_path):
     """At the start, and after everything has been received."""
@@ -258,6 +259,7 @@ def test_wrong_arguments_of_recv(backend_setup, build, tmp_path):
     assert sorted(env.recv().env_ids) == [0, 2]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("arguments", [{"min_envs": 0.0}, {"timeout": False}], ids=str)
 def test_min_envs_must_be_an_integer(arguments, backend_setup, build, tmp_path):
     env = build(fleet(tmp_path, 1), backend_setup)
@@ -266,6 +268,7 @@ def test_min_envs_must_be_an_integer(arguments, backend_setup, build, tmp_path):
         env.recv(**arguments)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("timeout", [None, 20, np.float32(20.0), Fraction(20), 1e15, float("inf")], ids=repr)
 def test_long_timeouts(timeout, concurrent_or_portable, build, tmp_path):
     env = build(fleet(tmp_path, 1), concurrent_or_portable)

@@ -149,6 +149,7 @@ ENDS = [(0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 0, 0), (1, 1, 1), (0, 0, 0), (0, 1,
 FAULTS = [(0, 0, 0), (2, 0, 0), (0, 0, 0), (0, 1, 0), (0, 2, 1), (0, 0, 0), (2, 2, 2), (0, 0, 0), (0, 0, 0)]
 
 
+@pytest.mark.release_independent
 @pytest.mark.parametrize(
     "more",
     [
@@ -173,6 +174,7 @@ def test_arguments(mode, more, build, tmp_path):
     check_goes_on(lambda: make(Setup("process", True, 2)), other, ENDS)
 
 
+@pytest.mark.release_independent
 @pytest.mark.parametrize("mode", MODES)
 def test_restarts(mode, build):
     """Counts of restarts, and so their seeds; environments that wait for a reset; what is not reported yet."""
@@ -183,6 +185,7 @@ def test_restarts(mode, build):
     check_goes_on(lambda: make(2), lambda: make(1), FAULTS)
 
 
+@pytest.mark.release_independent
 @pytest.mark.parametrize("mode", MODES)
 def test_restart_that_is_not_reported(mode, build):
     """A worker dies with a neighbour that was idle: the neighbour's next result says so."""
@@ -204,6 +207,7 @@ def test_restart_that_is_not_reported(mode, build):
         build([Voyage] * 3, Setup("serial", True, 1), mode).load_state(state)
 
 
+@pytest.mark.release_independent
 @pytest.mark.parametrize("backend", ["process", "serial"])
 def test_recycling(backend, build):
     def make(workers: int) -> Any:
