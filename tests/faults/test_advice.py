@@ -75,6 +75,7 @@ def test_no_terminal(name, tmp_path):
     assert what_to_do(text).startswith(SERIAL)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("setup", WORKERS, ids=str)
 @pytest.mark.parametrize("place", ["constructor", "reset", "step"])
 @pytest.mark.parametrize("name", ["break_here", "ask"])
@@ -151,6 +152,7 @@ def test_not_the_main_thread_of_the_program(backend, tmp_path):
     assert PROCESS in what_to_do(texts[0])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", NEED_THE_MAIN_THREAD)
 @pytest.mark.parametrize("setup", [Setup("serial", True, 1), *WORKERS], ids=str)
 def test_the_main_thread_of_a_process(name, setup, build, tmp_path):
@@ -162,6 +164,7 @@ def test_the_main_thread_of_a_process(name, setup, build, tmp_path):
 # -- limits that simulators reach --------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", REACH_A_LIMIT)
 @pytest.mark.parametrize("place", ["constructor", "step"])
 def test_limits_that_simulators_reach(name, place, backend_setup, build, tmp_path):

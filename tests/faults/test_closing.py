@@ -63,6 +63,7 @@ def test_close_twice(setup, build, tmp_path):
     env.close(terminate=True)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("timeout", [None, float("inf"), 1e12, 0])
 def test_close_timeout_arguments(timeout, two_worker_setup, build, tmp_path):
     env = build(fleet(tmp_path), two_worker_setup)

@@ -74,6 +74,7 @@ PLACES: list[tuple[str, Callable[[Any], Any]]] = [
 ]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("fault", "kind"), ERRORS, ids=lambda part: getattr(part, "__name__", ""))
 def test_exception_in_step(fault, kind, setup, build, tmp_path):
     env = build(four_envs(tmp_path, {"step": fault}, after=2), setup)
@@ -91,6 +92,7 @@ def test_exception_in_step(fault, kind, setup, build, tmp_path):
     assert_closed(env, tmp_path)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("place", "act"), PLACES, ids=[place for place, _ in PLACES])
 def test_exception_in_other_methods(place, act, setup, build, tmp_path):
     env = build(four_envs(tmp_path, {place: raising(SimulatorError, "bad weather")}), setup)

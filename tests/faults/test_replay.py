@@ -104,6 +104,7 @@ def same(report: str, again: Callable[..., tuple[Outcome, str]]) -> Crash:
     return crash
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
 def test_each_restart_has_a_file(setup, mode, build, again, tmp_path, caplog):
     how: dict[str, Any] = {
@@ -125,6 +126,7 @@ def test_each_restart_has_a_file(setup, mode, build, again, tmp_path, caplog):
     assert not any(path.stat().st_mode & 0o077 for path in files)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setup", [Setup("serial", True, 2), rest(APART), rest(Setup("process", False, 2))], ids=str)
@@ -142,6 +144,7 @@ def test_raised_error_names_a_file(setup, kind, mode, build, again, tmp_path):
     assert len([*tmp_path.iterdir()]) == 4
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
 def test_recycled_environments(setup, mode, build, again, tmp_path):
     """A standby has its own seeds; the failures of one that is only a standby have no file."""

@@ -161,6 +161,7 @@ def test_actions_by_env_ids_or_mapping(form, backend_setup, build, tmp_path):
     assert dict(zip(batch.env_ids, seen(batch.observations), strict=True)) == {3: 1.0, 0: 2.0, 2: 3.0}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "reset_arguments",
     [
@@ -205,6 +206,7 @@ def reset_seeds(env: ParallelEnv, **reset_arguments: Any) -> dict[int, int | Non
     return {env_id: infos["wolf_0"]["seed"] for env_id, infos in zip(batch.env_ids, batch.infos, strict=True)}
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("reset_arguments", "error"),
     [

@@ -110,6 +110,7 @@ def test_blocking_calls_are_refused(pair):
     assert env.get_attr("gravity") == (1.0,) * 4
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("env_ids", [(1,), (0, 1), (1, 2, 3), None], ids=str)
 def test_sending_to_an_environment_in_flight_is_refused(env_ids, pair):
     """Nothing is sent, not even to the other environments of the call."""
@@ -122,6 +123,7 @@ def test_sending_to_an_environment_in_flight_is_refused(env_ids, pair):
     pair.assert_refused(AlreadyPendingCallError, pair.env.reset_async, seed=7, env_ids=env_ids)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("in_flight", [[], [3]], ids=["idle", "occupied"])
 @pytest.mark.parametrize(
     ("error", "env_ids"),

@@ -67,6 +67,7 @@ def calls_of(env: ParallelEnv, notes: Path) -> dict[str, Callable[[], Any]]:
     }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("on_error", ["raise", "restart"])
 @pytest.mark.parametrize("call", ["step", "step some", "recv", "reset"])
 def test_call_from_a_second_thread_is_refused(on_error, call, backend_setup, build, tmp_path):
