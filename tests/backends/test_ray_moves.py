@@ -18,6 +18,7 @@ from ray.core.generated import autoscaler_pb2
 from simulators.counting import ACTIONS, Counting
 
 from marl_parallel import ParallelEnv, RayBackend, RecyclePolicy
+from marl_parallel.backends import ray_backend
 from marl_parallel.core.messages import Message, Request
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")]
@@ -238,8 +239,9 @@ class Hanging(Counting):
         return super().step(actions)
 
 
-def test_timeouts_while_another_node_does_not_answer(three_nodes):
+def test_timeouts_while_another_node_does_not_answer(three_nodes, monkeypatch):
     """A machine that is stopped costs time, but what hangs elsewhere is ended."""
+    monkeypatch.setattr(ray_backend, "_ENDS_WITHIN_S", 5.0)
     backend = RayBackend(num_cpus=CPUS_EACH)
     options = {"on_error": "restart", "step_timeout": 2.0}
     with ParallelEnv([Hanging] * 2, True, 1, backend=backend, num_workers=2, **options) as env:
