@@ -27,7 +27,7 @@ from marl_parallel.core.info_columns import InfoArrays, InfoColumns
 from marl_parallel.core.records import BITS, VECTOR_TAG, ActionRecords, TransitionRecords
 from marl_parallel.core.source import Transitions
 from marl_parallel.core.spaces import Mismatch, copied, is_vector, tree_map
-from marl_parallel.core.transition import ALL, FINAL_OBS, are_empty
+from marl_parallel.core.transition import ALL, are_empty
 
 
 def action_masks(transitions: Transitions, schema: Schema, agents: Sequence[AgentID]) -> NDArray[np.bool_]:
@@ -343,7 +343,7 @@ class BlockArrays(ArrayView):
         for env_id in env_ids:  # all of them, before a value that has no place in an array raises
             try:
                 self._put(last, env_id, [rows[0] for rows in self._transitions.read((env_id,), leftovers)])
-                last = self._put_finals(last, env_id)
+                last = self._put_finals(last, env_id, leftovers.get(env_id))
             except ValueError as error:
                 errors[env_id] = str(error)
         if errors:
@@ -368,9 +368,9 @@ class BlockArrays(ArrayView):
         final = [stacking.zeros(space, (self._num_envs, len(columns))) for space, columns in self.groups]
         return arrays._replace(final_observations=final, finally_observed=np.zeros(self._shape, np.bool_))
 
-    def _put_finals(self, arrays: Arrays, env_id: int) -> Arrays:
-        """The same arrays with the last observations in the infos of one environment, if its episode has ended."""
-        row, infos = env_id - self._first, arrays.infos.get(env_id, {})
+    def _put_finals(self, arrays: Arrays, env_id: int, leftovers: Any) -> Arrays:
+        """The same arrays with the last observations of one environment, if its episode has ended."""
+        row = env_id - self._first
         if not arrays.terminated[row] and not arrays.truncated[row]:
             return arrays
         if self._transitions.mode is not AutoresetMode.SAME_STEP:
@@ -380,11 +380,11 @@ class BlockArrays(ArrayView):
         arrays.finally_observed[row] = False
         for of_group in arrays.final_observations:
             stacking.clear(of_group, row)
-        for agent, (group, place) in self.places.items():
-            info = infos.get(agent)
-            if isinstance(info, Mapping) and info.get(FINAL_OBS) is not None:
+        for agent, observation in self._transitions.final_observations(env_id, leftovers).items():
+            if observation is not None:
+                group, place = self.places[self._known(env_id, agent)]
                 whose = f"environment {env_id}: the last observation of agent {agent!r}"
-                stacking.put(arrays.final_observations[group], (row, place), info[FINAL_OBS], whose)
+                stacking.put(arrays.final_observations[group], (row, place), observation, whose)
                 arrays.finally_observed[row, self._column[agent]] = True
         return arrays
 

@@ -51,7 +51,7 @@ DictPerEnv: TypeAlias = tuple[dict[Any, Any], ...]
 """One dict for each environment."""
 
 
-_OF_ONE_STEP = {ACTION_MASK, EPISODE, FINAL_OBS, RESET_INFO}
+OF_ONE_STEP = frozenset({ACTION_MASK, EPISODE, FINAL_OBS, RESET_INFO})
 """The keys of infos that say nothing about a later step."""
 
 
@@ -301,7 +301,7 @@ class BlockTransitions(Transitions):
         """The five dicts of one environment; notes its state."""
         stays_over = self.is_over(env_id)
         if type(leftovers) is Snapshot:
-            dicts, acting, alive, over, masks, states, events, mark = leftovers
+            dicts, acting, alive, over, masks, states, events, mark, _ = leftovers
             dead = [] if dicts[2][ALL] or dicts[3][ALL] else dead_after(events, alive)
             self._stand(env_id, Standing(acting, alive, over, events, dead, mark))
             self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
@@ -355,7 +355,8 @@ class BlockTransitions(Transitions):
         masks |= self._pickled_masks(transition.acting, dicts[0], pickled, dicts[4], ended)
         over = ended and self.mode is not AutoresetMode.SAME_STEP
         events = transition.events or {}
-        return Snapshot(dicts, transition.acting, transition.alive, over, masks, events=events)
+        final = transition.final_observations
+        return Snapshot(dicts, transition.acting, transition.alive, over, masks, events=events, final=final)
 
     def transition(self, env_id: int, leftovers: Any) -> Transition:
         """A copy of the transition in the record of an environment, with its leftovers."""
@@ -401,6 +402,12 @@ class BlockTransitions(Transitions):
             return observations, alive, {}
         return observations, alive, interrupted_events(alive, [] if ended else dead_after(transition.events, alive))
 
+    def final_observations(self, env_id: int, leftovers: Any) -> Mapping[AgentID, Any]:
+        """The last observations of an episode that has ended in the step in which the next one has begun."""
+        if type(leftovers) is Snapshot:
+            return leftovers.final or {}
+        return self.records.read(env_id, leftovers).final_observations or {}
+
     def last_infos(self, slot: Slot, leftovers: Any) -> dict[AgentID, dict[Any, Any]]:
         """Copies of the latest infos of one environment's agents, of which those of an automatic reset come last.
 
@@ -414,7 +421,7 @@ class BlockTransitions(Transitions):
             of_agent = (infos.get(agent) for infos in (last.infos, last.reset_infos or {}))
             latest[agent] = {
                 key: value for info in of_agent if isinstance(info, Mapping) for key, value in info.items()
-                if key not in _OF_ONE_STEP
+                if key not in OF_ONE_STEP
             }  # fmt: skip
         return latest
 

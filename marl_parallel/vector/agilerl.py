@@ -145,7 +145,7 @@ class AgileRLVecEnv(ArrayFacade[Any, StepReturn, tuple[ByAgent, ByAgent]], Petti
             raise TypeError("step_async takes a list with a dict of actions for each environment; step takes a dict")
         self._stepper.send_dicts([self._of_env(of_env) for of_env in actions])
 
-    close = PettingZooVecEnv.close  # calls `close_extras`, once
+    close = PettingZooVecEnv.close  # sets the library's `closed`, and calls `close_extras` once
 
     def close_extras(self, *, timeout: float | None = None, terminate: bool = False, **kwargs: Any) -> None:
         """Close the environment; arguments are as in `ParallelEnv.close`. Discards a step in flight."""

@@ -13,6 +13,7 @@ from marl_parallel.core.exclusive import CallGuard, exclusive
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.runner import Options, Seeds
 from marl_parallel.vector.forwarding import OfParallelEnv
+from marl_parallel.vector.scalarize import Scalarize
 from marl_parallel.vector.stepper import ArrayStepper
 
 __all__ = ["ArrayFacade"]
@@ -33,7 +34,10 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
     Args:
         env: The `ParallelEnv`. No other facade may step it.
         modes: The auto-reset modes that the facade supports; none for all.
-        keywords: As in `ArrayStepper`.
+        copy: Whether observations are arrays of the facade's own; None for the `copy` of `env`.
+        scalarize: Turns vector rewards into numbers, see `Scalarize`.
+        vectors: Whether the facade takes vector rewards as they are, in `Arrays.vectors`.
+        partial_resets: Whether the facade resets or steps some environments without the others.
 
     Attributes:
         parallel_env: The `ParallelEnv`, also available as `env`.
@@ -43,8 +47,17 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
         TypeError, ValueError, ClosedEnvironmentError: As `ArrayStepper`.
     """
 
-    def __init__(self, env: ParallelEnv, *modes: AutoresetMode, **keywords: Any) -> None:
-        self._stepper = ArrayStepper(env, self, *modes, **keywords)
+    def __init__(
+        self,
+        env: ParallelEnv,
+        *modes: AutoresetMode,
+        copy: bool | None = None,
+        scalarize: Scalarize | None = None,
+        vectors: bool = False,
+        partial_resets: bool = False,
+    ) -> None:
+        options: dict[str, Any] = {"scalarize": scalarize, "vectors": vectors, "partial_resets": partial_resets}
+        self._stepper = ArrayStepper(env, self, *modes, copy=copy, **options)
         self._guard = CallGuard(self._stepper.runner.check_open)
         self.env = env
         self.num_envs: int = env.num_envs
@@ -136,7 +149,10 @@ class ArrayFacade(OfParallelEnv, Generic[ActionsT, ResultsT, FirstT]):
 
     @exclusive("save_state")
     def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
-        """Save environments, with this facade's own state of them; as `ParallelEnv.save_state`."""
+        """Save environments, with this facade's own state of them.
+
+        Arguments, the result and errors are those of `ParallelEnv.save_state`.
+        """
         return self._stepper.save_state(env_ids, self._own_state)
 
     @exclusive("load_state")

@@ -29,27 +29,31 @@ class OfParallelEnv:
         return f"{type(self).__name__}({self.env!r})"
 
     def render(self) -> Any:
-        """As `ParallelEnv.render`."""
+        """A frame of each environment; None if `render_mode` is None."""
         return self.env.render()
 
     def call(self, name: str | Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As `ParallelEnv.call`."""
+        """Call a method of each environment; arguments and errors are as in `ParallelEnv.call`."""
         return self.env.call(name, *args, **kwargs)
 
     def call_async(self, name: str | Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Begin to call a method of each environment and return; as `ParallelEnv.call_async`."""
+        """Begin to call a method of each environment and return; `call_wait` returns the results."""
         self.env.call_async(name, *args, **kwargs)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """The results of `call_async`, one for each environment; as `ParallelEnv.call_wait`."""
+        """The results of `call_async`, one for each environment; errors are as in `ParallelEnv.call_wait`."""
         return self.env.call_wait(timeout)
 
+    def call_each(self, name: str | Callable[..., Any], each: Sequence[Any], *, wait: bool = True) -> Any:
+        """Call a method with other arguments in each environment; arguments are as in `ParallelEnv.call_each`."""
+        return self.env.call_each(name, each, wait=wait)
+
     def get_attr(self, name: str) -> Any:
-        """As `ParallelEnv.get_attr`."""
+        """An attribute of each environment; a method is called. Errors are as in `ParallelEnv.get_attr`."""
         return self.env.get_attr(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """As `ParallelEnv.set_attr`."""
+        """Set an attribute: to one value, or to a list or tuple of one for each. Errors: see `ParallelEnv.set_attr`."""
         self.env.set_attr(name, values)
 
 

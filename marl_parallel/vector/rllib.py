@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import weakref
@@ -114,15 +115,16 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         environment. Results in flight are dropped.
         """
         self._runner.check_claim(self._claim)
-        ids = [env_id for env_id in range(self.num_envs) if env_id not in self._resumed]
-        begun, self._resumed = self._resumed, {}
+        begun = self._resumed
+        ids = [env_id for env_id in range(self.num_envs) if env_id not in begun]
         if ids:
-            if seed is not None and not isinstance(seed, int | np.integer):
-                seed = [*seed] if begun == {} else [seed[env_id] for env_id in ids]
+            if begun and seed is not None and not isinstance(seed, int | np.integer):
+                seed = [seed[env_id] for env_id in ids]
             some: Any = {"env_ids": ids} if begun else {}
             observed, informed = self.env.reset(seed=seed, options=options, drain=True, **some)
             results = zip(ids, self._observations(observed), informed)
             begun = begun | {env_id: self._filters[env_id].begin(*dicts) for env_id, *dicts in results}
+        self._resumed = {}
         self._runner.claim(self._claim)
         observations, infos = map(list, zip(*[begun[env_id] for env_id in range(self.num_envs)]))
         return observations, infos
@@ -153,7 +155,9 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         for env_id, seen, infos in zip(loaded, self._observations(observed), informed):
             dead = dead_after(transitions.events_in(env_id), transitions.alive[env_id])
             begun[env_id] = self._filters[env_id].resume(seen, infos, dead)
-        self._resumed |= {env_id: one for env_id, one in begun.items() if not transitions.over[env_id]}
+        others = {env_id: one for env_id, one in self._resumed.items() if env_id not in begun}
+        going_on = {env_id: one for env_id, one in begun.items() if not transitions.over[env_id]}
+        self._resumed = others | copy.deepcopy(going_on)  # the caller may change the returned ones
         return [observations for observations, _ in begun.values()], [infos for _, infos in begun.values()]
 
     @exclusive("step")
@@ -165,9 +169,9 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
         after its end while others went on: RLlib's episodes cannot hold this. All environments have been stepped then.
         """
         self._runner.claim(self._claim)
-        self._resumed = {}
         were_over = [*self._runner.transitions.over]
         observed, *rest = self.env.step(self._actions(actions))
+        self._resumed = {}
         results = zip(self._filters, were_over, zip(self._observations(observed), *rest))
         rows = [episode_filter.step(was_over, dicts) for episode_filter, was_over, dicts in results]
         self._refuse_lives()

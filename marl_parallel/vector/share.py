@@ -22,10 +22,11 @@ from marl_parallel.action_masks import declares_mask, flat_mask, mask_of
 from marl_parallel.adapters import AgentID, attributes
 from marl_parallel.core import stacking
 from marl_parallel.core.array_view import Arrays, Joint, Stacked
+from marl_parallel.core.block_transitions import OF_ONE_STEP
 from marl_parallel.core.columns import evenly_spaced
 from marl_parallel.core.joining import Parts, flat_box, flat_values, padded_space
 from marl_parallel.core.schema import alike
-from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
+from marl_parallel.core.transition import COMMON, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.drop_in import drop_in
 from marl_parallel.vector.facade import ArrayFacade
@@ -35,8 +36,8 @@ from marl_parallel.vector.scalarize import Scalarize
 
 BAD_TRANSITION = "bad_transition"
 
-_OF_ONE_STEP = {BAD_TRANSITION, FINAL_OBS, RESET_INFO, ACTION_MASK, "restarted", "error", "recycled"}
-"""The keys of infos that say nothing about a later step."""
+_NOT_REPEATED = OF_ONE_STEP | {BAD_TRANSITION, "restarted", "recycled"}
+"""The keys of infos that a restart does not repeat."""
 
 Share: TypeAlias = Literal["auto", "state", "joined"]
 
@@ -135,7 +136,7 @@ class ShareInfos(Sequence[list[dict[Any, Any]]]):
             if env_id in self._before:
                 for row, known in zip(rows, self._flat(env_id, self._before[env_id])):
                     for key, value in known.items():
-                        if key not in _OF_ONE_STEP:
+                        if key not in _NOT_REPEATED:
                             row.setdefault(key, value)
         if env_id in self._originals:
             rows[0].update(self._originals[env_id]())

@@ -344,6 +344,13 @@ class ArrayStepper(OfParallelEnv):
         self._forget(ids)
         return self._noted(self.view.read(leftovers) if last is None else self.view.read_some(ids, leftovers, last))
 
+    def discard(self) -> None:
+        """Wait for the step or reset in flight, and drop its result; errors are as in `receive`."""
+        if self._resetting is not None:
+            self.receive_reset()
+        elif self.in_flight:
+            self.receive()
+
     def _received(self, timeout: float | None) -> Any:
         """The leftovers of what is in flight."""
         self.in_flight = False

@@ -121,7 +121,9 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         self.is_closed = False
         self._over = np.zeros(self.env_num, np.bool_)
         self._mailbox = Mailbox[tuple[Any, ...]](self._stepper, self._by_env)
-        self._resumed: dict[int, tuple[Any, Any]] = {}  # what the next `reset` of loaded environments returns
+        # After `load_state`, until the next step or reset: its arrays, and what a `reset` returns of each environment.
+        self._loaded: Arrays | None = None
+        self._resumed: dict[int, tuple[Any, Any]] = {}
         self._failed: ResultDoesNotFit | None = None  # the error of a step that came while others were being reset
 
     # -- attributes ----------------------------------------------------------------------------------------------------
@@ -165,11 +167,13 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             ResetNeeded: The first reset is not of all environments.
         """
         ids = self._ready(env_id, "reset")
-        resumed = {one: self._resumed.pop(one) for one in ids if one in self._resumed}
+        is_latest = self._stepper.latest is self._loaded and not self.waiting_id
+        resumed = {one: row for one, row in self._resumed.items() if one in ids} if is_latest else {}
         if not resumed or seed is not None or options is not None:
             return self._begin(ids, seed, options)
         others = [one for one in ids if one not in resumed]
         begun = dict(zip(others, zip(*self._begin(others, None, None)))) if others else {}
+        self._loaded, self._resumed = None, {}
         observations, infos = zip(*[resumed[one] if one in resumed else begun[one] for one in ids])
         return _together(observations), _objects(infos)
 
@@ -235,8 +239,6 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         if action is None and self.is_async:
             return self._received([] if id is None else self._ids(id))
         ids = self._ready(id, "step")
-        for env_id in ids if self._resumed else ():
-            self._resumed.pop(env_id, None)
         if self._over[ids].any():
             over = [env_id for env_id in ids if self._over[env_id]]
             raise ResetNeeded(f"the episodes of environments {over} are over; reset them before the next step")
@@ -347,20 +349,22 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
     def load_state(self, states: Sequence[bytes], id: Ids = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Go on from what `save_state` has returned; arguments and errors are as in `ParallelEnv.load_state`.
 
-        Collectors begin with a reset. So the next `reset` of these environments without a seed and options, before
-        they are stepped, begins no new episode: it returns what this method returns. An episode that is over is reset.
+        Collectors begin with a reset. So the next `reset` without a seed and options, before any step, begins no new
+        episode in these environments: it returns what this method returns. An episode that is over is reset.
 
         Returns:
             Observations and infos of the latest step or reset at that time, one entry for each of these environments.
         """
         ids = self._ready(id, "load_state")
+        earlier = self._resumed if self._stepper.latest is self._loaded else {}
         arrays, _ = self._stepper.load_state(states, None if ids == self._all else ids)
         self._over[ids] = (arrays.terminated | arrays.truncated)[ids]
         observations, infos = self._observations(arrays, ids), self._infos(arrays, ids)
         rows = dict(
             zip(ids, zip(copy.deepcopy(observations), copy.deepcopy(infos)))
         )  # the caller may change the others
-        self._resumed |= {one: row for one, row in rows.items() if not self._over[one]}
+        others = {one: row for one, row in earlier.items() if one not in rows}
+        self._loaded, self._resumed = arrays, others | {o: row for o, row in rows.items() if not self._over[o]}
         return observations, infos
 
     # -- forms ---------------------------------------------------------------------------------------------------------

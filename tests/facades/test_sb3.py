@@ -395,3 +395,26 @@ def test_refused_observation_names_its_part():
     with pytest.raises(ValueError, match=r"agent 'a' observes Dict.* has a part without .*: \['more'\]\[0\], Text"):
         SB3VecEnv(parallel)
     parallel.close()
+
+
+def test_asynchronous_resets_begin_returns_anew():
+    def facade() -> SB3VecEnv:
+        constructor = functools.partial(simple_spread_v3.parallel_env, max_cycles=3)
+        return SB3VecEnv(ParallelEnv([constructor] * 2, backend="serial"))
+
+    first, other = facade(), facade()
+    for env in (first, other):
+        env.reset()
+        env.step(np.zeros(6, np.int64))
+        env.seed(5)
+    observations = first.reset()
+    other.reset_async()
+    np.testing.assert_array_equal(other.reset_wait(), observations)
+    for _ in range(3):
+        (*_, infos), (*_, expected) = (env.step(np.ones(6, np.int64)) for env in (other, first))
+    assert [info["episode"]["l"] for info in infos] == [3] * 6
+    assert [info["episode"]["r"] for info in infos] == [info["episode"]["r"] for info in expected]
+    other.reset_async()
+    other.reset()  # discards it
+    first.close()
+    other.close()

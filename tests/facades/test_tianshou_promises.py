@@ -114,10 +114,21 @@ class TestTianshouVecEnv(Promises):
         other.step()
         other.reset()  # begins new episodes, as any other
         other.step()
-        some.compare(driver.reset(some.facade, [1]), [1], what="loaded at")
-        results = driver.reset(some.facade, [0, 1])
-        some.loops[1].reset()
-        some.compare(results, [0, 1], what="loaded at")
+        with pytest.raises(ValueError, match="expected an action for each"):
+            some.facade.step(np.zeros((2, 3), np.int64))
+        some.compare(driver.reset(some.facade, [1]), [1], what="loaded at")  # nothing had been stepped
+        some.reset([0, 1])  # only the first one goes on
+        some.step()
+        for _ in first.play(20):
+            if first.over:
+                break
+        some.loops = copy.deepcopy(first.loops)
+        driver.load(some.facade, states)
+        driver.load(some.facade, driver.save(first.facade))  # these count, and what is over is reset
+        results = driver.reset(some.facade)
+        for env_id in some.over:
+            some.loops[env_id].reset()
+        some.compare(results, what="loaded at")
         some.step()
         driver.load(other.facade, states)
         other.facade.reset(seed=5)

@@ -376,3 +376,28 @@ def test_in_turn_based_games_a_life_begins_with_the_first_observation():
             if arrays.terminated.any():
                 break
         assert began.tolist() == ended.tolist() == [[1, 1]] * 2
+
+
+@pytest.mark.parametrize("reward", [1.0, 2**60 + 1], ids=["numeric", "pickled"])
+def test_last_observations_are_those_of_the_episode_whatever_infos_have(reward):
+    """A simulator may have its own `final_obs` in infos, which stays there."""
+
+    class Own(Scripted):
+        def step(self, actions: Any) -> Any:
+            seen, rewards, terminateds, truncateds, _ = super().step(actions)
+            infos = {agent: {"final_obs": "my own"} for agent in AGENTS}
+            return seen, dict.fromkeys(rewards, reward), terminateds, truncateds, infos
+
+    with ParallelEnv([lambda: with_one_script(Own(0))], backend="serial") as env:
+        stepper = Facade(env).stepper
+        stepper.reset()
+        for _ in range(8):
+            arrays = stepper.step([Stacked(tuple(AGENTS), np.zeros((1, 3), np.int64))])
+            assert arrays.infos[0]["a"]["final_obs"] == "my own"
+            if arrays.truncated[0]:
+                (final,) = arrays.final_observations
+                assert arrays.finally_observed.tolist() == [[False, False, True]]  # as the script says
+                assert final[0].tolist() == [[0, 0], [0, 0], [4, 4]]
+                break
+        else:
+            raise AssertionError("no episode has ended")

@@ -398,11 +398,12 @@ class Recycling(Extension):
         if phase is Phase.GOES_ON:
             return result
         first = self._transitions.snapshot(slot.env_id, result)
-        dicts, over, events = first.dicts, first.over, first.events
+        dicts, over, events, final = first.dicts, first.over, first.events, None
         if ending is not None:
+            final = ending.dicts[0]
             dicts, over = renewed(ending.dicts, first.dicts), False
             events = both_events(ending.events, first.events)
-        return first._replace(dicts=recycled(dicts), over=over, events=events, mark=Mark.RECYCLED)
+        return first._replace(dicts=recycled(dicts), over=over, events=events, mark=Mark.RECYCLED, final=final)
 
     def _begin_move(self, slot: Slot) -> None:
         """Let the next episode of an environment begin in the new one, as soon as that is ready."""

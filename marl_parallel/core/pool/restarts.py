@@ -416,6 +416,7 @@ class Restarts(Extension):
                     states = states[0], fault.state
                 dicts, events = renewed(fault.dicts, fresh.dicts), both_events(fault.events, fresh.events)
                 result = fresh._replace(dicts=dicts, over=False, states=states, events=events, mark=Mark.RESTARTED)
+                result = result._replace(final=fault.dicts[0])
         else:
             states = None if fault.state is None else (fault.state, fault.state)
             result = Snapshot(fault.dicts, [], [], over=True, states=states, events=fault.events, mark=Mark.RESTARTED)

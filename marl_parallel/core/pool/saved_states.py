@@ -136,7 +136,8 @@ class SavedStates:
         else:
             leftovers = self._pool.latest.get(env_id) if transitions.records.has_leftovers(env_id) else None
             transition = transitions.transition(env_id, None if leftovers is None else loads(leftovers))
-            result = Snapshot(dicts_of(transition), acting, alive, over, masks, events=transition.events or {})
+            events, final = transition.events or {}, transition.final_observations
+            result = Snapshot(dicts_of(transition), acting, alive, over, masks, events=events, final=final)
         is_replaced = unreported is not None or pickled is not None
         sums = transitions.statistics.save(env_id)
         return EnvState(

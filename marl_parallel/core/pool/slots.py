@@ -37,6 +37,7 @@ class Snapshot(NamedTuple):
     states: States | None = None  # set only if the states in the block may have been overwritten
     events: Mapping[AgentID, int] = {}  # of the agents, as of `Transition`
     mark: Mark | None = None
+    final: Mapping[AgentID, Any] | None = None  # the last observations, if the next episode has begun in the same step
 
 
 class Results(NamedTuple):

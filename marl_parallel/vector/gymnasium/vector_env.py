@@ -168,7 +168,7 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
         """The seed of each row's environment."""
         return tuple(seed for seed in self.env.seed() for _ in self.agents)
 
-    close = gymnasium.vector.VectorEnv.close  # calls `close_extras`, once
+    close = gymnasium.vector.VectorEnv.close  # sets the library's `closed`, and calls `close_extras` once
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environment; keywords are as in `ParallelEnv.close`."""

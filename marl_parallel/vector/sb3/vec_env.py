@@ -144,12 +144,27 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
 
         Returns observations of all rows; infos are in `reset_infos`. Errors are as in `ParallelEnv.reset`.
         """
-        by_env = [options or None for options in self._options[:: self._per_env]]
-        options = by_env if any(by_env) else None
+        seed, options = self._reset_arguments()
         if self._stepper.in_flight:
-            self._stepper.runner.check_reset(self._seeds[0], options, None)  # wrong arguments discard nothing
-            self._stepper.receive()
-        arrays = self._stepper.reset(self._seeds[0], options)
+            self._stepper.runner.check_reset(seed, options, None)  # wrong arguments discard nothing
+            self._stepper.discard()
+        return self._begun(self._stepper.reset(seed, options))
+
+    @exclusive("reset_async")
+    def reset_async(self) -> None:  # type: ignore[override]
+        """Begin to reset and return; `reset_wait` returns the results. Errors are as in `reset`."""
+        self._stepper.send_reset(*self._reset_arguments())
+
+    @exclusive("reset_wait")
+    def reset_wait(self, timeout: float | None = None) -> Any:
+        """The results of `reset_async`, in the form of `reset`; arguments and errors are as in `step_wait`."""
+        return self._begun(self._stepper.receive_reset(timeout))
+
+    def _reset_arguments(self) -> tuple[int | None, list[dict[str, Any] | None] | None]:
+        by_env = [options or None for options in self._options[:: self._per_env]]
+        return self._seeds[0], by_env if any(by_env) else None
+
+    def _begun(self, arrays: Arrays) -> Any:
         self._reset_seeds()
         self._reset_options()
         self._returns[...] = self._lengths[...] = 0.0
