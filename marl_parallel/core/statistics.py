@@ -185,8 +185,8 @@ class EpisodeStatistics:
             for env_id, terminated, truncated in ended:
                 self._finish(env_id, self.totals[env_id].tolist(), bool(terminated), bool(truncated))
         elif ended:
-            env_ids, *flags = np.array(ended).T
-            self._finish_all(env_ids, *(of_envs.astype(np.bool_) for of_envs in flags))
+            env_ids, terminated, truncated = np.array(ended).T
+            self._finish_all(env_ids, terminated != 0, truncated != 0)
 
     def _add_some(
         self, env_id: int, totals: list[float], rewards: Mapping[Any, Any], flagged: Sequence[AgentID]
