@@ -43,7 +43,7 @@ _CLOSED = "the launcher is closed"
 _MOST_ATTEMPTS = 5  # to start a worker, while servers or keepers die
 
 _SERVER = """from marl_parallel.backends.server import Server
-Server{arguments!r}.run()
+Server{arguments!a}.run()
 """
 
 
@@ -376,7 +376,8 @@ class _Server:
             in_any_case.callback(os.close, wake_fd)
             of_preload = () if self.preloading is None else self.preloading.fds
             fds = theirs.fileno(), guard, wake_fd
-            text = _SERVER.format(arguments=(*fds, os.getpid(), entry, tuple(preload), of_preload))
+            argv = tuple(map(str, getattr(sys, "argv", ())))
+            text = _SERVER.format(arguments=(*fds, os.getpid(), entry, tuple(preload), of_preload, argv))
             command, program = interpreter.program(text, sys.path)
             in_any_case.callback(os.close, program)
             # Libraries get a single thread, because forking is not safe with several.

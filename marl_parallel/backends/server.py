@@ -83,7 +83,7 @@ class Setting(NamedTuple):
 class Server:
     """The fork server; `guard` is the read end of a pipe of the parent, and `entry` is loaded before workers start.
 
-    So are the modules `preload`; `files` are the descriptors for a stack, and for the names and times of imports.
+    So are the modules `preload`, which see the caller's `argv`; `files` are the descriptors of `_Preloading`.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Server:
         entry: str,
         preload: Sequence[str] = (),
         files: Sequence[int] = (),
+        argv: Sequence[str] = (),
     ) -> None:
         # The parent decides what to do at a signal to all processes of a job. The parent may have blocked SIGCHLD.
         signal.pthread_sigmask(signal.SIG_SETMASK, signals.JOB_SIGNALS)
@@ -103,6 +104,7 @@ class Server:
         for module in ("numpy", "gymnasium", entry):
             importlib.import_module(module)
         if preload:
+            sys.argv[:] = argv
             _preload(preload, guard, *files)
         # Objects that the collector never visits stay in pages that all workers share.
         gc.freeze()
@@ -248,6 +250,7 @@ class Server:
             os.close(source)
         gc.enable()
         tracker.share(to_tracker)
+        preloading.leave_exit_handlers()
         become_worker(file, worker_fds, (crash, asks), self.parent, [self.guard, self.own_guard, guard])
 
 

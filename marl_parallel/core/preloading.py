@@ -1,21 +1,27 @@
 """Modules of `preload=`, which each process imports once.
 
-    fork server      `import_modules`; the workers that it forks have the modules, and what was noted about them
-    other workers    `import_modules` before their first constructor
+    fork server      `import_modules`; the workers that it forks have the modules
+    all workers      `import_modules` before their first constructor
 
-A module that cannot be imported is noted, too: a forked worker raises the exception of the fork server.
+A forked worker makes the changes again that the imports made to the state of the process, which it has copied from the
+caller since. It raises the exception of the fork server if a module cannot be imported there. It does not run the exit
+handlers of the modules: the fork server does.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
+import multiprocessing.util  # which registers an exit handler of its own, as `logging` does
 import os
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from marl_parallel.core.process_state import Changes
 from marl_parallel.core.script_generators import ModuleGenerators
 
 _GPU = "/dev/nvidia"
@@ -47,6 +53,8 @@ class _Imports:
         self.noted: list[Preloaded] = []
         self.generators = ModuleGenerators()
         self.are_seeded = False
+        self.changes: Changes | None = None  # which workers that are forked from here have to make
+        self.exit_handlers: list[Callable[..., object]] = []
 
 
 _imports = _Imports()
@@ -57,6 +65,20 @@ def import_modules(names: Sequence[str], *, forks: bool = False) -> None:
 
     With `forks`, this process forks workers later: what the import leaves behind is noted.
     """
+    if forks:
+        changes = Changes()
+        with _noting_exit_handlers():
+            _import(names, forks=True)
+        changes.end()
+        _imports.changes = changes
+        return
+    if _imports.changes is not None:
+        _imports.changes.make()
+        _imports.changes = None
+    _import(names)
+
+
+def _import(names: Sequence[str], *, forks: bool = False) -> None:
     for name in names:
         if _imports.failed is not None:
             raise _imports.failed
@@ -81,6 +103,35 @@ def _in_modules(stack: TracebackType | None) -> TracebackType | None:
     while stack is not None and stack.tb_frame.f_code.co_filename.startswith((__file__, importlib.__file__, "<frozen")):
         stack = stack.tb_next
     return stack
+
+
+@contextlib.contextmanager
+def _noting_exit_handlers() -> Iterator[None]:
+    """Within, exit handlers that are registered are noted."""
+    weakref.finalize(_Imports(), int)  # the first one registers a handler for all
+    register = atexit.register
+
+    def noting(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        _imports.exit_handlers.append(function)
+        return register(function, *args, **kwargs)
+
+    atexit.register = noting
+    try:
+        yield
+    finally:
+        atexit.register = register
+
+
+def leave_exit_handlers() -> None:
+    """Have the modules' exit handlers and finalizers run at the end of the fork server only; called in its workers.
+
+    A module's temporary folder, for instance, belongs to all of them.
+    """
+    for function in _imports.exit_handlers:
+        atexit.unregister(function)
+    for finalizer in [*getattr(weakref.finalize, "_registry", ())]:  # no public function lists them
+        finalizer.atexit = False
+    getattr(multiprocessing.process, "_children", set()).clear()  # else they are ended and joined
 
 
 def noted() -> tuple[Preloaded, ...]:

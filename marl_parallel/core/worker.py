@@ -326,10 +326,6 @@ class Worker:
             self._loading.watching(),
             seeding_new_torch(None if seeds is None else seeds.torch),
         ):
-            if self._own_process and construction.preload:
-                preloading.import_modules(construction.preload)
-                if seeds is not None:
-                    preloading.seed_generators_once(seeds.python)
             if seeds is not None:
                 seed_generators(seeds)  # modules imported now may also draw
             with self._loading.loading():
@@ -339,6 +335,11 @@ class Worker:
                     install_namespaces(construction.namespaces)
                 if construction.settings and not self._in_line:
                     self.settings.apply(construction.settings)
+                if self._own_process and construction.preload:  # what the modules set stays
+                    preloading.import_modules(construction.preload)
+                    if seeds is not None:
+                        preloading.seed_generators_once(seeds.python)
+                        seed_generators(seeds)  # a forked worker did not draw in the import
                 if self._own_process and construction.registrations != self._registrations:
                     self._registrations = construction.registrations
                     install_registrations(construction.registrations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from helpers.processes import all_gone, wait_for
 from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
 from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core import preloading
+from marl_parallel.core.process_state import _changed
 
 pytestmark = pytest.mark.release_independent
 
@@ -44,6 +46,19 @@ class Reader(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
         return 0, 0.0, False, False, {}
+
+    def process_state(self) -> tuple[Any, ...]:
+        names = [name for name in os.environ if name.endswith("OF_PRELOAD")]
+        named = UnicodeWarning, BytesWarning, ImportWarning
+        filters = [(action, category.__name__) for action, _, category, _, _ in warnings.filters if category in named]
+        return (
+            {name: os.environ[name] for name in sorted(names)},
+            [path for path in sys.path if path.endswith("of_preload")], sys.path[0], sys.path[-1],
+            os.getcwd(), filters[:3], np.geterr(), sys.getrecursionlimit(),
+        )  # fmt: skip
+
+    def note_at_exit(self, name: str) -> None:
+        atexit.register(vars(sys.modules[name])["note"], "worker")
 
     def draw(self, name: str) -> list[int]:
         one = vars(sys.modules[name])["rng"]
@@ -98,6 +113,103 @@ def test_replaced_workers_have_the_modules(module: Any) -> None:
         after = env.get_attr("pids")
     assert after[1][0] != before[1][0]
     assert {one[1] for one in (*before, *after)} == {before[0][1]}
+
+
+def test_what_modules_set_in_the_process_stays(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers have the caller's state with the changes of the modules, as if each of them imported the modules."""
+    (tmp_path / "there_of_preload").mkdir()
+    name = module(
+        "sets_of_preload",
+        f"""
+        import os, sys, warnings
+        import numpy as np
+        os.environ["NEW_OF_PRELOAD"] = "of the module"
+        os.environ["OTHER_OF_PRELOAD"] += "of the module"
+        del os.environ["GONE_OF_PRELOAD"]
+        sys.path.insert(0, "first_of_preload")
+        sys.path.append("last_of_preload")
+        sys.path.remove("gone_of_preload")
+        warnings.filterwarnings("error", category=BytesWarning)
+        warnings.simplefilter("ignore", UnicodeWarning)
+        np.seterr(over="raise")
+        sys.setrecursionlimit(4321)
+        os.chdir({str(tmp_path / "there_of_preload")!r})
+        PID = sys.argv
+        """,
+    )
+    for variable in ("OTHER_OF_PRELOAD", "GONE_OF_PRELOAD", "CALLERS_OF_PRELOAD"):
+        monkeypatch.setenv(variable, "of the caller, ")
+    monkeypatch.setattr(sys, "path", [*sys.path, "gone_of_preload"])
+    monkeypatch.setattr(sys, "argv", ["program", "argument"])
+    found = {}
+    with np.errstate(under="raise"), warnings.catch_warnings():
+        warnings.simplefilter("always", ImportWarning)
+        for backend in ("process", "portable"):
+            with opened(backend, name, on_error="restart") as env:
+                env.reset()
+                found[backend], _ = env.call("process_state")
+                assert backend == "portable" or env.get_attr("pids")[0][1] == ["program", "argument"]
+                env.reset()  # settings of the caller are applied again
+                assert env.call("process_state") == (found[backend],) * 2
+    variables, path, first, last, cwd, filters, float_errors, limit = found["process"]
+    assert variables == {
+        "CALLERS_OF_PRELOAD": "of the caller, ",
+        "NEW_OF_PRELOAD": "of the module",
+        "OTHER_OF_PRELOAD": "of the caller, of the module",
+    }
+    assert path == [first, last] == ["first_of_preload", "last_of_preload"]
+    assert Path(cwd).name == "there_of_preload"
+    assert filters == [("ignore", "UnicodeWarning"), ("error", "BytesWarning"), ("always", "ImportWarning")]
+    assert (float_errors["over"], float_errors["under"], limit) == ("raise", "raise", 4321)
+    assert found["process"] == found["portable"]
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "after", "expected"),
+    [
+        ("abc", "abc", "axbc", "axbc"),  # nothing differs: the place is known
+        ("kabc", "abc", "xabc", "xkabc"),
+        ("kabc", "abc", "abcx", "kabcx"),
+        ("kabc", "abc", "axbc", "kabcx"),
+        ("kabc", "abc", "ca", "cka"),
+        ("kabc", "abc", "bac", "bkac"),
+        ("kabc", "abc", "xcaby", "xckaby"),
+        ("k", "abc", "", "k"),
+        ("", "abc", "cx", "x"),
+        ("xk", "abc", "xabc", "xk"),
+    ],
+)
+def test_changes_of_lists(now: str, before: str, after: str, expected: str) -> None:
+    assert "".join(_changed(now, before, after)) == expected
+
+
+@pytest.mark.starts_anew  # else it does not end as an interpreter does
+def test_exit_handlers_of_modules_run_in_the_fork_server_only(module: Any, tmp_path: Path) -> None:
+    """Folders and files belong to all workers. Handlers of the simulators run in the workers."""
+    name = module(
+        "cleans_up_of_preload",
+        f"""
+        import atexit, os, tempfile, weakref
+        PID = os.getpid()
+        folder = tempfile.TemporaryDirectory(dir={str(tmp_path)!r})
+        def note(what):
+            with open({str(tmp_path / "ended")!r}, "a") as file:
+                file.write(f"{{what}} {{os.getpid()}} {{os.path.exists(folder.name)}}\\n")
+        class Own:
+            pass
+        own = Own()
+        atexit.register(note, "handler")
+        weakref.finalize(own, note, "finalizer")
+        """,
+    )
+    with opened("process", name) as env:
+        pids = env.get_attr("pids")
+        env.call("note_at_exit", name)
+    lines = sorted(line.split() for line in (tmp_path / "ended").read_text().splitlines())
+    server = str(pids[0][1])
+    of_workers = sorted(["worker", str(pid), "True"] for pid, _ in pids)
+    assert lines == [["finalizer", server, "True"], ["handler", server, "True"], *of_workers]
+    assert not [*tmp_path.glob("tmp*")]
 
 
 FAILURES = {
