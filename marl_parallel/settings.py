@@ -123,7 +123,7 @@ class WorkerPoolSettings:
             if getattr(self, name) is not None:
                 checked_integer(getattr(self, name), name)
         check_backend(self.backend)
-        checked_modules(self.preload)
+        object.__setattr__(self, "preload", checked_modules(self.preload))  # not the caller's list
         if self.wait not in WAITS:
             raise ValueError(f"wait must be one of {', '.join(WAITS)}, got {self.wait!r}")
         if self.is_automatic and (self.num_workers is not None or self.envs_per_worker is not None):

@@ -31,7 +31,7 @@ from marl_parallel.core.advice import naming_limits
 from marl_parallel.core.loading import cpu_seconds, is_past
 from marl_parallel.core.messages import LostServer
 from marl_parallel.core.reports import logger
-from marl_parallel.core.worker_status import WorkerStatus
+from marl_parallel.core.worker_status import Activity, WorkerStatus
 
 _ANSWERS_WITHIN_S = 60.0
 _ENDS_WITHIN_S = 6.0
@@ -66,7 +66,7 @@ class Launcher:
     at a time may use a launcher; any may call `close`. In a forked child of its owner, a launcher counts as closed.
 
     A worker runs `main(index, fds)` of the module `entry`. The server imports the modules `preload` first, for which it
-    has `start_timeout` seconds. Each death of a worker posts the semaphore at the start of the block `wake`. The death
+    has `start_timeout` seconds (see `is_past`). Each death of a worker posts the semaphore at the start of the block `wake`. The death
     of the server posts nothing: call `collect` from time to time.
     """
 
@@ -145,18 +145,18 @@ class Launcher:
                     raise
                 self._lose_server()
             while not (worker.pid or worker.failure) and self._server is server:
-                self._check_late(server, setting, time.monotonic() - began)
+                self._check_late(server, setting, began)
                 # Keepers of other workers may hold the connection to a dead server open: do not wait for its end.
                 self.collect(_TICK_S)
             if self._closed:
                 raise RuntimeError(_CLOSED)
             if self._server is not server:
-                if (preloading := server.preloading) is not None:
+                preloading, lost = server.preloading, server.lost()
+                was_killed = lost.exitcode in (None, -signal.SIGKILL)  # from elsewhere: the next server may live
+                if preloading is not None and preloading.began is not None and not was_killed:
                     imports, stack = preloading.status.imports(), preloading.crash_file.text()
-                    raise reports.preload_died(
-                        setting.worker, setting.share, self._preload, server.lost(), imports, stack
-                    )
-                raise _LaunchLost(*reports.end_of_server(server.lost()))
+                    raise reports.preload_died(setting.worker, setting.share, self._preload, lost, imports, stack)
+                raise _LaunchLost(*reports.end_of_server(lost))
             if worker.failure == errno.ECHILD:
                 raise _LaunchLost("its keeper was killed", reports.SIGKILL_ADVICE)
             if worker.failure:
@@ -170,19 +170,26 @@ class Launcher:
             raise
         return worker
 
-    def _check_late(self, server: _Server, setting: Setting, elapsed: float) -> None:
-        """Raise an error if the server should have answered by now; one that hangs in an import is aborted."""
-        loading = 0.0 if server.has_answered else cpu_seconds(server.pid) or 0.0
+    def _check_late(self, server: _Server, setting: Setting, requested: float) -> None:
+        """Raise an error if the server should have answered by now; one that hangs in an import is aborted.
+
+        Its imports have `start_timeout`, its start and the fork of the worker `_ANSWERS_WITHIN_S`.
+        """
+        now, used = time.monotonic(), None if server.has_answered else cpu_seconds(server.pid)
         pid, limit, preloading = server.pid, self._start_timeout, server.preloading
-        if preloading is None and is_past(_ANSWERS_WITHIN_S, elapsed, loading):
+        if preloading is not None and (began := preloading.began) is not None:
+            if limit is not None and is_past(limit, now - began, preloading.status.loading(used)):
+                imports, stack = preloading.status.imports(), preloading.crash_file.stack(pid)
+                raise reports.preload_timed_out(setting.worker, setting.share, self._preload, limit, imports, stack)
+            return
+        if preloading is not None:
+            requested = max(requested, preloading.ended)
+        if is_past(_ANSWERS_WITHIN_S, now - requested, used or 0.0):
             raise RuntimeError(
                 f"The fork server (process {pid}, state {descendants.state_of(pid) or 'gone'}) did not answer "
                 f"a request for a worker within {_ANSWERS_WITHIN_S:g} s. It may be frozen by its container or "
                 f"control group, or the machine may be overloaded: see /proc/{pid}/status, and start again."
             )
-        if preloading is not None and limit is not None and is_past(limit, elapsed, loading):
-            imports, stack = preloading.status.imports(), preloading.crash_file.stack(pid)
-            raise reports.preload_timed_out(setting.worker, setting.share, self._preload, limit, imports, stack)
 
     def _started_server(self) -> _Server:
         server: _Server = self._new_server()
@@ -335,7 +342,10 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Preloading:
-    """What a server writes while it imports modules: their names and times, and its stack if it crashes or hangs."""
+    """What a server writes while it imports modules: their names and times, and its stack if it crashes or hangs.
+
+    The server's status has `Activity.CONSTRUCTOR` during the imports and `Activity.START` after them.
+    """
 
     def __init__(self) -> None:
         self.crash_file = CrashFile()
@@ -345,6 +355,18 @@ class _Preloading:
     @property
     def fds(self) -> tuple[int, int]:
         return self.crash_file.fd, self._block.fd
+
+    @property
+    def began(self) -> float | None:
+        """When the imports began, if they are running."""
+        running = self.status.running
+        return running.since if running is not None and running.activity is Activity.CONSTRUCTOR else None
+
+    @property
+    def ended(self) -> float:
+        """When the imports ended; 0.0 before that."""
+        running = self.status.running
+        return running.since if running is not None and running.activity is Activity.START else 0.0
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # at the limit of open files, it has not been made

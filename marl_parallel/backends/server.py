@@ -39,7 +39,7 @@ from marl_parallel.backends.memory import Semaphore, mapped
 from marl_parallel.backends.stacks import answer_requests, report_to
 from marl_parallel.core import preloading
 from marl_parallel.core.loading import Loading
-from marl_parallel.core.worker_status import WorkerStatus
+from marl_parallel.core.worker_status import Activity, WorkerStatus
 
 LOADED_THREADS = 1  # of the numerical libraries in the server
 CLEARED_WITHIN_S = 5.0  # how long a keeper, or the server at its end, tries to kill what is left
@@ -259,9 +259,11 @@ def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int
     parent_gone = _arm(os.dup(guard))  # until this process watches the parent itself
     os.write(stack_file, bytes([signal.SIGABRT]))  # other signals are blocked; see `CrashFile`
     faulthandler.enable(file=stack_file)
-    loading = Loading(WorkerStatus(mapped(status_file)))
-    with contextlib.suppress(preloading.PreloadFailed), loading.watching():
+    status = WorkerStatus(mapped(status_file))
+    status.enter(0, Activity.CONSTRUCTOR)
+    with contextlib.suppress(preloading.PreloadFailed), Loading(status).watching():
         preloading.import_modules(names, forks=True)
+    status.enter(0, Activity.START)
     faulthandler.disable()
     for fd in (parent_gone, stack_file, status_file):
         os.close(fd)

@@ -19,12 +19,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from helpers import ROOT
+from helpers.launching import LauncherHarness, linux_only
 from helpers.processes import all_gone, wait_for
 
 from marl_parallel import EnvError, ParallelEnv, WorkerCrashed, WorkerTimeout
+from marl_parallel.backends import launching
 from marl_parallel.backends.spawn import PortableProcessBackend
 from marl_parallel.core import preloading
 from marl_parallel.core.process_state import _changed
+from marl_parallel.settings import WorkerPoolSettings
 
 pytestmark = pytest.mark.release_independent
 
@@ -386,3 +389,68 @@ def test_the_fork_server_dies_with_its_parent_while_it_imports(module: Any, tmp_
 def test_wrong_names(value: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         ParallelEnv([Reader], preload=value)
+
+
+@linux_only
+def test_a_fork_server_that_is_killed_while_it_imports_is_replaced(module: Any, tmp_path: Path) -> None:
+    """As one that is killed at any other time: another one imports the modules. After five of them, it is an error."""
+    code = """
+        import os, pathlib, signal
+        with pathlib.Path({path!r}).open("a") as file:
+            file.write("x")
+        if pathlib.Path({path!r}).stat().st_size <= {most}:
+            os.kill(os.getpid(), signal.{signal})
+        PID = os.getpid()
+        """
+    name = module("killed_twice_of_preload", code.format(path=str(tmp_path / "two"), most=2, signal="SIGKILL"))
+    with opened("process", name) as env:
+        assert all(imported_by is not None for _, imported_by in env.get_attr("pids"))
+    assert (tmp_path / "two").stat().st_size == 3
+    name = module("killed_of_preload", code.format(path=str(tmp_path / "all"), most=9, signal="SIGKILL"))
+    with pytest.raises(RuntimeError, match=r"could not be started in 5 attempts; in the last one, the fork server"):
+        opened("process", name)
+    assert (tmp_path / "all").stat().st_size == 5
+
+
+SLEEPS = "import time\ntime.sleep({})\n"
+
+
+@linux_only
+def test_the_start_of_the_fork_server_is_no_import(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_SERVER", SLEEPS.format(0.8) + launching._SERVER)
+    harness = LauncherHarness(preload=[module("small_of_preload", "")], start_timeout=0.5)
+    try:
+        harness.launch("sleep")
+    finally:
+        harness.close()
+
+
+@linux_only
+@pytest.mark.parametrize("start_timeout", [None, 0.1])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_fork_server_that_hangs_beside_its_imports_is_an_error(
+    start_timeout: float | None, moment: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, hang = launching._SERVER, SLEEPS.format(600)
+    text = (
+        hang + text
+        if moment == "before"
+        else text.replace("Server{", "server = Server{").replace(".run()", "\n" + hang)
+    )
+    monkeypatch.setattr(launching, "_SERVER", text)
+    monkeypatch.setattr(launching, "_ANSWERS_WITHIN_S", 0.3)
+    monkeypatch.setattr(launching, "_ENDS_WITHIN_S", 0.1)
+    harness = LauncherHarness(preload=[module("hung_of_preload", "")], start_timeout=start_timeout)
+    try:
+        with pytest.raises(RuntimeError, match=r"did not answer a request for a worker within 0\.3 s"):
+            harness.launch("sleep")
+    finally:
+        harness.close()
+
+
+def test_a_change_of_the_callers_list_changes_nothing(module: Any) -> None:
+    """Worker processes that are started later import the same modules."""
+    names = [module("listed_of_preload", "PID = 1")]
+    settings = WorkerPoolSettings(preload=names)
+    names.append("missing_of_preload")
+    assert settings.preload == ("listed_of_preload",)

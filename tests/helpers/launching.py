@@ -33,11 +33,11 @@ def opened_by_libffi(path: str) -> bool:
 class LauncherHarness:
     """A launcher, the semaphore it posts, and a pipe that workers write to."""
 
-    def __init__(self, limit: int | None = 1) -> None:
+    def __init__(self, limit: int | None = 1, **arguments: Any) -> None:
         self.block = Block()
         self.wake = Semaphore(self.block.allocate(4096), 0)
         self.wake.init(0)
-        self.launcher = Launcher(entry="helpers.launch_targets", wake=self.block, threads=limit)
+        self.launcher = Launcher(entry="helpers.launch_targets", wake=self.block, threads=limit, **arguments)
         self.processes: dict[int, WorkerProcess] = {}  # by process id; not those whose death was reported
         self.dead: dict[int, WorkerProcess] = {}
         read_end, self.write_end = os.pipe()
