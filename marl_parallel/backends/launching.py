@@ -66,8 +66,8 @@ class Launcher:
     at a time may use a launcher; any may call `close`. In a forked child of its owner, a launcher counts as closed.
 
     A worker runs `main(index, fds)` of the module `entry`. The server imports the modules `preload` first, for which it
-    has `start_timeout` seconds (see `is_past`). Each death of a worker posts the semaphore at the start of the block `wake`. The death
-    of the server posts nothing: call `collect` from time to time.
+    has `start_timeout` seconds (see `is_past`). Each death of a worker posts the semaphore at the start of the block
+    `wake`. The death of the server posts nothing: call `collect` from time to time.
     """
 
     _closed = True  # until __init__ has finished: `__del__` is called even if it fails

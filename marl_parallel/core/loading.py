@@ -98,14 +98,12 @@ class Loading:
                 yield
                 return
             before = cpu_seconds(os.getpid())
-            began = self._status.begin_loading(before)
+            self._status.begin_loading(before)
             try:
                 yield
             finally:
-                after = None if before is None else cpu_seconds(os.getpid())
-                if before is None or after is None:
-                    before, after = began, self._status.clock()
-                self._status.end_loading(after - before)
+                after = cpu_seconds(os.getpid())
+                self._status.end_loading(None if before is None or after is None else after - before)
         finally:
             self._depth -= 1
 

@@ -23,6 +23,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -104,15 +105,23 @@ def _dump(
     return SavedSimulator(pickled, bool(layers), references.has_arrays)
 
 
-def load_simulator(saved: SavedSimulator, arrays: ConstructorArrays, construct: Callable[[], MultiAgentEnv]) -> Loaded:
-    """Load a simulator; `construct` makes and resets a new one, if needed. Raises `CannotBeLoaded`."""
+def load_simulator(
+    saved: SavedSimulator,
+    arrays: ConstructorArrays,
+    construct: Callable[[], MultiAgentEnv],
+    unpickling: AbstractContextManager[None],
+) -> Loaded:
+    """Load a simulator; `construct` makes and resets a new one, if needed. Raises `CannotBeLoaded`.
+
+    The simulator is unpickled within `unpickling`.
+    """
     layers: list[Any] = []
     fresh: MultiAgentEnv | None = None
     if saved.needs_constructor:
         fresh = construct()
         layers = [*attributes.layers(fresh.source)]
     try:
-        return _load(saved, arrays, layers)
+        return _load(saved, arrays, layers, unpickling)
     except BaseException:
         if fresh is not None:
             close_quietly(fresh)
@@ -125,9 +134,13 @@ def close_quietly(env: MultiAgentEnv) -> None:
         env.close()
 
 
-def _load(saved: SavedSimulator, arrays: ConstructorArrays, layers: Sequence[Any]) -> Loaded:
+def _load(
+    saved: SavedSimulator, arrays: ConstructorArrays, layers: Sequence[Any], unpickling: AbstractContextManager[None]
+) -> Loaded:
     try:
-        env, more, states, kinds = unpickle(lambda pickled: _Unpickler(pickled, arrays, layers).load(), saved.pickled)
+        with unpickling:
+            pickled = saved.pickled
+            env, more, states, kinds = unpickle(lambda pickle: _Unpickler(pickle, arrays, layers).load(), pickled)
     except CannotBeLoaded:
         raise
     except Exception as error:

@@ -688,9 +688,8 @@ class Worker:
 
         simulator = SavedSimulator(saved.pickled, saved.needs_constructor, saved.needs_arrays)
         self._loading.restart()
-        unpickling = contextlib.nullcontext() if saved.needs_constructor else self._loading.loading()
-        with self._status.during(env_id, Activity.CONSTRUCTOR), unpickling:
-            loaded = load_simulator(simulator, arrays, construct)
+        with self._status.during(env_id, Activity.CONSTRUCTOR):
+            loaded = load_simulator(simulator, arrays, construct, self._loading.loading())
         return _Beside(saved, loaded, arrays)
 
     def _replace(self, env_id: int, takes_place: bool) -> None:

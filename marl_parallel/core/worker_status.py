@@ -57,12 +57,13 @@ class Running(NamedTuple):
 
 # Numbers of 8 bytes: what is running and since when; whether requests are discarded (1) or the parent ends the worker
 # (2); seconds in simulators, in transport and waiting; the number of parts of requests begun; steps and resets that
-# have ended; for the present constructor, seconds of imports, when the present one began, and the CPU time then (0 if
-# unknown). The worker writes one at a time, since `struct.pack_into` writes zeros first, which the parent would read.
+# have ended; for the present constructor, CPU time of imports, when the present one began, the CPU time then (0 if
+# unknown), and wall time of imports. The worker writes one at a time, since `struct.pack_into` writes zeros first,
+# which the parent would read.
 # `_ENV` is an environment's number plus one while its simulator runs, and minus this number after its return until the
 # next simulator runs. When the request is done, it is this number plus `_SETTLED`. It is 0 before anything has started.
 _ENV, _ACTIVITY, _SINCE, _DISCARDED, _SIMULATOR, _TRANSPORT, _WAITING, _PARTS, _STEPS, _RESETS = range(10)
-_LOADED, _LOADING, _LOADING_CPU = range(10, 13)
+_LOADED, _LOADING, _LOADING_CPU, _LOADED_WALL = range(10, 14)
 # Native code of a simulator may overwrite a status. Numbers that no worker writes count as unknown, since a status only
 # says what to report and when a timeout began: it must neither end a run nor hide a fault.
 _SETTLED = 1 << 40
@@ -170,20 +171,21 @@ class WorkerStatus:
 
     def forget_loading(self) -> None:
         """Note that a constructor begins, which has imported nothing yet."""
-        self._floats[_LOADING] = self._floats[_LOADED] = 0.0
+        self._floats[_LOADING] = self._floats[_LOADED] = self._floats[_LOADED_WALL] = 0.0
         self._view[8 * _NAMES :] = bytes(_NAMES_NBYTES)
 
-    def begin_loading(self, cpu_seconds: float | None) -> float:
-        """Note that the worker begins to import or to unpickle, and its CPU time, if known; returns the time."""
-        now = self.clock()
+    def begin_loading(self, cpu_seconds: float | None) -> None:
+        """Note that the worker begins to import or to unpickle, and its CPU time, if known."""
         self._floats[_LOADING_CPU] = cpu_seconds or 0.0
-        self._floats[_LOADING] = now
-        return now
+        self._floats[_LOADING] = self.clock()
 
-    def end_loading(self, seconds: float) -> None:
-        """Note that this has ended, and its CPU time, or wall time if that is unknown."""
-        self._floats[_LOADING] = 0.0
-        self._floats[_LOADED] += seconds
+    def end_loading(self, cpu_seconds: float | None) -> None:
+        """Note that this has ended, and the CPU time that it took, if known."""
+        floats = self._floats
+        seconds = self.clock() - floats[_LOADING]
+        floats[_LOADING] = 0.0
+        floats[_LOADED_WALL] += seconds
+        floats[_LOADED] += seconds if cpu_seconds is None else cpu_seconds
 
     def name_imports(self, present: str, imported: str) -> None:
         """Note the name of the module that is being imported, and in words what has been imported."""
@@ -261,9 +263,11 @@ class WorkerStatus:
     def loading(self, cpu_seconds: float | None) -> float:
         """Seconds in which the present constructor has imported or unpickled: CPU time, or wall time if unknown.
 
-        `cpu_seconds` is the CPU time of the worker now; None if unknown.
+        `cpu_seconds` is the CPU time of the worker now. If the caller's process cannot know it (None), wall time counts
+        from beginning to end, even if the worker knows its own CPU time.
         """
-        loaded, began, cpu_then = (self._floats[place] for place in (_LOADED, _LOADING, _LOADING_CPU))
+        loaded = self._floats[_LOADED_WALL if cpu_seconds is None else _LOADED]
+        began, cpu_then = self._floats[_LOADING], self._floats[_LOADING_CPU]
         present = 0.0
         if began:
             present = self.clock() - began if cpu_seconds is None or not cpu_then else cpu_seconds - cpu_then

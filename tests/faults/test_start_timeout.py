@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulators.importing import Importing, SlowToUnpickle, run
+from simulators.importing import Importing, SavesItself, SlowToUnpickle, run
 
 from marl_parallel import ParallelEnv, WorkerTimeout
 from marl_parallel.backends.spawn import PortableProcessBackend
@@ -77,6 +77,13 @@ def test_states_that_unpickle_for_long_are_loaded() -> None:
             env.load_state(env.save_state())
 
 
+def test_states_that_need_their_constructor_and_unpickle_for_long_are_loaded() -> None:
+    with opened(functools.partial(SavesItself, 1.5 * LIMIT_S)) as env:
+        env.reset()
+        env.load_state(env.save_state())
+        assert env.get_attr("loaded") == (True,)
+
+
 def test_a_fork_server_that_imports_for_long_starts(module: Any) -> None:
     name = module("preloaded_of_start", RUNS.format(1.5 * LIMIT_S))
     opened(functools.partial(Importing, name), preload=[name]).close()
@@ -124,10 +131,10 @@ def test_imports_count_from_ten_times_the_limit_on(preload: bool, module: Any) -
     assert 'endless_of_start.py", line' in caught.value.stack
 
 
-def test_without_cpu_time_the_wall_time_of_imports_does_not_count(module: Any) -> None:
-    """The CPU time of portable workers is unknown."""
-    name = module("sleeps_of_start", SLEEPS.format(1.5 * LIMIT_S))
-    opened(functools.partial(Importing, name), "portable").close()
+def test_without_cpu_time_the_wall_time_of_imports_of_portable_workers_does_not_count(module: Any) -> None:
+    """Neither during an import nor after it."""
+    name = module("sleeps_of_start", SLEEPS.format(1.2))
+    opened(functools.partial(Importing, name, time.sleep, 0.3), "portable", start_timeout=1.0).close()
     with pytest.raises(WorkerTimeout, match=LATE):
         opened(functools.partial(Importing, None, time.sleep, FOREVER_S), "portable")
 

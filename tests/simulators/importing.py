@@ -50,3 +50,18 @@ class SlowToUnpickle:
 
     def __call__(self) -> Importing:
         return Importing()
+
+
+class SavesItself(Importing):
+    """Saves a state that takes some time while it is unpickled, and cannot be pickled itself."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.loaded = seconds, False
+        self.unpicklable = (number for number in ())
+
+    def get_state(self) -> SlowToUnpickle:
+        return SlowToUnpickle(run, self.seconds)
+
+    def set_state(self, state: SlowToUnpickle) -> None:
+        self.loaded = True
