@@ -30,6 +30,7 @@ from marl_parallel.core import reports
 from marl_parallel.core.advice import naming_limits
 from marl_parallel.core.loading import cpu_seconds, is_past
 from marl_parallel.core.messages import LostServer
+from marl_parallel.core.preloading import Preloaded, warn_of
 from marl_parallel.core.reports import logger
 from marl_parallel.core.worker_status import Activity, WorkerStatus
 
@@ -162,6 +163,8 @@ class Launcher:
             if worker.failure:
                 raise OSError(worker.failure, f"cannot fork a worker: {os.strerror(worker.failure)}")
             worker.crash_file.theirs.close()  # the worker has it
+            noted, server.noted = server.noted, ()
+            warn_of(noted)  # before a constructor can fail because of it
         except BaseException:
             if worker.pid:
                 self.kill(worker)  # the caller gets no reference to it
@@ -342,7 +345,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Preloading:
-    """What a server writes while it imports modules: their names and times, and its stack if it crashes or hangs.
+    """What a server writes about its imports: names and times, its stack if it crashes or hangs, and what to warn of.
 
     The server's status has `Activity.CONSTRUCTOR` during the imports and `Activity.START` after them.
     """
@@ -351,10 +354,16 @@ class _Preloading:
         self.crash_file = CrashFile()
         self._block = Block()
         self.status = WorkerStatus(self._block.allocate(WorkerStatus.NBYTES))
+        self._noted = anonymous_file("marl_parallel-preloaded")
 
     @property
-    def fds(self) -> tuple[int, int]:
-        return self.crash_file.fd, self._block.fd
+    def fds(self) -> tuple[int, int, int]:
+        return self.crash_file.fd, self._block.fd, self._noted
+
+    def noted(self) -> tuple[Preloaded, ...]:
+        """What workers cannot share of the modules, once all are imported."""
+        found: tuple[Preloaded, ...] = pickle.loads(os.pread(self._noted, os.fstat(self._noted).st_size, 0))
+        return found
 
     @property
     def began(self) -> float | None:
@@ -371,6 +380,7 @@ class _Preloading:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # at the limit of open files, it has not been made
             self.crash_file.close()
+            os.close(self._noted)
 
 
 class _Server:
@@ -379,6 +389,7 @@ class _Server:
     Attributes:
         preloading: Where it imports the modules of `preload`, until it has answered; else None.
         has_answered: Whether it has answered a request, and so has imported all.
+        noted: What workers cannot share of these modules, once it has answered, and until a warning names it.
     """
 
     @naming_limits()
@@ -386,6 +397,7 @@ class _Server:
         self._exitcode: int | None = None
         self._token = token
         self.has_answered = False
+        self.noted: tuple[Preloaded, ...] = ()
         self.preloading = _Preloading() if preload else None
         with contextlib.ExitStack() as in_any_case, contextlib.ExitStack() as on_error:
             self._socket, theirs = socket_pair()
@@ -468,7 +480,9 @@ class _Server:
         message = self._socket.recv(REPLY.size)
         if not message:
             raise EOFError
-        self.has_answered, self.preloading = True, None
+        if self.preloading is not None:
+            self.noted, self.preloading = self.preloading.noted(), None
+        self.has_answered = True
         kind, number, result = REPLY.unpack(message)
         return Reply(kind), number, result
 

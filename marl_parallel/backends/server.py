@@ -254,7 +254,7 @@ class Server:
         become_worker(file, worker_fds, (crash, asks), self.parent, [self.guard, self.own_guard, guard])
 
 
-def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int) -> None:
+def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int, noted_file: int) -> None:
     """Import modules; workers, which are forked from this process, report what fails."""
     parent_gone = _arm(os.dup(guard))  # until this process watches the parent itself
     os.write(stack_file, bytes([signal.SIGABRT]))  # other signals are blocked; see `CrashFile`
@@ -263,6 +263,8 @@ def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int
     status.enter(0, Activity.CONSTRUCTOR)
     with contextlib.suppress(preloading.PreloadFailed), Loading(status).watching():
         preloading.import_modules(names, forks=True)
+    with open(noted_file, "wb") as file:
+        pickle.dump(preloading.noted(), file)
     status.enter(0, Activity.START)
     faulthandler.disable()
     for fd in (parent_gone, stack_file, status_file):

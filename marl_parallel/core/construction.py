@@ -103,7 +103,6 @@ def construct(
                 raise result.kind(f"environment {env_id}: {result.text}")
         to_pickle = [*pickling.add_missing_modules(local_modules, results, what), *(as_it_is - built.keys())]
     _warn_of_neighbours(pool, built)
-    _warn_of_preloaded(built)
     described = [schemas[built[env_id].description] for env_id in range(len(constructors))]
     return described, construction._replace(described=built[0].description), dict(sorted(built.items()))
 
@@ -133,29 +132,6 @@ def _warn_of_neighbours(pool: Pool, built: Mapping[int, Built]) -> None:
         "process: environments that were constructed before them in the same process now have the new value, too. "
         f"Pass {a_process_each(own_process=in_workers)} if each environment needs its own"
     )
-
-
-def _warn_of_preloaded(built: Mapping[int, Built]) -> None:
-    """Warn of what workers cannot share of the modules of `preload`."""
-    for name, threads, devices, unseeded in dict.fromkeys(one for each in built.values() for one in each.preloaded):
-        if threads:
-            warn(
-                f"the import of {name!r}, a module of preload=, starts threads in the fork server ({threads}). Workers "
-                "are forked without these threads, and may wait for them for ever. Leave it out of preload=, or "
-                "start its threads when an environment is constructed"
-            )
-        if devices:
-            warn(
-                f"the import of {name!r}, a module of preload=, opens {', '.join(devices)} in the fork server. A GPU "
-                "does not work in processes that are forked after that. Leave the module out of preload=, or open the "
-                "GPU when an environment is constructed"
-            )
-        if unseeded:
-            warn(
-                f"the import of {name!r}, a module of preload=, creates random generators that cannot be seeded: "
-                f"{', '.join(unseeded)}. All workers draw the same numbers from them. Leave the module out of "
-                "preload=, or create generators in the environment, from its seed"
-            )
 
 
 _NEED_NO_PICKLE = 'backend="serial" and "thread" need no pickle'

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.generators import Origin
-from marl_parallel.core.preloading import Preloaded
 from marl_parallel.core.script_generators import Originals
 
 
@@ -236,7 +235,6 @@ class Built(NamedTuple):
     seeding: Seeding
     declared_seed: int | None = None  # the seed that the environment declares; None if it declares none
     in_common: InCommon = InCommon()
-    preloaded: Sequence[Preloaded] = ()  # what is to be known of the modules of `preload`
 
 
 class Answer(NamedTuple):

@@ -16,6 +16,7 @@ import importlib
 import multiprocessing.util  # which registers an exit handler of its own, as `logging` does
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -23,8 +24,10 @@ from typing import Any, NamedTuple
 
 from marl_parallel.core.process_state import Changes
 from marl_parallel.core.script_generators import ModuleGenerators
+from marl_parallel.core.warn import warn
 
 _GPU = "/dev/nvidia"
+_THREADS_END_WITHIN_S = 0.05
 
 
 class Preloaded(NamedTuple):
@@ -84,7 +87,7 @@ def _import(names: Sequence[str], *, forks: bool = False) -> None:
             raise _imports.failed
         if name in _imports.done:
             continue
-        threads, devices, modules = _num_threads(), _open_gpus(), {*sys.modules}
+        threads, devices, modules = _threads(), _open_gpus(), {*sys.modules}
         try:
             importlib.import_module(name)
         except BaseException as error:  # also the `SystemExit` of a module
@@ -93,9 +96,11 @@ def _import(names: Sequence[str], *, forks: bool = False) -> None:
         _imports.done.add(name)
         new = [module for key, module in [*sys.modules.items()] if key not in modules]
         unseeded = tuple(_imports.generators.add(new))
-        left, opened = (_num_threads() - threads, tuple(sorted(_open_gpus() - devices))) if forks else (0, ())
-        if left > 0 or opened or unseeded:
-            _imports.noted.append(Preloaded(name, max(left, 0), opened, unseeded))
+        if not forks:
+            continue
+        left, opened = len(_threads_left(threads)), tuple(sorted(_open_gpus() - devices))
+        if left or opened or unseeded:
+            _imports.noted.append(Preloaded(name, left, opened, unseeded))
 
 
 def _in_modules(stack: TracebackType | None) -> TracebackType | None:
@@ -135,8 +140,31 @@ def leave_exit_handlers() -> None:
 
 
 def noted() -> tuple[Preloaded, ...]:
-    """What users need to know of the modules that this process has imported."""
+    """What users need to know of the modules that this process has imported, and that workers cannot share."""
     return tuple(_imports.noted)
+
+
+def warn_of(found: Sequence[Preloaded]) -> None:
+    """Warn of what `noted` has returned in the fork server."""
+    for name, threads, devices, unseeded in found:
+        if threads:
+            warn(
+                f"the import of {name!r}, a module of preload=, starts threads in the fork server ({threads}). Workers "
+                "are forked without these threads, and may wait for them for ever. Leave it out of preload=, or "
+                "start its threads when an environment is constructed"
+            )
+        if devices:
+            warn(
+                f"the import of {name!r}, a module of preload=, opens {', '.join(devices)} in the fork server. A GPU "
+                "does not work in processes that are forked after that. Leave the module out of preload=, or open the "
+                "GPU when an environment is constructed"
+            )
+        if unseeded:
+            warn(
+                f"the import of {name!r}, a module of preload=, creates random generators that cannot be seeded: "
+                f"{', '.join(unseeded)}. All workers draw the same numbers from them. Leave the module out of "
+                "preload=, or create generators in the environment, from its seed"
+            )
 
 
 def seed_generators_once(seed: int) -> None:
@@ -146,10 +174,18 @@ def seed_generators_once(seed: int) -> None:
         _imports.generators.seed(seed)
 
 
-def _num_threads() -> int:
+def _threads() -> set[str]:
     with contextlib.suppress(OSError):
-        return len(os.listdir("/proc/self/task"))
-    return 1
+        return {*os.listdir("/proc/self/task")}
+    return set()
+
+
+def _threads_left(before: set[str]) -> set[str]:
+    """Threads that have been started since; the kernel lists a thread a little longer than `join` waits for it."""
+    deadline = time.monotonic() + _THREADS_END_WITHIN_S
+    while (left := _threads() - before) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return left
 
 
 def _open_gpus() -> set[str]:

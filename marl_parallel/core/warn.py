@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
 from pathlib import Path
 from types import FrameType
 
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_SKIPPED = str(Path(__file__).parents[1]) + os.sep, contextlib.__file__  # which calls decorated functions
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that names the first line outside of this package, whichever facade it came through."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame, level = frame.f_back, level + 1
     # `skip_file_prefixes` does the same from Python 3.12 on.
     warnings.warn(text, category, stacklevel=level)

@@ -283,7 +283,7 @@ class Worker:
         self._all = tuple(sorted(self._seeds))  # sorted, in whatever order they were constructed
         self._restarts = construction.restarts
         description, declared = dumps_compactly(Schema.of(env)), lookup.declared_seed(env.source)
-        return Built(description, seeding, declared, in_common, preloading.noted() if self._own_process else ())
+        return Built(description, seeding, declared, in_common)
 
     def _new_generators(self, construction: Construction) -> GeneratorStates | None:
         """Generators that each environment has states of; None if there are none."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -268,9 +269,26 @@ def test_threads_of_the_fork_server_are_named(module: Any) -> None:
         opened("process", name).close()
     assert len(warned) == 1
     assert warned[0].filename == __file__
+    # Where a constructor fails because of it, the warning helps most.
+    with (
+        pytest.warns(UserWarning, match="starts threads in the fork server"),
+        pytest.raises(WorkerTimeout, match="constructor"),
+    ):
+        ParallelEnv([lambda: time.sleep(600)], num_workers=1, preload=[name], start_timeout=0.3)
     with warnings.catch_warnings():  # nothing is forked from this worker
         warnings.simplefilter("error")
         opened("portable", name, workers=1).close()
+
+
+def test_threads_that_have_ended_are_not_named(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may list a thread a little longer than `join` waits for it."""
+    listed = [{"1", "2"}, {"1", "3"}, {"1", "3"}, {"1"}]
+    monkeypatch.setattr(preloading, "_threads", lambda: listed.pop(0))
+    monkeypatch.setattr(preloading, "_THREADS_END_WITHIN_S", 600)
+    monkeypatch.setattr(preloading, "_imports", preloading._Imports())
+    preloading._import([module("joins_of_preload", "")], forks=True)
+    assert (preloading.noted(), listed) == ((), [])
+    sys.modules.pop("joins_of_preload")
 
 
 def test_gpus_of_the_fork_server_are_named(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +349,9 @@ def test_generators_that_cannot_be_seeded_are_named(module: Any) -> None:
     with pytest.warns(UserWarning, match=rf"cannot be seeded: {name}\.rng\. All workers") as warned:
         opened("process", name).close()
     assert len(warned) == 1
+    with warnings.catch_warnings():  # portable workers import the module themselves
+        warnings.simplefilter("error")
+        opened("portable", name, workers=1).close()
 
 
 def test_process_wide_generators_are_no_generators_of_modules(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
