@@ -36,7 +36,7 @@ from typing import NamedTuple, NoReturn
 
 from marl_parallel.backends import descendants, interpreter, signals, tracker
 from marl_parallel.backends.memory import Semaphore, mapped
-from marl_parallel.backends.stacks import answer_requests, report_to
+from marl_parallel.backends.stacks import answer_requests, report_exits, report_to
 from marl_parallel.core import preloading
 from marl_parallel.core.loading import Loading
 from marl_parallel.core.worker_status import Activity, WorkerStatus
@@ -259,6 +259,8 @@ def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int
     parent_gone = _arm(os.dup(guard))  # until this process watches the parent itself
     os.write(stack_file, bytes([signal.SIGABRT]))  # other signals are blocked; see `CrashFile`
     faulthandler.enable(file=stack_file)
+    exit_now = os._exit
+    report_exits(stack_file)
     status = WorkerStatus(mapped(status_file))
     status.enter(0, Activity.CONSTRUCTOR)
     with contextlib.suppress(preloading.PreloadFailed), Loading(status).watching():
@@ -267,6 +269,7 @@ def _preload(names: Sequence[str], guard: int, stack_file: int, status_file: int
         pickle.dump(preloading.noted(), file)
     status.enter(0, Activity.START)
     faulthandler.disable()
+    os._exit = exit_now
     for fd in (parent_gone, stack_file, status_file):
         os.close(fd)
     gc.collect()  # it has been disabled meanwhile

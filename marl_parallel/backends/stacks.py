@@ -56,7 +56,7 @@ def report_to(fd: int) -> int | None:
     faulthandler.enable(file=fd, all_threads=True)
     if number is not None and sys.platform != "win32":
         faulthandler.register(number, file=fd, all_threads=True)
-    _report_exits(fd)
+    report_exits(fd)
     return number
 
 
@@ -68,7 +68,7 @@ def _unused_signal() -> int | None:
     return next(unused, signal.SIGUSR1)
 
 
-def _report_exits(fd: int) -> None:
+def report_exits(fd: int) -> None:
     """Have `os._exit` write the stack of its caller before it ends this process; Python has no audit event for it.
 
     It writes nothing in children that this process forks, and nothing where this package ends the process.

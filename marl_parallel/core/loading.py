@@ -1,4 +1,4 @@
-"""Time in which worker processes import modules or unpickle: its CPU time does not count towards `start_timeout`.
+"""Time in which worker processes import modules or unpickle: CPU time counts only from `MOST_TIMES` `start_timeout` on.
 
 worker    `Loading` notes in its `WorkerStatus` when imports begin and end, and which modules take long
 caller    `is_past` compares with the timeout; a report quotes `WorkerStatus.imports`

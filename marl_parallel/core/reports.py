@@ -141,7 +141,8 @@ def preload_timed_out(
     """The error of a fork server that has not imported the modules of `preload` within the timeout."""
     text = (
         f"the fork server has not imported the modules of preload={tuple(names)} within {limit:g} s\n\n"
-        f"What to do: if they need longer, raise start_timeout; else see where it hangs.{_imports(imports)}"
+        "What to do: if they need longer, raise start_timeout; else see where it hangs."
+        f"{_imports(imports, preloaded=True)}"
         f"{_section('Stack at the timeout', stack)}"
     )
     return WorkerTimeout(text, env_ids=tuple(share), worker=worker, method="preload", stack=stack)
@@ -152,21 +153,23 @@ def preload_died(
 ) -> WorkerCrashed:
     """The error of a fork server that has ended while it imported the modules of `preload`."""
     ended, to_do = end_of_server(server)
+    listed = f"\n\nImports: {escaped(imports)}" if imports else ""
     text = (
         f"{ended} while it imported the modules of preload={tuple(names)}{_at(stack)}\n\n"
-        f"What to do: import the module in a program of its own to see why; or {to_do}.{_imports(imports)}"
+        f"What to do: run `python -c 'import {', '.join(names)}'` to see why; or {to_do}.{listed}"
         f"{_section('Stack at the crash', stack)}"
     )
     return WorkerCrashed(text, env_ids=tuple(share), worker=worker, exitcode=server.exitcode, stack=stack)
 
 
-def _imports(imports: str) -> str:
-    """The section about what has been imported; `imports` is from `WorkerStatus.imports`."""
+def _imports(imports: str, *, preloaded: bool = False) -> str:
+    """The section of a timeout about what has been imported; `imports` is from `WorkerStatus.imports`."""
     if not imports:
         return ""
+    once = "" if preloaded else ". What several workers import can be imported once, with preload="
     return (
-        f"\n\nImports: {escaped(imports)}. CPU time of imports does not count, up to {MOST_TIMES} times start_timeout. "
-        "What several workers import can be imported once, with preload="
+        f"\n\nImports: {escaped(imports)}. CPU time of imports does not count, up to {MOST_TIMES} times "
+        f"start_timeout{once}"
     )
 
 

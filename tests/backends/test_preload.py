@@ -88,7 +88,11 @@ def opened(backend: str, *names: str, workers: int = 2, **arguments: Any) -> Par
     )
 
 
-@pytest.mark.parametrize("backend", ["process", "hybrid", "portable", "serial", "thread"])
+ON_LINUX = pytest.param("process", marks=linux_only)
+"""The fork server; elsewhere, these workers are portable ones."""
+
+
+@pytest.mark.parametrize("backend", [ON_LINUX, "hybrid", "portable", "serial", "thread"])
 def test_modules_are_imported_before_constructors(backend: str, module: Any) -> None:
     """Once, by the fork server, where there is one; elsewhere by each worker process; not in the caller's process."""
     names = module("first_of_preload", "import os\nPID = os.getpid()"), module("second_of_preload", "PID = 0")
@@ -106,6 +110,7 @@ def test_modules_are_imported_before_constructors(backend: str, module: Any) -> 
     assert names[0] not in sys.modules
 
 
+@linux_only
 def test_replaced_workers_have_the_modules(module: Any) -> None:
     name = module("kept_of_preload", "import os\nPID = os.getpid()")
     with opened("process", name, on_error="restart") as env:
@@ -119,6 +124,7 @@ def test_replaced_workers_have_the_modules(module: Any) -> None:
     assert {one[1] for one in (*before, *after)} == {before[0][1]}
 
 
+@linux_only
 def test_what_modules_set_in_the_process_stays(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers have the caller's state with the changes of the modules, as if each of them imported the modules."""
     (tmp_path / "there_of_preload").mkdir()
@@ -187,6 +193,7 @@ def test_changes_of_lists(now: str, before: str, after: str, expected: str) -> N
     assert "".join(_changed(now, before, after)) == expected
 
 
+@linux_only
 @pytest.mark.starts_anew  # else it does not end as an interpreter does
 def test_exit_handlers_of_modules_run_in_the_fork_server_only(module: Any, tmp_path: Path) -> None:
     """Folders and files belong to all workers. Handlers of the simulators run in the workers."""
@@ -244,17 +251,29 @@ def test_missing_modules() -> None:
         opened("process", "missing_of_preload")
 
 
-@pytest.mark.parametrize("backend", ["process", "portable"])
-def test_module_that_ends_the_process(backend: str, module: Any) -> None:
-    name = module("ends_of_preload", "import os\nos.kill(os.getpid(), 11)")
+@pytest.mark.parametrize(
+    ("backend", "end"),
+    [
+        pytest.param("process", "os.kill(os.getpid(), 11)", marks=linux_only),
+        pytest.param("process", "os._exit(0)", marks=linux_only),
+        pytest.param("process", "os._exit(3)", marks=linux_only),
+        pytest.param("portable", "os.kill(os.getpid(), 11)", marks=linux_only),
+        ("portable", "os._exit(3)"),
+    ],
+)
+def test_module_that_ends_the_process(backend: str, end: str, module: Any) -> None:
+    name = module("ends_of_preload", f"import os\n{end}")
     with pytest.raises(WorkerCrashed) as caught:
         opened(backend, name, workers=1)
+    text = str(caught.value)
     assert "ends_of_preload.py" in caught.value.stack
-    assert ("while it imported the modules of preload=('ends_of_preload',)" in str(caught.value)) == (
-        backend == "process"
-    )
+    assert ("while it imported the modules of preload=('ends_of_preload',)" in text) == (backend == "process")
+    assert ("run `python -c 'import ends_of_preload'` to see why" in text) == (backend == "process")
+    assert "start_timeout" not in text
+    assert "with preload=" not in text
 
 
+@linux_only
 def test_threads_of_the_fork_server_are_named(module: Any) -> None:
     name = module(
         "starts_threads_of_preload",
@@ -291,6 +310,7 @@ def test_threads_that_have_ended_are_not_named(module: Any, monkeypatch: pytest.
     sys.modules.pop("joins_of_preload")
 
 
+@linux_only
 def test_gpus_of_the_fork_server_are_named(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files stand for GPUs."""
     monkeypatch.setattr(preloading, "_GPU", str(tmp_path / "nvidia"))
@@ -335,6 +355,7 @@ def test_generators_are_seeded_in_each_worker(module: Any) -> None:
     assert first[names[0]] != first[names[1]], "two generators of a kind differ"
 
 
+@linux_only
 def test_generators_that_cannot_be_seeded_are_named(module: Any) -> None:
     name = module(
         "own_generator_of_preload",
@@ -367,6 +388,7 @@ def test_process_wide_generators_are_no_generators_of_modules(module: Any, monke
     sys.modules.pop(name)
 
 
+@linux_only
 def test_an_import_that_hangs_is_an_error(module: Any) -> None:
     name = module("hangs_of_preload", FOREVER)
     with pytest.raises(WorkerTimeout) as caught:
@@ -375,9 +397,11 @@ def test_an_import_that_hangs_is_an_error(module: Any) -> None:
     assert caught.value.method == "preload"
     assert f"has not imported the modules of preload=('{name}',) within 0.5 s" in text
     assert f"Imports: {name} for " in text
+    assert "with preload=" not in text
     assert f'{name}.py", line 2' in caught.value.stack
 
 
+@linux_only
 def test_the_fork_server_dies_with_its_parent_while_it_imports(module: Any, tmp_path: Path) -> None:
     name = module(
         "long_of_preload", f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}.')\n{FOREVER}"

@@ -1,6 +1,7 @@
 """`start_timeout`: CPU time of a worker that imports or unpickles does not count, up to ten times the limit.
 
 Modules run for some time on the clock of the wall, so on a busy machine they use less of a CPU, and wait for it longer.
+Tests in which waiting counts need the CPU time of workers, which only Linux shows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.launching import linux_only
 from simulators.importing import Importing, SavesItself, SlowToUnpickle, run
 
 from marl_parallel import ParallelEnv, WorkerTimeout
@@ -72,7 +74,7 @@ def test_states_that_unpickle_for_long_are_loaded() -> None:
         env.reset()
         env.call(set_part, 1.5 * LIMIT_S)
         env.load_state(env.save_state())
-        env.call(set_part, FOREVER_S)
+        env.call(set_part, FOREVER_S)  # where CPU time is unknown, it counts after ten times the limit
         with pytest.raises(WorkerTimeout, match=LATE):
             env.load_state(env.save_state())
 
@@ -94,7 +96,7 @@ def test_a_fork_server_that_imports_for_long_starts(module: Any) -> None:
     [
         (None, time.sleep),  # a constructor that waits
         (None, run),  # or works, but imports nothing
-        (SLEEPS.format(FOREVER_S), time.sleep),  # an import that waits
+        pytest.param(SLEEPS.format(FOREVER_S), time.sleep, marks=linux_only),  # an import that waits
         (RUNS.format(1.5 * LIMIT_S), time.sleep),  # a constructor that waits after a long import
     ],
 )
@@ -108,6 +110,7 @@ def test_other_time_counts(
     assert ("Imports: waits_of_start " in str(caught.value)) == (code is not None)
 
 
+@linux_only
 def test_unpickling_that_waits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "MOST_TIMES", 1000)
     with pytest.raises(WorkerTimeout, match=LATE):

@@ -2,7 +2,7 @@
 
 A timeout runs from the moment at which an environment begins an activity, as the worker's status shows. While a worker
 has not begun a request, the timeout of the request runs from the moment at which the worker was free. Time in which a
-constructor imports modules or unpickles does not count if a CPU was used, up to a multiple of the limit (`is_past`).
+constructor imports modules or unpickles does not count while it uses or waits for a CPU, up to `MOST_TIMES` the limit.
 """
 
 from __future__ import annotations
