@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import io
 import locale
 import os
@@ -150,8 +151,9 @@ class Relay:
                 with self._lock:
                     for pipe in [*self.pipes.values()]:
                         pipe.pass_on()
-            except (OSError, ValueError):
-                if self._is_open:  # else a signal handler has passed on the rest and closed the pipes meanwhile
+            except (OSError, ValueError) as error:
+                # A signal handler may have passed on the rest and closed the pipes; what it raises itself is raised.
+                if self._is_open or (isinstance(error, OSError) and error.errno != errno.EBADF):
                     raise
         rings = self.rings
         if rings is not None and rings.counts.tobytes() != rings.seen:

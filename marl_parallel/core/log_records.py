@@ -41,6 +41,7 @@ Forwarding: TypeAlias = tuple[int, int, bool]
 RING_NBYTES = 1 << 18
 """Bytes for the records of one worker: some 500 records, or fewer long ones."""
 _LONGEST_NBYTES = RING_NBYTES // 4
+_MOST = 2**64 - 1  # of a number in the ring
 _FRAME = struct.Struct("=2I")  # before each record: its size and checksum
 _LATE_S = 0.001
 _WRITTEN, _DROPPED, _READ = range(3)  # the numbers of a ring, 8 bytes each
@@ -65,8 +66,10 @@ class Ring:
         with self._lock:
             written = numbers[_WRITTEN]
             # A signal handler or a finalizer of this thread may log in the middle of this.
-            if self._is_writing or len(data) > RING_NBYTES - (written - numbers[_READ]):
-                numbers[_DROPPED] += 1
+            end = written + len(data)
+            # Numbers that a simulator has overwritten may be any.
+            if self._is_writing or end > _MOST or not len(data) <= end - numbers[_READ] <= RING_NBYTES:
+                numbers[_DROPPED] = min(numbers[_DROPPED] + 1, _MOST)
                 return
             self._is_writing = True
             try:
@@ -74,7 +77,7 @@ class Ring:
                 first = min(len(data), RING_NBYTES - place)
                 self._bytes[place : place + first] = data[:first]
                 self._bytes[: len(data) - first] = data[first:]
-                numbers[_WRITTEN] = written + len(data)  # last, so that a crash never leaves a partial record
+                numbers[_WRITTEN] = end  # last, so that a crash never leaves a partial record
             finally:
                 self._is_writing = False
 

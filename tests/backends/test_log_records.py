@@ -539,6 +539,19 @@ def test_a_damaged_record_takes_no_other_with_it(records):
     assert texts(records()) == ["before", "after"]
 
 
+@pytest.mark.parametrize("number", [2**64 - 1, 2**63, 2**64 - 10])
+def test_numbers_that_a_simulator_has_overwritten_never_fail_a_record(number):
+    """Neither in this worker, nor in the next one, which goes on with the ring."""
+    buffer = mmap.mmap(-1, RecordRings.nbytes(1))
+    rings, ring = RecordRings(buffer, 0, 1), Ring(buffer, 0, 1, 0)
+    ring.numbers[0:3] = memoryview(struct.pack("=3Q", number, 0, number)).cast("B").cast("Q")
+    for _ in range(2):
+        ring.write(b"record")
+        rings.deliver()
+        ring = Ring(buffer, 0, 1, 0)
+    ring.write(b"record")
+
+
 def test_closing_in_the_middle_of_a_call_that_brings_records(records):
     """As a signal handler may do: each record comes once."""
     closed_in = set[str]()
