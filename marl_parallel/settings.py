@@ -167,7 +167,7 @@ class FaultSettings:
         if self.restart_infos not in (None, "last"):
             raise ValueError(f'restart_infos must be "last" or None, got {self.restart_infos!r}')
         if self.restart_infos is not None and not self.restarts:
-            raise ValueError('restart_infos is about restarts: pass on_error="restart", too')
+            raise ValueError('restart_infos has no effect without restarts: pass on_error="restart", too')
         for name in (*_TIMEOUTS, "warn_after"):
             checked_timeout(getattr(self, name), name)
         self._check_recycle(self.recycle)

@@ -1950,11 +1950,11 @@ static PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         others = Py_BuildValue("(OOO)", found[1], found[2], found[3]);
     else Py_INCREF(others = Py_None);
     if (others != NULL)
-        result = Py_BuildValue("([OOOOOOOOOOOOOO{}OOOOOOOOOOOO]N)", observations, arrays[REWARDS], arrays[TERMINATIONS],
+        result = Py_BuildValue("([OOOOOOOOOOOOOO{}OOOOOOOOOO[]O]N)", observations, arrays[REWARDS], arrays[TERMINATIONS],
                                arrays[TRUNCATIONS], arrays[TERMINATED], arrays[TRUNCATED], arrays[PRESENT], arrays[ACTING],
                                found[0], arrays[OBSERVED], arrays[REWARDED], arrays[FLAGGED], flag, flag, Py_None,
                                any_over ? Py_False : Py_True, arrays[ALIVE_NOW], arrays[ALIVE_BEFORE], arrays[PARTS],
-                               arrays[ENDS], arrays[BEGINS], arrays[DEAD_BEFORE], no_envs, no_envs, Py_None, nobody, others);
+                               arrays[ENDS], arrays[BEGINS], arrays[DEAD_BEFORE], no_envs, no_envs, nobody, others);
 finally:
     Py_DECREF(observations);
     for (int field = 0; field < FIELDS; field++) Py_XDECREF(arrays[field]);

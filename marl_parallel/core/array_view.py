@@ -69,7 +69,7 @@ class Arrays(NamedTuple):
         restarted: `(num_envs,)`, bool: the environments that a fault has restarted; infos have the report.
         recycled: `(num_envs,)`, bool: the environments that a new one has replaced between two episodes.
         final_observations: In the form of `observations`: the last ones of the episodes that ended in the step. With
-            SAME_STEP, arrays of their own, with zeros in all other rows; else `observations` themselves. None if no
+            SAME_STEP, arrays of their own, with zeros in all other rows; else `observations` themselves. Empty if no
             episode has ended.
         finally_observed: `(num_envs, n)`, bool: which agents have one of `final_observations`, where an episode ended.
     """
@@ -99,7 +99,7 @@ class Arrays(NamedTuple):
     were_dead: NDArray[np.bool_] = _NOBODY
     restarted: NDArray[np.bool_] = _NO_ENVS
     recycled: NDArray[np.bool_] = _NO_ENVS
-    final_observations: list[Any] | None = None
+    final_observations: Sequence[Any] = ()
     finally_observed: NDArray[np.bool_] = _NOBODY
 
 

@@ -356,7 +356,6 @@ class BlockArrays(ArrayView):
         if self._transitions.mode is not AutoresetMode.SAME_STEP:
             return arrays._replace(final_observations=arrays.observations, finally_observed=arrays.observed)
         arrays = self._with_no_finals(arrays)
-        assert arrays.final_observations is not None
         observed = arrays.finally_observed
         observed[over] = self._records.presence[over] & _FINALLY_OBSERVED
         for whole, (column, columns) in zip(arrays.final_observations, self._layout.final_observations.groups):
@@ -375,8 +374,7 @@ class BlockArrays(ArrayView):
             return arrays
         if self._transitions.mode is not AutoresetMode.SAME_STEP:
             return arrays._replace(final_observations=arrays.observations, finally_observed=arrays.observed)
-        arrays = self._with_no_finals(arrays) if arrays.final_observations is None else arrays
-        assert arrays.final_observations is not None
+        arrays = arrays if arrays.final_observations else self._with_no_finals(arrays)
         arrays.finally_observed[row] = False
         for of_group in arrays.final_observations:
             stacking.clear(of_group, row)

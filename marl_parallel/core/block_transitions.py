@@ -272,14 +272,15 @@ class BlockTransitions(Transitions):
     ) -> None:
         """Read the environments that compiled code has left, and note what it has found; see `Codec.read`."""
         unread, masked, ended = others
-        ends = {one[0]: one for one in ended} if unread else {}
         if not unread:
             self.statistics.finish(ended)
-        for env_id in sorted({*ends, *unread}, key=env_ids.index) if ends else unread:
-            if env_id in ends:
-                self.statistics.finish([ends[env_id]])
-            else:
-                put(env_id, self._read_one(env_id, leftovers.get(env_id)))
+        else:  # in the order of environments
+            ends = {end[0]: end for end in ended}
+            for env_id in sorted({*ends, *unread}, key=env_ids.index) if ends else unread:
+                if env_id in ends:
+                    self.statistics.finish([ends[env_id]])
+                else:
+                    put(env_id, self._read_one(env_id, leftovers.get(env_id)))
         for env_id in {*masked, *leftovers} - {*unread}:
             infos = infos_of(env_id)
             self._note_masks(env_id, self.acting_in(env_id), {"infos": infos}, infos, ended=False)

@@ -159,9 +159,7 @@ class Construction(NamedTuple):
     generators: Originals | None = None  # the script's generators that are in the pickles; None for none
     made: int = 0  # how many `ParallelEnv`s the program had made before
     origin: Origin | None = None  # of the seeds of process-wide generators; None if environments have seeds
-    preload: Sequence[
-        str
-    ] = ()  # modules that a worker process imports first; workers in the caller's process ignore it
+    preload: Sequence[str] = ()  # modules that each worker process imports before its first constructor
 
 
 class Block(NamedTuple):

@@ -230,7 +230,7 @@ class EpisodeStatistics:
     def _finish_all(
         self, env_ids: NDArray[np.integer[Any]], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]
     ) -> None:
-        """As `_finish`, for episodes whose statistics are all in `totals`, and without listeners."""
+        """Note the ends of episodes whose statistics are all in `totals`; without listeners."""
         self._columns.append((env_ids, self.totals[env_ids], terminated, truncated))
         self.any_finished = True
         self.totals[env_ids] = self._first

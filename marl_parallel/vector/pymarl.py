@@ -173,7 +173,10 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         self._stepper.close(**keywords)
 
     def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
-        """As `ParallelEnv.save_state`; all replies of these environments have been received.
+        """Save environments, once all of their replies have been received; see `ParallelEnv.save_state`.
+
+        Returns:
+            The state of each of `env_ids`.
 
         Raises:
             AlreadyPendingCallError: A command waits, or its reply.

@@ -131,7 +131,11 @@ class RLlibVectorMultiAgentEnv(OfParallelEnv, VectorMultiAgentEnv):  # type: ign
 
     @exclusive("save_state")
     def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
-        """As `ParallelEnv.save_state`."""
+        """Save environments, in the middle of their episodes; arguments and errors: see `ParallelEnv.save_state`.
+
+        Returns:
+            The state of each of `env_ids`.
+        """
         return saved_states(self._runner, key_of(self), env_ids, lambda _: None)
 
     @exclusive("load_state")
@@ -264,7 +268,7 @@ class EpisodeFilter:
     def resume(
         self, observations: dict[AgentID, Any], infos: dict[Any, Any], dead: Collection[AgentID]
     ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """As `begin`, in the middle of an episode that has been loaded, in which some agents are `dead`."""
+        """Begin an episode of RLlib with what is left of a loaded one, in which some agents are `dead`."""
         begun = self.begin({a: seen for a, seen in observations.items() if a not in dead}, infos)
         self._dead.update(dead)
         return begun

@@ -12,7 +12,7 @@ FACADES = frozenset({
     "GymnasiumVectorEnv", "PyMARLConnections", "RLlibVectorMultiAgentEnv", "SB3VecEnv", "ShareVecEnv", "StackedVecEnv",
     "SubprocVecEnv", "TianshouVecEnv", "TorchRLEnv",
 })  # fmt: skip
-"""`saved_as` of all facades of this package that add values to saved states."""
+"""`saved_as` of the facades of this package: the keys of their own values in saved states."""
 
 _FORMER = {"ShareSubprocVecEnv": "ShareVecEnv", "ShareDummyVecEnv": "ShareVecEnv", "DummyVecEnv": "SubprocVecEnv"}
 """Keys in states that 0.2.0 saved before it was published, and what they are now."""

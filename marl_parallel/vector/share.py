@@ -428,11 +428,13 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
             share = self.env.get_attr("share_observation_space")[0]
         except AttributeError:
             return None
-        observed, acted = (self.env.get_attr(name)[0] for name in ("observation_space", "action_space"))
-        lists = [attributes.listed(declared) for declared in (observed, share, acted)]
-        if not all(len(of_agents) == self.n_agents for of_agents in lists):
-            return None
-        return lists[0], lists[1], lists[2]
+        shared = attributes.listed(share)
+        if len(shared) != self.n_agents:
+            return None  # in other simulators, the next two may be methods that take an agent
+        observed, acted = (
+            attributes.listed(self.env.get_attr(name)[0]) for name in ("observation_space", "action_space")
+        )
+        return (observed, shared, acted) if len(observed) == len(acted) == self.n_agents else None
 
     # -- resets and steps ------------------------------------------------------------------------------------------
 
@@ -549,7 +551,7 @@ class _VecEnv(ArrayFacade[Any, ResultsT, FirstT]):
     def _originals(self, arrays: Arrays, ended: Sequence[int]) -> dict[int, Callable[[], dict[str, Any]]]:
         """For each environment whose episode has ended, a function that makes the `original_...` entries of infos."""
         states = self._stepper.runner.states_seen()[1][ended] if self._has_state and ended else None
-        finals, last_masks = arrays.final_observations or [], self._last_masks
+        finals, last_masks = arrays.final_observations, self._last_masks
 
         def original(place: int, env_id: int) -> dict[str, Any]:
             infos = arrays.infos.get(env_id, {})

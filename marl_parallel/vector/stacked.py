@@ -48,7 +48,7 @@ class _Group(NamedTuple):
         """The group's columns of an array `(num_envs, possible agents, ...)`."""
         return array if self.columns is None else array[:, self.columns]
 
-    def observations(self, observations: list[Any]) -> Any:
+    def observations(self, observations: Sequence[Any]) -> Any:
         values = [rows.observations(observations) for rows in self.rows]
         if len(values) == 1:
             return values[0]
@@ -302,7 +302,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
             ended = np.flatnonzero(self.done).tolist()
         if ended:
             is_same = arrays.final_observations is arrays.observations
-            self.final_observations = observations if is_same else self.stacked(arrays.final_observations or [])
+            self.final_observations = observations if is_same else self.stacked(arrays.final_observations)
             self.present_final = self._of_groups(arrays.finally_observed)
         if self.state_space is not None:
             self._note_states(ended)
@@ -351,7 +351,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         """The columns of each group, of an array `(num_envs, possible agents, ...)`."""
         return self._only.of(array) if self._only is not None else self._grouped(lambda group: group.of(array))
 
-    def stacked(self, observations: list[Any]) -> Grouped:
+    def stacked(self, observations: Sequence[Any]) -> Grouped:
         """Group observations of the `ArrayStepper`'s view, `(n, agents, ...)` by its groups; views if possible."""
         return self._grouped(lambda group: group.observations(observations))
 

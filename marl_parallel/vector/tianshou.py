@@ -249,10 +249,15 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
             self.ready_id = [env_id for env_id in self.ready_id if env_id not in ids]
             self.waiting_id += ids
             return self._received([])
-        if ids == self._all:
-            arrays = self._stepper.step(actions)
-        else:
-            arrays = self._stepper.step({agent: self._spread(values, ids) for agent, values in actions.items()}, ids)
+        try:
+            if ids == self._all:
+                arrays = self._stepper.step(actions)
+            else:
+                spread = {agent: self._spread(values, ids) for agent, values in actions.items()}
+                arrays = self._stepper.step(spread, ids)
+        except ResultDoesNotFit:  # all have been stepped
+            self._resumed = {}
+            raise
         return self._results(arrays, ids)
 
     def _received(self, ids: Sequence[int]) -> StepReturn:
@@ -294,6 +299,7 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
 
     def _are_ready(self, env_ids: Sequence[int]) -> None:
         """Environments whose results cannot be returned are no longer being stepped."""
+        self._resumed = {}
         over = self._stepper.runner.transitions.over
         for env_id in env_ids:
             self._over[env_id] = over[env_id]
@@ -342,7 +348,14 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
 
     @exclusive("save_state")
     def save_state(self, id: Ids = None) -> list[bytes]:
-        """As `ParallelEnv.save_state`: one state for each of these environments, none of which is being stepped."""
+        """Save environments, in the middle of their episodes; errors: see `ParallelEnv.save_state`.
+
+        Args:
+            id: Which environments, in any order; none of them is being stepped.
+
+        Returns:
+            The state of each of these environments.
+        """
         return self._stepper.save_state(self._ready(id, "save_state"))
 
     @exclusive("load_state")
@@ -360,9 +373,8 @@ class TianshouVecEnv(OfParallelEnv, BaseVectorEnv):
         arrays, _ = self._stepper.load_state(states, None if ids == self._all else ids)
         self._over[ids] = (arrays.terminated | arrays.truncated)[ids]
         observations, infos = self._observations(arrays, ids), self._infos(arrays, ids)
-        rows = dict(
-            zip(ids, zip(copy.deepcopy(observations), copy.deepcopy(infos)))
-        )  # the caller may change the others
+        # Copies, since the caller may change what this method returns.
+        rows = dict(zip(ids, zip(copy.deepcopy(observations), copy.deepcopy(infos))))
         others = {one: row for one, row in earlier.items() if one not in rows}
         self._loaded, self._resumed = arrays, others | {o: row for o, row in rows.items() if not self._over[o]}
         return observations, infos

@@ -249,12 +249,16 @@ class TorchRLEnv(OfParallelEnv, EnvBase):  # type: ignore[misc, unused-ignore]
 
     @exclusive("save_state")
     def save_state(self, env_ids: Sequence[int] | None = None) -> list[bytes]:
-        """As `ParallelEnv.save_state`."""
+        """Save environments, in the middle of their episodes; arguments and errors: see `ParallelEnv.save_state`."""
         return self._stepper.save_state(env_ids)
 
     @exclusive("load_state")
     def load_state(self, states: Sequence[bytes]) -> TensorDictBase:
-        """As `ParallelEnv.load_state`, for all environments; returns what `reset` returns, so that a loop can go on."""
+        """Go on from saved states of all environments; errors: see `ParallelEnv.load_state`.
+
+        Returns:
+            The tensordict that `reset` returns, so that a loop can go on.
+        """
         arrays, _ = self._stepper.load_state(states)
         self._mailbox.forget(self._runner.env_ids)
         self._unseeded[:] = False

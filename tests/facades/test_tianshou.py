@@ -560,3 +560,19 @@ def test_value_without_a_place_while_another_environment_is_reset():
     infos = env.step(None, [1, 2])[-1]
     assert sorted(info["env_id"] for info in infos) == [1, 2]
     env.close()
+
+
+@pytest.mark.parametrize("wait_num", [None, 1])
+def test_a_step_that_cannot_be_returned_ends_what_a_reset_would_go_on_with(wait_num):
+    """All environments have been stepped, so the state that was loaded is no longer theirs."""
+    env = facade(UnfitRewards, backend="serial", wait_num=wait_num)
+    env.reset()
+    env.step(np.ones(ENVS, np.int64))
+    while env.waiting_id:
+        env.step(None)
+    env.load_state(env.save_state())
+    with pytest.raises(ValueError, match=r"the reward .* is 'many'"):
+        env.step(np.full(ENVS, BAD))
+    for env_id in env.ready_id:
+        assert env.reset(env_id)[0].tolist() == [[0.0]]  # a new episode
+    env.close()

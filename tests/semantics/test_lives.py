@@ -118,7 +118,7 @@ def sets(arrays: Any, env_id: int) -> dict[str, set[str]]:
 
 def last_observations(arrays: Any, references: list[Reference]) -> None:
     """Check the last observations of the episodes that have ended in this step."""
-    assert (arrays.final_observations is None) == all(one.last is None for one in references)
+    assert (not arrays.final_observations) == all(one.last is None for one in references)
     for env_id, one in enumerate(references):
         if one.last is not None:
             (final,), observed = arrays.final_observations, arrays.finally_observed[env_id]

@@ -223,9 +223,9 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
                 of_agents = agent_infos(env_id, of_env, self.agents, possible_agents, next_episode=next_episode)
                 rows |= enumerate(of_agents, env_id * per_env)
             for row in done:
-                observations = arrays.observations
+                observations: Sequence[Any] = arrays.observations
                 if row // per_env in over:
-                    last, observations = rows[row]["final_info"], arrays.final_observations or []
+                    last, observations = rows[row]["final_info"], arrays.final_observations
                     if self._has_stats and EPISODE in last:
                         rows[row][EPISODE] = last[EPISODE]
                 else:  # the environment goes on without this agent

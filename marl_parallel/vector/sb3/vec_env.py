@@ -207,12 +207,13 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
         dones, truncated = terminations | truncations, truncations & ~terminations & ~were_dead
         of_envs = {int(i): env_infos(arrays.infos.get(int(i), {}), self.agents) for i in np.flatnonzero(over)}
         for row in np.flatnonzero(dones).tolist():
-            place, last, seen = divmod(row, self._per_env), arrays.observations, arrays.observed
+            place = divmod(row, self._per_env)
+            last: tuple[Sequence[Any], NDArray[np.bool_]] = arrays.observations, arrays.observed
             if over[place[0]]:
                 infos[row], self.reset_infos[row] = divided(infos[row], of_envs[place[0]])
-                last, seen = arrays.final_observations or [], arrays.finally_observed
-            known = bool(seen[place]) and not were_dead[place]
-            terminal = self._rows.observation(last, row) if known else zeros(self.observation_space)
+                last = arrays.final_observations, arrays.finally_observed
+            known = bool(last[1][place]) and not were_dead[place]
+            terminal = self._rows.observation(last[0], row) if known else zeros(self.observation_space)
             if known and self._seen_elsewhere:
                 terminal = to_zero(self._rows.space, terminal)
             infos[row]["terminal_observation"] = terminal
