@@ -22,6 +22,7 @@ for the others, the fork server is a fork of a process that has its libraries lo
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import re
@@ -46,6 +47,8 @@ from helpers.setups import (
     Setup,
     left_out,
 )
+
+from marl_parallel.core.pool.pool import Pool
 
 if TYPE_CHECKING:
     from helpers.launching import LauncherHarness
@@ -105,6 +108,39 @@ class MachineLock:
             fcntl.flock(self._machine, fcntl.LOCK_UN)
 
 
+class PoolChecks:
+    """Calls `Pool.check` when a `ParallelEnv` of a test is closed, unless in the middle of a call or after an error.
+
+    What it finds fails the test: an error in `close` might be caught, or come from a finalizer.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+        close = Pool._close
+
+        @functools.wraps(close)
+        def checked_close(pool: Pool, *arguments: Any, **keywords: Any) -> Any:
+            lock: Any = pool._lock
+            in_call = lock._is_owned() or not lock.acquire(blocking=False)
+            if not in_call:
+                try:
+                    if sys.exc_info()[0] is None and hasattr(pool.backend, "statuses"):
+                        pool.check()
+                except AssertionError as error:
+                    self._found.append(str(error))
+                finally:
+                    lock.release()
+            return close(pool, *arguments, **keywords)
+
+        Pool._close = checked_close  # type: ignore[method-assign]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        yield
+        found, self._found = self._found, []
+        assert not found, found[0]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     choices = ["one", "rest", "all", "ray"]
     parser.addoption("--setups", choices=choices, default="one", help="see tests/conftest.py")
@@ -112,6 +148,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(OptionalLibraries())
+    config.pluginmanager.register(PoolChecks())
     if hasattr(config, "workerinput") and sys.platform != "win32":  # a process of pytest-xdist
         config.pluginmanager.register(MachineLock())
     # Background jobs of shell scripts start with SIGINT ignored, but some tests need it.

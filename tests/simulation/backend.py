@@ -269,6 +269,7 @@ class SimulatedBackend(Backend):
         self._lives: Counter[int] = Counter()
         self.lives: list[Life] = []
         self._interrupted = False
+        self.check: Callable[[], None] = lambda: None  # of the pool's values, called before each wait
         self._last_reply, self._waits = self.now, 0  # when it was, and how often `wait` has been called since
         self._owner, self._has_thread = threading.get_ident(), False
         self._undelivered: list[tuple[SimulatedWorker, Request, Reply]] = []  # to the model, which hears of them later
@@ -496,6 +497,7 @@ class SimulatedBackend(Backend):
         return [*arrived, *losses]
 
     def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+        self.check()
         began = self.now
         deadline = None if timeout is None else began + timeout
         arrived, events = self._arrived(), 0

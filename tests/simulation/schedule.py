@@ -234,6 +234,8 @@ class History:
                 trace=self.folder / _TRACE if setup.traced else None,
             )
         self.stepper = ArrayStepper(self.env, self) if setup.arrays else None
+        assert self.env.runner.workers is not None
+        self.backend.check = self.env.runner.workers.pool.check
 
     def run(self, calls: Sequence[Call]) -> None:
         """Carry out calls and check what they return; raises `AssertionError` if something is wrong."""
@@ -244,6 +246,7 @@ class History:
             _CALLS[call.name][1](self, random.Random(call.seed))
             if self.env.pending != tuple(self.model.in_flight):
                 raise Wrong(f"pending is {self.env.pending} in place of {self.model.in_flight}")
+            self.backend.check()
             self._check_acting()
             self._check_noticed()
         while self.model.in_flight:

@@ -36,6 +36,10 @@ from marl_parallel.types import EnvError, ParallelEnvError, WorkerStats
 
 P = ParamSpec("P")
 R = TypeVar("R")
+ORDER = (
+    "Timeouts", "LongCalls", "SettingsAtResets", "Rebuilds", "Histories", "Recycling", "Restarts", "Tracing",
+)  # fmt: skip
+"""The names of the classes of extensions, in the order in which they are added."""
 HELD: Any = object()
 """In place of a result: the caller gets it later."""
 
@@ -184,6 +188,9 @@ class Extension:
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         """Additions to the statistics of some environments."""
         return WorkerStats()
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless the values of this extension fit each other, and the pool; as `Pool.check`."""
 
 
 class Hooks:

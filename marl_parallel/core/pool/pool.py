@@ -27,7 +27,7 @@ from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Failure, Lost, Message, Rebuild, Reply, Request, name_of
 from marl_parallel.core.pickling import dumps, loads
-from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Hooks, Interrupted
+from marl_parallel.core.pool.extensions import HELD, ORDER, Extension, Fault, Hooks, Interrupted
 from marl_parallel.core.pool.slots import OnReply, Results, Slot, Snapshot, State, WorkerQueue
 from marl_parallel.core.reports import logger
 from marl_parallel.core.source import Source
@@ -35,6 +35,7 @@ from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
+_STEPS_AND_RESETS = frozenset({Message.STEP, Message.RESET})
 _NO_EXTRAS: Mapping[int, Any] = {}
 _WAITING_FOR = {message: f"waiting for {message.name.lower()}" for message in Message}  # names of slices in a trace
 _CLOSE_IN_LINE_WITHIN_S = 1.0
@@ -849,6 +850,40 @@ class Pool(Source):
     def _on_ctrl_c(self) -> None:
         for on_ctrl_c in self._hooks.of(Extension.on_ctrl_c):
             on_ctrl_c()
+
+    def check(self) -> None:
+        """Raise `AssertionError` if values of the pool or its extensions do not fit each other.
+
+        It holds before each wait for replies, and between two calls. Tests call it.
+        """
+        if self.closed:
+            return
+        slots, queues = self.slots, self.queues
+        assert self.in_flight == sum([slot.state is not State.IDLE for slot in slots]), f"in flight: {self.in_flight}"
+        assert self._done == sum([slot.state is State.DONE for slot in slots]), f"done: {self._done}"
+        shares = [(env_id, worker) for worker, queue in queues.items() for env_id in queue.share]
+        assert sorted(shares) == [(slot.env_id, slot.worker) for slot in slots], (
+            f"the environments of workers: {shares}"
+        )
+        for worker, queue in queues.items():
+            queue.check(self.backend.statuses[worker], self.clock())
+            step, is_whole = self._step_all.get(worker), [*queue.share] == [*queue.built]
+            env_ids = None if step is None else queue.share if step.env_ids is None and is_whole else step.env_ids
+            assert [*(env_ids or ())] == [*queue.share], f"the request {step} for a step of {queue.share}"
+        for slot in slots:
+            slot.check()
+            is_owed = not self.expects_result(slot) or queues[slot.worker].owes(slot.env_id, None, _STEPS_AND_RESETS)
+            assert is_owed, f"nobody owes the result of {slot}"
+            if slot.state is State.DONE and not slot.skips:
+                is_replaced = slot.env_id in self.replaced
+                assert is_replaced == (type(slot.result) is Snapshot), f"replaced is {is_replaced}: {slot}"
+        assert not self.is_lean or not (
+            self.in_flight or self.replaced or self._owes_extensions() or not self._are_quiet()
+        ), "an extension does not see the next results"
+        names = [name for one in self._extensions if (name := type(one).__name__) in ORDER]
+        assert names == sorted(names, key=ORDER.index), f"the order of extensions: {names}"
+        for check in self._hooks.of(Extension.check):
+            check()
 
     def abandon(self) -> None:
         """In a forked child process: count as closed, and touch nothing that the parent still uses."""

@@ -34,7 +34,7 @@ from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Interrupted
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
-from marl_parallel.core.pool.slots import Mark, Slot, Snapshot
+from marl_parallel.core.pool.slots import Mark, Slot, Snapshot, State
 from marl_parallel.core.reports import first_line, logger
 from marl_parallel.types import RecyclePolicy, WorkerStats
 
@@ -550,6 +550,8 @@ class Recycling(Extension):
 
     def on_replaced(self, worker: int) -> None:
         self._forget(worker)
+        for env_id in self._pool.queues[worker].share:
+            self._in_place.pop(env_id, None)
         position = self._pool.position(worker)
         standby = self._standbys.get(position)
         if standby is not None and standby.worker == worker:  # the environments that would move there are gone, too
@@ -627,6 +629,58 @@ class Recycling(Extension):
         ended, now = self._ended[slot.env_id], self._pool.clock()
         self._records[slot.env_id] = _Record(now, ended - episodes, recycled_before)
         self._episodes_seen = -1
+
+    def check(self) -> None:
+        queues, positions = self._pool.queues, range(len(self._pool.shares))
+        for position in positions:
+            workers = {worker for worker, queue in queues.items() if queue.position == position}
+            leaving = {worker for worker, (of, _) in self._closing.items() if of == position}
+            standby = self._standbys.get(position)
+            beside = leaving if standby is None else {*leaving, standby.worker}
+            others = workers - beside
+            assert len(others) == 1, f"the workers of {position}: {workers}, of which {beside} come or go"
+            assert len(workers) == 1 + len(beside) <= 2, f"the workers of {position}: {workers}, not {beside}"
+            assert not any(queues[worker].share for worker in leaving), f"environments in {leaving}"
+            if standby is not None:
+                self._check_standby(position, standby)
+        for slot, record in zip(self._pool.slots, self._records, strict=True):
+            self._check_move(slot, record)
+
+    def _check_standby(self, position: int, standby: _Standby) -> None:
+        """The environments of a standby are its worker's, or have not moved; one that is constructed is requested."""
+        queue, left = self._pool.queues[standby.worker], standby.environments
+        assert left, f"all have moved: {standby}"
+        both = sorted([*left, *queue.share])
+        assert both == [*self._pool.shares[position]], f"the environments of {standby}: {both}"
+        for env_id, prepared in left.items():
+            is_requested = queue.owes(env_id, self._on_prepared, {Message.PREPARE})
+            is_there = prepared in (Prepared.READY, Prepared.FAILED)
+            assert is_there or is_requested, f"nobody constructs environment {env_id}: {standby}"
+
+    def _check_move(self, slot: Slot, record: _Record) -> None:
+        """An environment whose move the caller waits for has a due result, and a worker that will bring it."""
+        env_id, position, queue = slot.env_id, self._pool.position(slot.worker), self._pool.queues[slot.worker]
+        in_place = queue.owes(env_id, self._on_prepared_in_place, {Message.PREPARE})
+        assert in_place == (env_id in self._in_place), f"constructed in place: {self._in_place}, {slot}"
+        if record.phase is Phase.STAYS:
+            assert (record.ending, record.request) == (None, None), f"a move that has ended: {slot}, {record}"
+            return
+        assert record.phase in (Phase.WAITING, Phase.MOVING), f"a result that nobody has taken: {slot}, {record}"
+        assert slot.state is State.BUSY, f"nobody waits for its move: {slot}, {record}"
+        assert not slot.skips, f"it is rebuilt, and moves: {slot}, {record}"
+        assert (record.ending is None) != (record.request is None), f"two results, or none: {slot}, {record}"
+        if record.phase is Phase.MOVING:
+            is_owed = queue.owes(env_id, self._on_first, {Message.ADOPT, Message.RESET})
+        elif self._has_standbys(position):
+            standby = self._standbys.get(position)
+            is_owed = env_id in standby.environments if standby is not None else position in self._positions_left()
+        else:
+            is_owed = in_place
+        assert is_owed, f"nobody brings its first result: {slot}, {record}"
+
+    def _positions_left(self) -> set[int]:
+        """The positions whose next standby begins when the worker that all have left has ended."""
+        return {position for position, _ in self._closing.values()}
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         return WorkerStats(recycled=sum(self._records[env_id].recycled for env_id in env_ids))

@@ -435,6 +435,24 @@ class Restarts(Extension):
             return False
         return fault.interrupted is Message.RESET or self._same_step
 
+    def check(self) -> None:
+        for slot, record in zip(self._pool.slots, self._records, strict=True):
+            fault, busy = record.fault, slot.state is State.BUSY
+            assert slot.skips == (fault is not None), f"a report that no result brings: {slot}, {record}"
+            assert record.noted is None, f"it is neither ended nor called off: {slot}, {record}"
+            assert record.reported is None or record.needs_reset, f"observations of before a reset: {slot}, {record}"
+            assert record.keywords is None or (busy and slot.request is Message.RESET), f"no reset: {slot}, {record}"
+            if record.is_rebuilding:
+                queue = self._pool.queues[slot.worker]
+                owed = queue.owes(slot.env_id, self._on_rebuilt, {Message.REBUILD})
+                assert owed, f"nobody rebuilds it: {slot}, {record}"
+            elif fault is not None:
+                assert fault.interrupted is None, f"a report that is not for the next result: {slot}, {record}"
+                assert not busy or slot.request is Message.RESET, f"a step waits for its report: {slot}, {record}"
+            if record.waiting_reset is not None:
+                is_waiting = busy and slot.request is Message.RESET and record.is_rebuilding
+                assert is_waiting, f"a reset that waits for nothing: {slot}, {record}"
+
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         return WorkerStats(faults=sum(self._records[env_id].counted for env_id in env_ids))
 

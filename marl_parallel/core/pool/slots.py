@@ -1,4 +1,20 @@
-"""The state of the caller's side: one `Slot` per environment, one `WorkerQueue` per worker."""
+"""The state of the caller's side: one `Slot` per environment, one `WorkerQueue` per worker.
+
+A slot is in one of these states; `-` is None or False::
+
+    state   request   result      skips
+    IDLE    -         -           -       the caller has its latest result
+    IDLE    -         -           True    it has failed since: the next step or reset reports that
+    BUSY    STEP      -           -       its worker, or recycling, owes the result
+    BUSY    RESET     -           -       likewise
+    BUSY    STEP      -           True    it is being rebuilt: the result is the report
+    BUSY    RESET     -           True    likewise; or it failed while it was idle, and the reset reports that
+    DONE    either    leftovers   -       the result is here
+    DONE    either    a copy      True    the result is here, and it has failed since
+
+`has_reset` becomes True with the first result of a reset, and False when `env.restart` has constructed the environment
+again. Only then may a step be requested. `check` compares a slot with this table.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +85,14 @@ class Slot:
     has_reset: bool = False  # whether the environment has been reset at least once
     skips: bool = False  # whether the next result is not the result of its step, whose action is ignored
 
+    def check(self) -> None:
+        """Raise `AssertionError` unless this is one of the states in the table."""
+        assert (self.request is None) == (self.state is State.IDLE), f"a state without its request: {self}"
+        assert self.result is None or self.state is State.DONE, f"a result that has not come: {self}"
+        assert self.request is not Message.STEP or self.has_reset, f"a step before the first reset: {self}"
+        if self.state is State.DONE and self.skips:
+            assert type(self.result) is Snapshot, f"a result whose record is overwritten: {self}"
+
 
 OnReply: TypeAlias = Callable[[int, Reply, dict[int, Failure]], None]
 """A callback of an extension for replies to a request that it has posted. It may add failures."""
@@ -111,6 +135,25 @@ class WorkerQueue:
             return False
         request = self.requests[0][0]
         return not request.each and request.message in _WITH_ONE_REPLY
+
+    def owes(self, env_id: int, owner: OnReply | None, messages: Container[Message]) -> bool:
+        """Whether the worker has a request with one of these messages for an environment, whose reply `owner` gets."""
+        return any(
+            request.message in messages
+            and request_owner == owner
+            and (request.env_ids is None or env_id in request.env_ids)
+            for request, _, request_owner, _ in self.requests
+        )
+
+    def check(self, status: WorkerStatus, now: float) -> None:
+        """Raise `AssertionError` if the requests do not fit the status of the worker."""
+        begun, numbers = status.parts, [number for _, number, _, _ in self.requests]
+        which = f"the worker of environments {[*self.environments]}"
+        assert begun <= self.posted, f"{which} has begun {begun} of {self.posted}"
+        assert self.requests or begun == self.posted, f"{which} has begun {begun} of {self.posted}, and owes nothing"
+        assert [*numbers, self.posted] == sorted([*numbers, self.posted]), f"{which} has {numbers} of {self.posted}"
+        assert not self.requests or 0.0 < self.since <= now, f"{which} begins at {self.since}, now {now}"
+        assert {*self.share} <= {*self.built}, f"{which} was started for {[*self.built]}"
 
     def owes_one_reply(self, env_ids: Container[int]) -> bool:
         """Whether the queue has a request with one reply for environments in `env_ids`."""

@@ -165,6 +165,14 @@ class Deadlines:
         activity = LIMITED_BY[request][0] if running is None else running.activity
         return running, activity, self.limits[activity]
 
+    def check(self) -> None:
+        """Raise `AssertionError` if spans are in a wrong order, or a worker without a limit is suspected."""
+        now, times = self._clock(), [moment for span in self._frozen for moment in span]
+        assert [*times, now] == sorted([*times, now]), f"times in which nothing ran: {self._frozen}, now {now}"
+        assert self.looked <= now, f"looked at {self.looked}, now {now}"
+        for worker, (_, since) in self._suspects.items():
+            assert since <= now, f"worker {worker} is suspected since {since}, now {now}"
+
 
 class Timeouts(Extension):
     """Ends workers that are late."""
@@ -179,6 +187,9 @@ class Timeouts(Extension):
     def patience(self, now: float) -> float | None:
         self._deadlines.looked = max(self._deadlines.looked, self._pool.called)  # the time of the caller counts
         return None if self._pool.closed else self._deadlines.patience()
+
+    def check(self) -> None:
+        self._deadlines.check()
 
     def look(self, now: float) -> None:
         if self._pool.closed:
