@@ -196,7 +196,11 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         self.num_agents = len(self.agents)
         if sorted(map(repr, self.agents)) != sorted(map(repr, agents)):
             raise ValueError(f"group_map must have each of the agents {agents} once, got {self.group_map}")
-        self._groups = {name: self._group(name, members, pad=pad) for name, members in self.group_map.items()}
+        vectors_for = type(self).__name__ if scalarize is None else ""
+        self._groups = {
+            name: self._group(name, members, pad=pad, vectors_for=vectors_for)
+            for name, members in self.group_map.items()
+        }
         self._only = next(iter(self._groups.values())) if len(self._groups) == 1 else None
         # Whether the arrays of the stepper are the facade's own: all agents in order, with one array of observations.
         self._is_whole = (
@@ -238,7 +242,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
         self.num_envs = len(env_ids)
         self._forget()
 
-    def _group(self, name: str, agents: Sequence[AgentID], *, pad: bool) -> _Group:
+    def _group(self, name: str, agents: Sequence[AgentID], *, pad: bool, vectors_for: str) -> _Group:
         schema = self.stepper.runner.schema
         observed, acted = schema.observation_spaces, schema.action_spaces
         lots = agents_alike(agents, observed, acted)
@@ -248,7 +252,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
                 f"group {name!r}: the spaces of {other[0]!r} are {other[1]}, but the spaces of {first[0]!r} are "
                 f"{first[1]}; pass pad=True, or other groups"
             )
-        rows = [AgentRows(self.stepper, lot, vectors_for=type(self).__name__) for lot in lots]
+        rows = [AgentRows(self.stepper, lot, vectors_for=vectors_for) for lot in lots]
         for one in rows:
             if one.reward_space != rows[0].reward_space or (one.reward_space is not None and len(rows) > 1):
                 raise ValueError(f"group {name!r} is padded, so that its rewards must be numbers; pass scalarize=")

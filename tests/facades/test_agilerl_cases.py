@@ -11,7 +11,6 @@ from agilerl.vector import AsyncPettingZooVecEnv
 from gymnasium import spaces
 from pettingzoo import ParallelEnv as PettingZooEnv
 from simulators.dict_rules import DictRules
-from simulators.vector_rewards import Couriers
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import AgileRLVecEnv
@@ -158,21 +157,3 @@ def test_reset_infos_are_at_the_top_level(build_facade):
     assert infos["level"]["n"].tolist() == [8, 8]
     assert infos["final_info"]["x"].tolist() == [2, 2]
     assert infos["final_info"]["level"]["n"].tolist() == [2, 2]
-
-
-def test_vector_rewards_are_scalarized():
-    with pytest.raises(ValueError, match=r"AgileRLVecEnv takes rewards that are numbers, but agent 'van'.*scalarize="):
-        AgileRLVecEnv(ParallelEnv([Couriers], backend="serial"))
-    plain = ParallelEnv([Couriers] * 2, backend="serial")
-    rules = {"van": [1.0, 0.0], "bike": [0.0, 1.0], "drone": lambda vector: vector[0] * vector[1]}
-    env = AgileRLVecEnv(ParallelEnv([Couriers] * 2, backend="serial"), scalarize=rules)
-    plain.reset()
-    env.reset()
-    for _ in range(9):
-        _, due, *_ = plain.step([dict.fromkeys(acting, 1) for acting in plain.acting])
-        _, rewards, *_ = env.step({agent: np.ones(2, np.int64) for agent in env.agents})
-        for agent, rule in {"van": lambda v: v[0], "bike": lambda v: v[1], "drone": lambda v: v[0] * v[1]}.items():
-            paid = [rule(of_env[agent]) if agent in of_env else np.nan for of_env in due]
-            assert np.allclose(rewards[agent], paid, equal_nan=True)
-    plain.close()
-    env.close()

@@ -27,8 +27,10 @@ class AgileRLDriver(Driver):
     resets_some = False
     copies = True
 
-    def make(self, env: ParallelEnv) -> AgileRLVecEnv:
-        return AgileRLVecEnv(env)
+    scalarizes = True
+
+    def make(self, env: ParallelEnv, **own: Any) -> AgileRLVecEnv:
+        return AgileRLVecEnv(env, **own)
 
     def reset(self, facade: AgileRLVecEnv, env_ids: list[int] | None = None) -> Any:
         seen, infos = facade.reset()

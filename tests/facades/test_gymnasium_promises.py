@@ -29,6 +29,8 @@ OWN = ("present", "acting", "final_obs", "final_info", "action_mask")
 
 
 class GymnasiumDriver(Driver):
+    shows_vectors = True
+
     def make(self, env: ParallelEnv) -> GymnasiumVectorEnv:
         return GymnasiumVectorEnv(env)
 

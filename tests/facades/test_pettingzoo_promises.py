@@ -24,6 +24,8 @@ from marl_parallel.vector import PettingZooVecEnv
 
 
 class PettingZooDriver(Driver):
+    shows_vectors = True
+
     def make(self, env: ParallelEnv) -> PettingZooVecEnv:
         return PettingZooVecEnv(env)
 

@@ -22,8 +22,8 @@ class PyMARLDriver(Driver):
     modes = (DISABLED,)
     games = tuple(GAMES)
     restarted_games = pickled_games = tuple(GAMES)
-    masked_games = ()
-    """Masks are a part of each reply."""
+    masked_games = vector_games = ()
+    """Masks are a part of each reply; its rewards are one number, or a list with one for each agent."""
     refuses_reset_in_flight = False
     """The runner may send a reset before it has received the reply to a step; replies come in this order."""
     resets_at_once = True

@@ -26,7 +26,6 @@ from simulators.deterministic import Hunt, Skirmish
 from simulators.dying_agents import POINT, DyingAgents, ReturningAgents
 from simulators.every_space import draw
 from simulators.rllib_envs import DyingRLlibAgents, WithFrames
-from simulators.vector_rewards import Couriers
 
 from marl_parallel import ParallelEnv
 from marl_parallel.core.spaces import to_zero
@@ -262,24 +261,6 @@ except ImportError as error:
     assert 'pip install "marl-parallel[rllib]", or in a checkout: pip install -e ".[rllib]"' in output.stdout, (
         output.stderr
     )
-
-
-def test_vector_rewards_are_scalarized():
-    with pytest.raises(ValueError, match=r"takes rewards that are numbers, but agent 'van'.*scalarize="):
-        RLlibVectorMultiAgentEnv(ParallelEnv([Couriers], "NEXT_STEP", backend="serial"))
-    plain = ParallelEnv([Couriers] * 2, "NEXT_STEP", backend="serial")
-    env = RLlibVectorMultiAgentEnv(ParallelEnv([Couriers] * 2, "NEXT_STEP", backend="serial"), scalarize=[2.0, 0.5])
-    plain.reset()
-    env.reset()
-    for _ in range(9):
-        actions = [dict.fromkeys(acting, 1) for acting in plain.acting]
-        _, due, *_ = plain.step(actions)
-        _, rewards, *_ = env.step(actions)
-        for results, vectors in zip(rewards, due):
-            assert results == {agent: pytest.approx(float(vectors[agent] @ [2.0, 0.5])) for agent in results}
-            assert all(isinstance(reward, float) for reward in results.values())
-    plain.close()
-    env.close()
 
 
 # -- agents that come back ---------------------------------------------------------------------------------------------

@@ -32,8 +32,10 @@ class RLlibDriver(Driver):
     takes_views = False
     saved_games = ("agents_die", "agents_join", "masks_of_the_dead")
 
-    def make(self, env: ParallelEnv) -> RLlibVectorMultiAgentEnv:
-        return RLlibVectorMultiAgentEnv(env)
+    scalarizes = True
+
+    def make(self, env: ParallelEnv, **own: Any) -> RLlibVectorMultiAgentEnv:
+        return RLlibVectorMultiAgentEnv(env, **own)
 
     def reset(self, facade: RLlibVectorMultiAgentEnv, env_ids: list[int] | None = None) -> Any:
         seen, infos = facade.reset()

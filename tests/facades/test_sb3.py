@@ -19,7 +19,6 @@ from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.dict_rules import DictRules
 from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
-from simulators.vector_rewards import Couriers
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import (
     VecEnv,
@@ -371,22 +370,6 @@ def test_calls_out_of_order(env):
             call()
     with pytest.raises(ClosedEnvironmentError):
         SB3VecEnv(env.env)
-
-
-def test_vector_rewards_are_scalarized():
-    with pytest.raises(ValueError, match=r"SB3VecEnv takes rewards that are numbers, but agent 'van'.*scalarize="):
-        SB3VecEnv(ParallelEnv([Couriers], backend="serial"))
-    plain = ParallelEnv([Couriers] * COPIES, backend="serial")
-    env = SB3VecEnv(ParallelEnv([Couriers] * COPIES, backend="serial"), scalarize=[2.0, 0.5])
-    plain.reset()
-    env.reset()
-    for _ in range(9):
-        _, due, *_ = plain.step([dict.fromkeys(acting, 1) for acting in plain.acting])
-        _, rewards, *_ = env.step(np.ones(env.num_envs, np.int64))
-        paid = [float(of_env.get(a, np.zeros(2)) @ np.array([2.0, 0.5])) for of_env in due for a in env.agents]
-        assert np.allclose(rewards, paid)
-    plain.close()
-    env.close()
 
 
 def test_refused_observation_names_its_part():

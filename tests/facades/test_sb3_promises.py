@@ -37,8 +37,10 @@ class SB3Driver(Driver):
     """A reset discards a step in flight, as in Stable-Baselines3."""
     copies = True
 
-    def make(self, env: ParallelEnv) -> SB3VecEnv:
-        return SB3VecEnv(env)
+    scalarizes = True
+
+    def make(self, env: ParallelEnv, **own: Any) -> SB3VecEnv:
+        return SB3VecEnv(env, **own)
 
     def reset(self, facade: SB3VecEnv, env_ids: list[int] | None = None) -> Any:
         return facade.reset(), None, None, facade.reset_infos

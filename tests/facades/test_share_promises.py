@@ -26,8 +26,10 @@ class ShareDriver(Driver):
     modes = (SAME_STEP,)
     resets_some = False
 
-    def make(self, env: ParallelEnv) -> ShareVecEnv:
-        return ShareVecEnv(env)
+    scalarizes = True
+
+    def make(self, env: ParallelEnv, **own: Any) -> ShareVecEnv:
+        return ShareVecEnv(env, **own)
 
     def reset(self, facade: ShareVecEnv, env_ids: list[int] | None = None) -> Any:
         seen, share, available = facade.reset()

@@ -29,13 +29,15 @@ pytestmark = pytest.mark.release_independent
 class OwnFacade:
     """A facade of a user, on an `ArrayStepper`; its results are `Arrays`."""
 
-    def __init__(self, env: ParallelEnv) -> None:
-        self.stepper = ArrayStepper(env, self)
+    def __init__(self, env: ParallelEnv, **own: Any) -> None:
+        self.stepper = ArrayStepper(env, self, **own)
 
 
 class StepperDriver(Driver):
-    def make(self, env: ParallelEnv) -> OwnFacade:
-        return OwnFacade(env)
+    scalarizes = True
+
+    def make(self, env: ParallelEnv, **own: Any) -> OwnFacade:
+        return OwnFacade(env, **own)
 
     def reset(self, facade: OwnFacade, env_ids: list[int] | None = None) -> Any:
         return facade.stepper.reset(env_ids=env_ids)
@@ -106,8 +108,11 @@ class StepperDriver(Driver):
 
 
 class StackedDriver(Driver):
-    def make(self, env: ParallelEnv) -> StackedVecEnv:
-        return StackedVecEnv(env, with_state=env.state_space is not None if isinstance(env, ParallelEnv) else False)
+    scalarizes = shows_vectors = True
+
+    def make(self, env: ParallelEnv, **own: Any) -> StackedVecEnv:
+        with_state = env.state_space is not None if isinstance(env, ParallelEnv) else False
+        return StackedVecEnv(env, with_state=with_state, **own)
 
     def reset(self, facade: StackedVecEnv, env_ids: list[int] | None = None) -> Any:
         observed, infos = facade.reset(env_ids=env_ids)

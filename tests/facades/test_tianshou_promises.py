@@ -30,8 +30,10 @@ class TianshouDriver(Driver):
     """A step of an environment that is over raises: collectors reset it at once."""
     copies = True
 
-    def make(self, env: ParallelEnv) -> TianshouVecEnv:
-        return TianshouVecEnv(env)
+    scalarizes = True
+
+    def make(self, env: ParallelEnv, **own: Any) -> TianshouVecEnv:
+        return TianshouVecEnv(env, **own)
 
     def reset(self, facade: TianshouVecEnv, env_ids: list[int] | None = None) -> Results:
         results = facade.reset(env_ids)
@@ -81,8 +83,8 @@ class AsyncTianshouDriver(TianshouDriver):
 
     steps_some = True
 
-    def make(self, env: ParallelEnv) -> TianshouVecEnv:
-        return TianshouVecEnv(env, wait_num=1)
+    def make(self, env: ParallelEnv, **own: Any) -> TianshouVecEnv:
+        return TianshouVecEnv(env, wait_num=1, **own)
 
     def step_some(self, facade: TianshouVecEnv, actions: dict[int, ByAgent]) -> tuple[Results, list[int]]:
         rows = zip(*facade.step(stacked([*actions.values()]), [*actions]))

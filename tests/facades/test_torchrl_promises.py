@@ -28,6 +28,8 @@ class TorchRLDriver(Driver):
     loads_some = False
     """TorchRL's loops go on from one tensordict of all environments."""
 
+    shows_vectors = True
+
     def make(self, env: ParallelEnv) -> TorchRLEnv:
         return TorchRLEnv(env)
 
@@ -70,9 +72,10 @@ class TorchRLDriver(Driver):
         shown["restarted"] = bool(results.get("restarted", torch.zeros(ENVS))[env_id])
         if "reward" not in group:
             return shown
+        rewards = group["reward"]
         return {
             **shown,
-            "rewards": by_agent(group["reward"][..., 0], env_id),
+            "rewards": by_agent(rewards[..., 0] if rewards.shape[-1] == 1 else rewards, env_id),
             "terminations": by_agent(group["terminated"][..., 0], env_id),
             "truncations": by_agent(group["truncated"][..., 0], env_id),
             "dones": by_agent(group["done"][..., 0], env_id),

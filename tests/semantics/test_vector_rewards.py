@@ -21,7 +21,7 @@ from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import TransitionRecords
 from marl_parallel.core.transition import Transition
-from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv
+from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
 from marl_parallel.vector.scalarize import as_number, reward_rules
 
 pytestmark = pytest.mark.in_turn
@@ -295,6 +295,34 @@ def test_scalar_facade_refuses_vectors_without_scalarize(rule, error, words, par
     facade, env = ScalarFacade(), parallel(Couriers, 2, True)
     with pytest.raises(error, match=words):
         ArrayStepper(env, facade, env.metadata["autoreset_mode"], scalarize=rule)
+
+
+class CouriersOfDifferentSpaces(Couriers):
+    def action_space(self, agent: str) -> spaces.Space:
+        return spaces.Discrete(3 + self.possible_agents.index(agent))
+
+
+@pytest.mark.parametrize(
+    ("constructor", "how"),
+    [
+        (Couriers, {}),
+        (Couriers, {"group_map": {"road": ["van", "bike"], "air": ["drone"]}}),
+        (functools.partial(Couriers, one_by_one=True), {}),
+        (CouriersOfDifferentSpaces, {"group_map": {"all": ["van", "bike", "drone"]}, "pad": True}),
+    ],
+    ids=["one group", "groups", "different vectors", "padded"],
+)
+def test_stacked_rewards_that_are_scalarized(constructor, how, parallel):
+    env = StackedVecEnv(parallel(constructor, 2, True, seed=5), scalarize=np.sum, **how)
+    due = [plain_rewards(constructor, 5 + env_id, 9, "SAME_STEP") for env_id in range(2)]
+    env.reset()
+    for step in range(9):
+        actions = {name: np.ones((2, len(agents)), int) for name, agents in env.group_map.items()}
+        rewards = env.step(actions if len(actions) > 1 else next(iter(actions.values())))[1]
+        rewards = rewards if isinstance(rewards, dict) else {next(iter(env.group_map)): rewards}
+        for name, agents in env.group_map.items():
+            of_group = [[of_env[step].get(agent, np.zeros(1)).sum() for agent in agents] for of_env in due]
+            np.testing.assert_allclose(rewards[name], of_group, rtol=1e-6)
 
 
 def test_wrong_or_unused_scalarize(parallel):

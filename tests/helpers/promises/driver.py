@@ -30,6 +30,9 @@ class Driver:
         pickled_games: The games that are also played without shared memory, and in processes.
         saved_games: The games whose states are saved and loaded.
         masked_games: The games whose masks it shows, in `masks`.
+        vector_games: The games that are also played with vector rewards.
+        shows_vectors: Whether it shows vector rewards as they are; otherwise it refuses them.
+        scalarizes: Whether it takes `scalarize`.
         is_drop_in: Whether it makes its own `ParallelEnv`, so that no other facade can step it.
         sends: Whether it has `step_async` and `step_wait`, or a pair of another name.
         refuses_reset_in_flight: Whether a reset raises while a step is in flight.
@@ -51,6 +54,9 @@ class Driver:
     pickled_games: Sequence[str] = ("agents_join", "agents_return", "corpses_return")
     saved_games: Sequence[str] = ("agents_die", "agents_return", "corpses_return", "masks_of_the_dead")
     masked_games: Sequence[str] = ("masks", "masks_in_infos", "masks_of_the_dead")
+    vector_games: Sequence[str] = ("agents_join",)
+    shows_vectors = False
+    scalarizes = False
     is_drop_in = False
     sends = True
     refuses_reset_in_flight = True
@@ -70,14 +76,15 @@ class Driver:
 
     def open(self, constructors: Sequence[Any], mode: AutoresetMode, **arguments: Any) -> Any:
         """The facade of a new `ParallelEnv` of these games."""
-        return self.make(ParallelEnv(constructors, mode, **arguments))
+        own = {name: arguments.pop(name) for name in ("scalarize",) if name in arguments}
+        return self.make(ParallelEnv(constructors, mode, **arguments), **own)
 
     def drawn(self, rng: np.random.Generator, now: Moment | None) -> ByAgent:
         """A random action for every agent."""
         return {agent: int(rng.integers(3)) for agent in AGENTS}
 
     def make(self, env: ParallelEnv) -> Any:
-        """The facade."""
+        """The facade; if it `scalarizes`, with that keyword."""
         raise NotImplementedError
 
     def reset(self, facade: Any, env_ids: list[int] | None = None) -> Any:

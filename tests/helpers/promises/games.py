@@ -2,7 +2,8 @@
 
 Three agents have equal spaces. An observation is `[agent, identity, episode, time, total]`: the agent's number from 1;
 `100 * env_id + restarts`; the episode from 1; the time in it; and the sum of all actions so far, each times the number
-of its agent. Rewards are `total + agent / 4`. All of these are exact in float32.
+of its agent. Rewards are `total + agent / 4`; as vectors, `[total / 2, agent]`, which `WEIGHTS` make the same number.
+All of these are exact in float32.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ ACTIONS = 3
 VIEW = spaces.Box(-np.inf, np.inf, (5,), np.float32)
 MASKED_VIEW = spaces.Dict(action_mask=spaces.Box(0, 1, (ACTIONS,), np.int8), observation=VIEW)
 TERMINATED, TRUNCATED = "terminated", "truncated"
+VECTOR = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+WEIGHTS = (2.0, 0.25)
 
 
 class Life(NamedTuple):
@@ -52,6 +55,7 @@ class Script(NamedTuple):
         one_observes: Whether only one agent observes at a time, in turn.
         infos: Whether there are infos: of some agents at some times, nested, of the environment, and of resets.
         masks: Where action masks are: "observations", "infos", or None.
+        vectors: Whether rewards are vectors, as `reward_space` declares.
     """
 
     rules: str = "pettingzoo"
@@ -62,6 +66,7 @@ class Script(NamedTuple):
     one_observes: bool = False
     infos: bool = False
     masks: str | None = None
+    vectors: bool = False
 
 
 def team(how: str) -> list[Life]:
@@ -214,8 +219,11 @@ class Game:
                 how = [how for _, ends, how in self.lives(agent) if ends < self.time][-1]
             for of_kind, kind in zip(flags, (TERMINATED, TRUNCATED)):
                 of_kind[agent] = how == kind
-        rewards = {agent: self.total + (AGENTS.index(agent) + 1) / 4 for agent in flags[0]}
+        rewards = {agent: self.reward(AGENTS.index(agent) + 1) for agent in flags[0]}
         return observations, rewards, *flags, self.infos([*flags[0]])
+
+    def reward(self, number: int) -> Any:
+        return np.array([self.total / 2, number], np.float32) if self.script.vectors else self.total + number / 4
 
     def observations(self) -> dict[str, Any]:
         agents = [agent for agent in AGENTS if self.is_alive(agent) or (self.script.corpses and self.was_alive(agent))]
@@ -265,6 +273,8 @@ class PettingZooGame(PettingZooEnv):
     def __init__(self, script: Script, fault: Fault | None = None, env_id: int = 0, restarts: int = 0) -> None:
         self.game, self.agents = Game(script, fault, env_id, restarts), []
         self.seen = VIEWS.get(script.masks or "", VIEW)
+        if script.vectors:
+            self.reward_space = lambda agent: VECTOR
 
     def observation_space(self, agent: str) -> Any:
         return self.seen
@@ -296,6 +306,8 @@ class DictGame(gymnasium.Env):
         seen = VIEWS.get(script.masks or "", VIEW)
         self.observation_space = spaces.Dict(dict.fromkeys(AGENTS, seen))
         self.action_space = spaces.Dict({agent: spaces.Discrete(ACTIONS) for agent in AGENTS})
+        if script.vectors:
+            self.reward_space = spaces.Dict(dict.fromkeys(AGENTS, VECTOR))
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
         return self.game.begin()

@@ -13,7 +13,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode
 
 from helpers.promises.driver import DISABLED, NEXT_STEP, SAME_STEP, Driver, assert_equal
-from helpers.promises.games import AGENTS, GAMES, Fault, make
+from helpers.promises.games import AGENTS, GAMES, WEIGHTS, Fault, make
 from helpers.promises.loop import ByAgent, Loop, Moment
 from marl_parallel import ParallelEnv, RecyclePolicy
 from marl_parallel.vector import StackedVecEnv
@@ -36,9 +36,11 @@ class Run:
 
     def __init__(self, driver: Driver, game: str, mode: AutoresetMode, fault: Fault | None = None, **how: Any) -> None:
         script = driver.script(game)
+        made = script._replace(vectors=how.pop("vectors", False))  # the loops play with numbers
+        self.shows_vectors = made.vectors and "scalarize" not in how
         self.driver, self.mode, self.game = driver, mode, script
         arguments = {"backend": "serial", **({} if fault is None else {"on_error": "restart"}), **how}
-        self.facade = driver.open([make(script, fault)] * ENVS, mode, **arguments)
+        self.facade = driver.open([make(made, fault)] * ENVS, mode, **arguments)
         self.loops = [Loop(script, env_id, mode, fault) for env_id in range(ENVS)]
         for loop in self.loops:
             loop.passes_on = driver.passes_on and loop.dict_rules
@@ -56,6 +58,8 @@ class Run:
         self.moments = [self.loops[env_id].now for env_id in env_ids]  # type: ignore[misc]
         for env_id, moment in zip(env_ids, self.moments):
             shown = self.driver.read(self.facade, results, env_id)
+            if self.shows_vectors and "rewards" in shown:
+                shown["rewards"] = {agent: as_number(reward) for agent, reward in shown["rewards"].items()}
             expected = self.driver.expected(moment)
             missing = expected.keys() - shown.keys()
             assert not missing or what != "step" or moment.kind == "reset", f"the driver does not read {missing}"
@@ -105,6 +109,11 @@ class Run:
 
     def close(self) -> None:
         self.driver.close(self.facade)
+
+
+def as_number(reward: Any) -> float:
+    """A vector reward as the number of the same game without vectors; 0.0 and NaN stand for no reward."""
+    return float(np.dot(reward, WEIGHTS)) if isinstance(reward, np.ndarray) else reward
 
 
 class Promises:
@@ -230,6 +239,21 @@ class Promises:
                     masks = self.driver.masks(run.facade, results, env_id)
                     what = f"{game!r}, step {run.time}, masks of environment {env_id}"
                     assert_equal(masks, self.driver.expected_masks(moment), what)
+
+    def test_vector_rewards(self, mode, runs):
+        """They are refused or shown, or become the numbers that `scalarize` says."""
+        driver, fault = self.driver, FAULTS["step"]
+        for game in driver.vector_games:
+            rules = {"agent_0": WEIGHTS, "agent_1": np.array(WEIGHTS), "agent_2": as_number}
+            if driver.shows_vectors:
+                for _ in runs(driver, game, mode, fault, vectors=True).play():
+                    pass
+            else:
+                with pytest.raises(ValueError, match=r"takes rewards that are numbers, but agent 'agent_0'.*scalarize"):
+                    runs(driver, game, mode, vectors=True)
+            if driver.scalarizes:
+                for _ in runs(driver, game, mode, fault, vectors=True, scalarize=rules).play():
+                    pass
 
     # -- saved states ----------------------------------------------------------------------------------------------
 
