@@ -30,6 +30,8 @@ class RLlibDriver(Driver):
     resets_some = False
     copies = True
     takes_views = False
+    loads_some_first = True
+    """The next `reset` begins episodes in the others."""
     saved_games = ("agents_die", "agents_join", "masks_of_the_dead")
 
     scalarizes = True
@@ -93,9 +95,11 @@ class TestRLlibVectorMultiAgentEnv(Promises):
     @pytest.mark.parametrize("returning", RETURNING)
     def test_returning_agents(self, returning, runs):
         run: Run = runs(self.driver, returning, NEXT_STEP)
-        with pytest.raises(ValueError, match="has come back after its end"):
+        with pytest.raises(ValueError, match=r"^environment \d: agent 'agent_\d' has come back after its end"):
             for _ in run.play():
                 pass
+        run.reset()  # nothing is closed
+        run.step()
 
     def test_the_first_reset_after_loading_goes_on(self, runs):
         """RLlib's runners begin with a reset, with a seed."""

@@ -46,6 +46,7 @@ class Driver:
         steps_some: Whether it can step and reset some environments while others are in flight.
         saves: Whether it has `save_state` and `load_state`.
         loads_some: Whether it can load some environments.
+        loads_some_first: Whether it can load some before a reset of all.
     """
 
     modes: Sequence[AutoresetMode] = (SAME_STEP, NEXT_STEP, DISABLED)
@@ -70,6 +71,7 @@ class Driver:
     steps_some = False
     saves = True
     loads_some = True
+    loads_some_first = False
 
     def script(self, game: str) -> Script:
         return GAMES[game]

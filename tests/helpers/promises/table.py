@@ -280,6 +280,9 @@ class Promises:
             states: list[tuple[bytes, Loop]] = []
             for _ in run.play(7):
                 states.append((driver.save(run.facade)[1], copy.deepcopy(run.loops[1])))
+            if not driver.loads_some_first:
+                with pytest.raises(ResetNeeded, match="reset or load all environments"):
+                    driver.load(runs(driver, game, mode).facade, states[0][:1], [1])
             for state, loop in states:
                 run.loops[1] = copy.deepcopy(loop)
                 run.compare(driver.load(run.facade, [state], [1]), [1], "loaded at")
