@@ -28,7 +28,6 @@ from marl_parallel.vector import (
     GymnasiumVectorEnv,
     ShareVecEnv,
     StackedVecEnv,
-    SubprocVecEnv,
     saving,
 )
 
@@ -51,20 +50,6 @@ def copied(value: Any) -> Any:
     if hasattr(value, "items"):
         return {key: copied(one) for key, one in value.items()}
     return type(value)(map(copied, value)) if type(value) in (tuple, list) else value
-
-
-def test_states_of_another_facade(parallel):
-    """What only that facade knew begins anew."""
-    facade = GymnasiumVectorEnv(opened("variable", "NEXT_STEP", 1))
-    facade.reset()
-    states = facade.save_state()
-    with opened("variable", "NEXT_STEP", 1) as env:
-        env.load_state(states)
-        states = env.save_state()
-    facade.load_state(states, env_ids=None)
-    with pytest.raises(ResetNeeded, match="reset or load all environments"):
-        GymnasiumVectorEnv(opened("variable", "NEXT_STEP", 1)).load_state(states[:1], env_ids=[1])
-    facade.close()
 
 
 class OwnFacade:
@@ -268,19 +253,5 @@ def test_share(make, shared_memory):
             assert_same([copied([*one]) for one in again[4]], [copied([*one]) for one in results[4]])
             assert_same(copied((*again[:4], again[5])), copied((*results[:4], results[5])))
             current = results[0], results[1], results[5]
-    first.close()
-    other.close()
-
-
-def test_drop_in_with_four_values():
-    first, other = (SubprocVecEnv([Squad] * 2, num_workers=workers) for workers in (2, 1))
-    observations = first.reset()
-    for _ in range(9):
-        assert_same(copied(other.load_state(first.save_state())), copied(observations))
-        masks = first.parallel_env.action_masks
-        actions = np.array([[[np.flatnonzero(mask)[-1]] for mask in of_env.values()] for of_env in masks])
-        results, again = first.step(actions), other.step(actions)
-        assert_same(copied(again[:3]), copied(results[:3]))
-        observations = results[0]
     first.close()
     other.close()
