@@ -227,7 +227,8 @@ class Worker:
                         self._status.add_steps(*codec.sums())
                     raise
                 place = place if codec is None else codec.place
-                env_id, doing = ids[place], self._status.latest or _NAMED.get(message, message)
+                env_id = ids[place]
+                doing = self._status.latest_of(env_id) or _NAMED.get(message, message)
                 failure = _failure(error, doing, env_id == self._partially_written, self._own_process)
                 if doing is Activity.CONSTRUCTOR:
                     if self._neighbours.others(env_id):

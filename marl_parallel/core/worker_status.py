@@ -247,6 +247,10 @@ class WorkerStatus:
         activity = self._ints[_ACTIVITY]
         return Activity(activity) if 0 <= activity < len(Activity) else Activity.START
 
+    def latest_of(self, env_id: int) -> Activity:
+        """`latest` if it is an activity of this environment; else `START`."""
+        return self.latest if abs(self._ints[_ENV]) == env_id + 1 else Activity.START
+
     @property
     def _since(self) -> float:
         """When the activity began; 0.0 if that is unknown."""

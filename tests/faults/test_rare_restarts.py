@@ -5,6 +5,7 @@ An observation is 100 per construction, plus 10 per episode, plus 1 per step.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -509,6 +510,46 @@ def test_last_infos_before_a_failing_reset_that_cannot_be_unpickled(setup, build
     outcome = rewards["a"], terminateds["__all__"], truncateds["__all__"], float(infos["a"]["final_obs"][0])
     assert outcome == ((1.0, True, False, 13.0) if setup.shared_memory else (0.0, False, True, 12.0))
     assert "broken" in infos["__common__"]["error"]
+
+
+class Texts(Clock):
+    """Actions travel pickled; the environments have episodes of different lengths."""
+
+    action_space = spaces.Dict({agent: spaces.Text(9) for agent in "ab"})
+    state_space = spaces.Box(-999, 999, (1,), np.float32)
+
+    def __init__(self, length: int, restarts: int = 0) -> None:
+        super().__init__(restarts)
+        self.length = length
+
+    def state(self) -> np.ndarray:
+        return self.now()
+
+
+@each_setup
+@pytest.mark.parametrize(
+    ("latest", "mode", "lengths"),
+    [
+        ("a reset", "SAME_STEP", (2, 1)),
+        ("a reset", "NEXT_STEP", (1, 9)),
+        ("a step", "SAME_STEP", (9, 1)),
+        ("a state", "SAME_STEP", (9, 1)),
+        ("a state", "NEXT_STEP", (9, 9)),
+    ],
+)
+def test_actions_that_the_worker_cannot_unpickle(latest, mode, lengths, setup, build):
+    """It is the step that fails, whatever the environment before it in the same worker has done last."""
+    env = build([functools.partial(Texts, length) for length in lengths], setup, mode, on_error="restart")
+    if latest == "a state" and setup.shared_memory:
+        env.runner.write_states()
+    env.reset()
+    usual = {"a": "go", "b": "go"}
+    env.step([usual, usual])
+    observations, rewards, terminateds, truncateds, infos = env.step([usual, {**usual, "b": Refusing()}])
+    assert (rewards[1], terminateds[1]["__all__"], truncateds[1]["__all__"]) == ({"a": 0.0, "b": 0.0}, False, True)
+    assert "raised in step" in infos[1]["__common__"]["error"]
+    assert float(observations[1]["a"][0]) == (110.0 if mode == "SAME_STEP" else 11.0)
+    assert "__common__" not in infos[0]
 
 
 class Unconvertible(ComputedObservation):

@@ -304,4 +304,12 @@ MUTATIONS = [
         blind=True,
         survives="the simulation reads no warnings; test_warnings_begin_again_with_each_call fails",
     ),
+    Mutation(
+        "a failure is said of what the environment before did",
+        "worker_status.py",
+        "self.latest if abs(self._ints[_ENV]) == env_id + 1 else Activity.START",
+        "self.latest",
+        blind=True,
+        survives="simulated workers unpickle all actions; test_actions_that_the_worker_cannot_unpickle fails",
+    ),
 ]
