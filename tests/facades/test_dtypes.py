@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from simulators.choices import SPACES, Chooser, Choosers, Wide, discrete
 from simulators.native_arena import Arena
 
 from marl_parallel import ParallelEnv
+from marl_parallel.core import codec
 from marl_parallel.core.spaces import tree_map
 from marl_parallel.rollout import Rollout
 from marl_parallel.vector import GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
+from marl_parallel.vector.stepper import ArrayStepper
 
 pytestmark = pytest.mark.in_turn
 
@@ -125,6 +128,30 @@ def test_number_that_the_dtype_does_not_hold(two_worker_setup, build):
     with pytest.raises(ValueError, match="uint8"):
         facade.step(np.full((TWO, 1), 300))
     assert env.get_attr("got") == ([1], [1])
+
+
+WAYS: dict[str, Callable[[ArrayStepper, Any], Any]] = {
+    "arrays": lambda stepper, stack: stepper.step({"agent_0": stack}),
+    "dicts": lambda stepper, stack: (stepper.send_dicts([{"agent_0": one} for one in stack]), stepper.receive()),
+    "some": lambda stepper, stack: (stepper.send_some([{"agent_0": stack[1]}], [1]), stepper.receive_some()),
+}
+
+
+@pytest.mark.parametrize("checks", [False, True], ids=["", "check_actions"])
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "python"])
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_out_of_arrays_are_scalars(way, compiled, shared_memory, checks, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(codec, "Codec", None)
+    for space in (SPACES["box without axes"], SPACES["box of integers without axes"]):
+        made = [functools.partial(Chooser, space)] * TWO
+        with ParallelEnv(made, "DISABLED", backend="serial", check_actions=checks, shared_memory=shared_memory) as env:
+            stepper = ArrayStepper(env, env)
+            stepper.reset()
+            WAYS[way](stepper, np.ones(TWO, space.dtype))
+            (action,) = env.get_attr("got")[1]
+        assert types_of(action) == types_of(space.dtype.type(1))
 
 
 def test_actions_in_dicts_are_passed_on_as_before(two_worker_setup, build):

@@ -44,6 +44,31 @@ def test_children_die_with_their_worker(harness: LauncherHarness, end: str) -> N
     assert alive(bystander)
 
 
+GUARDED = """
+import os, sys, time
+from marl_parallel.backends.server import _arm
+os.setsid()
+guard, guard_end = os.pipe()
+when = sys.argv[1]
+copy = os.dup(guard_end) if when == "copied" else -1
+if when != "armed":
+    os.close(guard_end)
+_arm(guard)
+if when == "armed":
+    os.close(guard_end)
+if when == "copied":
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("when", "exitcode"), [("before", -signal.SIGKILL), ("armed", -signal.SIGKILL), ("copied", 3)])
+def test_a_guard_that_closes(when: str, exitcode: int) -> None:
+    """Before it is armed, too: its owner may die while a worker starts."""
+    done = subprocess.run([sys.executable, "-c", GUARDED, when], timeout=50)
+    assert done.returncode == exitcode
+
+
 PARENT = """
 import json, os, sys, time
 sys.path.insert(0, {tests!r})

@@ -629,6 +629,20 @@ def test_failed_call_after_the_end_of_an_episode(name, build, again, tmp_path):
     assert len([*tmp_path.iterdir()]) == 1
 
 
+@pytest.mark.parametrize("message", [Message.RENDER, Message.STATE], ids=["render", "state"])
+def test_each_failed_call_has_a_file(message, build, again, tmp_path):
+    """Also those of an environment that has been restarted and waits for a reset."""
+    env = build([BadPainter] * 2, PACKED, "DISABLED", on_error="restart", replay=50, replay_dir=tmp_path)
+    env.reset()
+    crashes = []
+    for _ in range(3):
+        with pytest.raises(EnvError) as caught:
+            env.runner.source.execute_in(message, [0])  # as above
+        crashes.append(same(str(caught.value), again))
+    assert [(crash.seed, crash.restarts) for crash in crashes] == [(42, 0), *((seed_of(42, 0, n), n) for n in (1, 2))]
+    assert len([*tmp_path.iterdir()]) == 3
+
+
 # -- process-wide generators -------------------------------------------------------------------------------------------
 
 

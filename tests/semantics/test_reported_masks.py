@@ -173,6 +173,26 @@ def test_action_masks_of_an_environment_that_was_restarted(mode, backend_setup, 
         assert masks[1, 0].tolist() == NO_OP.tolist()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_action_masks_of_an_idle_environment_that_was_restarted(mode, backend_setup, build):
+    """Until its next result, which reports the restart: neither those of the old one, nor those of the new one."""
+
+    class Breaks(DictSquad):
+        def explode(self) -> None:
+            raise RuntimeError
+
+    for where in WHERE:
+        env = build(squads(Breaks, where), backend_setup, mode, on_error="restart")
+        stepper = ArrayStepper(env, env)
+        stepper.reset()
+        with pytest.raises(EnvError):
+            env.call("explode", env_ids=[0])
+        assert [[*masks] for masks in env.action_masks] == [[], [*AGENTS], [*AGENTS]]
+        assert [masks.all() for masks in stepper.action_masks(AGENTS)] == [True, False, False]
+        env.step(env.sample_actions())
+        assert [*env.action_masks[0]] == ([*AGENTS] if mode == "SAME_STEP" else [])
+
+
 def test_masks_of_rows(parallel):
     """A facade with one row for each agent, some of whom are chosen."""
     env = GymnasiumVectorEnv(

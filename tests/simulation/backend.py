@@ -124,6 +124,7 @@ class SimulatedWorker:
         self.phase, self.activity = "", ""
         self.settled: int | None = None
         self.is_late = self.is_closed = False
+        self.began_discarded = False  # whether it has begun what it carries out after a close, which discards that
         self.late: dict[int, Any] = {}
         self.culprits: list[Any] | None = None
         self.counts, self._more, self.steps = Counter[str](), Counter[str](), 0
@@ -138,6 +139,7 @@ class SimulatedWorker:
                 self.backend.leave()
             request = self.request = self.requests.popleft()
             self.running = self.settled = None
+            self.began_discarded = self.backend.is_closing and request.message is not Message.CLOSE
             self.worker.execute(request, self._send)
             if request.message is Message.CLOSE or self.state == _STOPPED:
                 self.state = "ended" if self.state != _STOPPED else _STOPPED
@@ -172,6 +174,7 @@ class SimulatedWorker:
         if is_complete:
             self.running = None
             self.settled = self.settled if reply.last else None
+            self.began_discarded = self.backend.is_closing
 
     def new_life(self, env_id: int, seed: int, restarts: int) -> Life:
         assert self.request is not None
@@ -195,6 +198,8 @@ class SimulatedWorker:
         backend = self.backend
         if self.state == _STOPPED:
             raise greenlet.GreenletExit
+        if self.began_discarded:
+            backend.wrong.append(f"environment {life.env_id} begins a {what} after a close")
         if what not in AFTER_CALLS:
             self.running, self.activity, self.phase = life.env_id, what.removesuffix("-end"), "inside"
         life.points += 1
@@ -262,7 +267,8 @@ class SimulatedBackend(Backend):
         self.kinds: Counter[str] = Counter()
         self.troubled = False  # whether faults occur at present
         self.interrupt_after: tuple[int, Callable[[], None]] | None = None  # so many events, then a call in `wait`
-        self.stopped = False
+        self.stopped = self.is_closing = False
+        self.wrong: list[str] = []  # what workers must not have done
         self.block: Any = None
         self._events: list[tuple[float, int, SimulatedWorker]] = []
         self._order = itertools.count()
@@ -535,6 +541,7 @@ class SimulatedBackend(Backend):
         }
 
     def interrupt(self) -> None:
+        self.is_closing = True  # only a close interrupts
         self._interrupted = True
         self._is_interrupted.set()
 

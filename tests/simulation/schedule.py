@@ -708,6 +708,7 @@ def _run(history: History, result: Result) -> None:
         except Exception as error:
             result.error = result.error or f"close() raised {error!r}"
         history.backend.drop()
+        result.error = result.error or "".join(history.backend.wrong[:1])
     result.log, result.faults, result.kinds = history.backend.log, history.backend.faults, history.backend.kinds
     result.checked = history.model.checked
 
