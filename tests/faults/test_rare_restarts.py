@@ -552,6 +552,43 @@ def test_actions_that_the_worker_cannot_unpickle(latest, mode, lengths, setup, b
     assert "__common__" not in infos[0]
 
 
+class Unstable(Clock):
+    """Its global state fails once, at one moment; infos tell when they are of."""
+
+    state_space = spaces.Box(-999, 999, (1,), np.float32)
+
+    def __init__(self, fails_at: tuple[int, int], dies: bool, restarts: int = 0) -> None:
+        super().__init__(restarts)
+        self.fails_at, self.dies = fails_at, dies
+
+    def infos(self) -> dict[str, Any]:
+        return {"a": {"at": frozenset([self.time])}}
+
+    def state(self) -> np.ndarray:
+        if self.restarts == 0 and (self.episode, self.time) == self.fails_at:
+            if self.dies:
+                os._exit(3)
+            raise ValueError("broken")
+        return self.now()
+
+
+@pytest.mark.parametrize(("fails_at", "final", "told"), [((1, 3), 12.0, None), ((2, 0), 13.0, 3)], ids=str)
+@pytest.mark.parametrize(("setup", "dies"), [(SETUPS[0], False), (SETUPS[1], False), (SETUPS[2], True)], ids=str)
+def test_states_of_a_last_step_that_fail(fails_at, final, told, setup, dies, build):
+    """The last state belongs to the step, which it interrupts; the next one belongs to the reset."""
+    env = build([functools.partial(Unstable, fails_at, dies)], setup, on_error="restart")
+    env.runner.write_states()
+    env.reset()
+    for _ in range(Clock.length):
+        observations, rewards, terminateds, truncateds, infos = step(env)
+    assert "broken" in infos["__common__"]["error"] or dies
+    is_whole = told is not None
+    assert (rewards["a"], terminateds["__all__"], truncateds["__all__"]) == (float(is_whole), is_whole, not is_whole)
+    assert (float(infos["a"]["final_obs"][0]), infos["a"].get("at")) == (final, frozenset([told]) if told else None)
+    states, finals = env.runner.states_seen()
+    assert (float(observations["a"][0]), *states[0], *finals[0]) == (110.0, 110.0, final)
+
+
 class Unconvertible(ComputedObservation):
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         if self.fatal:

@@ -449,4 +449,41 @@ MUTATIONS = [
         "return Activity(activity) if 0 <= activity < len(Activity) and self._ints[_ENV] > 0 else Activity.START",
         blind=True,
     ),
+    Mutation(
+        "a last step is sent before its state is written",
+        "worker.py",
+        (
+            "                if self.outputs.states:\n"
+            "                    self._write_state(env_id, final=True)\n"
+            "                if self._restarts:\n"
+            "                    writes = True\n"
+            "                    self._send_last_step(env_id, transition)\n"
+            "                    last = transition\n"
+        ),
+        (
+            "                if self._restarts:\n"
+            "                    writes = True\n"
+            "                    self._send_last_step(env_id, transition)\n"
+            "                    last = transition\n"
+            "                if self.outputs.states:\n"
+            "                    self._write_state(env_id, final=True)\n"
+        ),
+        blind=True,
+        survives="the simulation writes no states; test_states_of_a_last_step_that_fail fails",
+    ),
+    Mutation(
+        "the state after a reset interrupts the step before it",
+        "pool/restarts.py",
+        "            not idle and activity is Activity.STATE and",
+        "            False and activity is Activity.STATE and",
+        blind=True,
+        survives="the simulation writes no states; test_states_of_a_last_step_that_fail fails",
+    ),
+    Mutation(
+        "only the first failure of an environment has a replay",
+        "pool/replay.py",
+        "            if history.saved:\n                continue\n",
+        "            if history.restarts:\n                continue\n",
+        blind=True,
+    ),
 ]

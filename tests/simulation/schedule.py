@@ -46,6 +46,7 @@ from simulation.simulator import AGENTS, KINDS, POINTS, Life
 MOST_CALLS = 30
 _SEED = 7
 _KEPT = 5  # steps of an episode, for replays
+_STEP_FAILS = re.compile(r"environment \d+ \(worker \d+\) raised in step")
 _REPLAY = re.compile(r"marl-parallel replay (\S+)")
 _TRACE = "trace.json"
 _NO_LIMITS = RestartPolicy(max_restarts=None, rate_limit=None)
@@ -260,9 +261,12 @@ class History:
     def _received(self, env_ids: Sequence[int], batch: Any) -> None:
         """Check results, and the episodes that they have ended."""
         self.model.received(env_ids, batch)
-        for infos in batch[4] or ():
-            if path := _REPLAY.search(str(infos.get(COMMON, {}).get("error", ""))):
+        for env_id, infos in zip(env_ids, batch[4] or ()):
+            report = str(infos.get(COMMON, {}).get("error", ""))
+            if path := _REPLAY.search(report):
                 self._check_replay(read_crash(Path(path[1])))
+            elif self.setup.replay and _STEP_FAILS.match(report) and report.startswith(f"environment {env_id} "):
+                raise Wrong(f"environment {env_id}: its failure has no replay")
         finished = sorted(map(tuple, self.env.finished_episodes))
         if finished != sorted(self.model.finished):
             raise Wrong(f"finished_episodes is {finished} in place of {self.model.finished}")
