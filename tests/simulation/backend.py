@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
 from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 from simulation.draws import draw
+from simulation.model import Wrong
 from simulation.simulator import AFTER_CALLS, POINTS, Life, SimulatedError
 
 if TYPE_CHECKING:
@@ -42,6 +44,13 @@ _ENDS_WITHIN_S = 0.1
 _MORE_OFTEN = 6.0
 _SLOW_S = 0.4  # to twice as much; timeouts are 1 s
 _SLOWER = 3.0  # where no timeout applies
+_WHILE_IDLE = 1_000_000  # added to the points of faults that occur between two requests
+_DELAY_S = 0.1  # to eight times as much: before a worker begins a request
+_AT_MOST_LATE_S = 0.2  # of waits after a timeout, until the pool must have ended the worker
+_LONGEST_LOOK_S = 0.05  # so much of one such wait counts
+_TWO_LOOKS_S = 0.02  # how long a status past its timeout stays the same before its worker may be ended
+_START_S, LIMIT_S = 5.0, 1.0  # timeouts
+_STARTS = (Message.ACCESS, Message.ATTACH, Message.REBUILD, Message.PREPARE, Message.CLOSE)  # requests
 
 
 class Fault(NamedTuple):
@@ -64,12 +73,27 @@ class Rates(NamedTuple):
     differs: float = 0.0  # of environments that are constructed again, how many declare other spaces
     stopped: float = 0.0  # of workers that hang, how many go on when their stack is taken
     slow: float = 0.0  # of steps and resets, how many take most of their timeout
+    idle: float = 0.0  # of idle workers, how many die or hang while the caller does something else
+    delayed: float = 0.0  # of requests, how many a worker begins long after it could
+    finishes: float = 0.0  # how often a worker that is past its timeout goes on when its status is read
     hang_in: tuple[str, ...] = ()  # points with a timeout, the only ones where workers hang; all if there are none
     often_at: str = ""  # a point at which faults are more frequent
 
 
 class Stuck(AssertionError):
     """The caller waits, and nothing will ever happen."""
+
+
+class Statuses(list[WorkerStatus]):
+    """The statuses of workers; some workers go on while theirs is read."""
+
+    def __init__(self, backend: SimulatedBackend, statuses: Iterable[WorkerStatus]) -> None:
+        super().__init__(statuses)
+        self._backend = backend
+
+    def __getitem__(self, worker: Any) -> Any:
+        self._backend.status_is_read(worker)
+        return super().__getitem__(worker)
 
 
 class NoSettings(WorkerSettings):
@@ -100,6 +124,10 @@ class SimulatedWorker:
         counts: How many steps and resets have ended, as its statistics must have them: those of a request are added
             when it has been carried out.
         steps: How many steps have ended.
+        since: When it has begun its latest activity; before it begins a request, when it could have begun.
+        overdue: Seconds for which the pool has waited past its timeout.
+        seen_late: When a wait first ended past its timeout.
+        is_spared: Whether it goes on at every point.
     """
 
     def __init__(self, backend: SimulatedBackend, number: int, share: Sequence[int]) -> None:
@@ -128,12 +156,19 @@ class SimulatedWorker:
         self.late: dict[int, Any] = {}
         self.culprits: list[Any] | None = None
         self.counts, self._more, self.steps = Counter[str](), Counter[str](), 0
+        self.since, self.overdue, self.posted = backend.now, 0.0, 0
+        self.seen_late: float | None = None
+        self.is_spared = False
         self._fails = False
         self._greenlet = Watched(self._main)
         self._greenlet.worker = self
 
     def _main(self) -> None:
         while True:
+            if self.requests and (delay := self.delay()):
+                self.state, self.request = "ready", None
+                self.backend.at(self.backend.now + delay, self)
+                self.backend.leave()
             while not self.requests:
                 self.state, self.request = "idle", None
                 self.backend.leave()
@@ -166,6 +201,7 @@ class SimulatedWorker:
             self.point("early", life, may_fail=False)
         self.replies.append((request, reply))
         self.expected -= reply.last
+        self.since = self.backend.now if reply.last else self.since
         if self.in_line:
             self.backend.in_line_until = self.backend.now
         # Not after a result: whether it or the report of the death comes first is not known to the model.
@@ -202,6 +238,8 @@ class SimulatedWorker:
             backend.wrong.append(f"environment {life.env_id} begins a {what} after a close")
         if what not in AFTER_CALLS:
             self.running, self.activity, self.phase = life.env_id, what.removesuffix("-end"), "inside"
+            if what == self.activity:
+                self.since, self.seen_late, self.overdue = backend.now, None, 0.0
         life.points += 1
         outcome = backend.decide(self, what, life, may_fail)
         if outcome == "goes on":
@@ -220,6 +258,23 @@ class SimulatedWorker:
         backend.leave()
         if self.state == _STOPPED:
             raise greenlet.GreenletExit
+
+    def delay(self) -> float:
+        """Seconds before it begins the next request."""
+        self.posted += 1
+        keys = self.backend.number, self.place, len(self.backend.all_workers), self.posted
+        if self.in_line or not self.backend.troubled or draw(*keys, 22) >= self.backend.rates.delayed:
+            return 0.0
+        return _DELAY_S * (1.0 + 7.0 * draw(*keys, 23))
+
+    def due(self, *, at_most: bool = False) -> float:
+        """When its timeout ends; of two that may apply to the present request, the shorter one, or the longer one."""
+        request = self.request or (self.requests[0] if self.requests else None)
+        if self.request is None and request is None:
+            return math.inf
+        starts = self.activity in ("constructor", "close") if self.request is not None else False
+        starts |= (at_most or self.request is None) and request is not None and request.message in _STARTS
+        return self.since + (_START_S if starts else LIMIT_S)
 
     @property
     def is_inside(self) -> bool:
@@ -273,6 +328,8 @@ class SimulatedBackend(Backend):
         self._events: list[tuple[float, int, SimulatedWorker]] = []
         self._order = itertools.count()
         self._lives: Counter[int] = Counter()
+        self._reads = itertools.count()
+        self.timed_out_at = math.inf  # when a worker was last ended that was past its timeout
         self.lives: list[Life] = []
         self._interrupted = False
         self.check: Callable[[], None] = lambda: None  # of the pool's values, called before each wait
@@ -294,6 +351,8 @@ class SimulatedBackend(Backend):
 
     def decide(self, worker: SimulatedWorker, what: str, life: Life, may_fail: bool) -> str | float:
         """What happens at a point: "goes on", "fails", "dies", "hangs", or after how many seconds it goes on."""
+        if worker.is_spared:
+            return "goes on"
         if self.troubled:
             fault = Fault(life.env_id, life.number, life.points)
             chance = self.draw(life, 1)
@@ -366,8 +425,48 @@ class SimulatedBackend(Backend):
         self.now = max(self.now, moment)
         self.moment[0] = self.now
 
+    def _idle_faults(self) -> None:
+        """Let idle workers die or hang."""
+        for worker in [one for one in self.workers.values() if one.state == "idle" and not one.in_line and one.lives]:
+            life = worker.lives[min(worker.lives)]
+            fault = Fault(life.env_id, life.number, _WHILE_IDLE + life.points)
+            if not self.troubled or fault in self._left_out or self.draw(life, 20) >= self.rates.idle:
+                continue
+            hangs = self.rates.hangs > 0.0 and not self.rates.hang_in and self.draw(life, 21) < 0.5
+            worker.state, worker.lost_at = "hung" if hangs else "dead", self.now
+            what = f"{'hangs' if hangs else 'dies'} while idle"
+            self.faults.append(fault)
+            self.kinds[what] += 1
+            self.note(f"worker {worker.number} {what}")
+
+    def status_is_read(self, number: int) -> None:
+        """The pool reads a status: a worker that is past its timeout may go on right before."""
+        worker = self.workers.get(number)
+        if worker is None or worker.state != "hung" or worker.is_late or not self._is_owner or self.now <= worker.due():
+            return
+        if worker.request is not None and worker.phase == "replying":  # its status stays what it is
+            return
+        if draw(self.number, worker.place, next(self._reads), 24) < self.rates.finishes:
+            self.note(f"worker {number} goes on, late")
+            self.kinds["goes on, late"] += 1
+            worker.state, worker.is_spared = "running", True
+            worker.resume()
+            worker.is_spared = False
+
+    def _check_overdue(self, began: float) -> None:
+        """Check, after a wait, that no worker has been past its timeout for too long."""
+        for worker in self.workers.values():
+            if worker.state != "hung" or not worker.expected or self._is_interrupted.is_set():
+                continue
+            if self.now > worker.due() and worker.seen_late is None:
+                worker.seen_late = self.now
+            worker.overdue += min(max(self.now - max(worker.due(at_most=True), began), 0.0), _LONGEST_LOOK_S)
+            if worker.overdue > _AT_MOST_LATE_S:
+                raise Wrong(f"worker {worker.number} has not been ended, although it is past its timeout")
+
     def pass_time(self, seconds: float) -> None:
         """Let workers go on while the caller does something else."""
+        self._idle_faults()
         until, waiting = self.now + seconds, []
         while self._events and self._events[0][0] <= until:
             if self._events[0][2].in_line:  # it goes on when the caller waits
@@ -417,7 +516,8 @@ class SimulatedBackend(Backend):
 
     def start(self, shares: Sequence[range], most_requests: int) -> None:
         self.most_requests = most_requests
-        self.statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES), self.clock) for _ in range(most_workers(shares))]
+        statuses = [WorkerStatus(bytearray(WorkerStatus.NBYTES), self.clock) for _ in range(most_workers(shares))]
+        self.statuses = Statuses(self, statuses)
         for number, share in enumerate(shares):
             self.start_worker(number, share)
 
@@ -451,13 +551,16 @@ class SimulatedBackend(Backend):
     def post(self, requests: Mapping[int, Request], *, together: bool = False) -> None:
         for number, request in requests.items():
             worker = self.workers[number]
+            if not worker.requests and worker.request is None:
+                worker.since, worker.seen_late, worker.overdue = self.now, None, 0.0
             worker.expected += 1
             assert worker.expected <= self.most_requests, "more requests and replies in flight than was promised"
             worker.requests.append(request)
             self.model.posted(worker, request)
             if worker.state == "idle":
                 worker.state = "ready"
-                self.at(self.now + 0.0005 * draw(self.number, number, next(self._order)), worker)
+                delay = worker.delay() + 0.0005 * draw(self.number, number, next(self._order))
+                self.at(self.now + delay, worker)
 
     def step_all(self, requests: Mapping[int, Request], patience: float) -> bool:
         self.post(requests, together=True)
@@ -528,6 +631,7 @@ class SimulatedBackend(Backend):
             if events > _MOST_EVENTS or self.now > began + _LONGEST_WAIT_S:
                 raise Stuck(f"it goes on for ever: {self._states()}")
             arrived += self._arrived()
+        self._check_overdue(began)
         self._interrupted = False
         undelivered, self._undelivered = self._undelivered, []
         for worker, request, reply in undelivered:
@@ -574,6 +678,10 @@ class SimulatedBackend(Backend):
 
     def stack(self, worker: int, *, harmless: bool = False) -> str:
         hung = self.workers[worker]
+        if not harmless:
+            self.timed_out_at = self.now
+            if self.now < hung.due() or hung.seen_late is None or self.now < hung.seen_late + 0.99 * _TWO_LOOKS_S:
+                raise Wrong(f"worker {worker} is ended at {self.now}, with a timeout until {hung.due()}")
         if hung.state == "hung" and not harmless:
             hung.is_late = True
             self.model.timed_out(hung)
@@ -585,6 +693,8 @@ class SimulatedBackend(Backend):
 
     def stop(self, timeout: float) -> list[int]:
         self.stopped = True
+        if any(worker.state == "hung" for worker in self.workers.values()):
+            self.advance(self.now + timeout)
         return []
 
     def drop(self) -> None:

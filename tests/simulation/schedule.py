@@ -138,6 +138,9 @@ def setup_of(number: int) -> Setup:
             often_at=rng.choice(["", "", "", *POINTS]),
             slow=rng.choice([0.0, 0.0, 0.0, 0.1]),
             hang_in=_HANG_IN[timeouts],
+            idle=0.2 if draw(number, 30) < 0.4 else 0.0,
+            delayed=0.1 if draw(number, 31) < 0.4 else 0.0,
+            finishes=0.1 if recycle is None and on_error == "restart" and draw(number, 32) < 0.5 else 0.0,
         ),
         recycle,
         rng.random() < 0.8,
@@ -690,6 +693,9 @@ def _run(history: History, result: Result) -> None:
             is_hung = any(worker.state == "hung" or worker.is_late for worker in history.backend.workers.values())
             if not history.model.fatal and not (isinstance(error, WorkerTimeout) and is_hung):
                 raise Wrong(f"an error without a fault: {error!r}") from error
+            closing = history.backend.now - history.backend.timed_out_at
+            if isinstance(error, WorkerTimeout) and closing > (1.0 if history.setup.hybrid else 0.0):
+                raise Wrong(f"closing after {error!r} has taken {closing} s") from error
             limits = history.model.limits
             if isinstance(error, RestartLimitExceeded) != bool(limits) or (limits and error.env_ids[0] not in limits):
                 raise Wrong(f"{error!r} in place of RestartLimitExceeded of {limits}") from error
