@@ -1,4 +1,4 @@
-"""Time in which the process that watches the deadlines is stopped counts at no moment."""
+"""From when a timeout counts; time in which the process that watches the deadlines is stopped counts at no moment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from marl_parallel.core.backend import Capabilities
-from marl_parallel.core.messages import STEP_ALL
+from marl_parallel.core.messages import STEP_ALL, Message, answer
+from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.slots import WorkerQueue
 from marl_parallel.core.pool.timeouts import Deadlines, Limits
 from marl_parallel.core.worker_status import Activity, Running
@@ -43,7 +44,7 @@ def test_a_stop_at_any_moment_does_not_count(stop):
     )  # fmt: skip
     queue = WorkerQueue(range(1), 0, since=clock.now)
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
-    queue.requests.append((STEP_ALL, 1, None, True))
+    queue.requests.append((STEP_ALL, 1, clock.now, None, True))
     deadlines.looked = clock.monotonic()
     for _ in range(60):
         patience = deadlines.patience()
@@ -73,7 +74,7 @@ def test_time_in_which_the_callers_thread_steps_environments_counts(when):
     )  # fmt: skip
     queues = {worker: WorkerQueue(range(worker, worker + 1), worker, since=clock.now) for worker in range(2)}
     for queue in queues.values():
-        queue.requests.append((STEP_ALL, 1, None, True))
+        queue.requests.append((STEP_ALL, 1, clock.now, None, True))
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), queues)
     deadlines.looked = clock.monotonic()
     if when == "in a wait":
@@ -85,3 +86,25 @@ def test_time_in_which_the_callers_thread_steps_environments_counts(when):
         clock.now += deadlines.patience() or 0.0
         late += deadlines.late()
     assert {*late} == {1}
+
+
+@pytest.mark.parametrize(
+    ("completed", "since"),
+    [
+        pytest.param(102.0, 103.0, id="the worker was free before the next request was posted"),
+        pytest.param(105.0, 105.0, id="the next request waited for the first one"),
+        pytest.param(0.0, 109.0, id="it is unknown when the first one was completed"),
+    ],
+)
+def test_the_second_request_in_a_queue_counts_from_when_it_could_begin(completed, since):
+    """The caller may receive the result of the first one long after that."""
+    clock = Clock(stop=0)
+    backend: Any = SimpleNamespace(clock=lambda: clock.now, post=lambda requests, together: None)
+    pool = Pool(backend, [range(2)])
+    pool.send(Message.STEP, [0])
+    clock.now = 103.0
+    pool.send(Message.STEP, [1])
+    assert pool.queues[0].since == 100.0
+    clock.now = 109.0
+    pool.apply([(0, answer(Message.STEP, (0,), {}, {}, completed))])
+    assert pool.queues[0].since == since

@@ -444,8 +444,9 @@ class SimulatedBackend(Backend):
         worker = self.workers.get(number)
         if worker is None or worker.state != "hung" or worker.is_late or not self._is_owner or self.now <= worker.due():
             return
-        if worker.request is not None and worker.phase == "replying":  # its status stays what it is
-            return
+        request = worker.request
+        if request is not None and (worker.phase == "replying" or request.message is Message.ACCESS):
+            return  # its status stays what it is, or an error must follow
         if draw(self.number, worker.place, next(self._reads), 24) < self.rates.finishes:
             self.note(f"worker {number} goes on, late")
             self.kinds["goes on, late"] += 1

@@ -139,7 +139,7 @@ def setup_of(number: int) -> Setup:
             slow=rng.choice([0.0, 0.0, 0.0, 0.1]),
             hang_in=_HANG_IN[timeouts],
             idle=0.2 if draw(number, 30) < 0.4 else 0.0,
-            delayed=0.1 if draw(number, 31) < 0.4 else 0.0,
+            delayed=(0.4, 0.1, 0.1, 0.0, 0.0, 0.0)[int(6 * draw(number, 31))],
             finishes=0.1 if recycle is None and on_error == "restart" and draw(number, 32) < 0.5 else 0.0,
         ),
         recycle,

@@ -286,7 +286,7 @@ class Pool(Source):
         queues, now = self.queues, self.called
         for worker, request in requests.items():
             queue = queues[worker]
-            queue.requests.append((request, queue.posted, None, True))
+            queue.requests.append((request, queue.posted, now, None, True))
             queue.since = now
         limits = [one for ask in self._hooks.of(Extension.patience) if (one := ask(now)) is not None]
         replies = self.backend.wait(max(min(limits), 0.0) if limits else None, len(requests))
@@ -347,14 +347,14 @@ class Pool(Source):
             posted[worker], queue = request, self.queues[worker]
             if not queue.requests:
                 queue.since = now
-            queue.requests.append((request, queue.posted + 1, owner, is_awaited))
+            queue.requests.append((request, queue.posted + 1, now, owner, is_awaited))
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
         self.is_lean = self.is_lean and owner is None
         self.backend.post(posted, together=together)
 
     def _owes_extensions(self) -> bool:
         """Whether a worker owes a reply to an extension."""
-        return any(owner is not None for queue in self.queues.values() for _, _, owner, _ in queue.requests)
+        return any(owner is not None for queue in self.queues.values() for *_, owner, _ in queue.requests)
 
     def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot], window: float = 0.0) -> Results | None:
         """The results of all slots, or of some that are all waited for; None after the timeout."""
@@ -454,11 +454,11 @@ class Pool(Source):
             queue = self.queues.get(worker)
             if isinstance(reply, Lost) or queue is None or not queue.requests:
                 continue
-            request, _, owner, _ = queue.requests[0]
+            request, _, _, owner, _ = queue.requests[0]
             if reply.last:
                 queue.requests.popleft()
-                if queue.requests:
-                    queue.since = self.clock()
+                if queue.requests:  # the worker could begin the next one then, which may be long ago
+                    queue.since = max(reply.completed or self.clock(), queue.requests[0][2])
             if owner is not None:
                 owner(worker, reply, failures)
                 continue

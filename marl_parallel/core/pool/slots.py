@@ -98,9 +98,10 @@ OnReply: TypeAlias = Callable[[int, Reply, dict[int, Failure]], None]
 """A callback of an extension for replies to a request that it has posted. It may add failures."""
 
 
-Pending: TypeAlias = tuple[Request, int, OnReply | None, bool]
-"""A request without a last reply: the request, the number of its first part (see `WorkerStatus.parts`), the callback
-that gets its replies in place of the pool, and whether calls other than steps and resets wait for it."""
+Pending: TypeAlias = tuple[Request, int, float, OnReply | None, bool]
+"""A request without a last reply: the request, the number of its first part (see `WorkerStatus.parts`), when it was
+posted, the callback that gets its replies in place of the pool, and whether calls other than steps and resets wait for
+it."""
 
 _WITH_ONE_REPLY = frozenset({Message.STEP, Message.RESET})
 """Requests whose results may come in one reply."""
@@ -115,7 +116,7 @@ class WorkerQueue:
     built: Sequence[int] = ()  # environments for which it was started: some may have moved, or not moved in yet
     requests: deque[Pending] = field(default_factory=deque)  # oldest first
     posted: int = 0  # how many parts of requests have been posted to this process
-    since: float = 0.0  # when the worker was last expected to begin something, in seconds of `Backend.clock`
+    since: float = 0.0  # when the worker could begin the oldest request, in seconds of `Backend.clock`
     past: WorkerStats = WorkerStats()  # noqa: RUF009  # of the processes that the present one has replaced
 
     @property

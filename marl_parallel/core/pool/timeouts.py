@@ -232,7 +232,7 @@ class Timeouts(Extension):
             return
         fault = fault_here(None)
         ids, replies = {slot.env_id for slot in late}, []
-        owners = deque(owner for _, _, owner, _ in queue.requests)
+        owners = deque(owner for *_, owner, _ in queue.requests)
         for reply in backend.end(worker):
             owner = owners.popleft() if reply.last else owners[0]
             if not ids.isdisjoint(reply.env_ids or ()) if owner is not None else pool.in_flight == 0:
