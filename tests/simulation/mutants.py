@@ -485,6 +485,8 @@ MUTATIONS = [
         "            if history.saved:\n                continue\n",
         "            if history.restarts:\n                continue\n",
         blind=True,
+    ),
+    Mutation(
         "a worker that died while idle has finished the next step",
         "pool/pool.py",
         "if not queue.one_reply or status.parts < queue.requests[0][1]:",

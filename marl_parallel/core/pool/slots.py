@@ -143,12 +143,12 @@ class WorkerQueue:
             request.message in messages
             and request_owner == owner
             and (request.env_ids is None or env_id in request.env_ids)
-            for request, _, request_owner, _ in self.requests
+            for request, _, _, request_owner, _ in self.requests
         )
 
     def check(self, status: WorkerStatus, now: float) -> None:
         """Raise `AssertionError` if the requests do not fit the status of the worker."""
-        begun, numbers = status.parts, [number for _, number, _, _ in self.requests]
+        begun, numbers = status.parts, [number for _, number, *_ in self.requests]
         which = f"the worker of environments {[*self.environments]}"
         assert begun <= self.posted, f"{which} has begun {begun} of {self.posted}"
         assert self.requests or begun == self.posted, f"{which} has begun {begun} of {self.posted}, and owes nothing"
