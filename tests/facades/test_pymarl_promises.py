@@ -27,6 +27,7 @@ class PyMARLDriver(Driver):
     refuses_reset_in_flight = False
     """The runner may send a reset before it has received the reply to a step; replies come in this order."""
     resets_at_once = True
+    waits = takes_options = False
     copies = True
     saved_games = tuple(GAMES)
 

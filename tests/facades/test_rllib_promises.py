@@ -28,6 +28,7 @@ class RLlibDriver(Driver):
     """Masks are a part of observations and infos, as the simulator reports them."""
     sends = False
     resets_some = False
+    waits = False
     copies = True
     takes_views = False
     loads_some_first = True

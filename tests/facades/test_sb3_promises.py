@@ -36,6 +36,8 @@ class SB3Driver(Driver):
     refuses_reset_in_flight = False
     """A reset discards a step in flight, as in Stable-Baselines3."""
     copies = True
+    forwards = takes_options = False
+    """Values are by row; seeds and options have calls of their own: `test_sb3`."""
 
     scalarizes = True
 
@@ -52,7 +54,8 @@ class SB3Driver(Driver):
         return np.array([of_env[agent] for of_env in actions for agent in AGENTS])
 
     def wrong_actions(self, facade: SB3VecEnv) -> list[Any]:
-        return [np.zeros(8, np.int64), np.full(9, 0.5), np.zeros((9, 2), np.int64)]
+        rows = [np.zeros(8, np.int64), np.full(9, 0.5), np.full(9, "x")]
+        return [*rows, np.zeros((9, 2), np.int64), np.zeros((3, 3), np.int64)]
 
     def masks(self, facade: SB3VecEnv, results: Any, env_id: int) -> ByAgent:
         return dict(zip(AGENTS, facade.action_masks().reshape(ENVS, 3, 3)[env_id].tolist()))

@@ -34,6 +34,7 @@ class OwnFacade:
 
 
 class StepperDriver(Driver):
+    waits = forwards = takes_options = False
     scalarizes = True
 
     def make(self, env: ParallelEnv, **own: Any) -> OwnFacade:

@@ -29,6 +29,7 @@ class TianshouDriver(Driver):
     resets_at_once = True
     """A step of an environment that is over raises: collectors reset it at once."""
     copies = True
+    waits = takes_options = False
 
     scalarizes = True
 

@@ -25,6 +25,7 @@ class TorchRLDriver(Driver):
     masked_games = ("masks", "masks_of_the_dead")
     sends = False
     copies = True
+    waits = forwards = takes_options = False
     loads_some = False
     """TorchRL's loops go on from one tensordict of all environments."""
 

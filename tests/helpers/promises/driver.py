@@ -47,6 +47,9 @@ class Driver:
         saves: Whether it has `save_state` and `load_state`.
         loads_some: Whether it can load some environments.
         loads_some_first: Whether it can load some before a reset of all.
+        waits: Whether it has `reset_async`, `step_async` and `call_async`, each with a `..._wait(timeout)`.
+        forwards: Whether its `set_attr`, `get_attr` and `call` have a value for each environment.
+        takes_options: Whether its `reset` takes `seed` and `options`.
     """
 
     modes: Sequence[AutoresetMode] = (SAME_STEP, NEXT_STEP, DISABLED)
@@ -72,6 +75,9 @@ class Driver:
     saves = True
     loads_some = True
     loads_some_first = False
+    waits = True
+    forwards = True
+    takes_options = True
 
     def script(self, game: str) -> Script:
         return GAMES[game]
@@ -152,6 +158,21 @@ class Driver:
     def expected(self, moment: Moment) -> Read:
         """What it should show of this moment; for a reset, the keys that `read` does not have are ignored."""
         raise NotImplementedError
+
+
+class InHalves:
+    """A facade whose `reset` is its `reset_async` and `reset_wait`; only the latter once a reset `has_begun`."""
+
+    def __init__(self, facade: Any, *, has_begun: bool = False) -> None:
+        self.facade, self.has_begun = facade, has_begun
+
+    def reset(self, *arguments: Any, **keywords: Any) -> Any:
+        if not self.has_begun:
+            self.facade.reset_async(*arguments, **keywords)
+        return self.facade.reset_wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.facade, name)
 
 
 def arrays_in(value: Any) -> Iterator[np.ndarray]:

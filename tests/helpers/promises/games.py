@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -136,6 +137,11 @@ GAMES: dict[str, Script] = {
 """What can happen to agents, by name."""
 
 
+OPEN = threading.Event()
+"""Simulators wait until it is set, as it is unless a test says otherwise."""
+OPEN.set()
+
+
 class Broken(Exception):
     """The fault of a game."""
 
@@ -191,6 +197,7 @@ class Game:
         return next((how for _, ends, how in self.lives(agent) if ends == self.time), None)
 
     def may_break(self, method: str) -> None:
+        OPEN.wait()
         fault = self.fault
         if fault is None or (fault.method, fault.episode) != (method, self.episode):
             return
@@ -263,7 +270,24 @@ class Game:
 VIEWS = {"observations": MASKED_VIEW}
 
 
-class PettingZooGame(PettingZooEnv):
+class Watched:
+    """What the simulators of all rules have beside their interface."""
+
+    game: Game
+    render_mode = "rgb_array"
+    mark = 0.0
+    latest: tuple[Any, Any] = (None, None)
+    """The seed and the options of the latest reset."""
+
+    def times(self, factor: float) -> float:
+        OPEN.wait()
+        return factor * self.mark
+
+    def render(self) -> np.ndarray:
+        return np.full((4, 6, 3), 10 * self.game.env_id + self.game.time, np.uint8)
+
+
+class PettingZooGame(Watched, PettingZooEnv):
     """Under PettingZoo's rules; the game ends when no agent is left."""
 
     metadata = {"name": "game"}  # noqa: RUF012
@@ -283,6 +307,7 @@ class PettingZooGame(PettingZooEnv):
         return spaces.Discrete(ACTIONS)
 
     def reset(self, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.latest = seed, options
         observations, infos = self.game.begin()
         self.agents = [*observations]
         return observations, {agent: infos.get(agent, {}) for agent in observations}
@@ -297,7 +322,7 @@ class PettingZooGame(PettingZooEnv):
         return self.game.state()
 
 
-class DictGame(gymnasium.Env):
+class DictGame(Watched, gymnasium.Env):
     """Under the rules of dicts, with `__all__`."""
 
     def __init__(self, script: Script, fault: Fault | None = None, env_id: int = 0, restarts: int = 0) -> None:
@@ -310,6 +335,7 @@ class DictGame(gymnasium.Env):
             self.reward_space = spaces.Dict(dict.fromkeys(AGENTS, VECTOR))
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.latest = seed, options
         return self.game.begin()
 
     def step(self, actions: dict) -> tuple[dict, dict, dict, dict, dict]:
@@ -320,11 +346,10 @@ class DictGame(gymnasium.Env):
         return observations, rewards, terminateds, truncateds, infos
 
 
-class TurnGame(AECEnv):
+class TurnGame(Watched, AECEnv):
     """A turn-based game; all agents end with it."""
 
     metadata = {"name": "turns", "render_modes": []}  # noqa: RUF012
-    render_mode = None
     possible_agents = AGENTS
 
     def __init__(self, script: Script, fault: Fault | None = None, env_id: int = 0, restarts: int = 0) -> None:
@@ -362,7 +387,7 @@ class TurnGame(AECEnv):
         self._accumulate_rewards()
 
 
-class TeamGame:
+class TeamGame(Watched):
     """PyMARL's interface: one reward for all, masks, a state, and the flag `episode_limit` where it is truncated."""
 
     def __init__(self, script: Script, fault: Fault | None = None, env_id: int = 0, restarts: int = 0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,8 +13,8 @@ import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from helpers.promises.driver import DISABLED, NEXT_STEP, SAME_STEP, Driver, assert_equal
-from helpers.promises.games import AGENTS, GAMES, WEIGHTS, Fault, make
+from helpers.promises.driver import DISABLED, NEXT_STEP, SAME_STEP, Driver, InHalves, assert_equal
+from helpers.promises.games import AGENTS, GAMES, OPEN, WEIGHTS, Fault, make
 from helpers.promises.loop import ByAgent, Loop, Moment
 from marl_parallel import ParallelEnv, RecyclePolicy
 from marl_parallel.vector import StackedVecEnv
@@ -45,7 +46,7 @@ class Run:
         for loop in self.loops:
             loop.passes_on = driver.passes_on and loop.dict_rules
         self.actions = np.random.default_rng(3)
-        self.time = 0
+        self.time = self.resets = 0
         self.moments: list[Moment] = []  # of the latest call
         self.read_ids: Sequence[int] = ()
 
@@ -66,8 +67,12 @@ class Run:
             for key, value in shown.items():
                 assert_equal(value, expected[key], f"{what} {self.time}, environment {env_id}, {moment.kind}, {key}")
 
-    def reset(self, env_ids: list[int] | None = None) -> Any:
-        results = self.driver.reset(self.facade, env_ids)
+    def reset(self, env_ids: list[int] | None = None, *, has_begun: bool = False) -> Any:
+        """Reset; every second time by `reset_async` and `reset_wait`, if nothing is in flight."""
+        self.resets += 1
+        in_halves = has_begun or (self.driver.waits and self.resets % 2 == 0 and not self.facade_env.pending)
+        facade = InHalves(self.facade, has_begun=has_begun) if in_halves else self.facade
+        results = self.driver.reset(facade, env_ids)
         for env_id in range(ENVS) if env_ids is None else env_ids:
             self.loops[env_id].reset()
         self.compare(results, range(ENVS) if env_ids is None else env_ids, "reset at")
@@ -85,6 +90,13 @@ class Run:
         self.time += 1
         self.compare(results)
         return results
+
+    def receive(self, actions: list[ByAgent]) -> None:
+        """The results of a step that has been sent."""
+        results = self.driver.receive(self.facade)
+        for loop, of_env in zip(self.loops, actions):
+            loop.step(of_env)
+        self.compare(results)
 
     @property
     def over(self) -> list[int]:
@@ -405,16 +417,18 @@ class Promises:
         for call in calls:
             with pytest.raises(AlreadyPendingCallError):
                 call()
-        results = driver.receive(run.facade)
-        for loop, of_env in zip(run.loops, actions):
-            loop.step(of_env)
-        run.compare(results)
+        run.receive(actions)
         if not driver.refuses_reset_in_flight:
             driver.send(run.facade, actions)
             for loop, of_env in zip(run.loops, actions):
                 loop.step(of_env)
             run.reset()
             run.step()
+            if driver.waits:
+                run.facade.reset_async()
+                for loop in run.loops:
+                    loop.reset()
+                run.reset()
 
     def test_calls_after_close(self, mode, runs):
         driver = self.driver
@@ -431,6 +445,10 @@ class Promises:
                 calls.append(lambda: driver.receive(run.facade))  # noqa: B023
             if driver.saves:
                 calls.append(lambda: driver.save(run.facade))  # noqa: B023
+            if driver.waits:
+                calls += [lambda: run.facade.reset_async(), lambda: run.facade.call_async("times", 2.0)]  # noqa: B023
+            if driver.forwards:
+                calls.append(lambda: run.facade.get_attr("mark"))  # noqa: B023
             for call in calls:
                 with pytest.raises(ClosedEnvironmentError):
                     call()
@@ -444,3 +462,72 @@ class Promises:
                 self.driver.step_with(run.facade, wrong)
         assert run.facade_env.stats().steps == 0
         run.step()
+
+    # -- waiting, and what reaches the simulators --------------------------------------------------------------------
+
+    def test_waits_that_time_out(self, mode, runs):
+        """Nothing is lost; what is in flight refuses other calls, also while the first reset is."""
+        driver = self.driver
+        if not driver.waits:
+            return
+        run = self.run(runs, mode, backend="thread", num_workers=2)
+        facade, actions = run.facade, self.zeros()
+        sends: dict[str, Any] = {
+            "reset": facade.reset_async,
+            "step": lambda: driver.send(facade, actions),
+            "call": lambda: facade.call_async("times", 2.0),
+        }
+        others = [lambda: driver.step(facade, actions), facade.render, lambda: facade.get_attr("mark"), *sends.values()]
+        if driver.refuses_reset_in_flight:
+            others.append(lambda: driver.reset(facade))
+        for name in sends:
+            with pytest.raises(NoAsyncCallError, match=f"{name}_wait.* without a {name}_async"):
+                getattr(facade, f"{name}_wait")()
+        run.facade_env.reset_async()  # not the facade's own
+        for call in (others[0], sends["step"]):
+            with pytest.raises(AlreadyPendingCallError, match="in flight"):
+                call()
+        run.facade_env.recv(ENVS)
+        for loop in run.loops:
+            loop.reset()
+        for name, send in sends.items():
+            OPEN.clear()
+            try:
+                send()
+                for _ in range(2):
+                    with pytest.raises(multiprocessing.TimeoutError, match="Nothing is lost") as caught:
+                        getattr(facade, f"{name}_wait")(timeout=0.01)
+                    assert isinstance(caught.value, TimeoutError)
+                for call in others:
+                    with pytest.raises(AlreadyPendingCallError):
+                        call()
+            finally:
+                OPEN.set()
+            if name == "reset":
+                run.reset(has_begun=True)
+            elif name == "step":
+                run.receive(actions)
+            else:
+                assert facade.call_wait() == (0.0,) * ENVS
+        run.step()
+
+    def test_attributes_calls_and_frames(self, runs):
+        """Those of all simulators, in the order of environments."""
+        run = self.run(runs)
+        run.reset()
+        if self.driver.forwards:
+            run.facade.set_attr("mark", [1.0, 2.0, 4.0])
+            assert run.facade.call("times", 2.0) == (2.0, 4.0, 8.0)
+            run.facade.set_attr("colour", "red")  # a new one
+            assert run.facade.get_attr("colour") == ("red",) * ENVS
+            frames = [frame[0, 0, 0] for frame in run.facade.render()]
+            assert [*dict.fromkeys(frames)] == [0, 10, 20]
+
+    def test_seeds_and_options(self, mode, runs):
+        """Those of a reset reach the simulators; options are gone with the next one."""
+        run = self.run(runs, mode)
+        if self.driver.takes_options:
+            run.facade.reset(seed=7, options={"hill": 3})
+            assert run.facade_env.get_attr("latest") == tuple((7 + env_id, {"hill": 3}) for env_id in range(ENVS))
+            run.facade.reset()
+            assert run.facade_env.get_attr("latest") == ((None, None),) * ENVS
