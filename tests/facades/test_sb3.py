@@ -12,7 +12,6 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from helpers import ROOT
 from helpers.batches import all_zero, at, same, sample_rows
 from mpe2 import simple_spread_v3, simple_tag_v3
@@ -330,74 +329,9 @@ def test_wrong_options(options, env):
         env.set_options(options)
 
 
-@pytest.mark.parametrize(
-    "actions",
-    [np.zeros(8, np.int64), np.zeros((3, 3), np.int64), np.full(9, 0.5), np.zeros((9, 2), np.int64), np.full(9, "x")],
-    ids=["rows", "copies", "half", "shape", "text"],
-)
-def test_wrong_actions(actions):
-    env = build_facade(functools.partial(VariableAgents, plain=True))
-    env.reset()
-    with pytest.raises(ValueError, match="expected"):
-        env.step(actions)
-    assert env.get_attr("time") == [0] * 9
-    env.close()
-
-
-def test_calls_out_of_order(env):
-    actions = sample_rows(env.action_space, 9)
-    with pytest.raises(ResetNeeded):
-        env.step(actions)
-    env.parallel_env.reset_async()
-    for call in (env.step_async, env.step):
-        with pytest.raises(AlreadyPendingCallError, match="in flight"):
-            call(actions)
-    env.parallel_env.recv()
-    with pytest.raises(NoAsyncCallError):
-        env.step_wait()
-    env.reset()
-    env.step_async(actions)
-    with pytest.raises(AlreadyPendingCallError):
-        env.step_async(actions)
-    env.reset()  # drops the step
-    assert env.get_attr("time") == [0] * 9
-    env.step(actions)
-    env.step_async(actions)
-    env.close()
-    env.close()
-    for call in (env.reset, env.step_wait, lambda: env.step(actions), lambda: env.get_attr("time")):
-        with pytest.raises(ClosedEnvironmentError):
-            call()
-    with pytest.raises(ClosedEnvironmentError):
-        SB3VecEnv(env.env)
-
-
 def test_refused_observation_names_its_part():
     seen = spaces.Dict(image=spaces.Box(0, 1, (2,)), more=spaces.Tuple((spaces.Text(3), spaces.Discrete(2))))
     parallel = ParallelEnv([functools.partial(DictRules, seen)], backend="serial")
     with pytest.raises(ValueError, match=r"agent 'a' observes Dict.* has a part without .*: \['more'\]\[0\], Text"):
         SB3VecEnv(parallel)
     parallel.close()
-
-
-def test_asynchronous_resets_begin_returns_anew():
-    def facade() -> SB3VecEnv:
-        constructor = functools.partial(simple_spread_v3.parallel_env, max_cycles=3)
-        return SB3VecEnv(ParallelEnv([constructor] * 2, backend="serial"))
-
-    first, other = facade(), facade()
-    for env in (first, other):
-        env.reset()
-        env.step(np.zeros(6, np.int64))
-        env.seed(5)
-    observations = first.reset()
-    other.reset_async()
-    np.testing.assert_array_equal(other.reset_wait(), observations)
-    for _ in range(3):
-        (*_, infos), (*_, expected) = (env.step(np.ones(6, np.int64)) for env in (other, first))
-    assert [info["episode"]["l"] for info in infos] == [3] * 6
-    assert [info["episode"]["r"] for info in infos] == [info["episode"]["r"] for info in expected]
-    other.reset_async()
-    other.reset()  # discards it
-    first.close()
-    other.close()
