@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
-import multiprocessing
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers import vector as wrappers
@@ -152,52 +149,6 @@ def assert_partial_reset(facade: GymnasiumVectorEnv, plain: ParallelEnv, rows: E
             rows.assert_infos(infos, row, {})
 
 
-@pytest.mark.parametrize(
-    ("how", "name", "waits"),
-    [
-        *[("serial", name, False) for name in MAKERS],
-        *[(how, "variable", waits) for how in ("process", "pickled") for waits in (False, True)],
-    ],
-)
-def test_disabled_resets_are_the_callers(how, name, waits):
-    """Rows of an environment that is over stay done until the caller resets it, by `over` as the mask."""
-    facade, plain = facade_and_core(MAKERS[name], "DISABLED", **HOWS[how])
-    assert facade.metadata["autoreset_mode"] is AutoresetMode.DISABLED
-    facade.action_space.seed(7)
-    rows = ExpectedRows(plain, facade.agents, "DISABLED")
-    ends = 0
-    with plain:
-        rows.assert_reset(facade.reset(seed=5), plain.reset(seed=5))
-        for step in range(4 * LENGTH):
-            actions = facade.action_space.sample()
-            returned = facade.step(actions)
-            dicts = plain.step(as_dicts(actions, facade.agents, plain.acting))
-            rows.assert_step(returned, dicts)
-            flags = zip(dicts[2], dicts[3], strict=True)
-            over = [terminated["__all__"] or truncated["__all__"] for terminated, truncated in flags]
-            assert facade.over.tolist() == np.repeat(over, len(facade.agents)).tolist()
-            if not any(over) or step % 3 == 0:  # else they stay over for a while
-                continue
-            ends += 1
-            options = {"reset_mask": facade.over}
-            if waits:
-                facade.reset_async(options=options)
-                observations, infos = facade.reset_wait(timeout=60.0)
-            else:
-                observations, infos = facade.reset(options=options)
-            begun = np.flatnonzero(over).tolist()
-            new = dict(zip(begun, zip(*plain.reset(env_ids=begun), strict=True), strict=True))
-            assert not facade.over.any()
-            for row, (env_id, agent) in enumerate(rows.all()):
-                if env_id in new:
-                    rows.assert_seen(at(observations, row), new[env_id][0], agent)
-                else:
-                    assert same(at(observations, row), at(returned[0], row))
-                rows.assert_infos(infos, row, new[env_id][1].get(agent, {}) if env_id in new else {})
-        facade.close()
-    assert ends > (0 if name == "spread" else 2)
-
-
 def test_gymnasiums_own_loop_without_automatic_resets():
     """The same code steps Gymnasium's `SyncVectorEnv` and the facade, with the same results."""
     mode = {"autoreset_mode": AutoresetMode.DISABLED}
@@ -233,67 +184,6 @@ def test_episode_statistics_without_automatic_resets():
     env.close()
 
 
-class Waiting(VariableAgents):
-    """Waits until a file exists."""
-
-    path = ""
-
-    def wait_for(self, path: str) -> None:
-        self.path = path
-
-    def wait(self) -> int:
-        while self.path and not Path(self.path).exists():
-            time.sleep(0.005)
-        return self.env_id
-
-    def reset(self, *args: Any, **keywords: Any) -> Any:
-        self.wait()
-        return super().reset(*args, **keywords)
-
-    def step(self, actions: Any) -> Any:
-        self.wait()
-        return super().step(actions)
-
-
-WAITS = {
-    "step": (lambda env: env.step_async(env.action_space.sample()), "step_wait"),
-    "reset": (lambda env: env.reset_async(seed=3), "reset_wait"),
-    "call": (lambda env: env.call_async("wait"), "call_wait"),
-}
-
-
-@pytest.mark.parametrize("kind", WAITS)
-def test_waits_time_out_and_can_be_repeated(kind, tmp_path):
-    """As of Gymnasium's `AsyncVectorEnv`, except that nothing is lost; other calls are refused meanwhile."""
-    begin, wait = WAITS[kind]
-    env = GymnasiumVectorEnv(ParallelEnv([Waiting] * COPIES, num_workers=2))
-    env.reset(seed=1)
-    for _, other in WAITS.values():
-        with pytest.raises(NoAsyncCallError, match=f"{other}.* without a {other.removesuffix('_wait')}_async"):
-            getattr(env, other)()
-    env.call("wait_for", str(tmp_path / "go"))
-    begin(env)
-    for _ in range(2):
-        with pytest.raises(multiprocessing.TimeoutError, match="Nothing is lost") as caught:  # as Gymnasium's
-            getattr(env, wait)(timeout=0.05)
-        assert isinstance(caught.value, TimeoutError)
-    for other, _ in WAITS.values():
-        with pytest.raises(AlreadyPendingCallError):
-            other(env)
-    for call in (env.reset, env.render, lambda: env.step(env.action_space.sample()), lambda: env.get_attr("time")):
-        with pytest.raises(AlreadyPendingCallError):
-            call()
-    assert env.np_random_seed[0] in (1, 3)
-    (tmp_path / "go").touch()
-    result = getattr(env, wait)(timeout=60.0)
-    if kind == "call":
-        assert result == (0, 1, 2)
-        env.call_async("scale", 2.0)
-        assert env.call_wait() == env.call("scale", 2.0)
-    assert env.step(env.action_space.sample())[1].shape == (9,)
-    env.close()
-
-
 # Attributes
 
 
@@ -313,16 +203,6 @@ def test_spaces_and_names(env):
     assert env.metadata["autoreset_mode"] is env.parallel_env.metadata["autoreset_mode"]
     assert env.observation_space.contains(env.reset()[0])
     assert env.unwrapped is env
-
-
-def test_frames_calls_attributes(env):
-    env.reset(options={"hill": 3})
-    assert env.get_attr("options") == ({"hill": 3},) * COPIES
-    env.set_attr("total", [1.0, 2.0, 4.0])
-    assert env.call("scale", 2.0) == (2.0, 4.0, 8.0)
-    env.set_attr("colour", "red")  # a new one
-    assert env.get_attr("colour") == ("red",) * COPIES
-    assert [frame[0, 0, 0] for frame in env.render()] == [0, 0, 0, 10, 10, 10, 20, 20, 20]
 
 
 MADE: list[Any] = []
@@ -371,11 +251,18 @@ def test_observations_are_copied_once():
     env.close()
 
 
+def test_frames_by_row(env):
+    env.reset()
+    assert [frame[0, 0, 0] for frame in env.render()] == [0, 0, 0, 10, 10, 10, 20, 20, 20]
+
+
 def test_seeds_by_row(env):
     env.reset(seed=4)
     rows = env.num_envs // env.parallel_env.num_envs
     assert env.np_random_seed == tuple(np.repeat(env.parallel_env.seed(), rows).tolist())
     assert env.np_random_seed[0] == 4
+    env.reset_async(seed=9)
+    assert env.np_random_seed[0] in (4, 9)  # it can be read now, too
 
 
 @pytest.mark.parametrize("seeds", [[4, 9, 2], [4, 4, 4, 9, 9, 9, 2, 2, 2]])
