@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,14 +14,13 @@ import pytest
 import torch
 from agilerl.vector import AsyncPettingZooVecEnv, PettingZooVecEnv
 from gymnasium import spaces
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector.utils import batch_space
 from helpers import ROOT
 from helpers.batches import as_dicts, assert_vector_info, at, same
 from mpe2 import simple_spread_v3, simple_tag_v3
 from simulators.array_agents import ArrayAgents, WaitsForFile
 from simulators.dict_rules import DictRules
-from simulators.gated import Waiting
 from simulators.returning_agents import ReturningAgents, ReturningPettingZooAgents
 from simulators.variable_agents import ACTION, AGENTS, LENGTH, SPACE, VariableAgents, VariableDictAgents
 
@@ -202,7 +200,7 @@ def assert_alike(mine: Any, theirs: Any) -> None:
 def env():
     facade = build_facade()
     yield facade
-    facade.close()
+    facade.close(terminate=True, timeout=1.0)
 
 
 def test_spaces_and_names(env):
@@ -220,16 +218,6 @@ def test_agents_are_constant(env):
         env.step(drawn(env))
         assert env.agents == AGENTS
     assert not env.acting["a"].any()
-
-
-def test_attributes_calls_frames(env):
-    env.reset(options={"hill": 3})
-    assert env.get_attr("options") == ({"hill": 3},) * COPIES
-    env.set_attr("total", [1.0, 2.0, 4.0])
-    assert env.call("scale", 2.0) == (2.0, 4.0, 8.0)
-    env.set_attr("colour", "red")  # a new one
-    assert env.get_attr("colour") == ("red",) * COPIES
-    assert [frame[0, 0, 0] for frame in env.render()] == [0, 10, 20]
 
 
 def test_forms_of_discrete_actions(env):
@@ -332,61 +320,15 @@ def test_timeout_loses_nothing(tmp_path):
     env.close()
 
 
-IDLE = [{**dict.fromkeys(AGENTS, 0), "b": np.zeros(2)}] * COPIES
-WAITS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "step": (lambda env: env.step_async(IDLE), "step_wait"),
-    "reset": (lambda env: env.reset_async(3, {"hill": 4}), "reset_wait"),  # by position, as AgileRL's own
-    "call": (lambda env: env.call_async("wait"), "call_wait"),
-}
-
-
-@pytest.mark.parametrize("kind", WAITS)
-def test_waits_time_out_and_can_be_repeated(kind, tmp_path):
-    """As of AgileRL's `AsyncPettingZooVecEnv`, except that nothing is lost; other calls are refused meanwhile."""
-    begin, wait = WAITS[kind]
-    env = build_facade(Waiting, backend="process", num_workers=1)
-    twin = build_facade(Waiting)
-    env.reset(seed=1), twin.reset(seed=1)
-    for _, other in WAITS.values():
-        with pytest.raises(NoAsyncCallError, match=f"{other}.* without a {other.removesuffix('_wait')}_async"):
-            getattr(env, other)()
-    env.call("wait_for", str(tmp_path / "go"))
-    begin(env)
-    for _ in range(2):
-        with pytest.raises(multiprocessing.TimeoutError, match="Nothing is lost") as caught:
-            getattr(env, wait)(timeout=0.05)
-        assert isinstance(caught.value, TimeoutError)
-    for other, _ in WAITS.values():
-        with pytest.raises(AlreadyPendingCallError):
-            other(env)
-    for call in (env.reset, env.render, lambda: env.step(drawn(env)), lambda: env.get_attr("time")):
-        with pytest.raises(AlreadyPendingCallError):
-            call()
-    (tmp_path / "go").touch()
-    result = getattr(env, wait)(timeout=60.0)
-    begin(twin)
-    assert same(result, getattr(twin, wait)())
-    if kind == "call":
-        assert result == (0, 1, 2)
-    if kind == "reset":
-        assert env.get_attr("options") == ({"hill": 4},) * COPIES
-    assert same(env.step(drawn_for(env)), twin.step(drawn_for(twin)))
-    env.close(), twin.close()
-
-
-def drawn_for(env: AgileRLVecEnv) -> dict[str, Any]:
-    """The same actions for each environment of these spaces."""
-    for agent in env.agents:
-        env.action_space(agent).seed(5)
-    return drawn(env)
-
-
 @pytest.mark.parametrize("name", ["reset_async", "reset_wait", "step_wait", "call_async", "call_wait"])
 def test_parameters_are_agilerls(name):
     ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (AgileRLVecEnv, AsyncPettingZooVecEnv))
     assert [(p.name, p.kind) for p in ours.parameters.values()] == [
         (p.name, p.kind) for p in theirs.parameters.values()
     ]
+
+
+IDLE = [{**dict.fromkeys(AGENTS, 0), "b": np.zeros(2)}] * COPIES
 
 
 def test_calls_during_the_first_reset(env):
@@ -396,25 +338,3 @@ def test_calls_during_the_first_reset(env):
         with pytest.raises(AlreadyPendingCallError, match="in flight"):
             call()
     assert env.reset_wait(timeout=60.0)[0].keys() == {*AGENTS}
-
-
-def test_calls_out_of_order(env):
-    actions = drawn(env)
-    passed = as_dicts(actions, (AGENTS,) * COPIES)
-    with pytest.raises(ResetNeeded):
-        env.step(actions)
-    with pytest.raises(NoAsyncCallError):
-        env.step_wait()
-    env.reset()
-    env.step_async(passed)
-    with pytest.raises(AlreadyPendingCallError):
-        env.step(actions)
-    with pytest.raises(AlreadyPendingCallError):
-        env.reset()
-    env.close(terminate=True, timeout=1.0)
-    env.close()
-    for call in (env.reset, env.step_wait, lambda: env.step(actions), lambda: env.get_attr("time")):
-        with pytest.raises(ClosedEnvironmentError):
-            call()
-    with pytest.raises(ClosedEnvironmentError):
-        AgileRLVecEnv(env.env)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, ClassVar
 
 import numpy as np
@@ -84,18 +83,6 @@ def build_facade():
 
 
 NOBODY = dict.fromkeys("ab", np.zeros(2, np.int64))
-
-
-def test_last_observations_belong_to_the_caller(build_facade):
-    """Also with `copy=False`."""
-    clock = itertools.count()
-    env = build_facade(copy=False, length=2, look=lambda time: np.full(1, next(clock), np.float32))
-    env.step(NOBODY)
-    last = env.step(NOBODY)[4]["a"]["final_obs"]
-    saved = [array.copy() for array in last]
-    env.step(NOBODY)
-    env.step(NOBODY)
-    assert all(map(np.array_equal, last, saved))
 
 
 # Actions

@@ -7,30 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from simulators.array_agents import ArrayAgents
 from simulators.variable_agents import VariableAgents
-
-
-class Waiting(ArrayAgents):
-    """Resets, steps and `wait` wait for a file."""
-
-    path = ""
-
-    def wait_for(self, path: str) -> None:
-        self.path = path
-
-    def wait(self) -> int:
-        while self.path and not Path(self.path).exists():
-            time.sleep(0.005)
-        return self.env_id
-
-    def reset(self, *args: Any, **keywords: Any) -> Any:
-        self.wait()
-        return super().reset(*args, **keywords)
-
-    def step(self, actions: Any) -> Any:
-        self.wait()
-        return super().step(actions)
 
 
 class Levels(VariableAgents):
