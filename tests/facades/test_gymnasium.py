@@ -112,6 +112,7 @@ def as_dicts(actions: Any, agents: list[str], acting: tuple[list[str], ...]) -> 
         *[("serial", name, mode) for name in MAKERS for mode in ("NEXT_STEP", "SAME_STEP")],
         *[("process", "variable", mode) for mode in ("NEXT_STEP", "SAME_STEP")],
         ("pickled", "variable", "SAME_STEP"),
+        *[(how, "variable", "DISABLED") for how in ("serial", "process", "pickled")],
     ],
 )
 def test_rows_equal_the_dicts_of_the_core(how, name, mode):
