@@ -108,3 +108,28 @@ def test_the_second_request_in_a_queue_counts_from_when_it_could_begin(completed
     clock.now = 109.0
     pool.apply([(0, answer(Message.STEP, (0,), {}, {}, completed))])
     assert pool.queues[0].since == since
+
+
+def test_a_status_that_changes_between_two_looks_is_not_late():
+    """The simulator has returned, and its result is being written: the activity began at the same moment."""
+    clock = Clock(stop=0)
+    status = SimpleNamespace(
+        state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True), ready_since=0.0
+    )
+    backend: Any = SimpleNamespace(
+        capabilities=Capabilities(), in_line=(), in_line_until=0.0, statuses=[status], seconds_in_look=0.0,
+        clock=clock.monotonic,
+    )  # fmt: skip
+    queue = WorkerQueue(range(1), 0, since=clock.now)
+    queue.requests.append((STEP_ALL, 1, clock.now, None, True))
+    deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
+    clock.now = deadlines.looked = clock.now + 1.01 * LIMIT_S
+    late = []
+    for env in (1, -1, -1):
+        status.state = env, status.state[1]
+        clock.now += deadlines.patience() or 0.0
+        late.append(deadlines.late())
+    assert late == [[], [], [0]]
+    assert not deadlines.changed(0)
+    status.state = 1 << 40, status.state[1]
+    assert deadlines.changed(0)

@@ -537,14 +537,15 @@ MUTATIONS = [
     Mutation(
         "a worker is ended at the first look past its timeout",
         "pool/timeouts.py",
-        "            if suspect is None or suspect[0] != state:\n                suspect = state, now\n            elif now - suspect[1] >= _UNCHANGED_S:\n                late.append(worker)",
-        "            late.append(worker)\n            suspect = state, now",
+        "elif now - suspect[1] >= _UNCHANGED_S:\n                late.append(worker)",
+        "if True:\n                late.append(worker)",
     ),
     Mutation(
         "a status that changes between two looks is late",
         "pool/timeouts.py",
         "if suspect is None or suspect[0] != state:",
         "if suspect is None:",
+        survives="too rare; test_a_status_that_changes_between_two_looks_is_not_late fails",
     ),
     Mutation(
         "a worker that has just finished is ended",

@@ -694,7 +694,7 @@ def _run(history: History, result: Result) -> None:
             if not history.model.fatal and not (isinstance(error, WorkerTimeout) and is_hung):
                 raise Wrong(f"an error without a fault: {error!r}") from error
             closing = history.backend.now - history.backend.timed_out_at
-            if isinstance(error, WorkerTimeout) and closing > (1.0 if history.setup.hybrid else 0.0):
+            if isinstance(error, WorkerTimeout) and closing > (0.5 if history.setup.hybrid else 0.0):
                 raise Wrong(f"closing after {error!r} has taken {closing} s") from error
             limits = history.model.limits
             if isinstance(error, RestartLimitExceeded) != bool(limits) or (limits and error.env_ids[0] not in limits):

@@ -55,7 +55,9 @@ def test_first_histories_have_faults_of_all_kinds():
             assert kinds[f"{outcome} in {place}"], f"no environment {outcome} in {place}"
     for place in ("reply", "early", "sent", "call"):
         assert kinds[f"dies in {place}"], f"no worker dies in {place}"
-    for kind in ("unreadable infos", "differs in constructor", "replay"):
+    for kind in (
+        "unreadable infos", "differs in constructor", "replay", "dies while idle", "hangs while idle", "goes on, late",
+    ):  # fmt: skip
         assert kinds[kind], f"nothing of the kind: {kind}"
     for call in ("step", "step_some", "reset", "recv", "call", "restart"):
         closed = kinds[f"close in {call}"] + kinds[f"close by a thread in {call}"]
