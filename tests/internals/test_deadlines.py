@@ -10,7 +10,7 @@ import pytest
 from marl_parallel.core.backend import Capabilities
 from marl_parallel.core.messages import STEP_ALL, Message, answer
 from marl_parallel.core.pool.pool import Pool
-from marl_parallel.core.pool.slots import WorkerQueue
+from marl_parallel.core.pool.slots import Pending, WorkerQueue
 from marl_parallel.core.pool.timeouts import Deadlines, Limits
 from marl_parallel.core.worker_status import Activity, Running
 
@@ -44,7 +44,7 @@ def test_a_stop_at_any_moment_does_not_count(stop):
     )  # fmt: skip
     queue = WorkerQueue(range(1), 0, since=clock.now)
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
-    queue.requests.append((STEP_ALL, 1, clock.now, None, True))
+    queue.requests.append(Pending(STEP_ALL, 1, clock.now, None, True))
     deadlines.looked = clock.monotonic()
     for _ in range(60):
         patience = deadlines.patience()
@@ -74,7 +74,7 @@ def test_time_in_which_the_callers_thread_steps_environments_counts(when):
     )  # fmt: skip
     queues = {worker: WorkerQueue(range(worker, worker + 1), worker, since=clock.now) for worker in range(2)}
     for queue in queues.values():
-        queue.requests.append((STEP_ALL, 1, clock.now, None, True))
+        queue.requests.append(Pending(STEP_ALL, 1, clock.now, None, True))
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), queues)
     deadlines.looked = clock.monotonic()
     if when == "in a wait":
@@ -121,7 +121,7 @@ def test_a_status_that_changes_between_two_looks_is_not_late():
         clock=clock.monotonic,
     )  # fmt: skip
     queue = WorkerQueue(range(1), 0, since=clock.now)
-    queue.requests.append((STEP_ALL, 1, clock.now, None, True))
+    queue.requests.append(Pending(STEP_ALL, 1, clock.now, None, True))
     deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
     clock.now = deadlines.looked = clock.now + 1.01 * LIMIT_S
     late = []

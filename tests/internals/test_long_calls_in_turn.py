@@ -7,7 +7,7 @@ from typing import Any
 
 from marl_parallel.core.messages import STEP_ALL
 from marl_parallel.core.pool.long_calls import LongCalls
-from marl_parallel.core.pool.slots import WorkerQueue
+from marl_parallel.core.pool.slots import Pending, WorkerQueue
 from marl_parallel.core.worker_status import Activity, Running
 
 
@@ -18,7 +18,7 @@ def test_warnings_begin_again_with_each_call():
     )
     backend = SimpleNamespace(statuses=[status], look=lambda: None)
     queue = WorkerQueue(range(2), 0, since=100.0)
-    queue.requests.append((STEP_ALL, 1, 0.0, None, True))
+    queue.requests.append(Pending(STEP_ALL, 1, 0.0, None, True))
     pool: Any = SimpleNamespace(clock=lambda: now[0], backend=backend, queues={0: queue}, closed=False)
     long_calls = LongCalls(pool, 10.0, {})
     long_calls._log = lambda long, to_do="": warned.append((long.running.env_id, now[0]))  # type: ignore[method-assign]

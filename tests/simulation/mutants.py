@@ -489,7 +489,7 @@ MUTATIONS = [
     Mutation(
         "a worker that died while idle has finished the next step",
         "pool/pool.py",
-        "if not queue.one_reply or status.parts < queue.requests[0][1]:",
+        "if not queue.one_reply or status.parts < queue.requests[0].number:",
         "if not queue.one_reply:",
     ),
     Mutation(
@@ -513,14 +513,17 @@ MUTATIONS = [
     Mutation(
         "the second request in a queue has the timeout of the first",
         "pool/pool.py",
-        "queue.since = max(reply.completed or self.clock(), queue.requests[0][2])",
+        "queue.since = max(reply.completed or self.clock(), queue.requests[0].posted)",
         "pass",
     ),
     Mutation(
         "a pause before a step of all counts for its timeout",
         "pool/pool.py",
-        "            queue.requests.append((request, queue.posted, now, None, True))\n            queue.since = now\n",
-        "            queue.requests.append((request, queue.posted, now, None, True))\n",
+        (
+            "            queue.requests.append(Pending(request, queue.posted, now, None, True))\n"
+            "            queue.since = now\n"
+        ),
+        "            queue.requests.append(Pending(request, queue.posted, now, None, True))\n",
     ),
     Mutation(
         "a step of all begins when the call before began",
@@ -574,19 +577,130 @@ MUTATIONS = [
     Mutation(
         "a second request counts from when the first result is received",
         "pool/pool.py",
-        "queue.since = max(reply.completed or self.clock(), queue.requests[0][2])",
+        "queue.since = max(reply.completed or self.clock(), queue.requests[0].posted)",
         "queue.since = self.clock()",
     ),
     Mutation(
         "a second request counts from when the first one ended",
         "pool/pool.py",
-        "queue.since = max(reply.completed or self.clock(), queue.requests[0][2])",
+        "queue.since = max(reply.completed or self.clock(), queue.requests[0].posted)",
         "queue.since = reply.completed or self.clock()",
     ),
     Mutation(
         "a second request counts from its post",
         "pool/pool.py",
-        "queue.since = max(reply.completed or self.clock(), queue.requests[0][2])",
+        "queue.since = max(reply.completed or self.clock(), queue.requests[0].posted)",
         "queue.since = queue.requests[0][2]",
+    ),
+    Mutation(
+        "environments constructed in place are not forgotten with their worker",
+        "pool/recycling.py",
+        "            self._in_place.pop(env_id, None)\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "a worker that some environments have left steps all",
+        "pool/pool.py",
+        "step = STEP_ALL if tuple(share) == tuple(queue.built) else Request(Message.STEP, share)",
+        "step = STEP_ALL",
+    ),
+    Mutation(
+        "an environment that has moved keeps its request",
+        "pool/recycling.py",
+        "        ending, record.ending, record.request = record.ending, None, None\n",
+        "        ending, record.ending = record.ending, None\n",
+    ),
+    Mutation(
+        "a rebuild keeps the last step of a move",
+        "pool/recycling.py",
+        "            record.phase, record.ending, record.request = Phase.STAYS, None, None\n",
+        "            record.phase = Phase.STAYS\n",
+    ),
+    Mutation(
+        "a rebuild keeps a move",
+        "pool/recycling.py",
+        "            record.phase, record.ending, record.request = Phase.STAYS, None, None\n",
+        "            pass\n",
+    ),
+    Mutation(
+        "observations of before a reset are kept",
+        "pool/restarts.py",
+        "record.keywords, record.needs_reset, record.reported = None, False, None",
+        "record.keywords, record.needs_reset = None, False",
+    ),
+    Mutation(
+        "the keywords of a reset are kept",
+        "pool/restarts.py",
+        "record.keywords, record.needs_reset, record.reported = None, False, None",
+        "record.needs_reset, record.reported = False, None",
+    ),
+    Mutation(
+        "a slot skips for ever",
+        "pool/restarts.py",
+        "        slot.skips = fault is not None\n",
+        "        slot.skips |= fault is not None\n",
+    ),
+    Mutation(
+        "a request of an extension leaves steps in the fast path",
+        "pool/pool.py",
+        "        self.is_lean = self.is_lean and owner is None\n",
+        "",
+    ),
+    Mutation(
+        "a result that was replaced once counts as replaced for ever",
+        "pool/pool.py",
+        "            self.replaced.pop(slot.env_id, None)\n        slot.state",
+        "            pass\n        slot.state",
+    ),
+    Mutation(
+        "a standby that all environments have reached stays one",
+        "pool/recycling.py",
+        "            del self._standbys[pool.position(old_worker)]\n",
+        "",
+    ),
+    Mutation(
+        "what was noted before a worker is ended stays",
+        "pool/restarts.py",
+        "record.latest = record.saved = record.reported = record.noted = None",
+        "record.latest = record.saved = record.reported = None",
+    ),
+    Mutation(
+        "nothing is in flight once some results have come",
+        "pool/pool.py",
+        "        self.in_flight -= len(done)\n",
+        "        self.in_flight = 0\n",
+    ),
+    Mutation(
+        "a slot keeps its result",
+        "pool/pool.py",
+        "slot.request, slot.state, slot.result = None, State.IDLE, None",
+        "slot.request, slot.state = None, State.IDLE",
+    ),
+    Mutation(
+        "a request of several parts counts as one",
+        "pool/pool.py",
+        "queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1",
+        "queue.posted += 1",
+    ),
+    Mutation(
+        "extensions are called in another order",
+        "pool/pool.py",
+        "self._set_extensions([*self._extensions, *extensions])",
+        "self._set_extensions([*extensions, *self._extensions])",
+    ),
+    Mutation(
+        "the old worker keeps an environment that has moved",
+        "pool/recycling.py",
+        (
+            "        pool.set_share(old_worker, tuple([env_id for env_id in pool.queues[old_worker].share "
+            "if env_id != slot.env_id]))\n"
+        ),
+        "",
+    ),
+    Mutation(
+        "a standby is started for no environments",
+        "pool/pool.py",
+        "self.queues[worker] = WorkerQueue((), self.queues[beside].position, env_ids)",
+        "self.queues[worker] = WorkerQueue((), self.queues[beside].position)",
     ),
 ]

@@ -72,7 +72,7 @@ class LongCalls(Extension):
             if known != state:
                 after = self._after
             if elapsed >= (after if seconds is None else seconds):
-                message = queue.requests[0][0].message
+                message = queue.requests[0].request.message
                 activity = LIMITED_BY[message][0] if running is None else running.activity
                 found.append(LongCall(worker, running, activity, elapsed))
                 while after <= elapsed:

@@ -28,7 +28,7 @@ from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Failure, Lost, Message, Rebuild, Reply, Request, name_of
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import HELD, ORDER, Extension, Fault, Hooks, Interrupted
-from marl_parallel.core.pool.slots import OnReply, Results, Slot, Snapshot, State, WorkerQueue
+from marl_parallel.core.pool.slots import OnReply, Pending, Results, Slot, Snapshot, State, WorkerQueue
 from marl_parallel.core.reports import logger
 from marl_parallel.core.source import Source
 from marl_parallel.core.worker_status import Activity, Running
@@ -286,7 +286,7 @@ class Pool(Source):
         queues, now = self.queues, self.called
         for worker, request in requests.items():
             queue = queues[worker]
-            queue.requests.append((request, queue.posted, now, None, True))
+            queue.requests.append(Pending(request, queue.posted, now, None, True))
             queue.since = now
         limits = [one for ask in self._hooks.of(Extension.patience) if (one := ask(now)) is not None]
         replies = self.backend.wait(max(min(limits), 0.0) if limits else None, len(requests))
@@ -347,14 +347,14 @@ class Pool(Source):
             posted[worker], queue = request, self.queues[worker]
             if not queue.requests:
                 queue.since = now
-            queue.requests.append((request, queue.posted + 1, now, owner, is_awaited))
+            queue.requests.append(Pending(request, queue.posted + 1, now, owner, is_awaited))
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
         self.is_lean = self.is_lean and owner is None
         self.backend.post(posted, together=together)
 
     def _owes_extensions(self) -> bool:
         """Whether a worker owes a reply to an extension."""
-        return any(owner is not None for queue in self.queues.values() for *_, owner, _ in queue.requests)
+        return any(one.owner is not None for queue in self.queues.values() for one in queue.requests)
 
     def _recv(self, at_least: int, timeout: float | None, slots: Sequence[Slot], window: float = 0.0) -> Results | None:
         """The results of all slots, or of some that are all waited for; None after the timeout."""
@@ -430,7 +430,7 @@ class Pool(Source):
 
     def _awaited(self) -> int:
         """How many workers have requests for which calls wait."""
-        return sum(any(is_awaited for *_, is_awaited in queue.requests) for queue in self.queues.values())
+        return sum(any(one.is_awaited for one in queue.requests) for queue in self.queues.values())
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -454,11 +454,11 @@ class Pool(Source):
             queue = self.queues.get(worker)
             if isinstance(reply, Lost) or queue is None or not queue.requests:
                 continue
-            request, _, _, owner, _ = queue.requests[0]
+            request, owner = queue.requests[0].request, queue.requests[0].owner
             if reply.last:
                 queue.requests.popleft()
                 if queue.requests:  # the worker could begin the next one then, which may be long ago
-                    queue.since = max(reply.completed or self.clock(), queue.requests[0][2])
+                    queue.since = max(reply.completed or self.clock(), queue.requests[0].posted)
             if owner is not None:
                 owner(worker, reply, failures)
                 continue
@@ -585,9 +585,9 @@ class Pool(Source):
     def finished_before(self, worker: int, running: Running | None) -> Sequence[int]:
         """The environments of a batch that a worker had finished when it failed."""
         queue, status = self.queues[worker], self.backend.statuses[worker]
-        if not queue.one_reply or status.parts < queue.requests[0][1]:  # it had not begun
+        if not queue.one_reply or status.parts < queue.requests[0].number:  # it had not begun
             return ()
-        env_ids = queue.requests[0][0].env_ids
+        env_ids = queue.requests[0].request.env_ids
         env_ids = queue.share if env_ids is None else env_ids
         last = status.settled if running is None else running.env_id
         if last not in env_ids:

@@ -13,7 +13,7 @@ A slot is in one of these states; `-` is None or False::
     DONE    either    a copy      True    the result is here, and it has failed since
 
 `has_reset` becomes True with the first result of a reset, and False when `env.restart` has constructed the environment
-again. Only then may a step be requested. `check` compares a slot with this table.
+again. `check` compares a slot with this table.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class Slot:
         """Raise `AssertionError` unless this is one of the states in the table."""
         assert (self.request is None) == (self.state is State.IDLE), f"a state without its request: {self}"
         assert self.result is None or self.state is State.DONE, f"a result that has not come: {self}"
-        assert self.request is not Message.STEP or self.has_reset, f"a step before the first reset: {self}"
         if self.state is State.DONE and self.skips:
             assert type(self.result) is Snapshot, f"a result whose record is overwritten: {self}"
 
@@ -98,10 +97,15 @@ OnReply: TypeAlias = Callable[[int, Reply, dict[int, Failure]], None]
 """A callback of an extension for replies to a request that it has posted. It may add failures."""
 
 
-Pending: TypeAlias = tuple[Request, int, float, OnReply | None, bool]
-"""A request without a last reply: the request, the number of its first part (see `WorkerStatus.parts`), when it was
-posted, the callback that gets its replies in place of the pool, and whether calls other than steps and resets wait for
-it."""
+class Pending(NamedTuple):
+    """A request without a last reply."""
+
+    request: Request
+    number: int  # of its first part, see `WorkerStatus.parts`
+    posted: float  # when it was posted, in seconds of `Backend.clock`
+    owner: OnReply | None  # gets its replies in place of the pool
+    is_awaited: bool  # whether calls other than steps and resets wait for it
+
 
 _WITH_ONE_REPLY = frozenset({Message.STEP, Message.RESET})
 """Requests whose results may come in one reply."""
@@ -134,21 +138,21 @@ class WorkerQueue:
         """Whether the worker carries out a step or reset with one reply for all environments."""
         if not self.requests:
             return False
-        request = self.requests[0][0]
+        request = self.requests[0].request
         return not request.each and request.message in _WITH_ONE_REPLY
 
     def owes(self, env_id: int, owner: OnReply | None, messages: Container[Message]) -> bool:
         """Whether the worker has a request with one of these messages for an environment, whose reply `owner` gets."""
         return any(
-            request.message in messages
-            and request_owner == owner
-            and (request.env_ids is None or env_id in request.env_ids)
-            for request, _, _, request_owner, _ in self.requests
+            one.request.message in messages
+            and one.owner == owner
+            and (one.request.env_ids is None or env_id in one.request.env_ids)
+            for one in self.requests
         )
 
     def check(self, status: WorkerStatus, now: float) -> None:
         """Raise `AssertionError` if the requests do not fit the status of the worker."""
-        begun, numbers = status.parts, [number for _, number, *_ in self.requests]
+        begun, numbers = status.parts, [one.number for one in self.requests]
         which = f"the worker of environments {[*self.environments]}"
         assert begun <= self.posted, f"{which} has begun {begun} of {self.posted}"
         assert self.requests or begun == self.posted, f"{which} has begun {begun} of {self.posted}, and owes nothing"
@@ -163,5 +167,5 @@ class WorkerQueue:
             and not request.each
             and request.env_ids is not None
             and request.env_ids[0] in env_ids
-            for request, *_ in self.requests
+            for request in [one.request for one in self.requests]
         )

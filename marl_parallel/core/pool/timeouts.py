@@ -86,8 +86,8 @@ class Deadlines:
         limits = [
             limit
             for queue in self._queues.values()
-            for request, *_ in queue.requests
-            if (limit := shortest[request.message]) is not None
+            for one in queue.requests
+            if (limit := shortest[one.request.message]) is not None
         ]
         if not limits:
             self._wait_ends = None
@@ -150,7 +150,7 @@ class Deadlines:
 
     def _limited(self, queue: WorkerQueue) -> Message | None:
         """The oldest request that has a timeout."""
-        messages = [request.message for request, *_ in queue.requests]
+        messages = [one.request.message for one in queue.requests]
         return next((message for message in messages if self.shortest[message] is not None), None)
 
     def changed(self, worker: int) -> bool:
@@ -164,14 +164,6 @@ class Deadlines:
         running, request = queue.running(self._backend.statuses[worker]), self._limited(queue) or Message.STEP
         activity = LIMITED_BY[request][0] if running is None else running.activity
         return running, activity, self.limits[activity]
-
-    def check(self) -> None:
-        """Raise `AssertionError` if spans are in a wrong order, or a worker without a limit is suspected."""
-        now, times = self._clock(), [moment for span in self._frozen for moment in span]
-        assert [*times, now] == sorted([*times, now]), f"times in which nothing ran: {self._frozen}, now {now}"
-        assert self.looked <= now, f"looked at {self.looked}, now {now}"
-        for worker, (_, since) in self._suspects.items():
-            assert since <= now, f"worker {worker} is suspected since {since}, now {now}"
 
 
 class Timeouts(Extension):
@@ -187,9 +179,6 @@ class Timeouts(Extension):
     def patience(self, now: float) -> float | None:
         self._deadlines.looked = max(self._deadlines.looked, self._pool.called)  # the time of the caller counts
         return None if self._pool.closed else self._deadlines.patience()
-
-    def check(self) -> None:
-        self._deadlines.check()
 
     def look(self, now: float) -> None:
         if self._pool.closed:
@@ -232,7 +221,7 @@ class Timeouts(Extension):
             return
         fault = fault_here(None)
         ids, replies = {slot.env_id for slot in late}, []
-        owners = deque(owner for *_, owner, _ in queue.requests)
+        owners = deque(one.owner for one in queue.requests)
         for reply in backend.end(worker):
             owner = owners.popleft() if reply.last else owners[0]
             if not ids.isdisjoint(reply.env_ids or ()) if owner is not None else pool.in_flight == 0:
