@@ -285,6 +285,8 @@ class BatchRunner:
         if len(bases) == 1 and len(leftovers) == self.num_envs:
             self._base_seed = bases.pop()
             saved_states.rebuilds.base_seed = self._base_seed
+        if fault is not None:  # no caller reads the results of those that have been loaded
+            self.transitions.read(tuple(leftovers), leftovers)
         self.transitions.statistics.finished = []
         saved_states.note_outdated([*leftovers])
         try:

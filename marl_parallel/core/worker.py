@@ -700,7 +700,8 @@ class Worker:
         """
         if not takes_place:
             if (beside := self._loaded.pop(env_id, None)) is not None and not beside.loaded.uses_pygame:
-                close_quietly(beside.loaded.env)  # with pygame, its close would end pygame for the present ones
+                with self._status.during(env_id, Activity.CLOSE):
+                    close_quietly(beside.loaded.env)  # with pygame, its close would end pygame for the present ones
             return
         for other in [one for one in self._loaded if one not in self._closed]:
             self._closed.add(other)

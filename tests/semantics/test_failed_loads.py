@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers.comparison import assert_same
 
-from marl_parallel import ParallelEnv, WorkerCrashed
+from marl_parallel import ParallelEnv, WorkerCrashed, WorkerTimeout
 from marl_parallel.core.pool.saved_states import from_bytes, to_bytes
 
 ACTIONS = {"a": 0}
@@ -141,6 +143,68 @@ def test_a_worker_that_dies_as_environments_change_places():
         assert env.stats().restarts == 1
 
 
+class Leaving(Count):
+    """PettingZoo's rules, where each agent that acts needs an action; it dies in `close` after two more steps."""
+
+    length = 4
+    possible_agents: ClassVar[list[str]] = ["a", "b"]
+    observation_space = spaces.Dict(dict.fromkeys("ab", spaces.Box(-99.0, 99.0, (), np.float64)))  # type: ignore[arg-type]
+    action_space = spaces.Dict(dict.fromkeys("ab", spaces.Discrete(3)))  # type: ignore[arg-type]
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__()
+        self.env_id, self.agents, self.dies = env_id, ["a", "b"], False
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        self.time, self.agents = 0, ["a", "b"]
+        return dict.fromkeys(self.agents, 0.0), {}
+
+    def step(self, actions: Any) -> Any:
+        assert [*actions] == self.agents, "an agent has no action"
+        self.time += 1
+        ends, agents = self.time == self.length, self.agents
+        flags = {agent: ends or (agent == "b" and self.time == 2) for agent in agents}
+        self.agents = [agent for agent in agents if not flags[agent]]
+        return (
+            dict.fromkeys(agents, float(self.time)),
+            dict.fromkeys(agents, 1.0),
+            flags,
+            dict.fromkeys(agents, False),
+            {},
+        )
+
+    def close(self) -> None:
+        if self.dies:
+            os._exit(3)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
+def test_who_acts_in_what_was_loaded_before_a_worker_died(mode, shared_memory):
+    """What has been loaded beside the fault goes on as after any load: who acts, and the episode's statistics."""
+
+    def act(env: ParallelEnv) -> Any:
+        acting = env.acting[1]
+        resets = not acting and mode == "DISABLED"
+        results = env.reset(env_ids=[1]) if resets else env.step([dict.fromkeys(acting, 0)], [1])
+        return acting, [of_envs[0] for of_envs in results], [one[1:] for one in env.finished_episodes]
+
+    more: Any = {"num_workers": 2, "on_error": "restart", "shared_memory": shared_memory}
+    with ParallelEnv([Leaving] * 2, mode, **more) as env, ParallelEnv([Leaving] * 2, mode, backend="serial") as plain:
+        env.reset()
+        for _ in range(2):
+            states = env.save_state()
+            env.set_attr("dies", True, env_ids=[0])
+            with pytest.raises(WorkerCrashed):
+                env.load_state(states)
+            plain.load_state(states)
+            for _ in range(5):
+                assert_same(act(env), act(plain))
+            env.reset(env_ids=[0])
+            env.load_state(states)
+            act(env)
+
+
 @pytest.mark.parametrize(("kind", "steps"), [(MadeAgain, 0), (SavesItself, 2)])
 def test_what_a_failed_load_has_made_is_closed(kind, steps):
     kind.made.clear()
@@ -156,6 +220,40 @@ def test_what_a_failed_load_has_made_is_closed(kind, steps):
         assert len(kind.closed) == len(kind.made) - 2
         assert env.step([ACTIONS] * 2)[0][0]["a"] == steps + 1.0
     assert sorted(kind.closed) == kind.made
+
+
+class DiesUnused(SavesItself):
+    """Of the environments that a failed load has made, the first one ends its worker in `close`."""
+
+    def __init__(self, env_id: int) -> None:
+        super().__init__()
+        self.env_id, self.state = env_id, -1
+
+    def set_state(self, state: int) -> None:
+        if self.env_id == 1:
+            raise RuntimeError("one")
+        self.state = state
+
+    def close(self) -> None:
+        if self.env_id == 0 and self.state == 1:
+            os._exit(3)
+        if self.env_id == 0 and self.state == 2:
+            time.sleep(60)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_dropped_environment_that_fails_in_close_is_named(steps):
+    """The fault counts against it alone, and `start_timeout` ends it if it hangs."""
+    with ParallelEnv([DiesUnused] * 2, num_workers=1, on_error="restart", start_timeout=2.0) as env:
+        env.reset()
+        for _ in range(steps):
+            env.step([ACTIONS] * 2)
+        states = env.save_state()
+        with pytest.raises((WorkerCrashed, WorkerTimeout), match=" close ") as caught:
+            env.load_state(states)
+        assert caught.value.env_ids == (0,)
+        env.step([ACTIONS] * 2)
+        assert env.stats().restart_kinds == {"death" if steps == 1 else "timeout": 1, "neighbour": 1}
 
 
 def test_a_new_environment_is_reset_with_the_options_of_later_resets():
