@@ -27,18 +27,18 @@ from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 from simulation.draws import draw
 from simulation.model import Wrong
-from simulation.simulator import AFTER_CALLS, POINTS, Life, SimulatedError
+from simulation.simulator import AFTER_CALLS, Life, Saved, SimulatedError
 
 if TYPE_CHECKING:
     from simulation.model import Model
 
-_PLACES = {name: place for place, name in enumerate(POINTS)}
 _BEGINS_AT = 1000.0
 _LONGEST_WAIT_S = 100.0
 _LONGEST_EXCHANGE_S = 0.02
 _GIVES_UP = 0.1  # how often an exchange ends although everything is here, as a doorbell may ring too early
 _MOST_EVENTS = 20_000  # in one wait
 _STOPPED = "stopped"
+REFUSED = "a state is refused"
 _CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE)
 _ENDS_WITHIN_S = 0.1
 _MORE_OFTEN = 6.0
@@ -114,7 +114,8 @@ class SimulatedWorker:
 
     Attributes:
         state: "idle", "ready" (it goes on at a time that is in the queue), "hung", "dead", "ended".
-        lives: By environment, the one that was constructed here last.
+        lives: By environment, the one that was constructed here last, or that has been loaded.
+        loaded: By environment, the latest one that has been made of a saved state.
         request: What it carries out, with the environment that is running and its phase: "inside" the simulator,
             "returned" from it, "failed" or "written" where a reply is sent ahead, or "replying".
         settled: The environment that was running last, if the request, or the part of it, has been carried out.
@@ -147,6 +148,7 @@ class SimulatedWorker:
         self.ends_at = 0.0  # when its process is gone
         self.is_known = False  # whether the pool knows that it is gone
         self.lives: dict[int, Life] = {}
+        self.loaded: dict[int, Life] = {}
         self.request: Request | None = None
         self.running: int | None = None
         self.phase, self.activity = "", ""
@@ -215,7 +217,7 @@ class SimulatedWorker:
     def new_life(self, env_id: int, seed: int, restarts: int) -> Life:
         assert self.request is not None
         life = self.backend.new_life(env_id, self, self.request.message.name, seed, restarts)
-        self.lives[env_id] = life
+        (self.loaded if self.is_loading else self.lives)[env_id] = life
         self.backend.model.seeds.check_constructed(life, self.request)
         return life
 
@@ -226,8 +228,14 @@ class SimulatedWorker:
 
     def returns(self, what: str) -> None:
         """Called by environments when a step or reset has returned or raised."""
-        self._more[what] += 1
-        self.steps += what == "step"
+        if not self.is_loading:
+            self._more[what] += 1
+            self.steps += what == "step"
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it makes environments of saved states, beside the present ones."""
+        return self.request is not None and self.request.message is Message.LOAD
 
     def point(self, what: str, life: Life, *, may_fail: bool = True) -> None:
         """Called by environments, in the worker's greenlet."""
@@ -331,6 +339,7 @@ class SimulatedBackend(Backend):
         self._reads = itertools.count()
         self.timed_out_at = math.inf  # when a worker was last ended that was past its timeout
         self.lives: list[Life] = []
+        self.saved: list[Saved] = []
         self._interrupted = False
         self.check: Callable[[], None] = lambda: None  # of the pool's values, called before each wait
         self._last_reply, self._waits = self.now, 0  # when it was, and how often `wait` has been called since
@@ -366,6 +375,7 @@ class SimulatedBackend(Backend):
                         break
                     self.faults.append(fault)
                     self.kinds[f"{outcome} in {what}"] += 1
+                    self.kinds[REFUSED] += outcome == "fails" and worker.is_loading and what != "close"
                     self.note(f"environment {life.env_id} (life {life.number}) {outcome} in {what}")
                     return outcome
                 chance -= rate
@@ -409,6 +419,7 @@ class SimulatedBackend(Backend):
             return False
         self.faults.append(fault)
         self.kinds["differs in constructor"] += 1
+        self.kinds[REFUSED] += life.worker.is_loading
         self.note(f"environment {life.env_id} (life {life.number}) declares other spaces")
         return True
 

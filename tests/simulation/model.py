@@ -7,9 +7,10 @@ have noted in their `Life`, it computes the one result, or the few, that the des
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ COMMON = "__common__"
 ANY_TEXT = object()
 Dicts = tuple[dict[Any, Any], ...]
 _CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE, Message.SEED)
+_NOT_OF_RESULTS = (*_CALLS, Message.OPTIONS, Message.SAVE, Message.LOAD)
 _RESULTS = (Message.STEP, Message.RESET, Message.ADOPT, Message.REBUILD)
 
 
@@ -88,6 +90,20 @@ class EnvModel:
     latest_fault: str = ""  # the kind of its `RestartEvent`
     recycled: int = 0
     faults: list[float] = field(default_factory=list)  # when those were that count against it
+    returned: tuple[Any, Any] = ({}, {})  # the observations and infos of its latest result
+
+
+class SavedEnv(NamedTuple):
+    """A saved environment."""
+
+    env: EnvModel
+    life: dict[str, Any]
+    episodes: Episodes
+    seeds: Any
+    base: int
+    moment: float
+    returned: list[Any]  # the observations and infos that `load_state` may return
+    is_readable: bool
 
 
 class Model:
@@ -187,6 +203,59 @@ class Model:
         self.errors = self.errors_before = 0
         self._called = {*env_ids}
 
+    def saved(self, env_ids: Iterable[int]) -> list[SavedEnv]:
+        """The caller has saved environments."""
+        return [self._saved(self.envs[env_id]) for env_id in env_ids]
+
+    def _saved(self, env: EnvModel) -> SavedEnv:
+        assert env.life is not None
+        if env.cuts and not env.ready:
+            raise Wrong(f"environment {env.env_id}: saved before it has been rebuilt")
+        returned: list[Any] = [(cut.dicts[0], {}) for cut in env.cuts] or [env.returned]
+        return SavedEnv(
+            replace(env, restarts=Counter(env.restarts), faults=[*env.faults]),
+            env.life.saved,
+            copy.deepcopy(self.episodes[env.env_id]),
+            self.seeds.saved(env.env_id),
+            self.seeds.base,
+            self._clock(),
+            returned,
+            not any(did.unreadable for did in env.life.early),
+        )
+
+    def loads(self, states: Mapping[int, SavedEnv]) -> None:
+        """The caller begins to load environments, which must replace the present ones, all or none."""
+        self.calls(states)
+        self._loading = states
+        self._restarts_before: list[int] | None = None  # when the replacement began
+
+    def loaded(self) -> list[int]:
+        """Environments have been loaded, except those that have failed in the replacement; returns the loaded ones."""
+        before, now = self._restarts_before, [env.restarts.total() for env in self.envs]
+        placed = [] if before is None else [env_id for env_id in self._loading if before[env_id] == now[env_id]]
+        bases = {state.base for state in self._loading.values()}
+        for env_id in placed:
+            self._load(self.envs[env_id], self._loading[env_id])
+        if len(placed) == len(self.envs) and len(bases) == 1:
+            self.seeds.base = bases.pop()
+        return placed
+
+    def _load(self, env: EnvModel, saved: SavedEnv) -> None:
+        worker = next(one for one in env.life.worker.backend.workers.values() if one.number == env.host)
+        life = worker.loaded[env.env_id]
+        if life.saved != saved.life:
+            raise Wrong(f"environment {env.env_id}: {life.saved} is loaded in place of {saved.life}")
+        worker.lives[env.env_id] = env.life = life
+        then, late = saved.env, self._clock() - saved.moment
+        for name in ("state", "cuts", "rebuilt", "ready", "standing", "before", "ended", "recycled"):
+            setattr(env, name, getattr(then, name))
+        env.has_reset, env.must_be_rebuilt, env.changed, env.option, env.seed = True, False, False, 0, None
+        env.renewing, env.ending, env.moved, env.held, env.after_held = False, None, False, None, []
+        env.restarts, env.faults = Counter(then.restarts), [moment + late for moment in then.faults]
+        env.returned = saved.returned[0]
+        self.episodes[env.env_id] = replace(copy.deepcopy(saved.episodes), env_id=env.env_id)
+        self.seeds.load(env.env_id, saved.seeds)
+
     def check_errors(self, *, raised: bool) -> None:
         """Check whether a call or restart must have raised the error of a fault."""
         if raised and not self.errors:
@@ -206,15 +275,17 @@ class Model:
                 raise Wrong(f"environment {env_id}: a result without a request: {got}")
             if env.done is None:
                 raise Wrong(f"environment {env_id}: a result that no worker has sent: {got}")
-            if env.held is not None and _fits(got, env.held[0]):
+            if env.held is not None and fits(got, env.held[0]):
                 env.state, env.cuts = env.held[1], env.after_held
-            elif not any(_fits(got, dicts) for dicts in env.done):
+            elif not any(fits(got, dicts) for dicts in env.done):
                 allowed = "\n  or ".join(map(_shown, env.done))
                 returned = f"environment {env_id}: its {env.request} returned\n     {_shown(got)}"
                 raise Wrong(f"{returned}\n  in place of\n     {allowed}")
             elif env.ending is not None:
                 self._check_recycling(env)
             self.finished += self.episodes[env_id].add(env.request, got)
+            observations = {agent: observation.copy() for agent, observation in got[0].items()}
+            env.returned = observations, copy.deepcopy(got[4]) if got[4] else {}
             env.request, env.done, env.action = "", None, None
             env.ending, env.held, env.after_held = None, None, []
             self.checked += 1
@@ -238,7 +309,9 @@ class Model:
     def posted(self, worker: SimulatedWorker, request: Request) -> None:
         """The pool has sent a request."""
         message = request.message
-        is_call = message in _CALLS or message is Message.OPTIONS
+        if message is Message.REPLACE and request.payload and self._restarts_before is None:
+            self._restarts_before = [env.restarts.total() for env in self.envs]
+        is_call = message in _NOT_OF_RESULTS
         if self._called and (is_call or (message is Message.REBUILD and self._is_called(request))):
             self.errors_before, self._called = self.errors, set()
         if message not in _RESULTS:
@@ -653,15 +726,15 @@ def _marked(dicts: Dicts, mark: dict[str, Any]) -> Dicts:
     return (*dicts[:4], {**dicts[4], COMMON: {**mark, **dicts[4].get(COMMON, {})}})
 
 
-def _fits(got: Any, expected: Any) -> bool:
+def fits(got: Any, expected: Any) -> bool:
     if expected is ANY_TEXT:
         return isinstance(got, str) and bool(got)
     if isinstance(expected, np.ndarray):
         return isinstance(got, np.ndarray) and got.dtype == expected.dtype and np.array_equal(got, expected)
     if isinstance(expected, dict):
-        return isinstance(got, dict) and got.keys() == expected.keys() and all(_fits(got[k], expected[k]) for k in got)
+        return isinstance(got, dict) and got.keys() == expected.keys() and all(fits(got[k], expected[k]) for k in got)
     if isinstance(expected, tuple) and isinstance(got, tuple):
-        return all(one is None or _fits(one, other) for one, other in zip(got, expected, strict=True))
+        return all(one is None or fits(one, other) for one, other in zip(got, expected, strict=True))
     return bool(got == expected)
 
 

@@ -37,11 +37,11 @@ from marl_parallel.core.pickling import loads
 from marl_parallel.core.replay_file import Crash, read_crash
 from marl_parallel.types import RestartEvent
 from marl_parallel.vector import Arrays, ArrayStepper
-from simulation.backend import Fault, Rates, SimulatedBackend
+from simulation.backend import REFUSED, Fault, Rates, SimulatedBackend
 from simulation.draws import draw
-from simulation.model import COMMON, Model, Wrong
+from simulation.model import COMMON, Model, SavedEnv, Wrong, fits
 from simulation.seeds import Seeds
-from simulation.simulator import AGENTS, KINDS, POINTS, Life
+from simulation.simulator import AGENTS, KINDS, POINTS, THAT_SAVE_THEMSELVES, Life
 
 MOST_CALLS = 30
 _SEED = 7
@@ -52,8 +52,8 @@ _TRACE = "trace.json"
 _NO_LIMITS = RestartPolicy(max_restarts=None, rate_limit=None)
 _HANG_IN = {  # by timeouts, where they end what hangs
     (1.0, 1.0): (),
-    (1.0, None): ("constructor", "step", "step-end", "call"),
-    (None, 1.0): ("constructor", "reset", "reset-end"),
+    (1.0, None): ("constructor", "step", "step-end", "call", "save", "load"),
+    (None, 1.0): ("constructor", "reset", "reset-end", "load"),
 }
 _MODES = ("SAME_STEP", "NEXT_STEP", "DISABLED")
 
@@ -80,6 +80,7 @@ class Setup(NamedTuple):
     copies: bool  # whether observations are copies, no views
     timeouts: tuple[float | None, float | None]  # of steps and resets
     hybrid: bool  # whether worker 0 is the caller's own thread
+    saves_itself: bool  # whether environments cannot be pickled, and save themselves
 
 
 class Call(NamedTuple):
@@ -156,6 +157,7 @@ def setup_of(number: int) -> Setup:
         rng.random() < 0.8,
         timeouts,
         rng.random() < 0.2,
+        rng.random() < 0.3,
     )
 
 
@@ -209,6 +211,7 @@ class History:
         self.call = ""  # that is carried out
         self.views: dict[int, tuple[Any, Any, Any]] = {}  # by environment, its latest observations, and copies
         self.folder = folder
+        self.saved: list[tuple[int, bytes, SavedEnv]] = []  # the latest states, with their environments
 
     def open(self) -> None:
         """Construct all environments."""
@@ -217,7 +220,7 @@ class History:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", 'with backend="hybrid", this thread steps', RuntimeWarning)
             self.env = ParallelEnv(
-                [KINDS[setup.kind]] * setup.num_envs,
+                [(THAT_SAVE_THEMSELVES if setup.saves_itself else KINDS)[setup.kind]] * setup.num_envs,
                 setup.mode,
                 _SEED,
                 num_workers=setup.num_workers,
@@ -516,6 +519,87 @@ class History:
             raise
         self.model.check_errors(raised=False)
 
+    def save(self, rng: random.Random) -> None:
+        """States of some environments, or of all."""
+        ids = [env.env_id for env in self.model.envs if env.has_reset]
+        if self.model.in_flight or not ids:
+            return
+        ids = ids if rng.random() < 0.5 else rng.sample(ids, rng.randint(1, len(ids)))
+        self.note(f"save_state(env_ids={ids})")
+        self.model.calls(ids)
+        refused, raised = self.backend.kinds["fails in save"], None
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".* draw from process-wide generators", RuntimeWarning)
+                states = self.env.save_state(ids) if self.stepper is None else self.stepper.save_state(ids)
+        except TypeError as error:
+            raised = error
+        except ParallelEnvError:
+            if not self.model.fatal and self.model.restarts:
+                self.model.check_errors(raised=True)
+                return
+            raise
+        self.model.check_errors(raised=False)
+        if (self.backend.kinds["fails in save"] > refused) != (raised is not None):
+            raise Wrong(f"save_state has raised {raised!r}")
+        if raised is None:
+            self.saved += zip(ids, states, self.model.saved(ids), strict=True)
+
+    def load(self, rng: random.Random) -> None:
+        """Latest states, or any ones, in place of some environments, or of all."""
+        everything = self.stepper is not None and not all(env.has_reset for env in self.model.envs)
+        if self.model.in_flight or not self.saved:
+            return
+        ids = [*self.ids] if everything or rng.random() < 0.5 else rng.sample(self.ids, rng.randint(1, len(self.ids)))
+        own = rng.random() < 0.7
+        chosen = [rng.choice([one for one in self.saved if one[0] == env_id and own] or self.saved) for env_id in ids]
+        states = {env_id: state for env_id, (_, _, state) in zip(ids, chosen, strict=True)}
+        self.note(f"load_state(states of {[number for number, *_ in chosen]}, env_ids={ids})")
+        self.model.loads(states)
+        made, before = len(self.backend.lives), [env.life for env in self.model.envs]
+        refused, raised = self.backend.kinds[REFUSED], None
+        try:
+            arguments = [state for _, state, _ in chosen], ids
+            if self.stepper is None:
+                observations, infos = self.env.load_state(*arguments)
+            else:
+                observations, _, _, _, infos = _as_dicts(self.stepper.load_state(*arguments)[0], ids)
+        except (TypeError, ValueError) as error:
+            raised = error
+        except ParallelEnvError:
+            if self.model.fatal or not self.model.restarts:
+                raise
+            self._check_closed(self.model.loaded(), made, before)
+            self.model.check_errors(raised=True)
+            return
+        self.model.check_errors(raised=False)
+        are_readable = all(state.is_readable for state in states.values())
+        refuses = self.backend.kinds[REFUSED] > refused or not are_readable
+        if refuses != (raised is not None):
+            raise Wrong(f"load_state has raised {raised!r}")
+        if raised is not None:
+            self._check_closed([], made, before)
+            return
+        placed = self.model.loaded()
+        self._check_closed(placed, made, before)
+        if placed != ids or [*self.env.finished_episodes]:
+            raise Wrong(f"load_state has loaded {placed} in place of {ids}, with {self.env.finished_episodes}")
+        for env_id, *got in zip(ids, observations, infos, strict=True):
+            if not any(fits(tuple(got), expected) for expected in states[env_id].returned):
+                raise Wrong(f"environment {env_id}: load_state returned {got} in place of {states[env_id].returned}")
+            if not self.setup.copies and self.stepper is None:
+                self.views[env_id] = got[0], copy.deepcopy(got[0]), self.model.envs[env_id].life
+
+    def _check_closed(self, placed: Sequence[int], made: int, before: Sequence[Life | None]) -> None:
+        """Check which environments are closed after a load: the old ones if it has succeeded, else the new ones."""
+        present = [env.life for env in self.model.envs]
+        new = [life for life in self.backend.lives[made:] if life.origin == "LOAD" and life.is_loaded]
+        for life in [*filter(None, before), *new]:
+            worker = life.worker
+            is_there = self.backend.workers.get(worker.number) is worker and worker.state != "dead"
+            if is_there and life.closes != (life not in present):
+                raise Wrong(f"environment {life.env_id} (life {life.number}) has been closed {life.closes} times")
+
     def close_inside(self, rng: random.Random) -> None:
         """From now on, `close` is called in the middle of a call: by a signal handler, or another thread."""
         how = rng.choice([self._close, self._close_in_thread])
@@ -622,11 +706,11 @@ class History:
 
 
 def _where(life: Life) -> Any:
-    return life.env_id, life.number, life.episodes, life.steps
+    return *life.shown, life.episodes, life.steps
 
 
 _ANSWERS: dict[str, Callable[[Life], Any]] = {
-    "number": lambda life: life.number,
+    "number": lambda life: life.shown[1],
     "mark": lambda life: life.mark,
     "set_attr": lambda life: life.mark,
     "seed": lambda life: life.current_seed,
@@ -642,6 +726,8 @@ _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "call": (8, History.call),
     "restart": (2, History.restart),
     "set_option": (3, History.set_option),
+    "save": (4, History.save),
+    "load": (4, History.load),
     "close_inside": (0.5, History.close_inside),
 }
 
@@ -699,6 +785,7 @@ def _run(history: History, result: Result) -> None:
             limits = history.model.limits
             if isinstance(error, RestartLimitExceeded) != bool(limits) or (limits and error.env_ids[0] not in limits):
                 raise Wrong(f"{error!r} in place of RestartLimitExceeded of {limits}") from error
+            history.backend.serve()
             _check_closed(history)
         else:
             if history.closes:

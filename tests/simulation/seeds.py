@@ -46,6 +46,14 @@ class Seeds:
         self._rebuilds: dict[tuple[int, int], tuple[dict[int, int], Request]] = {}
         self.latest: dict[int, set[int]] = {}  # by environment, those of its latest rebuild
 
+    def saved(self, env_id: int) -> tuple[set[int], int]:
+        """The numbers of an environment, for `load`."""
+        return {*self._numbers[env_id]}, self._used_up[env_id]
+
+    def load(self, env_id: int, saved: tuple[set[int], int]) -> None:
+        """Note that a saved environment has replaced the present one."""
+        self._numbers[env_id], self._used_up[env_id] = {*saved[0]}, saved[1]
+
     def _next(self, env_id: int) -> dict[int, int]:
         """The seeds that the next environment may use, with their numbers."""
         most = self._used_up[env_id]

@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     from simulation.backend import SimulatedWorker
 
 AGENTS = ["a", "b"]
+_SAVED = (
+    "seed", "restarts", "shown", "episodes", "steps", "early", "mark", "begun", "current_seed", "seeding", "actions",
+    "last_episode",
+)  # fmt: skip
 ALL = "__all__"
 POINTS = (
     "constructor", "reset", "step", "reset-end", "step-end", "writing", "close", "call", "reply", "early", "sent",
+    "save", "load",
 )  # fmt: skip
 """Where an environment stops, or its worker afterwards.
 
@@ -83,9 +88,47 @@ class Life:
     seeding: tuple[int, int] = (0, 0)  # that of the last reset with a seed, and how many have followed without
     actions: list[int] = field(default_factory=list)  # of the present episode
     last_episode: tuple[list[int], tuple[int, int]] = ([], (0, 0))  # the actions and the `seeding` of the one before
+    shown: tuple[int, int] = (0, 0)  # the env id and the number in its observations: those of the life that was saved
+    closes: int = 0  # how often it has been closed
+    is_loaded: bool = False  # whether a saved one has been loaded into it
 
     def __post_init__(self) -> None:
         self.current_seed, self.seeding = self.seed, (self.seed, 0)
+        self.shown = self.env_id, self.number
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a life cannot be pickled")
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What belongs to a saved state, as a copy."""
+        return _copied({name: getattr(self, name) for name in _SAVED})
+
+
+class Saved(NamedTuple):
+    """A saved environment; its pickle has only its number."""
+
+    kind: type[SimulatedEnv]
+    life: dict[str, Any]
+    option: int
+    length: int
+    agents: list[str]
+
+
+def _loaded(number: int) -> SimulatedEnv:
+    """Make a saved environment again, where it is unpickled."""
+    worker: SimulatedWorker = greenlet.getcurrent().worker  # type: ignore[attr-defined]
+    saved, running = worker.backend.saved[number], worker.status.running
+    assert running is not None
+    env = saved.kind.__new__(saved.kind)
+    env.source, env.life = env, worker.new_life(running.env_id, saved.life["seed"], saved.life["restarts"])
+    worker.point("load", env.life)
+    env.load(number)
+    return env
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: [*value] if isinstance(value, list) else value for name, value in values.items()}
 
 
 class LateValue:
@@ -158,10 +201,29 @@ class SimulatedEnv(MultiAgentEnv):
         self.source = self
         worker: SimulatedWorker = greenlet.getcurrent().worker  # type: ignore[attr-defined]
         self.life = worker.new_life(env_id, seed, restarts)
-        self.number, self.option, self.length, self.agents = self.life.number, 0, 0, list(AGENTS)
+        self.option, self.length, self.agents = 0, 0, list(AGENTS)
         worker.point("constructor", self.life)
         if worker.backend.differs(self.life):
             self.observation_spaces = dict.fromkeys(AGENTS, spaces.Box(0.0, 1.0, (2,), np.float64))
+
+    @property
+    def number(self) -> int:
+        return self.life.shown[1]
+
+    def __reduce__(self) -> Any:
+        self.life.worker.point("save", self.life)
+        return _loaded, (self.saved(),)
+
+    def saved(self) -> int:
+        """The number of its state in `SimulatedBackend.saved`."""
+        states = self.life.worker.backend.saved
+        states.append(Saved(type(self), self.life.saved, self.option, self.length, [*self.agents]))
+        return len(states) - 1
+
+    def load(self, number: int) -> None:
+        saved = self.life.worker.backend.saved[number]
+        vars(self.life).update(_copied(saved.life), did=[], is_loaded=True)
+        self.option, self.length, self.agents = saved.option, saved.length, [*saved.agents]
 
     def _observe(self, agents: list[str], actions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Observations for the caller and for the model."""
@@ -169,8 +231,7 @@ class SimulatedEnv(MultiAgentEnv):
         known = {
             agent: np.array(
                 [
-                    life.env_id,
-                    life.number,
+                    *life.shown,
                     life.episodes,
                     life.steps,
                     actions.get(agent, -1),
@@ -211,7 +272,7 @@ class SimulatedEnv(MultiAgentEnv):
         life.worker.point("reset", life)
         self.option = (options or {}).get("option", 0)
         life.episodes, life.steps, self.agents = life.episodes + 1, 0, list(AGENTS)
-        self.length = 2 + (life.env_id * 7 + life.episodes * 3 + life.number) % 4
+        self.length = 2 + (life.shown[0] * 7 + life.episodes * 3 + life.shown[1]) % 4
         life.worker.point("reset-end", life)
         returned, known = self._observe(AGENTS, {})
         infos = self._infos()
@@ -254,7 +315,7 @@ class SimulatedEnv(MultiAgentEnv):
         """The env id, the life, the episode and the step, for `call`."""
         life = self.life
         life.worker.point("call", life)
-        return life.env_id, life.number, life.episodes, life.steps
+        return *life.shown, life.episodes, life.steps
 
     @property
     def mark(self) -> int:
@@ -282,6 +343,7 @@ class SimulatedEnv(MultiAgentEnv):
         return self.agents
 
     def close(self) -> None:
+        self.life.closes += 1
         self.life.worker.point("close", self.life)
 
 
@@ -306,4 +368,24 @@ class SimulatedTurnEnv(SimulatedEnv):
         return self.agents[self.life.steps % len(self.agents)] if self.agents else None
 
 
+class SavesItself(SimulatedEnv):
+    """It cannot be pickled: a new one is constructed, and gets the state."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it cannot be pickled")
+
+    def get_state(self) -> int:
+        self.life.worker.point("save", self.life)
+        return self.saved()
+
+    def set_state(self, number: int) -> None:
+        life = self.life
+        life.worker.point("load", life)
+        constructed = {"seed": life.seed, "restarts": life.restarts}
+        self.load(number)
+        if constructed != {name: getattr(life, name) for name in constructed}:
+            life.worker.backend.model.seeds.wrong.append(f"environment {life.env_id} is loaded with {constructed}")
+
+
 KINDS = {"pettingzoo": SimulatedEnv, "dict": SimulatedDictEnv, "turns": SimulatedTurnEnv}
+THAT_SAVE_THEMSELVES = {name: type(f"Saves{kind.__name__}", (SavesItself, kind), {}) for name, kind in KINDS.items()}

@@ -51,7 +51,7 @@ def test_first_histories_have_faults_of_all_kinds():
         assert not result.error, report(result)
         kinds += result.kinds
     for outcome in ("fails", "dies", "hangs"):
-        for place in ("constructor", "reset", "step", "writing", "close"):
+        for place in ("constructor", "reset", "step", "writing", "close", "save", "load"):
             assert kinds[f"{outcome} in {place}"], f"no environment {outcome} in {place}"
     for place in ("reply", "early", "sent", "call"):
         assert kinds[f"dies in {place}"], f"no worker dies in {place}"
