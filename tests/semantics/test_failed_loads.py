@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from gymnasium import spaces
 from helpers.comparison import assert_same
 
-from marl_parallel import ParallelEnv, WorkerCrashed, WorkerTimeout
+from marl_parallel import ParallelEnv, RecyclePolicy, WorkerCrashed, WorkerTimeout
 from marl_parallel.core.pool.saved_states import from_bytes, to_bytes
 
 ACTIONS = {"a": 0}
@@ -220,6 +222,43 @@ def test_what_a_failed_load_has_made_is_closed(kind, steps):
         assert len(kind.closed) == len(kind.made) - 2
         assert env.step([ACTIONS] * 2)[0][0]["a"] == steps + 1.0
     assert sorted(kind.closed) == kind.made
+
+
+class HasBadReplacements(Count):
+    """Its close in the middle of a load lets the constructor of its replacement fail, and waits for that."""
+
+    def __init__(self, folder: Path, restarts: int) -> None:
+        super().__init__()
+        self.folder = folder
+        if restarts:
+            self.wait_for("closing")
+            (folder / "failed").touch()
+            raise RuntimeError("no replacement")
+
+    def wait_for(self, name: str) -> None:
+        until = time.monotonic() + 20.0
+        while not (self.folder / name).exists() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        (self.folder / "closing").touch()
+        self.wait_for("failed")
+        time.sleep(0.3)
+
+
+def test_a_replacement_that_fails_in_the_middle_of_a_load_changes_nothing(tmp_path):
+    """It is no fault of the loaded environment, which takes the place of the present one."""
+    constructor = functools.partial(HasBadReplacements, tmp_path)
+    recycle = RecyclePolicy(max_episodes=1)
+    with ParallelEnv([constructor] * 2, num_workers=2, on_error="restart", recycle=recycle) as env:
+        env.reset()
+        env.step([ACTIONS] * 2)
+        states = env.save_state()
+        env.step([ACTIONS] * 2)
+        observations, _ = env.load_state(states)
+        assert [of_env["a"] for of_env in observations] == [1.0, 1.0]
+        assert [of_env["a"] for of_env in env.step([ACTIONS] * 2)[0]] == [2.0, 2.0]
+        assert [*env.acting] == [["a"], ["a"]]
 
 
 class DiesUnused(SavesItself):

@@ -365,7 +365,7 @@ class SimulatedBackend(Backend):
         if self.troubled:
             fault = Fault(life.env_id, life.number, life.points)
             chance = self.draw(life, 1)
-            times = _MORE_OFTEN if what == self.rates.often_at else 1.0
+            times = _MORE_OFTEN if what in (self.rates.often_at, "load") else 1.0
             for outcome in ("fails", "dies", "hangs"):
                 rate = times * getattr(self.rates, outcome)
                 if chance < rate:

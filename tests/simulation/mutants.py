@@ -769,7 +769,7 @@ MUTATIONS = [
     Mutation(
         "an environment rebuilt in the middle of a load counts as loaded",
         "pool/saved_states.py",
-        "if self.rebuilds.count(env_id) == before[env_id]}",
+        "if self.rebuilds.restarts(env_id) == before[env_id]}",
         "if True}",
         blind=True,
     ),

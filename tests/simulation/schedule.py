@@ -726,8 +726,8 @@ _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "call": (8, History.call),
     "restart": (2, History.restart),
     "set_option": (3, History.set_option),
-    "save": (4, History.save),
-    "load": (4, History.load),
+    "save": (5, History.save),
+    "load": (8, History.load),
     "close_inside": (0.5, History.close_inside),
 }
 

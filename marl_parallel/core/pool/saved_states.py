@@ -222,14 +222,14 @@ class SavedStates:
 
     def _put_in_place(self, states: Mapping[int, EnvState]) -> tuple[dict[int, Snapshot], ParallelEnvError | None]:
         """The last part of `load`; if it is interrupted, everything is closed."""
-        before, fault = {env_id: self.rebuilds.count(env_id) for env_id in states}, None
+        before, fault = {env_id: self.rebuilds.restarts(env_id) for env_id in states}, None
         try:
             self._pool.execute_in(Message.REPLACE, states, True)
         except ParallelEnvError as error:
             if self._pool.closed:
                 raise
             fault = error
-        placed = {env_id: state for env_id, state in states.items() if self.rebuilds.count(env_id) == before[env_id]}
+        placed = {env_id: state for env_id, state in states.items() if self.rebuilds.restarts(env_id) == before[env_id]}
         for env_id, state in placed.items():
             self._take_over(self._pool.slots[env_id], state)
         try:
