@@ -705,7 +705,7 @@ class SimulatedBackend(Backend):
 
     def stop(self, timeout: float) -> list[int]:
         self.stopped = True
-        if any(worker.state == "hung" for worker in self.workers.values()):
+        if any(worker.state not in ("ended", "dead") for worker in self.workers.values()):
             self.advance(self.now + timeout)
         return []
 
