@@ -26,7 +26,7 @@ from marl_parallel.core.info_columns import InfoColumns
 from marl_parallel.core.pickling import same
 from marl_parallel.core.schema import equal
 from marl_parallel.core.spaces import check_form, tree_map
-from marl_parallel.core.transition import COMMON, FINAL_OBS, RESET_INFO
+from marl_parallel.core.transition import BEGAN, COMMON, ENDED, FINAL_OBS, RESET_INFO, WAS_DEAD
 from marl_parallel.vector.stepper import ArrayStepper
 
 Flags: TypeAlias = tuple[NDArray[np.bool_], NDArray[np.bool_]]
@@ -223,6 +223,20 @@ def bounds(leaf: Any) -> tuple[Any, Any]:
     if isinstance(leaf, spaces.MultiBinary):
         return 0, 1
     return leaf.start, leaf.start + (leaf.n if isinstance(leaf, spaces.Discrete) else leaf.nvec) - 1
+
+
+def with_the_dead(arrays: Arrays, stepper: ArrayStepper) -> Arrays:
+    """The arrays of a reset or load, which also say who is dead in the environments that stay as they were."""
+    if arrays.plain:
+        return arrays
+    were_dead, ended = arrays.were_dead.copy(), arrays.ended.copy()
+    transitions, column = stepper.runner.transitions, {agent: at for at, agent in enumerate(stepper.view.agents)}
+    for env_id in range(len(were_dead)):
+        for agent, events in transitions.events_in(env_id).items():
+            if agent in column and not events & BEGAN:  # of the next episode, too
+                were_dead[env_id, column[agent]] |= bool(events & WAS_DEAD)
+                ended[env_id, column[agent]] |= bool(events & ENDED)
+    return arrays._replace(were_dead=were_dead, ended=ended)
 
 
 def inherited_flags(arrays: Arrays, agents: NDArray[np.bool_] | None = None) -> Flags:

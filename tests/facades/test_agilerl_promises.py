@@ -25,9 +25,9 @@ class AgileRLDriver(Driver):
     masked_games = ()
     """Masks are a part of observations and infos, as the simulator reports them."""
     resets_some = False
+    """AgileRL's `reset` takes only a seed and options."""
     copies = True
-
-    scalarizes = True
+    scalarizes = keeps_rows = True
 
     def make(self, env: ParallelEnv, **own: Any) -> AgileRLVecEnv:
         return AgileRLVecEnv(env, **own)

@@ -29,7 +29,7 @@ OWN = ("present", "acting", "final_obs", "final_info", "action_mask")
 
 
 class GymnasiumDriver(Driver):
-    shows_vectors = True
+    shows_vectors = keeps_rows = True
 
     def make(self, env: ParallelEnv) -> GymnasiumVectorEnv:
         return GymnasiumVectorEnv(env)

@@ -27,7 +27,7 @@ class JointDriver(Driver):
     masked_games = ()
     """It shows no masks."""
     saved_games = ("agents_die", "agents_return", "corpses_return")
-    restarted_games = ("all_live", "agents_die", "agents_join")
+    """Those without masks."""
 
     def make(self, env: ParallelEnv) -> Any:
         return JointVecEnv(env)

@@ -24,7 +24,7 @@ from marl_parallel.vector import PettingZooVecEnv
 
 
 class PettingZooDriver(Driver):
-    shows_vectors = True
+    shows_vectors = keeps_rows = True
 
     def make(self, env: ParallelEnv) -> PettingZooVecEnv:
         return PettingZooVecEnv(env)
@@ -45,7 +45,8 @@ class PettingZooDriver(Driver):
 
     def wrong_actions(self, facade: PettingZooVecEnv) -> list[Any]:
         right = {agent: np.zeros(3, np.int64) for agent in AGENTS}
-        return [{**right, "agent_1": np.zeros(2, np.int64)}, {**right, "agent_1": np.full(3, 0.5)}, {}]
+        wrong = [np.zeros(2, np.int64), np.zeros(4, np.int64), np.full(3, 0.5), 1, None]
+        return [*({**right, "agent_1": one} for one in wrong), {}]
 
     def read(self, facade: PettingZooVecEnv, results: Any, env_id: int) -> Read:
         observed, rewards, terminations, truncations, infos = results

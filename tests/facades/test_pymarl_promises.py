@@ -20,14 +20,18 @@ class PyMARLDriver(Driver):
     """Its replies are lists with a dict for each environment; None for those that were not reset."""
 
     modes = (DISABLED,)
+    """The runner sends `reset` for each new episode."""
     games = tuple(GAMES)
+    """Games with PyMARL's interface: their teams have one reward, masks and a state."""
     restarted_games = pickled_games = tuple(GAMES)
     masked_games = vector_games = ()
     """Masks are a part of each reply; its rewards are one number, or a list with one for each agent."""
     refuses_reset_in_flight = False
     """The runner may send a reset before it has received the reply to a step; replies come in this order."""
     resets_at_once = True
+    """An environment that is over has no step."""
     waits = takes_options = False
+    """Its calls are messages: replies are waited for by `poll(timeout)`, and `reset` has no arguments."""
     copies = True
     saved_games = tuple(GAMES)
 

@@ -26,11 +26,11 @@ class RLlibDriver(Driver):
     pickled_games = ("agents_join", "corpses", "nobody_for_a_step")
     masked_games = ()
     """Masks are a part of observations and infos, as the simulator reports them."""
-    sends = False
-    resets_some = False
-    waits = False
+    sends = resets_some = waits = False
+    """RLlib's runners call `step`, and `reset` for all environments."""
     copies = True
     takes_views = False
+    """RLlib's episodes keep observations."""
     loads_some_first = True
     """The next `reset` begins episodes in the others."""
     saved_games = ("agents_die", "agents_join", "masks_of_the_dead")

@@ -33,13 +33,14 @@ OWN = ("terminal_observation", "TimeLimit.truncated", "episode")
 class SB3Driver(Driver):
     modes = (SAME_STEP,)
     resets_some = False
+    """A `VecEnv` resets all environments."""
     refuses_reset_in_flight = False
     """A reset discards a step in flight, as in Stable-Baselines3."""
     copies = True
     forwards = takes_options = False
     """Values are by row; seeds and options have calls of their own: `test_sb3`."""
 
-    scalarizes = True
+    scalarizes = keeps_rows = True
 
     def make(self, env: ParallelEnv, **own: Any) -> SB3VecEnv:
         return SB3VecEnv(env, **own)

@@ -25,7 +25,7 @@ OF_ONE_STEP = ("action_mask", "reset_info", "restarted")
 class ShareDriver(Driver):
     modes = (SAME_STEP,)
     resets_some = False
-
+    """`reset` takes no arguments in the trainers' vector environments."""
     scalarizes = True
 
     def make(self, env: ParallelEnv, **own: Any) -> ShareVecEnv:
@@ -144,6 +144,7 @@ class DropInDriver(ShareDriver):
     """Makes its own `ParallelEnv`."""
 
     is_drop_in = True
+    # The rest is the code of `ShareVecEnv`: one game of each kind.
     games = ("agents_die", "agents_join", "corpses_return", "turns", "masks")
     restarted_games = ("all_live", "agents_join")
     pickled_games = ("corpses_return",)
@@ -161,6 +162,7 @@ class FourValuesDriver(DropInDriver):
     """`step` returns observations, rewards, dones and infos."""
 
     masked_games = ()
+    """It shows no masks."""
 
     def reset(self, facade: SubprocVecEnv, env_ids: list[int] | None = None) -> Any:
         return facade.reset(), None, None, None

@@ -35,7 +35,8 @@ class OwnFacade:
 
 class StepperDriver(Driver):
     waits = forwards = takes_options = False
-    scalarizes = True
+    """A part of facades, with methods of other names; simulators are reached by its `env`."""
+    scalarizes = keeps_rows = True
 
     def make(self, env: ParallelEnv, **own: Any) -> OwnFacade:
         return OwnFacade(env, **own)
@@ -109,7 +110,7 @@ class StepperDriver(Driver):
 
 
 class StackedDriver(Driver):
-    scalarizes = shows_vectors = True
+    scalarizes = shows_vectors = keeps_rows = True
 
     def make(self, env: ParallelEnv, **own: Any) -> StackedVecEnv:
         with_state = env.state_space is not None if isinstance(env, ParallelEnv) else False

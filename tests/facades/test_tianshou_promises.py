@@ -26,11 +26,12 @@ class TianshouDriver(Driver):
     masked_games = ()
     """Masks are a part of observations and infos, as the simulator reports them."""
     sends = False
+    """Steps without waiting are those with `wait_num` or `timeout`."""
     resets_at_once = True
     """A step of an environment that is over raises: collectors reset it at once."""
     copies = True
     waits = takes_options = False
-
+    """Tianshou's `BaseVectorEnv` has no calls in halves; its `reset` passes keywords on."""
     scalarizes = True
 
     def make(self, env: ParallelEnv, **own: Any) -> TianshouVecEnv:

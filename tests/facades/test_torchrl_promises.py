@@ -23,9 +23,10 @@ pytestmark = pytest.mark.needs("torchrl")
 class TorchRLDriver(Driver):
     modes = (DISABLED,)
     masked_games = ("masks", "masks_of_the_dead")
-    sends = False
+    """Masks in infos need `info_masks=True`: `test_torchrl_masks`."""
+    sends = waits = forwards = takes_options = False
+    """An `EnvBase` has `step` and `reset` of tensordicts; seeds are set by `set_seed`."""
     copies = True
-    waits = forwards = takes_options = False
     loads_some = False
     """TorchRL's loops go on from one tensordict of all environments."""
 

@@ -23,7 +23,7 @@ from marl_parallel.core.transition import EPISODE, FINAL_OBS
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.facade import ArrayFacade
 from marl_parallel.vector.forwarding import simulators
-from marl_parallel.vector.rows import AgentRows, agent_infos, bounds, divided, stacked, vector_infos
+from marl_parallel.vector.rows import AgentRows, agent_infos, bounds, divided, stacked, vector_infos, with_the_dead
 
 Others = Callable[[AgentID, Any], Any]
 """Acts for an agent that has no rows: takes it and its observations in all environments, and returns its actions."""
@@ -192,6 +192,9 @@ class GymnasiumVectorEnv(ArrayFacade[Any, StepReturn, FirstReturn], gymnasium.ve
                 kind = ValueError if isinstance(error, ValueError) else TypeError
                 raise kind(f"others, for agent {agent!r}: {error}") from error
         return by_agents
+
+    def _first(self, arrays: Arrays) -> tuple[Any, dict[str, Any]]:
+        return super()._first(with_the_dead(arrays, self._stepper))
 
     def _results(self, arrays: Arrays) -> StepReturn:
         rows = self._rows

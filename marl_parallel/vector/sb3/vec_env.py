@@ -22,7 +22,7 @@ from marl_parallel.core.spaces import from_zero, starts_elsewhere, to_start, to_
 from marl_parallel.core.warn import warn
 from marl_parallel.parallel_env import ParallelEnv
 from marl_parallel.vector.facade import ArrayFacade
-from marl_parallel.vector.rows import AgentRows, agent_infos, divided, env_infos
+from marl_parallel.vector.rows import AgentRows, agent_infos, divided, env_infos, with_the_dead
 from marl_parallel.vector.scalarize import Scalarize
 
 __doctest_requires__ = ["stable_baselines3"]
@@ -186,6 +186,9 @@ class SB3VecEnv(ArrayFacade[NDArray[Any], StepReturn, tuple[Any, list[dict[str, 
         observations = to_zero(self._rows.space, observations)
         stacking.clear(observations, np.flatnonzero(~arrays.observed.ravel()))
         return tree_map(lambda leaf, array: array.astype(leaf.dtype, copy=False), self._rows.space, observations)
+
+    def _first(self, arrays: Arrays) -> tuple[Any, Any]:
+        return super()._first(with_the_dead(arrays, self._stepper))
 
     def _results(self, arrays: Arrays) -> StepReturn:
         infos = self._infos(arrays)

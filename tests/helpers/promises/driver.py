@@ -37,6 +37,7 @@ class Driver:
         sends: Whether it has `step_async` and `step_wait`, or a pair of another name.
         refuses_reset_in_flight: Whether a reset raises while a step is in flight.
         resets_some: Whether the caller can reset some environments.
+        keeps_rows: Whether a reset or load of some environments also returns the `observations` of the others.
         resets_at_once: Whether environments that are over must be reset before the next step.
         resets_some_first: Whether the first reset may be of some environments.
         passes_on: Whether games of dict rules get the actions of agents that do not act, too.
@@ -65,6 +66,7 @@ class Driver:
     sends = True
     refuses_reset_in_flight = True
     resets_some = True
+    keeps_rows = False
     resets_at_once = False
     resets_some_first = False
     passes_on = False

@@ -67,6 +67,15 @@ class Run:
             for key, value in shown.items():
                 assert_equal(value, expected[key], f"{what} {self.time}, environment {env_id}, {moment.kind}, {key}")
 
+    def compare_others(self, results: Any, env_ids: Sequence[int]) -> None:
+        """The observations of environments that were not reset or loaded, if the driver `keeps_rows`."""
+        for env_id in {*range(ENVS)} - {*env_ids} if self.driver.keeps_rows else ():
+            moment = self.loops[env_id].now
+            assert moment is not None
+            seen = self.driver.read(self.facade, results, env_id)["observations"]
+            expected = self.driver.expected(moment)["observations"]
+            assert_equal(seen, expected, f"beside environments {env_ids} at {self.time}, environment {env_id}")
+
     def reset(self, env_ids: list[int] | None = None, *, has_begun: bool = False) -> Any:
         """Reset; every second time by `reset_async` and `reset_wait`, if nothing is in flight."""
         self.resets += 1
@@ -76,6 +85,8 @@ class Run:
         for env_id in range(ENVS) if env_ids is None else env_ids:
             self.loops[env_id].reset()
         self.compare(results, range(ENVS) if env_ids is None else env_ids, "reset at")
+        if env_ids is not None:
+            self.compare_others(results, env_ids)
         return results
 
     def step(self, *, sends: bool = False) -> Any:
@@ -297,7 +308,9 @@ class Promises:
                     driver.load(runs(driver, game, mode).facade, states[0][:1], [1])
             for state, loop in states:
                 run.loops[1] = copy.deepcopy(loop)
-                run.compare(driver.load(run.facade, [state], [1]), [1], "loaded at")
+                results = driver.load(run.facade, [state], [1])
+                run.compare(results, [1], "loaded at")
+                run.compare_others(results, [1])
                 if not (mode is DISABLED and run.over):
                     run.step()
 
@@ -454,14 +467,15 @@ class Promises:
                     call()
 
     def test_wrong_actions(self, mode, runs):
-        """They are refused before anything is stepped."""
-        run = self.run(runs, mode)
-        run.reset()
-        for wrong in self.driver.wrong_actions(run.facade):
-            with pytest.raises(self.driver.refusals):
-                self.driver.step_with(run.facade, wrong)
-        assert run.facade_env.stats().steps == 0
-        run.step()
+        """They are refused before anything is stepped, however actions travel."""
+        for shared_memory in (True, False):
+            run = runs(self.driver, self.driver.pickled_games[-1], mode, shared_memory=shared_memory)
+            run.reset()
+            for wrong in self.driver.wrong_actions(run.facade):
+                with pytest.raises(self.driver.refusals):
+                    self.driver.step_with(run.facade, wrong)
+            assert run.facade_env.stats().steps == 0
+            run.step()
 
     # -- waiting, and what reaches the simulators --------------------------------------------------------------------
 
@@ -480,11 +494,13 @@ class Promises:
         others = [lambda: driver.step(facade, actions), facade.render, lambda: facade.get_attr("mark"), *sends.values()]
         if driver.refuses_reset_in_flight:
             others.append(lambda: driver.reset(facade))
+            if driver.resets_some:
+                others.append(lambda: driver.reset(facade, [1]))
         for name in sends:
             with pytest.raises(NoAsyncCallError, match=f"{name}_wait.* without a {name}_async"):
                 getattr(facade, f"{name}_wait")()
         run.facade_env.reset_async()  # not the facade's own
-        for call in (others[0], sends["step"]):
+        for call in others:
             with pytest.raises(AlreadyPendingCallError, match="in flight"):
                 call()
         run.facade_env.recv(ENVS)
