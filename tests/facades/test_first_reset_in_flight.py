@@ -1,6 +1,6 @@
 """While the very first reset is in flight, calls are refused because it is, not because nothing has been reset.
 
-The facades of other libraries have the same test in their own files.
+Facades promise it in the table: `test_waits_that_time_out`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from mpe2 import simple_spread_v3
 
 from marl_parallel import ParallelEnv
-from marl_parallel.vector import ArrayStepper, GymnasiumVectorEnv, PettingZooVecEnv, StackedVecEnv
+from marl_parallel.vector import ArrayStepper
 
 IDLE = {f"agent_{i}": np.zeros(2, np.int64) for i in range(3)}
 Call = Callable[[Any], Any]
@@ -41,19 +41,6 @@ FACADES: dict[str, tuple[Callable[[ParallelEnv], Any], list[Call]]] = {
         lambda env: env.stepper.send_dicts([dict.fromkeys(IDLE, 0)] * 2),
         lambda env: env.stepper.reset(env_ids=[1]),
         lambda env: env.stepper.send_reset(env_ids=[1]),
-    ]),
-    "GymnasiumVectorEnv": (GymnasiumVectorEnv, [
-        lambda env: env.step_async(np.zeros(6, np.int64)),
-        lambda env: env.step(np.zeros(6, np.int64)),
-        lambda env: env.reset_async(options={"reset_mask": np.array([False] * 3 + [True] * 3)}),
-    ]),
-    "PettingZooVecEnv": (PettingZooVecEnv, [
-        lambda env: env.step_async(IDLE), lambda env: env.step(IDLE), lambda env: env.reset(env_ids=[1]),
-    ]),
-    "StackedVecEnv": (StackedVecEnv, [
-        lambda env: env.step_async(np.zeros((2, 3), np.int64)),
-        lambda env: env.step(np.zeros((2, 3), np.int64)),
-        lambda env: env.reset(env_ids=[1]),
     ]),
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ class TianshouDriver(Driver):
     """A step of an environment that is over raises: collectors reset it at once."""
     copies = True
     waits = takes_options = False
-    """Tianshou's `BaseVectorEnv` has no calls in halves; its `reset` passes keywords on."""
+    """Tianshou's `BaseVectorEnv` has no calls in halves, and gives all environments the same seed."""
     scalarizes = True
 
     def make(self, env: ParallelEnv, **own: Any) -> TianshouVecEnv:
