@@ -25,7 +25,7 @@ class TorchRLDriver(Driver):
     masked_games = ("masks", "masks_of_the_dead")
     """Masks in infos need `info_masks=True`: `test_torchrl_masks`."""
     sends = waits = forwards = takes_options = False
-    """An `EnvBase` has `step` and `reset` of tensordicts, seeds by `set_seed`, and simulators' attributes as its own."""
+    """An `EnvBase` has `step` and `reset` of tensordicts, `set_seed`, and simulators' attributes as its own."""
     copies = True
     loads_some = False
     """TorchRL's loops go on from one tensordict of all environments."""
