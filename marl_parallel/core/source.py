@@ -261,6 +261,10 @@ class Transitions(ABC):
         """Whether each environment has been reset at least once."""
 
     @abstractmethod
+    def events_in(self, env_id: int) -> Mapping[AgentID, int]:
+        """The events of the latest transition of an environment that has been read."""
+
+    @abstractmethod
     def begin(self, env_ids: Iterable[int]) -> None:
         """Note that environments have been reset by the caller."""
 
