@@ -50,7 +50,16 @@ _AT_MOST_LATE_S = 0.2  # of waits after a timeout, until the pool must have ende
 _LONGEST_LOOK_S = 0.05  # so much of one such wait counts
 _TWO_LOOKS_S = 0.02  # how long a status past its timeout stays the same before its worker may be ended
 _START_S, LIMIT_S = 5.0, 1.0  # timeouts
-_STARTS = (Message.ACCESS, Message.ATTACH, Message.REBUILD, Message.PREPARE, Message.CLOSE)  # requests
+_MOST_TIMES = 10  # so many times a timeout, if the CPU time of unpickling is unknown
+_STARTS = (
+    Message.ACCESS,
+    Message.ATTACH,
+    Message.REBUILD,
+    Message.PREPARE,
+    Message.LOAD,
+    Message.REPLACE,
+    Message.CLOSE,
+)  # requests
 
 
 class Fault(NamedTuple):
@@ -280,8 +289,10 @@ class SimulatedWorker:
         request = self.request or (self.requests[0] if self.requests else None)
         if self.request is None and request is None:
             return math.inf
-        starts = self.activity in ("constructor", "close") if self.request is not None else False
+        starts = self.activity in ("constructor", "load", "close") if self.request is not None else False
         starts |= (at_most or self.request is None) and request is not None and request.message in _STARTS
+        if at_most and request is not None and request.message in (Message.LOAD, Message.REPLACE):
+            return self.since + _MOST_TIMES * _START_S  # it may unpickle
         return self.since + (_START_S if starts else LIMIT_S)
 
     @property
