@@ -42,6 +42,10 @@ class ShareDriver(Driver):
     def actions(self, facade: ShareVecEnv, actions: list[ByAgent]) -> Any:
         return stacked(actions)[..., None]
 
+    def close(self, facade: ShareVecEnv) -> None:
+        facade.close()
+        assert facade.closed
+
     def wrong_actions(self, facade: ShareVecEnv) -> list[Any]:
         return [
             np.zeros((3, 2, 1)),
@@ -115,7 +119,7 @@ class ShareDriver(Driver):
         if not (moment.restarted and moment.is_over):
             return {}
         last = moment.before
-        while last is not None and last.kind == "reset":
+        while last is not None and (last.kind == "reset" or last.interrupted):
             last = last.before
         if last is None:
             return {}

@@ -154,12 +154,14 @@ class Fault(NamedTuple):
         episode: In which episode, from 1.
         time: At which time, for a step.
         how: "raise", or the name of a signal that kills its process.
+        twice: Whether the second simulator breaks, too, in its first step.
     """
 
     method: str = "step"
     episode: int = 1
     time: int = 2
     how: str = "raise"
+    twice: bool = False
 
 
 class Game:
@@ -167,7 +169,8 @@ class Game:
 
     def __init__(self, script: Script, fault: Fault | None, env_id: int, restarts: int) -> None:
         self.script, self.env_id, self.restarts = script, env_id, restarts
-        self.fault = fault if env_id == 1 and restarts == 0 else None
+        faults = {0: fault, 1: Fault(time=1) if fault and fault.twice else None}
+        self.fault = faults.get(restarts) if env_id == 1 else None
         self.episode = self.time = self.total = 0
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -27,9 +28,10 @@ FAULTS = {
     "reset": Fault("reset", 2),
     "first_reset": Fault("reset", 1),
     "after_a_death": Fault("step", 1, 3),
+    "twice": Fault("step", 1, 2, twice=True),
 }
-"""When a simulator breaks: in the middle of an episode, right after an automatic reset, in it, at once, and in the step
-after the end of an agent."""
+"""When a simulator breaks: in the middle of an episode, right after an automatic reset, in it, at once, in the step
+after the end of an agent, and once more in the first step after that."""
 
 
 class Run:
@@ -200,7 +202,7 @@ class Promises:
             run = runs(self.driver, game, mode, FAULTS[fault])
             for _ in run.play(10):
                 pass
-            assert run.loops[1].restarts == 1
+            assert run.loops[1].restarts == 1 + FAULTS[fault].twice
 
     @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
     def test_restart_of_a_process(self, runs):
@@ -222,9 +224,9 @@ class Promises:
         assert run.loops[0].restarts > 1
 
     def test_resets_in_an_episode(self, mode, runs):
-        """The caller resets some environments in the middle of their episodes, and all of them."""
-        for game in self.driver.restarted_games:
-            run = runs(self.driver, game, mode)
+        """The caller resets some environments in the middle of their episodes, and all of them; then one breaks."""
+        for game, fault in itertools.product(self.driver.restarted_games, (None, Fault("step", 3, 1))):
+            run = runs(self.driver, game, mode, fault)
             for number in range(3):
                 run.reset()
                 for time in range(5):
@@ -281,10 +283,11 @@ class Promises:
     # -- saved states ----------------------------------------------------------------------------------------------
 
     def test_saved_states(self, mode, runs):
-        """Another facade goes on from the state after each call as the first one does."""
+        """Another facade goes on from the state after each call as the first one does, also if the next step fails."""
         driver = self.driver
-        for game in driver.saved_games if driver.saves else ():
-            first, other = runs(driver, game, mode), runs(driver, game, mode)
+        cases = [*itertools.product(driver.saved_games, [None]), (driver.saved_games[0], FAULTS["after_a_death"])]
+        for game, fault in cases if driver.saves else ():
+            first, other = (runs(driver, game, mode, fault) for _ in range(2))
             for number, _ in enumerate(first.play(8)):
                 if number % 2:
                     continue
@@ -416,6 +419,13 @@ class Promises:
                 driver.save(run.facade)
         run.reset()
         run.step()
+        if driver.resets_at_once:
+            while not run.over:
+                run.step()
+            with pytest.raises(ResetNeeded):
+                driver.step(run.facade, self.zeros())
+            run = self.run(runs, mode)
+            run.reset()
         if not driver.sends:
             return
         with pytest.raises(NoAsyncCallError):
