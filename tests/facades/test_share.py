@@ -33,7 +33,7 @@ from simulators.team_battles import AGENTS, DictBattle, ParallelBattle, TeamBatt
 from simulators.variable_agents import VariableAgents
 
 from marl_parallel import EnvError, ParallelEnv, make, vector
-from marl_parallel.vector import DummyVecEnv, ShareDummyVecEnv, ShareSubprocVecEnv, ShareVecEnv, SubprocVecEnv
+from marl_parallel.vector import ShareDummyVecEnv, ShareSubprocVecEnv, ShareVecEnv, SubprocVecEnv
 
 ENVS = 3
 
@@ -290,25 +290,6 @@ def test_infos_are_made_when_somebody_looks(spread):
         infos[2]
 
 
-class Relay:
-    """Dict rules: its only agents die together, and come back in the next step; the episode goes on."""
-
-    possible_agents = ("a", "b")
-    observation_space = spaces.Dict([(agent, spaces.Box(0, 99, (), np.float32)) for agent in "ab"])
-    action_space = spaces.Dict([(agent, spaces.MultiDiscrete([2, 3])) for agent in "ab"])
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
-        self.time, self.got = 0, []
-        return dict.fromkeys("ab", np.float32(0)), {}
-
-    def step(self, actions: dict) -> tuple[dict, ...]:
-        self.time += 1
-        self.got = [action.tolist() for action in actions.values()]
-        dies = self.time == 2
-        flags = {"a": dies, "b": dies, "__all__": self.time == 4}
-        return dict.fromkeys("ab", np.float32(self.time)), dict.fromkeys("ab", 1.0), flags, {"__all__": False}, {}
-
-
 def test_one_info_for_all_is_read_as_a_dict():
     """on-policy's football runner reads `infos[i]["score"]`, and others look for a key first."""
     envs = ShareSubprocVecEnv([Pitch], backend="serial")
@@ -343,26 +324,35 @@ def test_tuple_spaces_of_gym_come_back_as_they_are():
     envs.close()
 
 
-def test_all_dones_mean_that_the_episode_has_ended():
-    """Observations that are numbers; choices in several parts, by index and one-hot."""
+class Relay:
+    """Observations are numbers, and choices have several parts."""
+
+    possible_agents = ("a", "b")
+    observation_space = spaces.Dict([(agent, spaces.Box(0, 99, (), np.float32)) for agent in "ab"])
+    action_space = spaces.Dict([(agent, spaces.MultiDiscrete([2, 3])) for agent in "ab"])
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[dict, dict]:
+        self.time = 0
+        return dict.fromkeys("ab", np.float32(0)), {}
+
+    def step(self, actions: dict) -> tuple[dict, ...]:
+        self.time += 1
+        self.got = [action.tolist() for action in actions.values()]
+        seen, rewards = dict.fromkeys("ab", np.float32(self.time)), dict.fromkeys("ab", 1.0)
+        return seen, rewards, {"__all__": self.time == 2}, {"__all__": False}, {}
+
+
+def test_choices_in_several_parts():
+    """By index and one-hot; without available actions."""
     env = make(Relay, 1, facade="share", backend="serial")
     obs, share_obs, available = env.reset()
     assert (obs.shape, share_obs.shape) == ((1, 2, 1), (1, 2, 2))
     assert available.tolist() == [None]
-    dones = []
-    for actions in (
-        np.array([[[1, 2], [0, 1]]]),
-        np.array([[[0, 1, 0, 0, 1], [1, 0, 0, 1, 0]]]),
-        *[np.zeros((1, 2, 2))] * 2,
-    ):
-        *_, done, infos, available = env.step(actions)
-        dones.append(done.tolist())
-        if len(dones) <= 2:
-            assert env.parallel_env.get_attr("got") == ([[1, 2], [0, 1]],)
-    assert dones == [[[False] * 2]] * 3 + [[[True] * 2]]
-    assert infos[0][0]["bad_transition"] is False
+    for actions in ([[[1, 2], [0, 1]]], [[[0, 1, 0, 0, 1], [1, 0, 0, 1, 0]]]):
+        *_, infos, available = env.step(np.array(actions))
+        assert env.parallel_env.get_attr("got") == ([[1, 2], [0, 1]],)
     assert infos[0][0]["original_avail_actions"] is None
-    assert infos[0][0]["original_state"].tolist() == [[4, 4]] * 2
+    assert infos[0][0]["original_state"].tolist() == [[2, 2]] * 2
     assert available.tolist() == [None]
     env.close()
 
@@ -410,102 +400,24 @@ def test_states_of_neighbours_of_a_fault(fault, compiled, tmp_path):
     env.close()
 
 
-class Match(Pitch):
-    """As on-policy's football, whose runner reads the score at each end; it breaks at some times of its lives."""
-
-    def __init__(self, env_id: int, restarts: int = 0) -> None:
-        super().__init__(env_id)
-        self.length, self.breaks_at = 99, {(0, 0): 3, (0, 1): 0}.get((env_id, restarts))
-
-    def begin(self) -> None:
-        super().begin()
-        self.length = 99
-
-    def step(self, actions: Any) -> Any:
-        if self.time == self.breaks_at:
-            raise RuntimeError("the ball is lost")
-        *results, info = super().step(actions)
-        return *results, {"score_reward": self.time, "bad_transition": False, **info}
-
-
-def test_a_restart_has_the_infos_of_the_step_before():
-    """Of each agent; of the second of two in a row, they are blank."""
-    makers = [functools.partial(Match, env_id) for env_id in range(2)]
-    envs = SubprocVecEnv(makers, num_workers=1, on_error="restart")
-    envs.reset()
-    scores = []
-    for _ in range(6):
-        *_, dones, infos = envs.step(np.ones((2, 3), int))
-        scores.append((infos[0]["score_reward"], infos[1][2]["score_reward"]))
-        assert ("restarted" in infos[0][1]) == dones[0].all() == (len(scores) in (4, 5))
-        if dones[0].all():
-            assert [info["bad_transition"] for info in infos[0]] == [True] * 3
-    assert scores == [(1, 1), (2, 2), (3, 3), (3, 4), (0, 5), (1, 6)]  # 3 has been counted
-    envs.close()
-    envs = ShareSubprocVecEnv([functools.partial(battle, TeamBattle, 0, True)], num_workers=1, on_error="restart")
-    policy, infos = Policy(envs, 0), []
-    obs, _, available = envs.reset()
-    while not (infos and "restarted" in infos[0][0]):
-        known = [*infos[0]] if infos else []
-        obs, *_, infos, available = envs.step(policy.act(obs, available))
-    own = {"battles_won", "health"}
-    assert [{key: info[key] for key in own} for info in infos[0]] == [{key: info[key] for key in own} for info in known]
-    envs.close()
-
-
 class Cup(Pitch):
-    """Matches of three steps, each of which is won; it breaks in the first step of some."""
+    """A match that is won in each step; it may break in the first one."""
 
-    def __init__(self, breaks_in: int, restarts: int = 0) -> None:
+    def __init__(self, breaks: bool, restarts: int = 0) -> None:
         super().__init__(0)
-        self.match, self.breaks_in = -1, breaks_in if restarts == 0 else None
-
-    def begin(self) -> None:
-        super().begin()
-        self.match, self.length = self.match + 1, 3
+        self.breaks = breaks and restarts == 0
 
     def step(self, actions: Any) -> Any:
-        if self.time == 0 and self.match == self.breaks_in:
+        if self.breaks:
             raise RuntimeError("the pitch is flooded")
         *results, info = super().step(actions)
-        return *results, {"won": self.time == 3, "wins": self.match + (self.time == 3), **info}
-
-
-@pytest.mark.parametrize("by_reset", [False, True], ids=["automatic reset", "reset"])
-def test_a_restart_in_the_first_step_counts_nothing_twice(by_reset):
-    actions, known = np.ones((2, 3), int), []
-    envs = SubprocVecEnv(
-        [functools.partial(Cup, breaks_in) for breaks_in in (1 + by_reset, 9)], num_workers=2, on_error="restart"
-    )
-    envs.reset()
-    for _ in range(3):
-        known = envs.step(actions)[3][0][0]
-    assert (known["won"], known["wins"]) == (True, 1)
-    if by_reset:
-        envs.reset()
-    *_, dones, infos = envs.step(actions)
-    assert dones[0].all()
-    assert infos[0][0]["restarted"]
-    assert (infos[0][0]["won"], infos[0][0]["wins"]) == (False, 0)
-    envs.close()
-
-
-def test_a_restart_after_loading_has_the_infos_of_the_step_before():
-    makers, actions = [functools.partial(Match, env_id) for env_id in range(2)], np.ones((2, 3), int)
-    envs, loaded = (SubprocVecEnv(makers, num_workers=1, on_error="restart") for _ in range(2))
-    envs.reset()
-    for _ in range(3):
-        envs.step(actions)
-    loaded.load_state(envs.save_state())
-    for one in (envs, loaded):
-        *_, infos = one.step(actions)
-        assert [info["score_reward"] for info in (infos[0][0], infos[1][0])] == [3, 4]
-        assert infos[0][0]["restarted"]
-        one.close()
+        return *results, {**info, "won": True, "wins": 1}
 
 
 def test_a_restart_in_the_very_first_step_has_the_keys_of_the_others():
-    envs = SubprocVecEnv([functools.partial(Cup, 0), functools.partial(Cup, 9)], num_workers=2, on_error="restart")
+    envs = SubprocVecEnv(
+        [functools.partial(Cup, breaks) for breaks in (True, False)], on_error="restart", backend="serial"
+    )
     envs.reset()
     *_, infos = envs.step(np.ones((2, 3), int))
     assert infos[0][0]["restarted"]
@@ -533,18 +445,6 @@ def test_the_last_values_are_those_of_the_step_if_only_the_reset_fails(kind, fau
     assert infos[1][0]["original_avail_actions"].tolist() == battle.masks() != before
     assert np.array_equal(infos[1][0]["original_obs"], battle.observe())
     envs.close()
-
-
-def test_four_values():
-    makers = [functools.partial(battle, DictBattle, env_id, False) for env_id in range(2)]
-    for envs in (SubprocVecEnv(makers, num_workers=2), DummyVecEnv(makers)):
-        obs = envs.reset()
-        assert obs.shape == (2, 3, 6)
-        obs, rewards, dones, infos = envs.step(np.ones((2, 3, 1)))
-        assert (obs.shape, rewards.shape, dones.shape) == ((2, 3, 6), (2, 3, 1), (2, 3))
-        assert infos[1][2].keys() >= {"bad_transition", "health"}
-        envs.close()
-        assert envs.closed
 
 
 def test_environments_in_this_process():
