@@ -268,52 +268,6 @@ def test_restarts_truncate_and_training_goes_on():
         failing.step(np.zeros(ENVS, np.int64))
 
 
-def test_asynchronous_steps():
-    """The transitions of each environment are those of a plain loop, whatever comes together."""
-
-    def constructor(env_id: int) -> Drift:
-        return Drift(waits=0.002 * (env_id % 3))
-
-    env = facade(constructor, backend="process", num_workers=2, wait_num=2, timeout=5.0)
-    assert env.is_async
-    plain = DummyVectorEnv([Drift] * ENVS)
-    env.seed(9)
-    plain.seed(9)
-    seen, counts = [*env.reset()[0]], [0] * ENVS
-    assert np.array_equal(seen, plain.reset()[0])
-    ready, some = [*range(ENVS)], 0
-    for _ in range(150):
-        actions = np.array([counts[env_id] % 3 for env_id in ready])
-        observations, rewards, terminated, truncated, infos = env.step(actions, ready)
-        sent = ready
-        ready = [info["env_id"] for info in infos]
-        assert len(ready) >= 2
-        some += len(ready) < ENVS
-        for place, env_id in enumerate(ready):
-            expected = plain.step(np.array([counts[env_id] % 3]), [env_id])
-            counts[env_id] += 1
-            assert_same_results(
-                [part[place : place + 1] for part in (observations, rewards, terminated, truncated, infos)], expected
-            )
-        over = [env_id for env_id, end in zip(ready, terminated | truncated) if end]
-        if over:
-            assert_same_results(env.reset(over), plain.reset(over))
-        assert {*env.ready_id} | {*env.waiting_id} == {0, 1, 2, 3}
-    assert some > 20
-    assert sent
-    if env.waiting_id:
-        with pytest.raises(AlreadyPendingCallError, match="which are being stepped"):
-            env.reset(env.waiting_id)
-        with pytest.raises(NoAsyncCallError, match="are not all being stepped"):
-            env.step(None, env.ready_id)
-        waiting = env.waiting_id
-        assert {*waiting} <= {info["env_id"] for info in env.step(None, waiting)[-1]}
-    with pytest.raises(NoAsyncCallError, match="no environment is being stepped"):
-        env.step(None)
-    env.reset()
-    env.close()
-
-
 def test_async_collector():
     env = facade(functools.partial(Drift, waits=0.001), backend="process", num_workers=2, wait_num=2)
     with pytest.warns(UserWarning, match="async"):
@@ -329,29 +283,35 @@ def test_async_collector():
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # more workers than CPUs
-def test_a_timeout_returns_what_is_ready():
+@pytest.mark.parametrize(("how", "wanted"), [({"timeout": 0.2}, None), ({"wait_num": 2}, [3])], ids=str)
+def test_some_are_ready_before_the_others(how, wanted):
     def constructor(env_id: int) -> Drift:
-        return Drift(waits=0.0 if env_id < 2 else 1.0)
+        return Drift(waits=[0.0, 0.0, 1.0, 1.5][env_id])
 
-    env = facade(constructor, backend="thread", num_workers=ENVS, timeout=0.2)
+    env = facade(constructor, backend="thread", num_workers=ENVS, **how)
+    assert env.is_async
     env.reset()
     infos = env.step(np.zeros(ENVS, np.int64))[-1]
-    assert {info["env_id"] for info in infos} == {0, 1}
+    assert {info["env_id"] for info in infos} == {*env.ready_id} == {0, 1}
     assert {*env.waiting_id} == {2, 3}
-    assert {info["env_id"] for info in env.step(None)[-1]} <= {2, 3}  # waits for the first one
+    with pytest.raises(AlreadyPendingCallError, match="which are being stepped"):
+        env.reset(env.waiting_id)
+    with pytest.raises(NoAsyncCallError, match="are not all being stepped"):
+        env.step(None, env.ready_id)
+    infos = env.step(None, wanted)[-1]  # waits for these, or for the first one
+    assert {*(wanted or [])} <= {info["env_id"] for info in infos} <= {2, 3}
+    while env.waiting_id:
+        env.step(None)
+    with pytest.raises(NoAsyncCallError, match="no environment is being stepped"):
+        env.step(None)
     env.close()
 
 
-def test_several_agents_with_dict_observations():
-    env = facade(functools.partial(Gate, "observations"))
-    plain = Gate("observations")
-    observations, _ = env.reset()
-    seen, _ = plain.reset()
+def test_spaces_of_dict_observations():
+    env, agents = facade(functools.partial(Gate, "observations")), Gate("observations").possible_agents
     assert isinstance(env.observation_space[0], spaces.Dict)
-    assert env.action_space[0].shape == (len(plain.possible_agents),)
-    assert observations.shape == (ENVS,)
-    assert [*observations[0]] == plain.possible_agents
-    assert np.array_equal(observations[0]["guest"]["action_mask"], seen["guest"]["action_mask"])
+    assert [*env.observation_space[0]] == [*env.reset()[0][0]] == agents
+    assert env.action_space[0].shape == (len(agents),)
     env.close()
 
 
