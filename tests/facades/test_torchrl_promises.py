@@ -56,6 +56,10 @@ class TorchRLDriver(Driver):
     def wrong_actions(self, facade: TorchRLEnv) -> list[Any]:
         return [np.zeros((3, 2), np.int64), np.full((3, 3), 0.5)]
 
+    def close(self, facade: TorchRLEnv) -> None:
+        facade.close()
+        assert facade.is_closed
+
     def parts(self, results: Any) -> Iterator[np.ndarray]:
         for value in results.values(True, True):
             yield value.numpy()
