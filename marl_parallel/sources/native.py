@@ -426,6 +426,11 @@ class SimulatorSource(Source, Transitions):
     def has_reset(self) -> list[bool]:
         return self._has_reset
 
+    def events_in(self, env_id: int) -> dict[AgentID, int]:
+        marks = [(self.marks[name][env_id], bit) for name, bit in EVENTS.items()]
+        bits = {agent: sum(bit for of_env, bit in marks if of_env[at]) for at, agent in enumerate(self._agents)}
+        return {agent: of_agent for agent, of_agent in bits.items() if of_agent}
+
     def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
         raise NotImplementedError(f"{self.name} has no global state")
 
