@@ -102,6 +102,10 @@ class Arrays(NamedTuple):
     final_observations: Sequence[Any] = ()
     finally_observed: NDArray[np.bool_] = _NOBODY
 
+    def changed(self, **fields: Any) -> Arrays:
+        """The same arrays with other values of some fields."""
+        return self._replace(**fields)
+
 
 class Stacked(NamedTuple):
     """Actions of several agents with equal action spaces.

@@ -236,7 +236,7 @@ def with_the_dead(arrays: Arrays, stepper: ArrayStepper) -> Arrays:
             if agent in column and not events & BEGAN:  # of the next episode, too
                 were_dead[env_id, column[agent]] |= bool(events & WAS_DEAD)
                 ended[env_id, column[agent]] |= bool(events & ENDED)
-    return arrays._replace(were_dead=were_dead, ended=ended)
+    return arrays.changed(were_dead=were_dead, ended=ended)
 
 
 def inherited_flags(arrays: Arrays, agents: NDArray[np.bool_] | None = None) -> Flags:
