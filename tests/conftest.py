@@ -126,8 +126,8 @@ class PoolChecks:
                 try:
                     if sys.exc_info()[0] is None and hasattr(pool.backend, "statuses"):
                         pool.check()
-                except AssertionError as error:
-                    self._found.append(str(error))
+                except Exception as error:
+                    self._found.append(f"{type(error).__name__}: {error}")
                 finally:
                     lock.release()
             return close(pool, *arguments, **keywords)

@@ -32,9 +32,8 @@ class Clock:
         return before  # it was read right before the stop
 
 
-@pytest.mark.parametrize("stop", range(1, 12))
-def test_a_stop_at_any_moment_does_not_count(stop):
-    clock = Clock(stop)
+def in_a_step(clock: Clock) -> tuple[Deadlines, Any, WorkerQueue]:
+    """The deadlines of a worker that has begun a step now, its status, and its queue."""
     status = SimpleNamespace(
         state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True), ready_since=0.0
     )
@@ -43,8 +42,14 @@ def test_a_stop_at_any_moment_does_not_count(stop):
         clock=clock.monotonic,
     )  # fmt: skip
     queue = WorkerQueue(range(1), 0, since=clock.now)
-    deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
     queue.requests.append(Pending(STEP_ALL, 1, clock.now, None, True))
+    return Deadlines(backend, Limits(step=LIMIT_S), {0: queue}), status, queue
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_a_stop_at_any_moment_does_not_count(stop):
+    clock = Clock(stop)
+    deadlines, _, _ = in_a_step(clock)
     deadlines.looked = clock.monotonic()
     for _ in range(60):
         patience = deadlines.patience()
@@ -113,16 +118,7 @@ def test_the_second_request_in_a_queue_counts_from_when_it_could_begin(completed
 def test_a_status_that_changes_between_two_looks_is_not_late():
     """The simulator has returned, and its result is being written: the activity began at the same moment."""
     clock = Clock(stop=0)
-    status = SimpleNamespace(
-        state=(1, clock.now), running=Running(0, Activity.STEP, clock.now, inside=True), ready_since=0.0
-    )
-    backend: Any = SimpleNamespace(
-        capabilities=Capabilities(), in_line=(), in_line_until=0.0, statuses=[status], seconds_in_look=0.0,
-        clock=clock.monotonic,
-    )  # fmt: skip
-    queue = WorkerQueue(range(1), 0, since=clock.now)
-    queue.requests.append(Pending(STEP_ALL, 1, clock.now, None, True))
-    deadlines = Deadlines(backend, Limits(step=LIMIT_S), {0: queue})
+    deadlines, status, _ = in_a_step(clock)
     clock.now = deadlines.looked = clock.now + 1.01 * LIMIT_S
     late = []
     for env in (1, -1, -1):

@@ -28,14 +28,22 @@ from marl_parallel.core.backend import Backend
 from marl_parallel.core.messages import STEP_ALL, STEPPED, Failure, Lost, Message, Rebuild, Reply, Request, name_of
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import HELD, ORDER, Extension, Fault, Hooks, Interrupted
-from marl_parallel.core.pool.slots import OnReply, Pending, Results, Slot, Snapshot, State, WorkerQueue
+from marl_parallel.core.pool.slots import (
+    STEPS_AND_RESETS,
+    OnReply,
+    Pending,
+    Results,
+    Slot,
+    Snapshot,
+    State,
+    WorkerQueue,
+)
 from marl_parallel.core.reports import logger
 from marl_parallel.core.source import Source
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
-_STEPS_AND_RESETS = frozenset({Message.STEP, Message.RESET})
 _NO_EXTRAS: Mapping[int, Any] = {}
 _WAITING_FOR = {message: f"waiting for {message.name.lower()}" for message in Message}  # names of slices in a trace
 _CLOSE_IN_LINE_WITHIN_S = 1.0
@@ -867,12 +875,12 @@ class Pool(Source):
         )
         for worker, queue in queues.items():
             queue.check(self.backend.statuses[worker], self.clock())
-            step, is_whole = self._step_all.get(worker), [*queue.share] == [*queue.built]
-            env_ids = None if step is None else queue.share if step.env_ids is None and is_whole else step.env_ids
-            assert [*(env_ids or ())] == [*queue.share], f"the request {step} for a step of {queue.share}"
+            step = self._step_all.get(worker)  # without env ids, all environments for which the worker was started
+            stepped = () if step is None else queue.built if step.env_ids is None else step.env_ids
+            assert [*stepped] == [*queue.share], f"worker {worker} steps {[*stepped]} of {[*queue.share]}"
         for slot in slots:
             slot.check()
-            is_owed = not self.expects_result(slot) or queues[slot.worker].owes(slot.env_id, None, _STEPS_AND_RESETS)
+            is_owed = not self.expects_result(slot) or queues[slot.worker].owes(slot.env_id, None, STEPS_AND_RESETS)
             assert is_owed, f"nobody owes the result of {slot}"
             if slot.state is State.DONE and not slot.skips:
                 is_replaced = slot.env_id in self.replaced

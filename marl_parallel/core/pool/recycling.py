@@ -672,15 +672,12 @@ class Recycling(Extension):
         if record.phase is Phase.MOVING:
             is_owed = queue.owes(env_id, self._on_first, {Message.ADOPT, Message.RESET})
         elif self._has_standbys(position):
-            standby = self._standbys.get(position)
-            is_owed = env_id in standby.environments if standby is not None else position in self._positions_left()
+            standby = self._standbys.get(position)  # the next one begins when the worker that all have left has ended
+            is_leaving = any(of == position for of, _ in self._closing.values())
+            is_owed = is_leaving if standby is None else env_id in standby.environments
         else:
             is_owed = in_place
         assert is_owed, f"nobody brings its first result: {slot}, {record}"
-
-    def _positions_left(self) -> set[int]:
-        """The positions whose next standby begins when the worker that all have left has ended."""
-        return {position for position, _ in self._closing.values()}
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         return WorkerStats(recycled=sum(self._records[env_id].recycled for env_id in env_ids))

@@ -107,8 +107,8 @@ class Pending(NamedTuple):
     is_awaited: bool  # whether calls other than steps and resets wait for it
 
 
-_WITH_ONE_REPLY = frozenset({Message.STEP, Message.RESET})
-"""Requests whose results may come in one reply."""
+STEPS_AND_RESETS = frozenset({Message.STEP, Message.RESET})
+"""Requests that have the results of slots; all results of a request may come in one reply."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +139,7 @@ class WorkerQueue:
         if not self.requests:
             return False
         request = self.requests[0].request
-        return not request.each and request.message in _WITH_ONE_REPLY
+        return not request.each and request.message in STEPS_AND_RESETS
 
     def owes(self, env_id: int, owner: OnReply | None, messages: Container[Message]) -> bool:
         """Whether the worker has a request with one of these messages for an environment, whose reply `owner` gets."""
@@ -152,10 +152,12 @@ class WorkerQueue:
 
     def check(self, status: WorkerStatus, now: float) -> None:
         """Raise `AssertionError` if the requests do not fit the status of the worker."""
-        begun, numbers = status.parts, [one.number for one in self.requests]
+        parts, numbers = status.parts, [one.number for one in self.requests]
         which = f"the worker of environments {[*self.environments]}"
-        assert begun <= self.posted, f"{which} has begun {begun} of {self.posted}"
-        assert self.requests or begun == self.posted, f"{which} has begun {begun} of {self.posted}, and owes nothing"
+        assert parts <= self.posted, f"{which} has begun {parts} of {self.posted} parts of requests"
+        assert self.requests or parts == self.posted, (
+            f"{which} owes no reply, with {parts} of {self.posted} parts begun"
+        )
         assert [*numbers, self.posted] == sorted([*numbers, self.posted]), f"{which} has {numbers} of {self.posted}"
         assert not self.requests or 0.0 < self.since <= now, f"{which} begins at {self.since}, now {now}"
         assert {*self.share} <= {*self.built}, f"{which} was started for {[*self.built]}"
@@ -163,9 +165,9 @@ class WorkerQueue:
     def owes_one_reply(self, env_ids: Container[int]) -> bool:
         """Whether the queue has a request with one reply for environments in `env_ids`."""
         return any(
-            request.message in _WITH_ONE_REPLY
-            and not request.each
-            and request.env_ids is not None
-            and request.env_ids[0] in env_ids
-            for request in [one.request for one in self.requests]
+            one.request.message in STEPS_AND_RESETS
+            and not one.request.each
+            and one.request.env_ids is not None
+            and one.request.env_ids[0] in env_ids
+            for one in self.requests
         )
