@@ -17,6 +17,7 @@ import pytest
 from helpers import TESTS
 from helpers.launching import LauncherHarness, linux_only, server_of
 from helpers.processes import alive, all_gone, wait_for
+from helpers.signals import SIGKILL
 
 pytestmark = [pytest.mark.release_independent, pytest.mark.starts_anew, linux_only]
 
@@ -31,7 +32,7 @@ def test_children_die_with_their_worker(harness: LauncherHarness, end: str) -> N
     if end == "kill":
         harness.kill(worker)
     elif end == "SIGKILL":
-        os.kill(worker, signal.SIGKILL)
+        os.kill(worker, SIGKILL)
     elif end == "stopped":
         os.killpg(worker, signal.SIGSTOP)
         harness.kill(worker)
@@ -39,7 +40,7 @@ def test_children_die_with_their_worker(harness: LauncherHarness, end: str) -> N
         harness.launcher.close()
         assert all_gone(bystander, worker, *pids)
         return
-    assert harness.death() == (worker, -signal.SIGKILL)
+    assert harness.death() == (worker, -SIGKILL)
     wait_for(lambda: all_gone(worker, *pids))
     assert alive(bystander)
 
@@ -62,7 +63,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("when", "exitcode"), [("before", -signal.SIGKILL), ("armed", -signal.SIGKILL), ("copied", 3)])
+@pytest.mark.parametrize(("when", "exitcode"), [("before", -SIGKILL), ("armed", -SIGKILL), ("copied", 3)])
 def test_a_guard_that_closes(when: str, exitcode: int) -> None:
     """Before it is armed, too: its owner may die while a worker starts."""
     done = subprocess.run([sys.executable, "-c", GUARDED, when], timeout=50)
@@ -147,11 +148,11 @@ def test_workers_die_with_their_server(harness: LauncherHarness) -> None:
     received = [harness.receive(), harness.receive()]
     children = next(values["pids"] for values in received if "pids" in values)
     server = server_of(harness.launcher)
-    os.kill(server, signal.SIGKILL)
+    os.kill(server, SIGKILL)
     wait_for(lambda: all_gone(*workers))
     deaths: list[tuple[int, int]] = []
     wait_for(lambda: len(deaths) == len(workers) or deaths.extend(harness.deaths()))
-    assert sorted(deaths) == sorted((pid, -signal.SIGKILL) for pid in workers)
+    assert sorted(deaths) == sorted((pid, -SIGKILL) for pid in workers)
     wait_for(lambda: all_gone(server, *workers, *children))
     fresh = harness.launch("waits")
     assert harness.receive()["ready"] == fresh
@@ -177,8 +178,8 @@ def test_worker_dies_with_its_keeper(harness: LauncherHarness) -> None:
     harness.receive()
     keeper = psutil.Process(worker).ppid()
     assert keeper != os.getpid()
-    os.kill(keeper, signal.SIGKILL)
-    assert harness.death() == (worker, -signal.SIGKILL)
+    os.kill(keeper, SIGKILL)
+    assert harness.death() == (worker, -SIGKILL)
     wait_for(lambda: all_gone(keeper, worker))
     assert alive(bystander)
     fresh = harness.launch("waits")
@@ -192,8 +193,8 @@ def test_killed_keeper_leaves_nothing(harness: LauncherHarness) -> None:
     worker = harness.launch("has_children")
     pids = harness.receive()["pids"][1:]
     assert all(alive(pid) for pid in pids)
-    os.kill(psutil.Process(worker).ppid(), signal.SIGKILL)
-    assert harness.death() == (worker, -signal.SIGKILL)
+    os.kill(psutil.Process(worker).ppid(), SIGKILL)
+    assert harness.death() == (worker, -SIGKILL)
     wait_for(lambda: all_gone(worker, *pids))
     assert alive(bystander)
 
@@ -204,7 +205,7 @@ def test_children_are_gone_when_a_death_is_reported(harness: LauncherHarness) ->
         worker = harness.launch("has_children")
         pids = harness.receive()["pids"][1:]
         harness.kill(worker)
-        assert harness.death() == (worker, -signal.SIGKILL)
+        assert harness.death() == (worker, -SIGKILL)
         assert all_gone(worker, *pids)
 
 
@@ -213,6 +214,6 @@ def test_killed_server_and_keeper_leave_nothing(harness: LauncherHarness) -> Non
     worker = harness.launch("has_children")
     marked = harness.receive()["pids"][1:3]  # in the worker's group, and in a session of its own
     for pid in (server_of(harness.launcher), psutil.Process(worker).ppid()):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, SIGKILL)
     wait_for(harness.deaths)
     wait_for(lambda: all_gone(worker, *marked))

@@ -17,7 +17,7 @@ from simulation.shrinking import report
 
 pytestmark = pytest.mark.release_independent
 
-HISTORIES, AT_ONCE, FOR_KINDS = 2000, 100, 300
+HISTORIES, AT_ONCE, FOR_KINDS = 2000, 100, 400
 
 
 @pytest.fixture(autouse=True)
