@@ -83,7 +83,7 @@ class EnvModel:
     option: int = 0  # of the reset that is requested; 0 if it has none
     standing: int = 0  # of resets that have none
     changed: bool = False  # whether that is about to be another one
-    before: int | None = None  # the one before, which counts for the reset of a rebuild that has been requested already
+    before: frozenset[int] = frozenset()  # those before, which may count for the reset of a rebuild
     seed: int | None = None  # of that reset
     ended: int = 0  # how many episodes of the present environment its caller has seen end
     restarts: Counter[str] = field(default_factory=Counter)  # by kind
@@ -184,8 +184,8 @@ class Model:
         """The caller sets the option of every later reset that has none."""
         self.calls(env_ids)
         for env in [self.envs[env_id] for env_id in env_ids]:
-            if env.cuts and env.before is None:
-                env.before = env.standing
+            if env.cuts:
+                env.before |= {env.standing}
             env.changed, env.standing = option != env.standing, option
 
     def rebuilds(self, env_ids: Iterable[int]) -> None:
@@ -576,8 +576,8 @@ class Model:
     def _check_reset(self, env: EnvModel, first: Did) -> None:
         """Check the options that a reset has received."""
         option = (env.option if env.request == "reset" else 0) or env.standing
-        before, env.before = env.before, None
-        if first.option != option and (before is None or first.option != before):
+        before, env.before = env.before, frozenset()
+        if first.option != option and first.option not in before:
             raise Wrong(f"environment {env.env_id}: reset with option {first.option} in place of {option}")
 
     def _check_recycling(self, env: EnvModel) -> None:

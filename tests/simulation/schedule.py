@@ -521,8 +521,9 @@ class History:
 
     def save(self, rng: random.Random) -> None:
         """States of some environments, or of all."""
+        self._receive_all()
         ids = [env.env_id for env in self.model.envs if env.has_reset]
-        if self.model.in_flight or not ids:
+        if not ids:
             return
         ids = ids if rng.random() < 0.5 else rng.sample(ids, rng.randint(1, len(ids)))
         self.note(f"save_state(env_ids={ids})")
@@ -547,9 +548,10 @@ class History:
 
     def load(self, rng: random.Random) -> None:
         """Latest states, or any ones, in place of some environments, or of all."""
-        everything = self.stepper is not None and not all(env.has_reset for env in self.model.envs)
-        if self.model.in_flight or not self.saved:
+        if not self.saved:
             return
+        self._receive_all()
+        everything = self.stepper is not None and not all(env.has_reset for env in self.model.envs)
         ids = [*self.ids] if everything or rng.random() < 0.5 else rng.sample(self.ids, rng.randint(1, len(self.ids)))
         own = rng.random() < 0.7
         chosen = [rng.choice([one for one in self.saved if one[0] == env_id and own] or self.saved) for env_id in ids]
@@ -589,6 +591,10 @@ class History:
                 raise Wrong(f"environment {env_id}: load_state returned {got} in place of {states[env_id].returned}")
             if not self.setup.copies and self.stepper is None:
                 self.views[env_id] = got[0], copy.deepcopy(got[0]), self.model.envs[env_id].life
+
+    def _receive_all(self) -> None:
+        while in_flight := len(self.model.in_flight):
+            self._recv(in_flight, None)
 
     def _check_closed(self, placed: Sequence[int], made: int, before: Sequence[Life | None]) -> None:
         """Check which environments are closed after a load: the old ones if it has succeeded, else the new ones."""
@@ -726,8 +732,8 @@ _CALLS: dict[str, tuple[float, Callable[[History, random.Random], None]]] = {
     "call": (8, History.call),
     "restart": (2, History.restart),
     "set_option": (3, History.set_option),
-    "save": (5, History.save),
-    "load": (8, History.load),
+    "save": (4, History.save),
+    "load": (5, History.load),
     "close_inside": (0.5, History.close_inside),
 }
 
