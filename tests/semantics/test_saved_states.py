@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from simulators.saved import (
     wrapped_engine,
 )
 
-from marl_parallel import ParallelEnv, RecyclePolicy
+from marl_parallel import ParallelEnv, RecyclePolicy, RestartLimitExceeded, RestartPolicy
 from marl_parallel.core.generators import GeneratorStates, current_states
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.rebuilds import Rebuilds
@@ -215,6 +216,71 @@ def test_recycling(backend, build):
         return build([Voyage] * 3, setup, True, recycle=RecyclePolicy(max_episodes=2), on_error="restart")
 
     check_goes_on(lambda: make(2), lambda: make(1), [*ENDS, *ENDS[:4]])
+
+
+@pytest.mark.release_independent
+def test_replacements_of_the_present_environment_have_other_seeds(build):
+    """What `recycle=` has prepared before a load does not replace the loaded environment."""
+
+    def make() -> Any:
+        recycle = RecyclePolicy(max_episodes=1)
+        return build([Voyage] * 2, Setup("process", True, 1), True, recycle=recycle, on_error="restart")
+
+    def prepared() -> Any:
+        env = make()
+        env.reset()
+        return env
+
+    check_goes_on(make, prepared, [(1, 1), (0, 0), (1, 1), (1, 1)])
+
+
+def failing(rate_limit: int | None = None, rate_period_s: float = 3600.0, mode: str = "NEXT_STEP") -> ParallelEnv:
+    policy = RestartPolicy(max_restarts=None, rate_limit=rate_limit, rate_period_s=rate_period_s)
+    return ParallelEnv([Voyage], mode, backend="serial", on_error="restart", restart_policy=policy)
+
+
+@pytest.mark.release_independent
+def test_the_rate_limit_counts_faults_from_before_a_load():
+    with failing(1) as env:
+        env.reset()
+        act(env, 2)
+        state = env.save_state()
+    with failing(1) as env:
+        env.load_state(state)
+        act(env, 0)  # the reset
+        with pytest.raises(RestartLimitExceeded, match="rate_limit=1 within 3600 s"):
+            act(env, 2)
+
+
+@pytest.mark.release_independent
+def test_the_rate_limit_forgets_old_faults_from_before_a_load():
+    with failing(1, 0.01) as env:
+        env.reset()
+        act(env, 2)
+        sleep(0.1)
+        state = env.save_state()
+    with failing(1, 0.01) as env:
+        env.load_state(state)
+        act(env, 0)
+        *_, infos = act(env, 2)
+        assert infos[0]["__common__"]["restarted"] is True
+        assert env.stats().faults == 2
+
+
+@pytest.mark.release_independent
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_that_is_saved_right_after_a_load(mode):
+    """It has nothing of the result, here of a restart, that the environment had before the load."""
+    with failing(mode=mode) as env:
+        first = env.reset()
+        states = env.save_state()
+        act(env, 2)
+        assert_same(env.load_state(states), first)
+        again = env.save_state()
+        expected = act(env, 0)
+    with failing(mode=mode) as env:
+        assert_same(env.load_state(again), first)
+        assert_same(act(env, 0), expected)
 
 
 def test_states_of_the_simulator_and_final_observations_after_a_restart(build):

@@ -730,6 +730,7 @@ MUTATIONS = [
         "recent, saved.needs_reset, saved.reported, leftovers)",
         "recent, False, saved.reported, leftovers)",
         blind=True,
+        survives="nothing is wrong: the record of a loaded environment is written, and has no agent that is alive",
     ),
     Mutation(
         "a rate limit forgets the faults of a loaded environment",
@@ -737,6 +738,7 @@ MUTATIONS = [
         "recent = deque([now - age for age in saved.ages])",
         "recent = deque[float]()",
         blind=True,
+        survives="too rare; test_the_rate_limit_counts_faults_from_before_a_load fails",
     ),
     Mutation(
         "a second load leaves the first environments open",
@@ -786,6 +788,7 @@ MUTATIONS = [
         '        self._pool.alone("", self._pool.note_outdated, env_ids)',
         "        pass",
         blind=True,
+        survives="too rare; test_replacements_of_the_present_environment_have_other_seeds fails",
     ),
     Mutation(
         "a loaded environment counts no rebuilds",
@@ -807,13 +810,15 @@ MUTATIONS = [
         "        episode.options = saved.options\n",
         "",
         blind=True,
+        survives="too rare; test_arguments of test_saved_states.py fails",
     ),
     Mutation(
-        "leftovers of the record before a load stay",
+        "the result of a restart from before a load is saved once more",
         "pool/saved_states.py",
         "        pool.replaced.pop(env_id, None)\n",
         "",
         blind=True,
+        survives="too rare; test_a_state_that_is_saved_right_after_a_load fails",
     ),
     Mutation(
         "a loaded running episode begins anew in statistics",
