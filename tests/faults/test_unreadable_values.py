@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
@@ -97,6 +98,50 @@ def check_restarts(env: ParallelEnv, name: str) -> None:
 def test_neighbours_lose_nothing(name, any_codec):
     with ParallelEnv([made(name)] * ENVS, backend="serial", on_error="restart", episode_stats=True) as env:
         check_restarts(env, name)
+
+
+class CannotBeRead:
+    """It can be pickled, and not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+class EndsUnread:
+    """Its last step has infos that cannot be unpickled, and the reset that follows raises."""
+
+    possible_agents = ("a", "b")
+    observation_space = spaces.Dict(dict.fromkeys("ab", spaces.Box(-9.0, 9.0, (), np.float64)))  # type: ignore[arg-type]
+    action_space = spaces.Dict(dict.fromkeys("ab", spaces.Discrete(2)))  # type: ignore[arg-type]
+
+    def __init__(self, restarts: int) -> None:
+        self.time, self.episodes, self.restarts = 0, 0, restarts
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if self.episodes and not self.restarts:
+            raise RuntimeError("no second episode")
+        self.time, self.episodes = 0, self.episodes + 1
+        return dict.fromkeys("ab", 0.0), {}
+
+    def step(self, actions: Any) -> Any:
+        self.time += 1
+        ends = self.time == 2
+        seen, flags = dict.fromkeys("ab", float(self.time)), dict.fromkeys(("a", "b", "__all__"), ends)
+        infos = {"a": {"value": CannotBeRead()}} if ends and not self.restarts else {}
+        return seen, dict.fromkeys("ab", 1.0), flags, dict.fromkeys(flags, False), infos
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_all_agents_end_if_the_last_step_is_lost(shared_memory, any_codec):
+    env = ParallelEnv([EndsUnread], backend="serial", on_error="restart", shared_memory=shared_memory)
+    env.reset()
+    env.step([{"a": 0, "b": 0}])
+    observations, rewards, terminateds, truncateds, infos = (of_envs[0] for of_envs in env.step([{"a": 0, "b": 0}]))
+    assert infos["__common__"]["restarted"] is True
+    assert (observations, [*rewards]) == ({"a": 0.0, "b": 0.0}, ["a", "b"])
+    everybody = dict.fromkeys(("a", "b", "__all__"), True)
+    assert everybody in (terminateds, truncateds)
+    env.close()
 
 
 def test_neighbours_in_other_processes_lose_nothing(build, two_worker_setup):

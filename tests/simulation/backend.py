@@ -203,7 +203,8 @@ class SimulatedWorker:
                 self.settled = request.env_ids[-1]  # an attribute is got without coming to a point
             self.counts += self._more
             self._more.clear()
-        is_early = life is not None and not is_complete
+        # Without compiled code, also one for an environment whose simulator is not called, since its episode is over.
+        is_early = life is not None and not is_complete and reply.env_ids in ((), (self.running,))
         if life is not None and is_step and is_complete and not reply.failures:
             self.phase = "replying"
             self.point("reply", life, may_fail=False)

@@ -677,7 +677,7 @@ class Model:
             if activity == "reset":
                 return [Cut("step", _ended(steps[0]))]
         if steps:
-            is_inside = is_lost and activity == "reset" and not resets
+            is_inside = is_lost and activity == "reset" and not resets and not self._in_block
             return [Cut("step", _interrupted(last if is_inside else zeros, alive))]
         if resets or activity == "reset":
             return [Cut("reset")]

@@ -301,8 +301,8 @@ class Restarts(Extension):
             record.latest = record.saved
         elif auto_reset and self._transitions.is_whole(slot.env_id):
             record.latest = None  # these leftovers cannot be unpickled; all other values are in the record
-        else:
-            auto_reset = False
+        elif auto_reset:  # the step is lost, but has overwritten the record, if that has values
+            auto_reset, partially_written = False, bool(self._transitions.layout.agents)
         leftovers = None if record.latest is None else loads(record.latest)
         observations, alive, events = self._transitions.last_known(slot, leftovers, partially_written=partially_written)
         if auto_reset:  # the step had ended
