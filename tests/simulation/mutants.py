@@ -788,7 +788,6 @@ MUTATIONS = [
         '        self._pool.alone("", self._pool.note_outdated, env_ids)',
         "        pass",
         blind=True,
-        survives="too rare; test_replacements_of_the_present_environment_have_other_seeds fails",
     ),
     Mutation(
         "a loaded environment counts no rebuilds",
@@ -810,7 +809,6 @@ MUTATIONS = [
         "        episode.options = saved.options\n",
         "",
         blind=True,
-        survives="too rare; test_arguments of test_saved_states.py fails",
     ),
     Mutation(
         "the result of a restart from before a load is saved once more",
