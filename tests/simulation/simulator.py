@@ -90,7 +90,7 @@ class Life:
     last_episode: tuple[list[int], tuple[int, int]] = ([], (0, 0))  # the actions and the `seeding` of the one before
     shown: tuple[int, int] = (0, 0)  # the env id and the number in its observations: those of the life that was saved
     closes: int = 0  # how often it has been closed
-    is_loaded: bool = False  # whether a saved one has been loaded into it
+    episode_loaded: int = -1  # the number of the episode that has been loaded into it, if a saved one has
 
     def __post_init__(self) -> None:
         self.current_seed, self.seeding = self.seed, (self.seed, 0)
@@ -222,7 +222,7 @@ class SimulatedEnv(MultiAgentEnv):
 
     def load(self, number: int) -> None:
         saved = self.life.worker.backend.saved[number]
-        vars(self.life).update(_copied(saved.life), did=[], is_loaded=True)
+        vars(self.life).update(_copied(saved.life), did=[], episode_loaded=saved.life["episodes"])
         self.option, self.length, self.agents = saved.option, saved.length, [*saved.agents]
 
     def _observe(self, agents: list[str], actions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
