@@ -203,6 +203,7 @@ class RayBackend(Backend):
                 self._lost.append((worker, Lost(None, "", "Ray has been shut down")))
             elif actor.lost is not None:
                 self._lost.append((worker, Lost(None, "", actor.lost)))
+                self.statuses[worker].forget_activity()
             else:
                 by_actor.setdefault(actor, {})[worker] = request
         for actor, part in by_actor.items():
@@ -307,7 +308,10 @@ class RayBackend(Backend):
         """The losses of the workers of an actor that is gone; one that has not started is started again."""
         reason = reason_of(error)
         if actor.starting is None:
-            return actor.note_lost(reason)
+            losses = actor.note_lost(reason)
+            for worker, _ in losses:
+                self.statuses[worker].forget_activity()
+            return losses
         if actor.is_standby:
             return actor.give_up(reason)
         if self._workers.record_places is None:
@@ -363,6 +367,7 @@ class RayBackend(Backend):
     def end(self, worker: int) -> list[Reply]:
         actor = self._actor_that_answers(worker)
         if actor is None or (packed := actor.ended(worker, _ENDS_WITHIN_S)) is None:
+            self.statuses[worker].forget_activity()
             return []
         replies = actor.copy_from(unpack(packed), self._slices, self.statuses)
         return [reply for _, _, reply in replies if not isinstance(reply, Lost)]

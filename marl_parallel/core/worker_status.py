@@ -206,6 +206,10 @@ class WorkerStatus:
         """All numbers, for `copy_from` on another machine."""
         return bytes(self._view)
 
+    def forget_activity(self) -> None:
+        """Note that it is not known what the worker was doing: its machine is gone, with all that it had written."""
+        self._ints[_ENV] = 0
+
     def copy_from(self, others: bytes, ahead: float) -> None:
         """Copy another machine's status, except the parent's numbers; this clock is `ahead` by so many seconds.
 

@@ -33,7 +33,7 @@ from helpers.signals import SIGKILL
 from mpe2 import simple_tag_v3
 from simulators.crashing import Children, crashing
 from simulators.deterministic import Hunt, Skirmish
-from simulators.failing import Fragile, hard_exit, killed_by
+from simulators.failing import Fragile, hang, hard_exit, killed_by
 
 from marl_parallel import EnvError, ParallelEnv, ParallelEnvError, RayBackend, RecyclePolicy, Rollout, WorkerCrashed
 from marl_parallel.backends import ray_cluster, ray_exchange
@@ -597,6 +597,32 @@ def test_results_before_a_death_are_returned(single_node, tmp_path):
         assert [one["__all__"] for one in truncateds] == [False, False, True, True]
         assert [one.get("a") for one in infos[:2]] == [{"steps": 3, "env_id": i} for i in range(2)]
         assert ["__common__" in one for one in infos] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("end", ["timeout", "actor"])
+def test_results_that_have_not_arrived(end, single_node, tmp_path):
+    """Environment 1 hangs in the automatic reset. The caller's side still has the results of the step before."""
+    ids, actions = [0, 1], [{"a": 0, "b": 0}] * 2
+    constructors = [functools.partial(Fragile, {"reset": hang} if i else {}, tmp_path, 1, 3) for i in ids]
+    limit = 2.0 if end == "timeout" else None
+    with ParallelEnv(constructors, backend="ray", num_workers=1, on_error="restart", reset_timeout=limit) as env:
+        env.reset()
+        for _ in range(2):
+            env.step(actions)
+        env.send(actions, ids)
+        if end == "actor":
+            with pytest.raises(TimeoutError):
+                env.recv(2, timeout=2.0)  # it learns what the worker is doing
+            ray.kill(actors_of(env)[0].handle)
+        for env_id, _, rewards, terminateds, truncateds, infos in zip(*env.recv(2, timeout=60), strict=True):
+            agents, was_lost = ["a", "b", "__all__"], env_id == 1
+            assert ("__common__" in infos) == was_lost
+            assert rewards == dict.fromkeys("ab", 0.0 if was_lost else 1.0)
+            assert terminateds == dict.fromkeys(agents, not was_lost)
+            assert truncateds == dict.fromkeys(agents, True) | ({} if was_lost else {"__all__": False})
+            assert_same(infos["a"]["final_obs"], np.full(3, 2 if was_lost else 3, np.float32))
+        env.step(actions)
+        assert (env.stats().restarts, env.stats().faults) == (2, 1 if end == "timeout" else 2)
 
 
 @pytest.mark.parametrize(("ways", "workers_per_node"), [(("SIGKILL", "os._exit"), None), (("raise", "SIGSEGV"), 1)])

@@ -874,7 +874,8 @@ class Pool(Source):
             f"the environments of workers: {shares}"
         )
         for worker, queue in queues.items():
-            queue.check(self.backend.statuses[worker], self.clock())
+            current = self.backend.capabilities.shares_memory
+            queue.check(self.backend.statuses[worker], self.clock(), status_is_current=current)
             step = self._step_all.get(worker)  # without env ids, all environments for which the worker was started
             stepped = () if step is None else queue.built if step.env_ids is None else step.env_ids
             assert [*stepped] == [*queue.share], f"worker {worker} steps {[*stepped]} of {[*queue.share]}"

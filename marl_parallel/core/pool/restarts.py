@@ -188,6 +188,8 @@ class Restarts(Extension):
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
+        if not self._pool.backend.capabilities.shares_memory:
+            running = None  # what the worker has written arrives when it is ended
         for slot in slots:
             self._records[slot.env_id].noted = self._cut_off(slot, running)
 
