@@ -256,9 +256,8 @@ class SimulatedWorker:
             backend.wrong.append(f"environment {life.env_id} begins a {what} after a close")
         if what not in AFTER_CALLS:
             self.running, self.activity, self.phase = life.env_id, what.removesuffix("-end"), "inside"
-            if what == self.activity and not (
-                what == "load" and life.points
-            ):  # a constructor and its load are timed as one
+            goes_on = what == "load" and life.points  # a constructor and its load are timed as one
+            if what == self.activity and not goes_on:
                 self.since, self.seen_late, self.overdue = backend.now, None, 0.0
         life.points += 1
         outcome = backend.decide(self, what, life, may_fail)

@@ -273,7 +273,7 @@ class History:
                 self._check_replay(read_crash(Path(path[1])))
             elif self.setup.replay and _STEP_FAILS.match(report) and report.startswith(f"environment {env_id} "):
                 failed = [life for life in self.backend.lives if life.env_id == env_id and life.raised][-1]
-                if failed.episodes == failed.episode_loaded:
+                if failed.loaded is not None and failed.loaded[0] == failed.episodes and failed.loaded[1] > 0:
                     continue  # the first steps of a loaded episode are not known
                 raise Wrong(f"environment {env_id}: its failure has no replay")
         finished = sorted(map(tuple, self.env.finished_episodes))
@@ -602,7 +602,7 @@ class History:
     def _check_closed(self, placed: Sequence[int], made: int, before: Sequence[Life | None]) -> None:
         """Check which environments are closed after a load: the old ones if it has succeeded, else the new ones."""
         present = [env.life for env in self.model.envs]
-        new = [life for life in self.backend.lives[made:] if life.origin == "LOAD" and life.episode_loaded >= 0]
+        new = [life for life in self.backend.lives[made:] if life.origin == "LOAD" and life.loaded is not None]
         for life in [*filter(None, before), *new]:
             worker = life.worker
             is_there = self.backend.workers.get(worker.number) is worker and worker.state != "dead"

@@ -90,7 +90,7 @@ class Life:
     last_episode: tuple[list[int], tuple[int, int]] = ([], (0, 0))  # the actions and the `seeding` of the one before
     shown: tuple[int, int] = (0, 0)  # the env id and the number in its observations: those of the life that was saved
     closes: int = 0  # how often it has been closed
-    episode_loaded: int = -1  # the number of the episode that has been loaded into it, if a saved one has
+    loaded: tuple[int, int] | None = None  # the episode and its steps, as a saved one has been loaded into it
 
     def __post_init__(self) -> None:
         self.current_seed, self.seeding = self.seed, (self.seed, 0)
@@ -222,7 +222,7 @@ class SimulatedEnv(MultiAgentEnv):
 
     def load(self, number: int) -> None:
         saved = self.life.worker.backend.saved[number]
-        vars(self.life).update(_copied(saved.life), did=[], episode_loaded=saved.life["episodes"])
+        vars(self.life).update(_copied(saved.life), did=[], loaded=(saved.life["episodes"], saved.life["steps"]))
         self.option, self.length, self.agents = saved.option, saved.length, [*saved.agents]
 
     def _observe(self, agents: list[str], actions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
