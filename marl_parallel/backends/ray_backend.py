@@ -200,10 +200,9 @@ class RayBackend(Backend):
         for worker, request in requests.items():
             actor = self._workers.actor_of(worker)
             if actor is None or not connected:
-                self._lost.append((worker, Lost(None, "", "Ray has been shut down")))
+                self._lost += self._unknown([(worker, Lost(None, "", "Ray has been shut down"))])
             elif actor.lost is not None:
-                self._lost.append((worker, Lost(None, "", actor.lost)))
-                self.statuses[worker].forget_activity()
+                self._lost += self._unknown([(worker, Lost(None, "", actor.lost))])
             else:
                 by_actor.setdefault(actor, {})[worker] = request
         for actor, part in by_actor.items():
@@ -308,10 +307,7 @@ class RayBackend(Backend):
         """The losses of the workers of an actor that is gone; one that has not started is started again."""
         reason = reason_of(error)
         if actor.starting is None:
-            losses = actor.note_lost(reason)
-            for worker, _ in losses:
-                self.statuses[worker].forget_activity()
-            return losses
+            return self._unknown(actor.note_lost(reason))
         if actor.is_standby:
             return actor.give_up(reason)
         if self._workers.record_places is None:
@@ -321,6 +317,12 @@ class RayBackend(Backend):
         self._check_start(actor, reason)
         self._workers.start_again(actor, reason)
         return []
+
+    def _unknown(self, losses: Sequence[tuple[int, Lost]]) -> Sequence[tuple[int, Lost]]:
+        """These losses; what the workers were doing is unknown, since what they had written is lost, too."""
+        for worker, _ in losses:
+            self.statuses[worker].forget_activity()
+        return losses
 
     def _check_start(self, actor: Actor, reason: str = "") -> Sequence[tuple[int, Reply | Lost]]:
         """Raise an error if an actor has not started in time; a standby actor is given up instead."""
