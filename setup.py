@@ -9,7 +9,8 @@ from typing import Any
 import numpy
 from setuptools import Extension, setup
 
-README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+HERE = Path(__file__).parent
+README = (HERE / "README.md").read_text(encoding="utf-8")
 # A pure-Python wheel is for machines that no compiled one fits. Free-threaded builds have no limited API: the compiler
 # refuses it, and so does the command that makes wheels.
 PURE = os.environ.get("MARL_PARALLEL_PURE") == "1" or bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
@@ -18,16 +19,23 @@ SERVER, NAME = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOS
 REPOSITORY = f"{SERVER}/{NAME}" if SERVER and NAME else None
 
 
-def compiled(name: str, **arguments: Any) -> Extension:
+def compiled(name: str, sources: list[str], **arguments: Any) -> Extension:
     """Compiled code for all releases of Python from 3.10 on; without a compiler, Python does the same."""
-    path = name.replace(".", "/") + ".c"
     macros = [("Py_LIMITED_API", "0x030A0000")]
-    return Extension(name, [path], define_macros=macros, py_limited_api=True, optional=True, **arguments)
+    return Extension(name, sources, define_macros=macros, py_limited_api=True, optional=True, **arguments)
 
 
-EXTENSIONS = [compiled("marl_parallel.core._codec", include_dirs=[numpy.get_include()])]
+CODEC = "marl_parallel/core/compiled"
+EXTENSIONS = [
+    compiled(
+        "marl_parallel.core._codec",
+        sorted(f"{CODEC}/{path.name}" for path in (HERE / CODEC).glob("*.c")),
+        depends=[f"{CODEC}/codec.h"],
+        include_dirs=[numpy.get_include()],
+    )
+]
 if os.name == "posix":
-    EXTENSIONS.append(compiled("marl_parallel.backends._signals"))
+    EXTENSIONS.append(compiled("marl_parallel.backends._signals", ["marl_parallel/backends/_signals.c"]))
 
 
 def with_absolute_links(markdown: str) -> str:

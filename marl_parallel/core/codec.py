@@ -1,4 +1,4 @@
-"""The compiled code (`_codec.c`): the fast path of records, for a layout, memory of large arrays, and waiting between
+"""The compiled code (`compiled/`): the fast path of records, for a layout, memory of large arrays, and waiting between
 processes.
 
 Without a compiler the package is built without this code, and `MARL_PARALLEL_PURE=1` turns it off. Then Python reads

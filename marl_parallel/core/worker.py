@@ -497,7 +497,7 @@ class Worker:
         return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, leftovers)))
 
     def _go_on(self, env_id: int, where: str, value: Any) -> bytes | None:
-        """Complete a step at which compiled code has stopped; see `run` in `_codec.c`."""
+        """Complete a step at which compiled code has stopped; see `run` in `compiled/steps.c`."""
         if where == "c":
             return self._step(env_id, None)
         if where == "r":

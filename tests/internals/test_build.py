@@ -104,7 +104,8 @@ def test_compiled_code_of_other_systems_raises_the_exception_of_a_simulator(tmp_
     library = tmp_path / "_codec.so"
     headers = [f"-I{numpy.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
     options = ["-shared", "-fPIC", "-O0", "-U__linux__", "-DPy_LIMITED_API=0x030A0000", *headers]
-    compiler = [shutil.which("cc") or "gcc", *options, ROOT / "marl_parallel/core/_codec.c", "-o", library]
+    sources = sorted((ROOT / "marl_parallel/core/compiled").glob("*.c"))
+    compiler = [shutil.which("cc") or "gcc", *options, *sources, "-o", library]
     subprocess.run(compiler, check=True, timeout=120)
     printed = subprocess.run([sys.executable, "-c", RAISES, library], capture_output=True, text=True, timeout=60)
     assert printed.stdout.split(maxsplit=3) == ["c", "True", "step", "ZeroDivisionError('float division by zero')\n"]
