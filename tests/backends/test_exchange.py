@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import mmap
 import signal
 import threading
 import time
 
-import numpy as np
 import pytest
+from helpers.exchange import Exchange
 
 pytestmark = [pytest.mark.needs("_codec"), pytest.mark.release_independent]
 
-process = pytest.importorskip("marl_parallel.backends.process")
-
-
-class Exchange:
-    """The queues of two workers, which this process has at both ends."""
-
-    def __init__(self) -> None:
-        buffer = mmap.mmap(-1, process.control_nbytes(2, 8))
-        self.wake, self.countdown = process.Semaphore(buffer, 0), process.Semaphore(buffer, process.Semaphore.SIZE)
-        self.wake.init(0)
-        self.pairs = [process.QueuePair(buffer, worker, 8, new=True) for worker in range(2)]
-        addresses = [pair.requests.addresses + pair.replies.addresses for pair in self.pairs]
-        self.addresses = np.array(addresses, np.int64)
-
-    def reply(self, worker: int, code: int) -> None:
-        self.pairs[worker].replies.put(code)
-        if self.countdown.try_wait():
-            self.wake.post()
-
-    def run(self, seconds: float = 0.0, patience: float = 5.0) -> float:
-        arguments = self.wake.address, self.countdown.address, 7, 9, seconds, patience
-        waited: float = process.codec.exchange(self.addresses, *arguments)
-        return waited
-
-    def send(self) -> None:
-        arguments = self.wake.address, self.countdown.address, 7, 9, 0.0, -1.0
-        assert process.codec.exchange(self.addresses, *arguments) == 0.0
-
-    def wait(self, patience: float = 5.0) -> float:
-        arguments = self.wake.address, self.countdown.address, 0, 9, 0.0, patience
-        waited: float = process.codec.exchange(self.addresses, *arguments)
-        return waited
+pytest.importorskip("marl_parallel.backends.process")
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])

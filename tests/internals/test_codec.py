@@ -719,6 +719,25 @@ def test_damaged_infos(tokens, excess):
     assert error in ("", str(damaged(0)))
 
 
+def test_names_of_infos_that_are_damaged():
+    """As arrays, too, they give the error for damage."""
+    layout = Layout(Schema(AGENTS, dict.fromkeys(AGENTS, BOX), {}, None), 2)
+    block = bytearray(layout.nbytes)
+    layout.bind(block)
+    compiled = codec.open_codec(layout, block, infos_in_block=True)
+    no = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    plain = {a: BOX.sample() for a in AGENTS}, dict.fromkeys(AGENTS, 1.0), no, no
+    for record in range(2):
+        infos = {"a": {"length" if record else "": 0.5}}
+        assert compiled.put(record, Transition(*plain, infos, AGENTS, AGENTS)) == 1
+    start = block.index(b"length")
+    block[start] = 0xFF
+    for as_table in (True, False):
+        with pytest.raises(ValueError, match="the record of environment 1 is damaged"):
+            compiled.read_arrays(1, 2, (), None, False, {}, True, as_table, True, NOBODY[0][:1], NOBODY[1][:1])
+    assert compiled.agents_of(1, 2, 64) == [[]]
+
+
 @pytest.mark.parametrize("infos", [{}, {agent: {} for agent in AGENTS}, {"__common__": {"time": 1}}])
 @pytest.mark.parametrize("flagged", [AGENTS, [*AGENTS, "__all__"], ["__all__"]])
 def test_plain_forms_stay_in_compiled_code(flagged, infos, monkeypatch):

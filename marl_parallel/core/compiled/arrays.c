@@ -74,7 +74,7 @@ static PyObject *all_stacked(const Codec *codec, PyObject *leaves, PyObject *tar
     Py_ssize_t size = PyTuple_Size(leaves);
     PyObject *arrays = PyList_New(size), *before = NULL;
     if (arrays == NULL) return NULL;
-    int is_large = targets == Py_None && codec->has_large, failed = is_large && (before = use_kept(1)) == NULL;
+    int is_large = targets == Py_None && codec->has_large, failed = is_large && (before = use_kept()) == NULL;
     for (Py_ssize_t i = 0; !failed && i < size; i++) {
         PyObject *target = targets == Py_None ? NULL : PyList_GetItem(targets, i);
         failed = target == NULL && targets != Py_None;
@@ -155,7 +155,8 @@ PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
         int has_mask = 0;
         Outcome outcome = FAILED;
         if (number != NULL)
-            outcome = note_record(codec, number, i, &header, leftovers, copy, !as_table, found[3], &has_mask, &infos);
+            outcome = read_infos_and_end(codec, number, i, &header, leftovers, copy, !as_table, found[3], &has_mask,
+                                         &infos);
         failed = outcome == FAILED;
         if (!failed && (outcome == LEFT || has_mask))
             failed = PyList_Append(found[outcome == LEFT ? 1 : 2], number) < 0;
@@ -175,6 +176,14 @@ PyObject *codec_read_arrays(PyObject *self, PyObject *args) {
                                found[0], arrays[OBSERVED], arrays[REWARDED], arrays[FLAGGED], flag, flag, Py_None,
                                any_over ? Py_False : Py_True, arrays[ALIVE_NOW], arrays[ALIVE_BEFORE], arrays[PARTS],
                                arrays[ENDS], arrays[BEGINS], arrays[DEAD_BEFORE], no_envs, no_envs, nobody, others);
+    for (Py_ssize_t i = start, left = 0; result != NULL && notes && i < stop; i++) {
+        if (left < PyList_Size(found[1]) && PyLong_AsSsize_t(PyList_GetItem(found[1], left)) == i) {
+            left++; /* to Python */
+            continue;
+        }
+        const Header header = header_of(codec, codec->base + i * codec->stride);
+        note_state(codec, i, &header);
+    }
 finally:
     Py_DECREF(observations);
     for (int field = 0; field < FIELDS; field++) Py_XDECREF(arrays[field]);

@@ -148,7 +148,12 @@ static int codec_init(PyObject *self, PyObject *args, PyObject *keywords) {
     codec->scratch = PyMem_Calloc((size_t)(6 * codec->n) + 2, 1);
     codec->there = PyMem_Calloc((size_t)codec->n + 1, 1);
     codec->values = PyMem_Calloc((size_t)(3 * codec->n) + 1, sizeof(PyObject *));
-    codec->agents_list = PySequence_List(agents);
+    codec->agents_list = PyList_New(codec->n); /* without memory, PySequence_List of CPython 3.11 keeps a reference */
+    for (Py_ssize_t i = 0; codec->agents_list != NULL && i < codec->n; i++) {
+        PyObject *agent = PyTuple_GetItem(agents, i);
+        Py_INCREF(agent);
+        PyList_SetItem(codec->agents_list, i, agent);
+    }
     codec->rewards = PyMem_Calloc((size_t)codec->n + 1, sizeof(double));
     codec->keys = PyMem_Calloc((size_t)(codec->records * codec->n) + 1, sizeof(PyObject *));
     if (codec->states == NULL || codec->there == NULL || codec->values == NULL || codec->rewards == NULL ||

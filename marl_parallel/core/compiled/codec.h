@@ -171,7 +171,7 @@ extern const char keep_doc[];
 PyObject *keep_sizes(PyObject *self, PyObject *args);  /* the function `keep` of the module */
 int prepare_memory(void);                              /* before the first `use_kept`; -1 with an error */
 void keep(size_t size, Py_ssize_t more);               /* keep more or fewer pieces of a size */
-PyObject *use_kept(int on);                            /* new arrays use this memory; returns the setting before */
+PyObject *use_kept(void);                              /* new arrays use this memory; returns the setting before */
 void use_other(PyObject *before);                      /* restores that setting */
 
 /* -- values.c ------------------------------------------------------------------------------------------------------ */
@@ -218,8 +218,10 @@ int any_has(const Codec *codec, const unsigned char *presence, int bit);   /* wh
 PyObject *agents_with(const Codec *codec, const unsigned char *presence, int bit); /* the list of agents with a bit */
 int is_left(const Codec *codec, const Header *header);                     /* whether Python has to read a record */
 int is_header(const Codec *codec, const Header *header);                   /* whether this code writes such a header */
-/* Note who is alive and acts after a record, and append an episode that has ended to a list. */
-int note_state(const Codec *codec, Py_ssize_t number, const Header *header, PyObject *ended);
+/* Append an episode that ends with a record to a list; before `note_state`. */
+int append_end(const Codec *codec, Py_ssize_t number, const Header *header, PyObject *ended);
+/* Note who is alive and acts after a record, and its rewards. It cannot fail, and comes last. */
+void note_state(const Codec *codec, Py_ssize_t number, const Header *header);
 
 /* -- actions.c ----------------------------------------------------------------------------------------------------- */
 
@@ -244,9 +246,10 @@ Outcome note_left(const Codec *codec, PyObject *agents_left, const unsigned char
 extern const char read_doc[], parts_doc[];
 PyObject *codec_read(PyObject *self, PyObject *args);
 PyObject *codec_parts(PyObject *self, PyObject *args);
-/* Read the infos of a record, and note what it says; LEFT if Python has to read it. */
-Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header, PyObject *leftovers,
-                    int copy, int with_infos, PyObject *ended, int *has_mask, PyObject **infos);
+/* Read the infos of a record, and append the end of its episode; LEFT if Python has to read the record. */
+Outcome read_infos_and_end(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header,
+                           PyObject *leftovers, int copy, int with_infos, PyObject *ended, int *has_mask,
+                           PyObject **infos);
 
 /* -- arrays.c ------------------------------------------------------------------------------------------------------ */
 

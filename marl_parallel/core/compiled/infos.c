@@ -373,6 +373,7 @@ PyObject *info_table(const Codec *codec, Py_ssize_t start, Py_ssize_t stop) {
         int failed = 0;
         for (Py_ssize_t i = 0; i < size && !failed; i++) {
             PyObject *key = PyUnicode_DecodeUTF8(columns[i].name, (Py_ssize_t)columns[i].length, NULL);
+            key = read_or_damaged(codec, columns[i].name, key);
             failed = key == NULL || PyDict_SetItem(table, key, columns[i].array) < 0 ||
                      (columns[i].kind != 'n' && PyList_Append(plain, key) < 0);
             Py_XDECREF(key);

@@ -103,26 +103,53 @@ static PyDataMem_Handler memory_handler = {
     "marl_parallel", 1, {NULL, new_piece, new_zeros, resized, free_piece},
 };
 static PyObject *memory_capsule;
+static PyObject *unrestored;   /* the setting that could not be restored without memory */
 
 /* Make the object that NumPy knows this memory by. */
 int prepare_memory(void) {
-    memory_capsule = PyCapsule_New(&memory_handler, "mem_handler", NULL);
+    if (memory_capsule == NULL) memory_capsule = PyCapsule_New(&memory_handler, "mem_handler", NULL);
     return memory_capsule == NULL ? -1 : 0;
 }
 
-/* Let new arrays in this thread use this memory; returns the previous setting. */
-PyObject *use_kept(int on) {
-    return on ? PyDataMem_SetHandler(memory_capsule) : NULL;
+/* Change NumPy's setting. Without memory, CPython may do so and report an error all the same. */
+static int set_handler(PyObject *handler) {
+    PyObject *replaced = PyDataMem_SetHandler(handler);
+    if (replaced == NULL) {
+        PyObject *now = PyDataMem_GetHandler();
+        int is_set = now == handler;
+        Py_XDECREF(now);
+        if (!is_set) return -1;
+        PyErr_Clear();
+    }
+    Py_XDECREF(replaced);
+    return 0;
 }
 
-/* Restore the setting `before`, which `use_kept` has returned. */
+/* Let new arrays in this thread use this memory; returns the previous setting. */
+PyObject *use_kept(void) {
+    PyObject *before = PyDataMem_GetHandler();
+    if (before != NULL && set_handler(memory_capsule) < 0) Py_CLEAR(before);
+    if (before != memory_capsule || unrestored == NULL) return before;
+    Py_DECREF(before);
+    before = unrestored;
+    unrestored = NULL;
+    return before;
+}
+
+/* Restore the setting `before`, which `use_kept` has returned. Without memory for that, the next call does it: until then,
+   new arrays use this memory, too. */
 void use_other(PyObject *before) {
     if (before == NULL) return;
     PyObject *error_type, *error, *traceback;
     PyErr_Fetch(&error_type, &error, &traceback); /* setting it calls Python */
-    Py_XDECREF(PyDataMem_SetHandler(before));
+    int failed = set_handler(before) < 0;
     PyErr_Restore(error_type, error, traceback);
-    Py_DECREF(before);
+    if (failed) {
+        PyObject *earlier = unrestored;
+        unrestored = before;
+        before = earlier;
+    }
+    Py_XDECREF(before);
 }
 
 const char keep_doc[] =

@@ -20,32 +20,37 @@ static struct PyModuleDef definition = {
     functions, NULL, NULL, NULL, NULL,
 };
 
+/* Import an attribute of a module, unless an earlier try has done so. */
+static int import_once(const char *module_name, const char *name, PyObject **attribute) {
+    if (*attribute != NULL) return 0;
+    PyObject *module = PyImport_ImportModule(module_name);
+    if (module != NULL) *attribute = PyObject_GetAttrString(module, name);
+    Py_XDECREF(module);
+    return *attribute == NULL ? -1 : 0;
+}
+
+static int make_name(const char *text, PyObject **name) {
+    if (*name == NULL) *name = PyUnicode_InternFromString(text);
+    return *name == NULL ? -1 : 0;
+}
+
 PyMODINIT_FUNC PyInit__codec(void) {
     import_array();
-    PyObject *time = PyImport_ImportModule("time");
-    if (time == NULL) return NULL;
-    time_monotonic = PyObject_GetAttrString(time, "monotonic");
-    Py_DECREF(time);
-    PyObject *collections = PyImport_ImportModule("collections");
-    if (collections == NULL) return NULL;
-    defaultdict = PyObject_GetAttrString(collections, "defaultdict");
-    Py_DECREF(collections);
 #ifdef __linux__
     find_clock_wait();
 #endif
-    if (prepare_memory() < 0) return NULL;
-    name_fast = PyUnicode_InternFromString("fast");
-    name_infos = PyUnicode_InternFromString("infos");
-    name_metadata = PyUnicode_InternFromString("metadata");
-    name_final_obs = PyUnicode_InternFromString("final_obs");
-    name_reset_info = PyUnicode_InternFromString("reset_info");
+    if (import_once("time", "monotonic", &time_monotonic) < 0 ||
+        import_once("collections", "defaultdict", &defaultdict) < 0 || prepare_memory() < 0 ||
+        make_name("fast", &name_fast) < 0 || make_name("infos", &name_infos) < 0 ||
+        make_name("metadata", &name_metadata) < 0 || make_name("final_obs", &name_final_obs) < 0 ||
+        make_name("reset_info", &name_reset_info) < 0)
+        return NULL;
     int64_dtype = PyArray_DescrFromType(NPY_INT64);
     double_dtype = PyArray_DescrFromType(NPY_DOUBLE);
-    if (time_monotonic == NULL || defaultdict == NULL || name_fast == NULL || name_infos == NULL ||
-        name_metadata == NULL || name_final_obs == NULL || name_reset_info == NULL)
-        return NULL;
-    PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&codec_spec);
-    if (module == NULL || type == NULL || PyModule_AddIntConstant(module, "LARGE", LARGE) < 0 ||
+    PyObject *module = PyModule_Create(&definition);
+    PyObject *type = module == NULL ? NULL : PyType_FromSpec(&codec_spec);
+    if (module != NULL && type == NULL && !PyErr_Occurred()) PyErr_NoMemory(); /* CPython 3.11 sets no error */
+    if (type == NULL || PyModule_AddIntConstant(module, "LARGE", LARGE) < 0 ||
         PyModule_AddObject(module, "Codec", type) < 0) {
         Py_XDECREF(module);
         Py_XDECREF(type);

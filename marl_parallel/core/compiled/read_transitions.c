@@ -94,10 +94,11 @@ static int add_finals(const Codec *codec, const Header *header, char *record, in
     return 0;
 }
 
-/* Note what a record says, as `note_state`. `infos` is a new reference, NULL if all are empty, or without `with_infos`.
-   LEFT if Python has to read it. */
-Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header, PyObject *leftovers,
-                           int copy, int with_infos, PyObject *ended, int *has_mask, PyObject **infos) {
+/* Read the infos of a record, and append the end of its episode. `infos` is a new reference, NULL if all are empty, or
+   without `with_infos`. LEFT if Python has to read the record. */
+Outcome read_infos_and_end(const Codec *codec, PyObject *env_id, Py_ssize_t number, const Header *header,
+                           PyObject *leftovers, int copy, int with_infos, PyObject *ended, int *has_mask,
+                           PyObject **infos) {
     char *record = codec->base + number * codec->stride;
     PyObject *reset = NULL, *pickled;
     *has_mask = 0;
@@ -124,7 +125,7 @@ Outcome note_record(const Codec *codec, PyObject *env_id, Py_ssize_t number, con
         if (!failed) failed = add_finals(codec, header, record, copy, *infos, reset) < 0;
     }
     Py_XDECREF(reset);
-    if (!failed) failed = note_state(codec, number, header, ended) < 0;
+    if (!failed) failed = append_end(codec, number, header, ended) < 0;
     if (failed) Py_CLEAR(*infos);
     return failed ? FAILED : DONE;
 }
@@ -139,7 +140,7 @@ static Outcome read_record(const Codec *codec, PyObject *env_id, PyObject *lefto
     const uint64_t code = header.code;
     int tag = (int)(code >> REWARD_SHIFT & 0xFF), flag_code = (int)(code >> FLAG_SHIFT & 0xFF), plain = code & PLAIN;
     PyObject *infos;
-    Outcome outcome = note_record(codec, env_id, number, &header, leftovers, copy, 1, ended, has_mask, &infos);
+    Outcome outcome = read_infos_and_end(codec, env_id, number, &header, leftovers, copy, 1, ended, has_mask, &infos);
     if (outcome != DONE) return outcome;
     PyObject *no_flags = code & ONLY_ALL ? codec->only_all : flag_code ? codec->no_np_flags : codec->no_flags;
     PyObject *dicts[5] = {NULL, NULL, NULL, NULL, infos};
@@ -178,7 +179,7 @@ PyObject *codec_read(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O!O!p:read", &PyTuple_Type, &env_ids, &PyDict_Type, &leftovers, &copy)) return NULL;
     Py_ssize_t size = PyTuple_Size(env_ids);
     int is_large = copy && codec->has_large;
-    if (is_large && (before = use_kept(1)) == NULL) return NULL;
+    if (is_large && (before = use_kept()) == NULL) return NULL;
     for (int i = 0; i < 8; i++)
         if ((lists[i] = PyList_New(i < 5 ? size : 0)) == NULL) goto failed;
     for (Py_ssize_t place = 0; place < size; place++) {
@@ -197,6 +198,7 @@ PyObject *codec_read(PyObject *self, PyObject *args) {
     }
     use_other(before);
     before = NULL;
+    PyObject *result, *seen = NULL;
     if (PyList_Size(lists[5]) == 0 && PyList_Size(lists[6]) == 0 && PyList_Size(lists[7]) == 0 &&
         PyDict_Size(leftovers) == 0) {
         for (int i = 0; i < 5; i++) {
@@ -205,9 +207,21 @@ PyObject *codec_read(PyObject *self, PyObject *args) {
             if ((lists[i] = column) == NULL) goto failed;
         }
         for (int i = 5; i < 8; i++) Py_CLEAR(lists[i]);
-        return Py_BuildValue("((NNNNN)O)", lists[0], lists[1], lists[2], lists[3], lists[4], Py_None);
+        result = Py_BuildValue("((NNNNN)O)", lists[0], lists[1], lists[2], lists[3], lists[4], Py_None);
+    } else {
+        Py_INCREF(seen = lists[0]);
+        result = Py_BuildValue("([NNNNN](NNN))", lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6],
+                               lists[7]);
     }
-    return Py_BuildValue("([NNNNN](NNN))", lists[0], lists[1], lists[2], lists[3], lists[4], lists[5], lists[6], lists[7]);
+    for (Py_ssize_t place = 0; result != NULL && place < size; place++) {
+        Py_ssize_t number;
+        const char *record = record_of(codec, PyTuple_GetItem(env_ids, place), &number);
+        if (seen != NULL && PyList_GetItem(seen, place) == Py_None) continue; /* left to Python */
+        const Header header = header_of(codec, record);
+        note_state(codec, number, &header);
+    }
+    Py_XDECREF(seen);
+    return result;
 failed:
     use_other(before);
     for (int i = 0; i < 8; i++) Py_XDECREF(lists[i]);

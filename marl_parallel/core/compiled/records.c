@@ -135,25 +135,31 @@ static void add_totals(const Codec *codec, Py_ssize_t number, const Header *head
     totals[2 * n] += 1;
 }
 
-/* Note who is alive and acts after a record, and whether its episode is over; and its rewards. Append an episode that has
-   ended to a list: the environment, and the flags of `__all__`. */
-int note_state(const Codec *codec, Py_ssize_t number, const Header *header, PyObject *ended) {
+/* Append an episode that ends with a record to a list: the environment, and the flags of `__all__`. Comes before
+   `note_state`. */
+int append_end(const Codec *codec, Py_ssize_t number, const Header *header, PyObject *ended) {
+    int terminated = header->flags[0][codec->n] & 1, truncated = header->flags[1][codec->n] & 1;
+    int stays_over = state_of(codec, number)[codec->n] & OVER;
+    if (codec->totals == NULL || stays_over || !(terminated | truncated)) return 0;
+    PyObject *one = Py_BuildValue("(nii)", number, terminated, truncated);
+    int failed = one == NULL || PyList_Append(ended, one) < 0;
+    Py_XDECREF(one);
+    return failed ? -1 : 0;
+}
+
+/* Note who is alive and acts after a record, and whether its episode is over; and its rewards. It cannot fail, and comes
+   last: a call that raises an exception has noted nothing. */
+void note_state(const Codec *codec, Py_ssize_t number, const Header *header) {
     Py_ssize_t n = codec->n;
     unsigned char *state = state_of(codec, number);
-    int terminated = header->flags[0][n] & 1, truncated = header->flags[1][n] & 1, over = terminated | truncated;
+    int over = (header->flags[0][n] | header->flags[1][n]) & 1;
     int stays_over = over && state[n] & OVER;
     for (Py_ssize_t i = 0; i < n; i++) {
         int died = !over && header->events[i] & (LIFE_ENDED | WAS_DEAD) && !(header->presence[i] & ALIVE_BIT);
         state[i] = (header->presence[i] & (ALIVE_BIT | ACTING_BIT)) | (died ? ENDED_BIT : 0);
     }
     state[n] = KNOWN | (over && !codec->same_step ? OVER : 0);
-    if (codec->totals == NULL || stays_over) return 0;
-    add_totals(codec, number, header);
-    if (!over) return 0;
-    PyObject *one = Py_BuildValue("(nii)", number, terminated, truncated);
-    int failed = one == NULL || PyList_Append(ended, one) < 0;
-    Py_XDECREF(one);
-    return failed ? -1 : 0;
+    if (codec->totals != NULL && !stays_over) add_totals(codec, number, header);
 }
 
 /* Whether a range of records exists; else an error is set. */

@@ -195,9 +195,9 @@ const char sums_doc[] =
 
 PyObject *codec_sums(PyObject *self, PyObject *Py_UNUSED(ignored)) {
     Codec *codec = (Codec *)self;
-    double inside = codec->inside;
-    long long steps = codec->steps;
+    PyObject *sums = Py_BuildValue("(dL)", codec->inside, codec->steps);
+    if (sums == NULL) return NULL;
     codec->inside = 0.0;
     codec->steps = 0;
-    return Py_BuildValue("(dL)", inside, steps);
+    return sums;
 }

@@ -96,8 +96,9 @@ PyObject *number_in(PyObject *value, int tag) {
 
 /* Turn a Python number, which is stolen, into a number of a type, or into an array of one element. */
 static PyObject *with_tag(PyObject *types, int tag, PyObject *number) {
+    if (number == NULL) return NULL;
     PyObject *type = PyTuple_GetItem(types, tag & TYPE_OF_TAG), *value = NULL;
-    if (number == NULL || type == (PyObject *)Py_TYPE(number)) return number;
+    if (type == (PyObject *)Py_TYPE(number)) return number;
     if (type != NULL && tag <= TYPE_OF_TAG) value = PyObject_CallFunctionObjArgs(type, number, NULL);
     if (type != NULL && tag > TYPE_OF_TAG) {
         npy_intp one = 1;

@@ -141,6 +141,9 @@ PyObject *exchange(PyObject *Py_UNUSED(self), PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "queues must be int64 (workers, 8), contiguous");
         return NULL;
     }
+    /* Made before anything is sent, because later it is too late for an exception. */
+    PyObject *result = PyFloat_FromDouble(patience < 0 ? 0.0 : -1.0);
+    if (result == NULL) return NULL;
     const Queue *queues = PyArray_DATA((PyArrayObject *)array);
     Py_ssize_t size = PyArray_SIZE((PyArrayObject *)array) / 8;
     double waited;
@@ -151,12 +154,21 @@ PyObject *exchange(PyObject *Py_UNUSED(self), PyObject *args) {
         ((int64_t *)requests->counts)[0] += 1;
         sem_post((sem_t *)requests->ready);
     }
-    if (patience < 0) return PyFloat_FromDouble(0.0);
+    if (patience < 0) return result;
     Py_BEGIN_ALLOW_THREADS
     waited = wait_for((sem_t *)wake, seconds, patience);
     Py_END_ALLOW_THREADS
-    if (waited >= 0 && !take_replies(queues, size, reply)) waited = -1.0;
-    return PyFloat_FromDouble(waited);
+    if (waited < 0) return result;
+    PyObject *seconds_waited = PyFloat_FromDouble(waited);
+    if (seconds_waited == NULL) { /* without memory, the caller takes the replies one by one */
+        PyErr_Clear();
+        sem_post((sem_t *)wake);
+        return result;
+    }
+    PyObject *others[] = {result, seconds_waited};
+    int taken = take_replies(queues, size, reply);
+    Py_DECREF(others[!taken]);
+    return others[taken];
 }
 
 #endif

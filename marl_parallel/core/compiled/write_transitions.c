@@ -407,13 +407,20 @@ PyObject *codec_put(PyObject *self, PyObject *args) {
     PyObject *infos = parts[4], *final = parts[7] == Py_None ? NULL : parts[7];
     PyObject *reset = final == NULL || parts[8] == Py_None ? NULL : parts[8];
     if (codec->observations == NULL || (reset != NULL && !PyDict_CheckExact(reset))) return PyLong_FromLong(0);
+    if (final != NULL) { /* before anything is written, since it may fail */
+        pair = reset == NULL ? Py_BuildValue("(O{})", infos) : PyTuple_Pack(2, infos, reset);
+        if (pair == NULL) return NULL;
+    }
     Draft draft = empty_draft(codec);
     Outcome outcome = note_dicts(codec, parts, &draft);
     if (outcome == DONE && !(draft.all[0] && draft.all[1])) outcome = LEFT;
     if (outcome == DONE && final != NULL) outcome = note_observations(codec, final, draft.finals, FINAL_BIT, &draft);
     for (int i = 5; i < 7 && outcome == DONE; i++) {
         PyObject *agents = PySequence_Fast(parts[i], "expected agents");
-        if (agents == NULL) return NULL;
+        if (agents == NULL) {
+            Py_XDECREF(pair);
+            return NULL;
+        }
         for (Py_ssize_t j = 0, agent; outcome == DONE && j < PySequence_Size(agents); j++) {
             PyObject *one = PySequence_GetItem(agents, j);
             outcome = one == NULL ? FAILED : place_of(codec, one, &agent);
@@ -433,17 +440,11 @@ PyObject *codec_put(PyObject *self, PyObject *args) {
         outcome = write_draft_values(codec, record, &draft);
         hold(codec, &draft, 0);
     }
-    if (outcome == DONE && !(draft.are_empty && reset_is_empty)) {
-        if (final != NULL) {
-            pair = reset == NULL ? Py_BuildValue("(O{})", infos) : PyTuple_Pack(2, infos, reset);
-            if (pair == NULL) return NULL;
-        }
-        outcome = write_header(codec, record, &draft, final == NULL ? 0 : FINAL, pair == NULL ? infos : pair,
-                               PyDict_Size(infos) == 0);
-        Py_XDECREF(pair);
-    } else if (outcome == DONE) {
-        outcome = write_header(codec, record, &draft, final == NULL ? 0 : FINAL, NULL, PyDict_Size(infos) == 0);
+    if (outcome == DONE) {
+        PyObject *written = draft.are_empty && reset_is_empty ? NULL : pair == NULL ? infos : pair;
+        outcome = write_header(codec, record, &draft, final == NULL ? 0 : FINAL, written, PyDict_Size(infos) == 0);
     }
+    Py_XDECREF(pair);
     if (outcome == FAILED) {
         if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL; /* Ctrl-C */
         PyErr_Clear(); /* Python raises it again */
