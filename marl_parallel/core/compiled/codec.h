@@ -207,7 +207,6 @@ PyObject *codec_agents_of(PyObject *self, PyObject *args);
 PyObject *codec_is_over(PyObject *self, PyObject *env_id);
 char *record_of(const Codec *codec, PyObject *env_id, Py_ssize_t *number); /* a record; else NULL with an error */
 int are_records(const Codec *codec, Py_ssize_t start, Py_ssize_t stop);    /* whether they exist; else sets an error */
-Outcome place_of(const Codec *codec, PyObject *key, Py_ssize_t *place);    /* of an agent; LEFT if it is unknown */
 /* The values of a dict whose keys are all agents in order, as borrowed references; LEFT for any other object. */
 Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **values, PyObject **keys);
 /* A dict of all agents into a record, and out of it. */
@@ -303,6 +302,15 @@ static inline int same_key(PyObject *key, PyObject *own, PyObject **used) {
 /* The latest keys of the simulator of a record. */
 static inline PyObject **keys_of(const Codec *codec, const char *record) {
     return codec->keys + (record - codec->base) / codec->stride * codec->n;
+}
+
+/* The place of an agent; LEFT if it is unknown, or not a string or an integer. */
+static inline Outcome place_of(const Codec *codec, PyObject *key, Py_ssize_t *place) {
+    if (!PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return LEFT;
+    PyObject *found = PyDict_GetItemWithError(codec->places, key);
+    if (found == NULL) return PyErr_Occurred() ? FAILED : LEFT;
+    *place = PyLong_AsSsize_t(found);
+    return DONE;
 }
 
 /* Set the value of an agent, which is stolen. After an error, or if the value is NULL, the dict becomes NULL. */

@@ -26,15 +26,6 @@ Outcome write_values(const Codec *codec, const Node *nodes, char *record, PyObje
     return outcome;
 }
 
-/* The place of an agent; LEFT if it is unknown, or not a string or an integer. */
-Outcome place_of(const Codec *codec, PyObject *key, Py_ssize_t *place) {
-    if (!PyUnicode_CheckExact(key) && !PyLong_CheckExact(key)) return LEFT;
-    PyObject *found = PyDict_GetItemWithError(codec->places, key);
-    if (found == NULL) return PyErr_Occurred() ? FAILED : LEFT;
-    *place = PyLong_AsSsize_t(found);
-    return DONE;
-}
-
 /* A dict for a value of each agent; copying one and replacing its values is quicker than letting a new one grow. */
 PyObject *new_dict(const Codec *codec) {
     return codec->n > 5 ? PyDict_Copy(codec->no_values) : PyDict_New();
