@@ -33,6 +33,8 @@ NOTE = (
     "the busiest ones of the driver. Idle: CPU time of an open graph while nothing is called, as a share of a CPU."
 )
 WAIT_S = 0.01
+GRAPH_TIMEOUT_S = 600.0
+"""Of each call of a compiled graph. Ray's own, 10 s, is too short on a busy machine."""
 WARM_UP = 20
 
 
@@ -146,8 +148,8 @@ def main(seconds: Seconds = SECONDS, output: Output = None, as_markdown: AsMarkd
             processes = {"driver": psutil.Process(), "actor": psutil.Process(ray.get(actor.pid.remote()))}
             with InputNode() as given:
                 bound = getattr(actor, method).bind(given)
-            graph = bound.experimental_compile(_buffer_size_bytes=1 << 16)
-            measure(name, lambda graph=graph: ray.get(graph.execute(data)))
+            graph = bound.experimental_compile(_submit_timeout=GRAPH_TIMEOUT_S, _buffer_size_bytes=1 << 16)
+            measure(name, lambda graph=graph: ray.get(graph.execute(data), timeout=GRAPH_TIMEOUT_S))
             rows[name][-1] = idle_cpu(processes, seconds)
             graph.teardown()
     finally:
