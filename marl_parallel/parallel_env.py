@@ -1275,7 +1275,7 @@ class _Environments(NamedTuple):
     """All environments, constructed in their workers."""
 
     schema: Schema  # of all of them
-    common: bytes  # this schema, pickled, if their own ones differ in bounds
+    common: bytes  # this schema, pickled, if their own ones differ in bounds or the order of keys
     construction: Construction
     built: Mapping[int, Built]
     local_modules: list[ModuleType]  # that workers cannot import
@@ -1303,7 +1303,7 @@ def _construct(
     if not planning.is_measuring() and (text := generators_warning(generators, local_modules)):
         warn(text)
     schema, common = common_schema(described), b""
-    if schema is not described[0]:  # the environments differ in bounds
+    if any(one is not schema for one in described):  # the environments differ in bounds, or in the order of keys
         with by_value(local_modules):
             common = dumps_compactly(schema)
         construction = construction._replace(described=common)

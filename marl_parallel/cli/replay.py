@@ -33,8 +33,8 @@ from marl_parallel.core.constructors import call_constructor
 from marl_parallel.core.episode import Episode, derived_seed
 from marl_parallel.core.generators import GeneratorStates, seed_generators, seeding_new_torch
 from marl_parallel.core.messages import Lost
-from marl_parallel.core.pickling import dump_leftovers, install_registrations, loads
-from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.pickling import install_registrations, loads
+from marl_parallel.core.records import TransitionRecords, dump_leftovers
 from marl_parallel.core.replay_file import BadReplay, Crash, read_crash_and_owner
 from marl_parallel.core.reports import escaped, manner_of_death
 from marl_parallel.core.script_generators import Source, receive_copies

@@ -30,7 +30,7 @@ from marl_parallel.core.episode import (
     is_over,
     needs_actions,
 )
-from marl_parallel.core.pickling import dumps_for_workers, in_order
+from marl_parallel.core.pickling import dumps_for_workers, in_order, loads
 from marl_parallel.core.pool.slots import Mark, Slot, Snapshot, States
 from marl_parallel.core.records import BITS, ActionRecords, Columns, TransitionRecords
 from marl_parallel.core.source import StackedMasks, Transitions
@@ -165,16 +165,27 @@ class BlockTransitions(Transitions):
             if self.checks:
                 self.check_contained(env_id, of_env)
             try:
-                leftovers = self.action_records.write(env_id, of_env)
+                unwritten = self._put_actions(env_id, of_env)
             except Mismatch as error:
                 raise ValueError(f"environment {env_id}: {error}") from None
-            if leftovers is not None:
+            if unwritten is not None:
+                unwritten = self.action_records.scalars(unwritten) if stacked else unwritten
                 what = f"environment {env_id}: its actions"
-                pickled[env_id] = dumps_for_workers(leftovers, what, self._local_modules)
+                pickled[env_id] = dumps_for_workers(unwritten, what, self._local_modules)
             place += 1
         if stacked:
             self.action_records.mark_stacked(env_ids)
         return pickled
+
+    def _put_actions(self, env_id: int, actions: Mapping[Any, Any]) -> dict[Any, Any] | None:
+        """Write the actions of one environment; returns those that have no place in the block: all, or None."""
+        if not actions:
+            self.action_records.write_none(env_id)
+            return None
+        if self.codec is not None and self.codec.put_actions(env_id, actions):
+            return None
+        fitting = self.action_records.fitting(actions)
+        return None if self.codec is not None and self.codec.put_actions(env_id, fitting) else fitting
 
     def _actions_that_count(self, env_id: int, actions: Any, acting: Sequence[AgentID], over: bool) -> dict[Any, Any]:
         """The actions that the environment receives."""
@@ -282,8 +293,7 @@ class BlockTransitions(Transitions):
                 else:
                     put(env_id, self._read_one(env_id, leftovers.get(env_id)))
         for env_id in {*masked, *leftovers} - {*unread}:
-            infos = infos_of(env_id)
-            self._note_masks(env_id, self.acting_in(env_id), {"infos": infos}, infos, ended=False)
+            self._note_masks(env_id, infos_of(env_id))
 
     def _note_read(self, env_ids: Sequence[int], others: Any) -> None:
         """Note that compiled code has read environments, except those that it has left, and knows their states."""
@@ -312,15 +322,12 @@ class BlockTransitions(Transitions):
                 self._unrecorded_states.pop(env_id, None)
         else:
             self._unrecorded_states.pop(env_id, None)
-            if not self.records.goes_with(env_id, leftovers):
-                raise damaged(env_id)
             transition = self._whole(self.records, env_id, leftovers)
             dicts, ended = dicts_of(transition), is_over(transition)
             over = ended and self.mode is not AutoresetMode.SAME_STEP
             dead = [] if ended else dead_after(transition.events, transition.alive)
             self._stand(env_id, Standing(transition.acting, transition.alive, over, transition.events or {}, dead))
-            pickled = {**(leftovers or {}), "reset_infos": transition.reset_infos}
-            self._note_masks(env_id, transition.acting, pickled, dicts[4], ended)
+            self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **self._all_masks(env_id, transition)}
         parts = self._add_step(env_id, dicts[1:4], stays_over)
         add_to_infos(dicts[4], EPISODE, parts)
         return dicts
@@ -349,11 +356,11 @@ class BlockTransitions(Transitions):
 
     def snapshot(self, env_id: int, leftovers: Any) -> Snapshot:
         """A copy of the transition of one environment; the state of the environment is not noted."""
-        transition = self._whole(self._own, env_id, leftovers)
-        dicts, ended = dicts_of(transition), is_over(transition)
-        pickled = {**(leftovers or {}), "reset_infos": transition.reset_infos}
-        masks = {agent: mask.copy() for agent, mask in self.layout.masks.reported(env_id).items()}
-        masks |= self._pickled_masks(transition.acting, dicts[0], pickled, dicts[4], ended)
+        return self.snapshot_of(env_id, self._whole(self._own, env_id, leftovers))
+
+    def snapshot_of(self, env_id: int, transition: Transition) -> Snapshot:
+        """The `snapshot` of a transition that is in the record of an environment."""
+        dicts, ended, masks = dicts_of(transition), is_over(transition), self._all_masks(env_id, transition)
         over = ended and self.mode is not AutoresetMode.SAME_STEP
         events = transition.events or {}
         final = transition.final_observations
@@ -367,41 +374,53 @@ class BlockTransitions(Transitions):
         """Write a record, as a worker does; returns the leftovers."""
         return self._own.write(env_id, transition)
 
-    def is_whole(self, env_id: int) -> bool:
-        """Whether the leftovers of an environment's latest transition contain at most infos."""
-        return bool(self.layout.agents) and self.records.is_whole(env_id)
-
     def has_next_episode(self, env_id: int) -> bool:
         """Whether the latest step of an environment has ended an episode and begun the next one."""
         return self.records.is_final(env_id)
 
     def ended(self, env_id: int, leftovers: Any) -> Snapshot:
         """As `snapshot`, for an environment that `has_next_episode`: the last step of the old episode."""
-        last = self._own.read(env_id, leftovers)
-        dicts = last.final_observations or {}, last.rewards, last.terminateds, last.truncateds, {**last.infos}
+        return self.ended_of(self._own.read(env_id, leftovers))
+
+    def ended_of(self, last: Transition) -> Snapshot:
+        """As `ended`, of a last step, with or without the beginning of the next episode."""
+        observations = last.observations if last.final_observations is None else last.final_observations
+        dicts = observations, last.rewards, last.terminateds, last.truncateds, {**last.infos}
         return Snapshot(dicts, [], [], over=True, events=events_of_last(last.events))
 
-    def last_known(
-        self, slot: Slot, leftovers: Any, *, partially_written: bool
-    ) -> tuple[dict[AgentID, Any], Sequence[AgentID], dict[AgentID, int]]:
-        """Copies of the last observations of one environment, the agents alive, and their events if it ends now.
+    def known(self, env_id: int, pickled: bytes | None) -> Transition | None:
+        """A copy of the transition in the record of an environment, with its pickled leftovers, after a fault.
 
-        The observations are zeros if the record was only `partially_written` when the worker died.
+        Without infos if these do not unpickle, or do not go with the record; None if all is lost.
+        """
+        try:
+            leftovers = None if pickled is None else loads(pickled)
+        except Exception:
+            leftovers = None
+        no_infos: dict[str, Any] = {"infos": {}}
+        possible = [one for one in (leftovers, None, no_infos) if self._own.goes_with(env_id, one)]
+        return self._own.read(env_id, possible[0]) if possible else None
+
+    def last_known(
+        self, slot: Slot, known: Transition | None
+    ) -> tuple[dict[AgentID, Any], Sequence[AgentID], dict[AgentID, int]]:
+        """The last observations of one environment, the agents alive, and their events if it ends now.
+
+        `known` is its latest transition. The observations are zeros if it is None.
         """
         if not slot.has_reset:
             return {}, [], {}
-        if partially_written:
+        if known is None:
             declared, alive = self.layout.schema.observation_spaces, self.alive_in(slot.env_id)
             (dead,) = self._agents((slot.env_id,), "dead")
             observations = {agent: zeros(declared[agent]) for agent in alive if agent in declared}
             return observations, [*alive], interrupted_events(alive, dead)
-        transition = self._own.read(slot.env_id, leftovers)
-        observations, alive = transition.observations, transition.alive
+        observations, alive = known.observations, known.alive
         # A record that was never written has no flags.
-        ended = transition.terminateds.get(ALL) or transition.truncateds.get(ALL)
+        ended = known.terminateds.get(ALL) or known.truncateds.get(ALL)
         if ended and self.mode is not AutoresetMode.SAME_STEP:  # all lives have ended
             return observations, alive, {}
-        return observations, alive, interrupted_events(alive, [] if ended else dead_after(transition.events, alive))
+        return observations, alive, interrupted_events(alive, [] if ended else dead_after(known.events, alive))
 
     def final_observations(self, env_id: int, leftovers: Any) -> Mapping[AgentID, Any]:
         """The last observations of an episode that has ended in the step in which the next one has begun."""
@@ -409,14 +428,14 @@ class BlockTransitions(Transitions):
             return leftovers.final or {}
         return self.records.read(env_id, leftovers).final_observations or {}
 
-    def last_infos(self, slot: Slot, leftovers: Any) -> dict[AgentID, dict[Any, Any]]:
-        """Copies of the latest infos of one environment's agents, of which those of an automatic reset come last.
+    def last_infos(self, slot: Slot, last: Transition) -> dict[AgentID, dict[Any, Any]]:
+        """The latest infos of one environment's agents, of which those of an automatic reset come last.
 
-        What the package adds to infos, and action masks, which are of that step only, are left out.
+        What the package adds to infos, and action masks, which are of that step only, are left out. `last` is its
+        latest transition.
         """
         if not slot.has_reset:
             return {}
-        last = self._own.read(slot.env_id, leftovers)
         latest: dict[AgentID, dict[Any, Any]] = {}
         for agent in last.alive:
             of_agent = (infos.get(agent) for infos in (last.infos, last.reset_infos or {}))
@@ -434,9 +453,11 @@ class BlockTransitions(Transitions):
         slot = self._slots[env_id]
         if slot.request is not None or slot.skips or not slot.has_reset:  # in flight, or rebuilt
             return {}
-        observed = self.records.observed(env_id)
-        masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
-        masks |= self.layout.masks.reported(env_id)
+        masks: dict[AgentID, Any] = {}
+        if env_id not in self.standings:
+            observed = self.records.observed(env_id)
+            masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
+            masks |= self.layout.masks.reported(env_id)
         masks |= self._masks.get(env_id, {})
         reported = {agent: own_mask(mask) for agent, mask in masks.items() if mask is not None}
         return in_order(reported, self.layout.schema.possible_agents)
@@ -464,20 +485,9 @@ class BlockTransitions(Transitions):
             if slot.env_id in self._masks or slot.request is not None or slot.skips or not slot.has_reset
         ]
 
-    def _note_masks(
-        self, env_id: int, acting: Sequence[AgentID], leftovers: Any, infos: Mapping[Any, Any], ended: bool
-    ) -> None:
-        """Copy action masks out of infos, and out of observations that travelled pickled."""
-        observations = leftovers.get("observations", {})
-        masks: dict[AgentID, Any] = {}
-        # Most infos have no masks: they cost one look at each.
-        if (
-            ended
-            or observations
-            or "masks" in leftovers
-            or any(type(one) is not dict or ACTION_MASK in one for one in infos.values())
-        ):
-            masks = self._pickled_masks(acting, observations, leftovers, infos, ended)
+    def _note_masks(self, env_id: int, infos: Mapping[Any, Any]) -> None:
+        """Copy action masks out of the infos of an environment that compiled code has read."""
+        masks = self._masks_in(infos, self.acting_in(env_id))
         if masks and self.layout.masks.agents:  # they may be the masks that are also in the block
             reported = self.layout.masks.reported(env_id)
             if masks.keys() <= reported.keys() and all(
@@ -489,25 +499,31 @@ class BlockTransitions(Transitions):
         else:
             self._masks.pop(env_id, None)
 
-    def _pickled_masks(
-        self, acting: Sequence[AgentID], observations: Mapping[Any, Any], leftovers: Any, infos: Any, ended: bool
-    ) -> dict[AgentID, Any]:
-        """The masks in observations and infos; None for an agent whose observation is in `observations` without one."""
-        if ended and self.mode is AutoresetMode.SAME_STEP:  # these infos belong to the finished episode
-            infos = leftovers.get("reset_infos", {})
-        masks = {**leftovers.get("masks", {})}
-        known = {*masks, *self.layout.masks.agents}
-        for agent in {**dict.fromkeys(acting), **observations, **infos}:
-            mask = mask_of(observations.get(agent), infos.get(agent))
-            if mask is None:
-                is_agent = agent in observations and agent not in known
-            elif self._possible:
-                is_agent = agent in self._possible or agent in acting or agent in observations
-            else:
-                is_agent = agent != COMMON
-            if is_agent:
-                masks[agent] = mask
-        return masks
+    def _all_masks(self, env_id: int, transition: Transition) -> dict[AgentID, Any]:
+        """Copies of the masks of a transition: in infos, else of `MultiAgentEnv.masks`, else in observations."""
+        observations, infos, masks = transition.observations, transition.infos, transition.masks
+        if is_over(transition) and self.mode is AutoresetMode.SAME_STEP:  # its infos belong to the finished episode
+            infos = transition.reset_infos or {}
+        if masks is None:
+            masks = self.layout.masks.reported(env_id)
+        found = {
+            agent: mask
+            for agent, seen in observations.items()
+            if type(seen) is not np.ndarray and (mask := mask_of(seen, None)) is not None
+        }
+        found |= {agent: own_mask(mask) for agent, mask in masks.items()}
+        return found | self._masks_in(infos, [*transition.acting, *observations])
+
+    def _masks_in(self, infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[AgentID, Any]:
+        """Copies of the masks in infos; `agents` are known to be agents."""
+        found = {}
+        for agent, info in infos.items():
+            has_none = type(info) is dict and ACTION_MASK not in info  # most: they cost one look at each
+            if not has_none and (mask := mask_of(None, info)) is not None:
+                is_agent = agent in self._possible or agent in agents if self._possible else agent != COMMON
+                if is_agent:
+                    found[agent] = mask
+        return found
 
     # -- the state of each environment; callers must not change the lists ----------------------------------------------
 

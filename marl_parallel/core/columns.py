@@ -21,7 +21,6 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -33,12 +32,9 @@ from marl_parallel.adapters.protocol import AgentID, Schema
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import (
     ARRAY_SPACES,
-    DoesNotFit,
     Mismatch,
     as_array,
     check_form,
-    check_same_form,
-    conform,
     fits_block,
     tree_map,
 )
@@ -83,9 +79,7 @@ class ArrayColumn:
         self._views = [record[row, ...] for record in self.array for row in range(self.rows)]
 
     def write(self, record: int, row: int, value: Any) -> None:
-        """Write one value; raises `Mismatch` if it does not match the space, `DoesNotFit` if it is None."""
-        if value is None:
-            raise DoesNotFit
+        """Write one value; raises `Mismatch` if it does not match the space."""
         self._views[record * self.rows + row][...] = as_array(value, self.dtype, self.shape)
 
     def write_stacked(self, row: int | slice, values: Any) -> None:
@@ -112,18 +106,8 @@ _NO_AXIS, _ONE_AXIS = 16, 32
 _ARRAY_TAGS = {(): _NO_AXIS, (1,): _ONE_AXIS}  # by shape: added to the tag of the number in an array of one element
 
 
-def tag_of(tags: Mapping[type, int], value: Any) -> int | None:
-    """The tag of a number, or of an array of one element; None if its type has no tag."""
-    if type(value) is not np.ndarray:
-        return tags.get(type(value))
-    if value.shape not in _ARRAY_TAGS or not value.dtype.isnative or value.dtype.metadata is not None:
-        return None
-    tag = tags.get(value.dtype.type)
-    return None if tag is None else tag | _ARRAY_TAGS[value.shape]
-
-
 def number_of(types: Sequence[type], tag: int, number: Any) -> Any:
-    """The number or array with a tag; `ValueError` or another error if `tag_of` has not returned this tag for it."""
+    """The number or array with a tag; `ValueError` or another error if no writer gives it this tag."""
     value = types[tag & TYPE_OF_TAG](number)
     form = tag & ~TYPE_OF_TAG
     if value != number or form not in (0, *_ARRAY_TAGS.values()):
@@ -140,7 +124,7 @@ def damaged(record: int) -> ValueError:
 
 
 class NumberColumn:
-    """Discrete values: `array` has integers of the dtype of their space; each has a tag behind them, see `tag_of`.
+    """Discrete values: `array` has integers of the dtype of their space; each has a tag behind them, see `number_of`.
 
     With `one_axis`, arrays of shape `(1,)` fit, too.
     """
@@ -163,17 +147,6 @@ class NumberColumn:
     def bind(self, buffer: Any, starts: Sequence[int]) -> None:
         self.array = over_records(buffer, starts, self.offset, self.dtype, (self.rows,))
         self._tags = over_records(buffer, starts, self.offset + self._nbytes * self.rows, np.uint8, (self.rows,))
-
-    def write(self, record: int, row: int, value: Any) -> None:
-        """Write one value; raises `DoesNotFit` unless it is an integer that the dtype can hold."""
-        tag = tag_of(_NUMBER_TAGS, value)
-        if tag is None or (tag & _ONE_AXIS and not self._one_axis):
-            raise DoesNotFit
-        number = value.item() if tag > TYPE_OF_TAG else int(value)  # NumPy 1 compares its 64-bit integers as floats
-        if not self._limits[0] <= number <= self._limits[1]:
-            raise DoesNotFit
-        self.array[record, row] = number
-        self._tags[record, row] = tag
 
     def write_stacked(self, row: int | slice, values: Any) -> None:
         """Write the value of one row `(records,)`, or of several rows `(records, rows)`, in all records."""
@@ -222,11 +195,6 @@ class TreeColumn:
     def _tree(self, parts: dict[Any, Any]) -> Any:
         return parts if self._is_dict else tuple(parts.values())
 
-    def write(self, record: int, row: int, value: Any) -> None:
-        check_same_form(self._space, value)
-        for key, column in self._columns.items():
-            column.write(record, row, value[key])
-
     def write_stacked(self, row: int | slice, values: Any) -> None:
         check_form(self._space, [values])
         for key, column in self._columns.items():
@@ -253,7 +221,7 @@ def column_of(space: Space[Any], rows: int, place: Place, one_axis: bool) -> Col
 
 
 class AgentColumns:
-    """The values of all agents whose declared space has a fixed size; `strict` as of `conform`.
+    """The values of all agents whose declared space has a fixed size; with `one_axis`, see `NumberColumn`.
 
     Attributes:
         agents: The agents with such a space, in the order of `possible_agents`.
@@ -266,12 +234,12 @@ class AgentColumns:
         agents: Sequence[AgentID],
         place: Place,
         *,
-        strict: bool = False,
+        one_axis: bool = False,
     ) -> None:
-        self._declared, self._cast = declared, partial(conform, strict=strict)
         self.agents = [agent for agent in agents if agent in declared and fits_block(declared[agent])]
         self.groups = [
-            (column_of(space, len(members), place, strict), members) for space, members in alike(declared, self.agents)
+            (column_of(space, len(members), place, one_axis), members)
+            for space, members in alike(declared, self.agents)
         ]
         self._places = {
             self.agents[at]: (column, row) for column, members in self.groups for row, at in enumerate(members)
@@ -285,28 +253,6 @@ class AgentColumns:
     def forms(self) -> tuple[tuple[Any, ...], ...]:
         """For compiled code: the place and the kind of each agent's value in a record."""
         return tuple([column.form(row) for column, row in [self._places[agent] for agent in self.agents]])
-
-    def write(self, record: int, values: Mapping[AgentID, Any], what: str) -> tuple[list[AgentID], dict[Any, Any]]:
-        """Write the values that fit; returns their agents, and the other values, cast to their space.
-
-        Raises:
-            Mismatch: A value does not match its space; the text names the agent, and `what` the value is.
-        """
-        written: list[AgentID] = []
-        unwritten: dict[Any, Any] = {}
-        for agent, value in values.items():
-            try:
-                try:
-                    if agent not in self._places:
-                        raise DoesNotFit
-                    column, row = self._places[agent]
-                    column.write(record, row, value)
-                    written.append(agent)
-                except DoesNotFit:
-                    unwritten[agent] = self._cast(self._declared[agent], value) if agent in self._declared else value
-            except Mismatch as error:
-                raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
-        return written, unwritten
 
     def read(self, record: int, agents: Iterable[AgentID], copy: bool) -> dict[AgentID, Any]:
         """The values of some of `agents`, in this order; arrays are views of the block unless `copy`."""
@@ -399,12 +345,16 @@ class MaskColumns(AgentColumns):
 
     def write_all(self, record: int, masks: Mapping[AgentID, Any]) -> None:
         """Write the masks of all agents; an agent without a mask has none from now on."""
-        self.write(record, masks, "action mask")
-        if len(masks) < len(self.agents):
-            for column, positions in self.groups:
-                for row, at in enumerate(positions):
-                    if self.agents[at] not in masks:
-                        column.array[record, row, 0] = _NO_MASK
+        for column, positions in self.groups:
+            for row, at in enumerate(positions):
+                mask = masks.get(self.agents[at])
+                if mask is None:
+                    column.array[record, row, 0] = _NO_MASK
+                    continue
+                try:
+                    column.array[record, row] = as_array(mask, column.array.dtype, column.array.shape[2:])
+                except Mismatch as error:
+                    raise Mismatch(f"the action mask of agent {self.agents[at]!r}: {error}") from error
 
     def reported(self, record: int) -> dict[AgentID, Any]:
         """The masks of a record as views, without agents that have none."""
@@ -584,7 +534,7 @@ class Layout:
         self._record_nbytes = 0
         place, n = self._place, len(self.agents)
         self.action_header = place(1 + n)
-        self.actions = AgentColumns(schema.action_spaces, self.agents, place, strict=True)
+        self.actions = AgentColumns(schema.action_spaces, self.agents, place, one_axis=True)
         self.joint: JointColumn | None = None
         if schema.joint_actions and n:
             self.joint = JointColumn([schema.action_spaces[agent] for agent in self.agents], place)

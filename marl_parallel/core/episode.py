@@ -483,11 +483,10 @@ def needs_actions(rules: Rules, mode: AutoresetMode, over: bool) -> bool:
 
 def dicts_of(transition: Transition) -> Dicts:
     """The five dicts of a transition, with the additions of an automatic reset to infos; other dicts are not copied."""
-    observations, rewards, terminateds, truncateds, infos, _, _, final, reset_infos, _ = transition
-    infos = {**infos}
-    if final is not None:
-        with_final(infos, final, reset_infos or {})
-    return observations, rewards, terminateds, truncateds, infos
+    infos = {**transition.infos}
+    if transition.final_observations is not None:
+        with_final(infos, transition.final_observations, transition.reset_infos or {})
+    return transition.observations, transition.rewards, transition.terminateds, transition.truncateds, infos
 
 
 def is_over(transition: Transition) -> bool:

@@ -169,7 +169,7 @@ class Block(NamedTuple):
     arrays: bool  # whether the block has values; else all values travel pickled
     compiled: bool  # whether the caller has compiled code, which reads what the worker's writes
     infos: bool  # whether the block has infos of simple values
-    described: bytes = b""  # the pickled `Schema` of all environments, if their own ones differ in bounds
+    described: bytes = b""  # the pickled `Schema` of all environments, if their own ones are not all the same
 
 
 class Outputs(NamedTuple):

@@ -22,7 +22,7 @@ from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from queue import Empty, SimpleQueue
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import cloudpickle
@@ -64,9 +64,6 @@ from marl_parallel.core.script_names import (
 )
 from marl_parallel.core.sharing import is_shared, reduce_for_worker, reduce_in_message
 from marl_parallel.core.unpicklable import path_to_unpicklable
-
-Leftovers: TypeAlias = dict[str, Any]
-"""Values that do not fit into a record, by the name of their dict."""
 
 
 def dumps(value: Any, *, with_keys: bool = True) -> bytes:
@@ -550,16 +547,16 @@ def add_missing_modules(local_modules: list[ModuleType], results: Mapping[int, A
     return again
 
 
-def dump_leftovers(leftovers: Leftovers) -> bytes:
-    """Pickle leftovers; the error names the entry that does not pickle."""
+def dump_parts(value: Any, parts: Mapping[str, Any]) -> bytes:
+    """Pickle a value that consists of these parts; the error names the entry that does not pickle."""
     try:
-        return dumps(leftovers)
+        return dumps(value)
     except Exception as error:
-        raise TypeError(f"{_not_picklable(leftovers)} cannot be pickled: {error}") from error
+        raise TypeError(f"{_not_picklable(parts)} cannot be pickled: {error}") from error
 
 
-def _not_picklable(leftovers: Leftovers) -> str:
-    for part, values in leftovers.items():
+def _not_picklable(parts: Mapping[str, Any]) -> str:
+    for part, values in parts.items():
         for key, value in values.items() if isinstance(values, Mapping) else [(part, values)]:
             try:
                 dumps(value)
@@ -569,9 +566,11 @@ def _not_picklable(leftovers: Leftovers) -> str:
 
 
 def in_order(values: dict[Any, Any], possible_agents: Sequence[AgentID]) -> dict[Any, Any]:
-    """The same entries: agents in the order of `possible_agents` first, then the rest as they came."""
-    first = {agent: values[agent] for agent in possible_agents if agent in values}
-    return first | {key: value for key, value in values.items() if key not in first}
+    """A copy with agents in the order of `possible_agents` first, then the rest as they came."""
+    first = [agent for agent in possible_agents if agent in values]
+    if [*values][: len(first)] == first:
+        return {**values}
+    return {**{agent: values[agent] for agent in first}, **values}
 
 
 _GYM = "gym.envs.registration"  # OpenAI's; only a program that imports it has its registry

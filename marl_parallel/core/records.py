@@ -1,4 +1,4 @@
-"""Reads and writes actions and transitions in the records of the block; values that do not fit are pickled.
+"""Reads and writes actions and transitions in the records of the block; what does not fit is pickled.
 
 The parent writes actions and reads transitions, the worker reads actions and writes transitions::
 
@@ -6,36 +6,44 @@ The parent writes actions and reads transitions, the worker reads actions and wr
     ActionRecords.write       ->   header | actions                ->   ActionRecords.read
     TransitionRecords.read    <-   header | columns                <-   TransitionRecords.write
 
+Compiled code (`codec.py`) writes and reads records: numbers and arrays that fit their spaces, of agents with a place in
+the headers. There are three forms of a transition:
+
+- all of it is in the record;
+- all but infos, which are pickled;
+- the record has only a code, and the whole `Transition` is pickled.
+
+Without compiled code, it is always the third. The actions of an environment are all in the record, or all pickled. This
+file writes those that come as arrays over environments; they are like the actions of Gymnasium's vector environments:
+NumPy scalars replace arrays without axes.
+
 Columns are described in `columns.py`. The headers, in bytes, for the n agents that have a place there::
 
     of actions:        form 1 | present n, and the header of a `JointColumn` if there is one
     of a transition:   code 8 | rewards 8n | types of rewards n | terminated n+1 | truncated n+1 | presence n | events n
 
-The form tells whether every agent has an action; if not, `present` tells which agents have one. Actions from arrays
-over environments are like the actions of Gymnasium's vector environments: NumPy scalars replace arrays without axes.
-The presence of an agent has bits for the dicts that contain it, and for whether it is alive and acts; its events are
-those of `Transition`.
-
-Compiled code (`codec.py`, with the other bits of codes) writes and reads numeric records. This file handles the other
-records, and all records without compiled code: arrays are in the block, all else is pickled.
+The form tells whether every agent has an action; if not, `present` tells which agents have one. The presence of an
+agent has bits for the dicts that contain it, and for whether it is alive and acts; its events are those of
+`Transition`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from gymnasium import Space
 from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import JOINT, AgentID
-from marl_parallel.core.columns import AgentColumns, Layout, damaged, over_records, span_of
+from marl_parallel.core.columns import Layout, damaged, over_records, span_of
 from marl_parallel.core.messages import Message
-from marl_parallel.core.pickling import Leftovers, in_order
-from marl_parallel.core.spaces import DoesNotFit, Mismatch, as_scalars, check_reward, conform, has_scalars, is_vector
-from marl_parallel.core.transition import TOOK_PART, WAS_ALIVE, Transition, are_empty
+from marl_parallel.core.pickling import dump_parts, in_order
+from marl_parallel.core.spaces import Mismatch, as_scalars, check_reward, conform, has_scalars, is_vector
+from marl_parallel.core.transition import TOOK_PART, WAS_ALIVE, Leftovers, Transition, are_empty
 
 SOME, ALL_IN_ORDER, STACKED = 0, 1, 2
 """The forms of actions: some or all agents have one; a bit for actions from arrays over environments."""
@@ -56,19 +64,16 @@ class ActionRecords:
         self._agents = self._columns.agents
         self._forms = over_records(buffer, layout.starts, layout.action_header, np.uint8, ())
         self._present = over_records(buffer, layout.starts, layout.action_header + 1, np.bool_, (len(self._agents),))
-        declared = layout.schema.action_spaces
+        self._declared = declared = layout.schema.action_spaces
         self._with_scalars = {agent: space for agent, space in declared.items() if has_scalars(space)}
 
-    def write(self, record: int, actions: Mapping[Any, Any]) -> Leftovers | None:
-        """Write the actions that fit, and return the others to be pickled; `Mismatch` if a space does not match."""
-        written, leftovers = self._columns.write(record, actions, "action")
-        if written == self._agents and not leftovers and written:
-            self._forms[record] = ALL_IN_ORDER
-            return None
-        with_action = {*written}
-        self._present[record] = [agent in with_action for agent in self._agents]
-        self._forms[record] = SOME
-        return leftovers or None
+    def fitting(self, actions: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Actions to be pickled, cast to their spaces, with copies of arrays; `Mismatch` names the agent."""
+        return in_order(conformed(self._declared, actions, "action", strict=True), self._possible_agents)
+
+    def write_none(self, record: int) -> None:
+        """Write that no agent has an action."""
+        self._forms[record], self._present[record] = SOME, False
 
     def mark_present(self, present: NDArray[np.bool_] | None) -> None:
         """Set which actions count, `(records, agents)`, in records written by columns; None for all."""
@@ -98,8 +103,15 @@ class ActionRecords:
         if self._with_scalars:
             self._forms[[*records]] |= STACKED
 
-    def read(self, record: int, leftovers: Leftovers | None) -> dict[Any, Any]:
-        """The actions of one record, with copies of arrays; `leftovers` is the result of `write`."""
+    def scalars(self, actions: dict[Any, Any]) -> dict[Any, Any]:
+        """Actions from arrays over environments, with NumPy scalars in place of arrays without axes."""
+        replaced = {
+            agent: as_scalars(space, actions[agent]) for agent, space in self._with_scalars.items() if agent in actions
+        }
+        return {**actions, **replaced}
+
+    def read(self, record: int) -> dict[Any, Any]:
+        """The actions of one record, with copies of arrays."""
         if self._joint is not None and (joint := self._joint.read(record)) is not None:
             return {JOINT: joint}
         agents, form = self._agents, int(self._forms[record])
@@ -108,20 +120,14 @@ class ActionRecords:
         if not form & ALL_IN_ORDER:
             agents = [agent for agent, is_present in zip(agents, self._present[record].tolist()) if is_present]
         actions = self._columns.read(record, agents, True)
-        if leftovers:
-            actions = in_order(actions | leftovers, self._possible_agents)
-        if form & STACKED:
-            for agent, space in self._with_scalars.items():
-                if agent in actions:
-                    actions[agent] = as_scalars(space, actions[agent])
-        return actions
+        return self.scalars(actions) if form & STACKED else actions
 
 
 # -- transitions -------------------------------------------------------------------------------------------------------
 
 PICKLED, FINAL, INFOS = 64, 4, 2
-"""Bits of a code: all values except arrays are pickled, and `presence` tells which observations are in the block; final
-observations are in the block; infos are pickled. The other bits belong to compiled code."""
+"""Bits of a code: the whole transition is pickled; the next episode has begun in the same step; infos are pickled. The
+other bits belong to compiled code."""
 
 # The most frequent type comes first. A reward that a double does not hold exactly travels pickled.
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
@@ -141,17 +147,14 @@ BITS = {name: 1 << place for place, name in enumerate(_NAMES)}
 class TransitionRecords:
     """Transitions in the records of all environments; observations are read as copies, or as views of the block.
 
-    Compiled code writes and reads numeric transitions of known agents. This class writes the other transitions, and all
-    transitions without compiled code: arrays into the block, all else pickled.
-
     Attributes:
+        agents: The agents with a place in the headers.
         tags, presence, events: Views of all headers, `(records, agents)`.
     """
 
     def __init__(self, layout: Layout, buffer: Any, *, copy: bool = True, codec: Any = None) -> None:
         self._layout, self._copy, self._codec = layout, copy, codec
-        self._n = n = len(layout.agents)
-        self._places = {agent: place for place, agent in enumerate(layout.agents)}
+        self.agents, n = layout.agents, len(layout.agents)
         view, at = functools.partial(over_records, buffer, layout.starts), layout.transition_header + _CODE_NBYTES
         self._codes = view(at - _CODE_NBYTES, np.uint64, ())
         self.tags = view(at + 8 * n, np.uint8, (n,))
@@ -159,125 +162,122 @@ class TransitionRecords:
         self.events = view(at + 12 * n + 2, np.uint8, (n,))
 
     def write(self, record: int, transition: Transition) -> Leftovers | None:
-        """Write the values that fit, and return the others to be pickled; `Mismatch` if a space does not match."""
-        written = 0 if self._codec is None else self._codec.put(record, transition)
-        if written == 0 and self._codec is not None:
-            written = self._codec.put(record, self._conformed(transition))
+        """Write a transition; returns what has to be pickled, None if nothing has.
+
+        Raises:
+            Mismatch: A value does not match its space; the text names the agent.
+        """
+        codec, written = self._codec, 0
+        if codec is not None:
+            written = codec.put(record, transition)
+        if not written:
+            transition = self._fitting(transition)
+            if codec is not None:
+                written = codec.put(record, transition)
         if written == 1:
             return None
-        observations, rewards, terminateds, truncateds, infos, alive, acting, final, reset_infos, events = transition
-        leftovers: Leftovers = {"infos": infos}
-        if reset_infos and not are_empty(reset_infos.values()):
-            leftovers["reset_infos"] = reset_infos
         if written:
-            return leftovers
-        presence = bytearray(self._n)
-        for name, columns, values, what in (
-            ("observations", self._layout.observations, observations, "observation"),
-            ("final_observations", self._layout.final_observations, final, "last observation"),
-        ):
-            agents, unwritten = columns.write(record, values or {}, what)
-            for agent in agents:
-                presence[self._places[agent]] |= BITS[name]
-            if unwritten:
-                leftovers[name] = unwritten
-        declared = self._layout.schema.reward_spaces
+            return infos_alone(transition.infos, transition.reset_infos, self.agents)
+        self._codes[record] = PICKLED | (FINAL if transition.final_observations is not None else 0)
+        return transition
+
+    def _fitting(self, transition: Transition) -> Transition:
+        """The same transition, to be pickled: values cast to their spaces, copies of arrays, agents in one order."""
+        schema = self._layout.schema
+        ordered = functools.partial(in_order, possible_agents=schema.possible_agents)
+        observations, rewards, final, events = (
+            transition.observations, transition.rewards, transition.final_observations, transition.events
+        )  # fmt: skip
         for agent, reward in rewards.items():
             check_reward(agent, reward)
-            if agent in declared and is_vector(reward):
-                try:
-                    rewards = {**rewards, agent: conform(declared[agent], reward)}
-                except Mismatch as error:
-                    raise Mismatch(f"the reward of agent {agent!r}: {error}") from error
-        leftovers |= {"rewards": {**rewards}, "terminateds": {**terminateds}, "truncateds": {**truncateds}}
-        for name, those in (("alive", alive), ("acting", acting)):  # in the block, as leftovers may stay pickled
-            for agent in those:
-                if agent in self._places:
-                    presence[self._places[agent]] |= BITS[name]
-                else:
-                    leftovers.setdefault(name, []).append(agent)
-        self.presence[record] = np.frombuffer(presence, np.uint8)
-        events = dict.fromkeys({**observations, **rewards}, TOOK_PART | WAS_ALIVE) if events is None else events
-        self.events[record] = [events.get(agent, 0) for agent in self._layout.agents]
-        if others := {agent: bits for agent, bits in events.items() if agent not in self._places}:
-            leftovers["events"] = others
-        self._codes[record] = PICKLED | (FINAL if final is not None else 0)
-        return leftovers
+        if schema.reward_spaces:
+            vectors = {agent: reward for agent, reward in rewards.items() if is_vector(reward)}
+            rewards = {**rewards, **conformed(schema.reward_spaces, vectors, "reward")}
+        if events is None:
+            events = dict.fromkeys({**observations, **rewards}, TOOK_PART | WAS_ALIVE)
+        return Transition(
+            ordered(conformed(schema.observation_spaces, observations, "observation")),
+            ordered(rewards),
+            ordered(transition.terminateds),
+            ordered(transition.truncateds),
+            ordered(transition.infos),
+            [*transition.alive],
+            [*transition.acting],
+            final and ordered(conformed(schema.observation_spaces, final, "last observation")),
+            transition.reset_infos and ordered(transition.reset_infos),
+            ordered(events),
+            transition.masks,
+        )
 
-    def _conformed(self, transition: Transition) -> Transition:
-        """A transition with observations cast to their spaces, as far as possible."""
-
-        def cast(values: dict[Any, Any] | None) -> dict[Any, Any] | None:
-            declared = self._layout.schema.observation_spaces
-            with contextlib.suppress(Mismatch, DoesNotFit):  # `write` raises it again
-                return values and {a: conform(declared[a], one) if a in declared else one for a, one in values.items()}
-            return values
-
-        observations = cast(transition.observations) or {}
-        return transition._replace(observations=observations, final_observations=cast(transition.final_observations))
-
-    def is_whole(self, record: int) -> bool:
-        """Whether at most infos are pickled."""
-        return not int(self._codes[record]) & PICKLED
+    def goes_with(self, record: int, leftovers: Any) -> bool:
+        """Whether `write` has returned these leftovers for this record, as far as its code tells."""
+        code = int(self._codes[record])
+        if code & PICKLED:
+            return code & ~FINAL == PICKLED and type(leftovers) is Transition
+        return type(leftovers) is (dict if code & INFOS else NoneType)
 
     def has_leftovers(self, record: int) -> bool:
         """Whether anything is pickled."""
         return bool(int(self._codes[record]) & (PICKLED | INFOS))
 
-    def goes_with(self, record: int, leftovers: Leftovers | None) -> bool:
-        """Whether `write` has returned these leftovers for this record, as far as its code tells."""
-        pickles_all = leftovers is not None and "rewards" in leftovers
-        return self.has_leftovers(record) == (leftovers is not None) and self.is_whole(record) != pickles_all
-
     def read(self, record: int, leftovers: Leftovers | None) -> Transition:
-        """The transition in a record, as this file or compiled code wrote it, with `leftovers`. Lists are read-only.
+        """The transition in a record, with `leftovers`, or the one that is all pickled. Lists are read-only.
 
-        A header or a number that no writer writes is a `ValueError`, see `damaged`.
+        A header or a number that no writer writes is a `ValueError`, see `damaged`; so are leftovers that do not go
+        with the record.
         """
-        leftovers, code = leftovers or {}, int(self._codes[record])
-        if code & ~(PICKLED | FINAL) and (code & PICKLED or self._codec is None):
+        if not self.goes_with(record, leftovers):
             raise damaged(record)
-        if not code & PICKLED and self._codec is not None:
-            parts = Transition(*self._codec.parts(record, self._copy))
-            infos = leftovers.get("infos", {}) if parts.infos is None else parts.infos
-            reset = leftovers.get("reset_infos", {}) if parts.reset_infos is None else parts.reset_infos
-            return parts._replace(infos=infos, reset_infos=reset)
-        return Transition(
-            self._merged(record, "observations", self._layout.observations, leftovers),
-            rewards=leftovers.get("rewards", {}),
-            terminateds=leftovers.get("terminateds", {}),
-            truncateds=leftovers.get("truncateds", {}),
-            infos=leftovers.get("infos", {}),
-            alive=self._agents_with(record, "alive") + leftovers.get("alive", []),
-            acting=self._agents_with(record, "acting") + leftovers.get("acting", []),
-            final_observations=(
-                self._merged(record, "final_observations", self._layout.final_observations, leftovers)
-                if code & FINAL else None
-            ),
-            reset_infos=leftovers.get("reset_infos", {}),
-            events=self.events_in(record) | leftovers.get("events", {}),
-        )  # fmt: skip
-
-    def _merged(self, record: int, name: str, columns: AgentColumns, leftovers: Leftovers) -> dict[Any, Any]:
-        values = columns.read(record, self._agents_with(record, name), self._copy)
-        return in_order(values | leftovers[name], self._layout.schema.possible_agents) if name in leftovers else values
+        if isinstance(leftovers, Transition):
+            return leftovers
+        if self._codec is None:  # zeros: nothing has been written
+            if int(self._codes[record]):
+                raise damaged(record)
+            return Transition({}, {}, {}, {}, {}, [], [])
+        found = Transition(*self._codec.parts(record, self._copy))
+        of_infos = leftovers or {"infos": found.infos, "reset_infos": found.reset_infos}
+        return found._replace(infos=of_infos["infos"], reset_infos=of_infos.get("reset_infos") or {})
 
     def is_final(self, record: int) -> bool:
         """Whether a record has the end of one episode and the beginning of the next one."""
         return bool(int(self._codes[record]) & FINAL)
 
     def events_in(self, record: int) -> dict[AgentID, int]:
-        """The events of the agents that have a place and some events."""
+        """The events of the agents that have some, in a record that is not pickled."""
         bits = self.events[record].tolist()
-        return {agent: of_agent for agent, of_agent in zip(self._layout.agents, bits) if of_agent}
+        return {agent: of_agent for agent, of_agent in zip(self.agents, bits) if of_agent}
 
     def observed(self, record: int) -> dict[AgentID, Any]:
-        """The observations in a record, without pickled ones; arrays are views."""
-        return self._layout.observations.read(record, self._agents_with(record, "observations"), False)
+        """The observations in a record that is not pickled; arrays are views."""
+        is_set = (self.presence[record] & BITS["observations"]).tolist()
+        agents = [agent for agent, is_there in zip(self.agents, is_set) if is_there]
+        return self._layout.observations.read(record, agents, False)
 
-    def _agents_with(self, record: int, name: str) -> list[AgentID]:
-        is_set = (self.presence[record] & BITS[name]).tolist()
-        return [agent for agent, is_there in zip(self._layout.agents, is_set) if is_there]
+
+def dump_leftovers(leftovers: Leftovers) -> bytes:
+    """Pickle leftovers; the error names the entry that does not pickle."""
+    return dump_parts(leftovers, leftovers._asdict() if isinstance(leftovers, Transition) else leftovers)
+
+
+def infos_alone(infos: dict[Any, Any], reset_infos: dict[Any, Any] | None, agents: Sequence[AgentID]) -> Leftovers:
+    """The leftovers of a transition of which only infos are pickled."""
+    leftovers = {"infos": in_order(infos, agents)}
+    if reset_infos and not are_empty(reset_infos.values()):
+        leftovers["reset_infos"] = in_order(reset_infos, agents)
+    return leftovers
+
+
+def conformed(
+    declared: Mapping[AgentID, Space[Any]], values: Mapping[Any, Any], what: str, *, strict: bool = False
+) -> dict[Any, Any]:
+    """Values by agent, cast to their spaces, with copies of arrays; `what` they are is in the text of a `Mismatch`."""
+    cast = {}
+    for agent, value in values.items():
+        try:
+            cast[agent] = conform(declared[agent], value, strict=strict, copy=True) if agent in declared else value
+        except Mismatch as error:
+            raise Mismatch(f"the {what} of agent {agent!r}: {error}") from error
+    return cast
 
 
 # -- slices of records, for workers that share no memory with the parent -----------------------------------------------

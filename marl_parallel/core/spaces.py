@@ -7,6 +7,7 @@ its space. `schema.py` compares spaces, `joining.py` joins them.
 from __future__ import annotations
 
 import copy
+import functools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -43,10 +44,6 @@ def unreadable(what: str, expected: str, value: Any, error: Exception) -> Unread
 
 _REPR = reprlib.Repr()  # works for objects whose `repr` raises
 _REPR.maxother = 200
-
-
-class DoesNotFit(Exception):
-    """A valid value that has no place in the block; it travels pickled instead."""
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------
@@ -101,16 +98,6 @@ def check_form(tree: Any, others: Iterable[Any], remark: str = "") -> None:
                 raise Mismatch(f"expected a dict with the keys {[*tree]}{remark}, got {got}")
         elif not isinstance(other, _SEQUENCES) or len(other) != len(tree):
             raise Mismatch(f"expected a tuple of {len(tree)}{remark}, got {other!r:.200}")
-
-
-def check_same_form(tree: Any, value: Any) -> None:
-    """Check that a reader would rebuild the same dict or tuple from its parts; raises `DoesNotFit`."""
-    if isinstance(tree, dict):
-        fits = isinstance(value, dict) and value.keys() == tree.keys()
-    else:
-        fits = type(value) is tuple and len(value) == len(tree)
-    if not fits:
-        raise DoesNotFit
 
 
 def leaves(space: Space[Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Space[Any]]]:
@@ -196,7 +183,7 @@ def _moved(space: Any, values: Any, sign: int) -> Any:
 # -- one value ---------------------------------------------------------------------------------------------------------
 
 
-def conform(space: Space[Any], value: Any, *, strict: bool = False) -> Any:
+def conform(space: Space[Any], value: Any, *, strict: bool = False, copy: bool = False) -> Any:
     """Give the arrays in a value the dtype that their space declares; everything else stays as it is.
 
     The result has the form of the value, not of the space: it keeps unknown keys, and a list may replace a tuple.
@@ -206,6 +193,7 @@ def conform(space: Space[Any], value: Any, *, strict: bool = False) -> Any:
         value: The value of the simulator or the caller; None stays None.
         strict: The rules of actions: missing keys and another length raise, and a `Discrete` takes any value. Else
             such parts stay as they are, and the value of a `Discrete` has no axes.
+        copy: Whether arrays are copies that may be written to; else they may be those of the value.
 
     Raises:
         Mismatch: A value has another shape, or an array has a dtype that cannot be cast without loss of meaning.
@@ -217,19 +205,22 @@ def conform(space: Space[Any], value: Any, *, strict: bool = False) -> Any:
     kind = type(space)
     if value is None or (kind is not spaces.Dict and kind is not spaces.Tuple):
         if value is not None and kind in ARRAY_SPACES:
-            return as_array(value, np.dtype(space.dtype), space.shape)  # type: ignore[arg-type]
+            array = as_array(value, np.dtype(space.dtype), space.shape)  # type: ignore[arg-type]
+            return array.copy() if copy else array
         if kind is spaces.Discrete and not strict:
             check_no_axes(value, np.dtype(space.dtype))
-        return value
+        return value.copy() if copy and isinstance(value, np.ndarray) else value
     parts: Any = space.spaces  # type: ignore[attr-defined]
+    part_of = functools.partial(conform, strict=strict, copy=copy)
     if isinstance(parts, dict):
         if isinstance(value, Mapping) and (value.keys() >= parts.keys() if strict else isinstance(value, dict)):
-            return {k: conform(parts[k], v, strict=strict) if k in parts else v for k, v in value.items()}
+            ordered = {**{key: value[key] for key in parts if key in value}, **value}  # in the order of the space
+            return {k: part_of(parts[k], v) if k in parts else v for k, v in ordered.items()}
     elif (strict or type(value) in _SEQUENCES) and isinstance(value, _SEQUENCES) and len(value) == len(parts):
         if isinstance(value, tuple):
-            return tuple(conform(child, part, strict=strict) for child, part in zip(parts, value))
+            return tuple(map(part_of, parts, value))
         try:
-            return [*map(conform, parts, value)]
+            return [*map(part_of, parts, value)]
         except Mismatch:
             return value
     if strict:

@@ -47,6 +47,7 @@ class Transition(NamedTuple):
         final_observations: The old episode's last observations, if the new one has begun in the same step.
         reset_infos: The infos of that reset.
         events: The events of each agent that has some; None if all agents that are observed or rewarded go on.
+        masks: The action masks that `MultiAgentEnv.masks` returns, if they travel with the transition; else None.
     """
 
     observations: dict[AgentID, Any]
@@ -59,6 +60,11 @@ class Transition(NamedTuple):
     final_observations: dict[AgentID, Any] | None = None
     reset_infos: Values | None = None
     events: dict[AgentID, int] | None = None
+    masks: Mapping[AgentID, Any] | None = None
+
+
+Leftovers: TypeAlias = Transition | dict[str, Any]
+"""What of a transition is pickled: all of it, or the dicts `infos` and `reset_infos` if the rest is in a record."""
 
 
 def is_empty_info(info: Any) -> bool:

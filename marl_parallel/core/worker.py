@@ -79,8 +79,8 @@ from marl_parallel.core.messages import (
     name_of,
 )
 from marl_parallel.core.neighbours import Neighbours
-from marl_parallel.core.pickling import Leftovers, apart, dump_leftovers, dumps, install_registrations, loads
-from marl_parallel.core.records import ActionRecords, TransitionRecords
+from marl_parallel.core.pickling import apart, dumps, install_registrations, loads
+from marl_parallel.core.records import ActionRecords, TransitionRecords, dump_leftovers, infos_alone
 from marl_parallel.core.saved_simulator import (
     CannotBeLoaded,
     CannotBeSaved,
@@ -94,7 +94,7 @@ from marl_parallel.core.schema import check_pickled_agents, difference, dumps_co
 from marl_parallel.core.script_generators import ScriptCopies, Source, receive_copies, receiving
 from marl_parallel.core.script_names import install_namespaces
 from marl_parallel.core.sharing import CannotBeShared
-from marl_parallel.core.spaces import DoesNotFit, as_array
+from marl_parallel.core.spaces import as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
@@ -474,16 +474,12 @@ class Worker:
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
         """Write a transition into the block; returns what does not fit, pickled."""
-        _write_masks(self._mask_columns, env_id, self._episodes[env_id].env)
-        leftovers = self._transitions.write(env_id, transition)
-        return None if leftovers is None else dump_leftovers(self._with_masks(env_id, leftovers))
-
-    def _with_masks(self, env_id: int, leftovers: Leftovers) -> Leftovers:
-        """Leftovers with the action masks of an environment if they have no place in the block."""
         env = self._episodes[env_id].env
-        if env.mask_spaces and self._layout is not None and not self._layout.agents:
-            _, leftovers["masks"] = self._layout.masks.write(env_id, env.masks(), "action mask")
-        return leftovers
+        _write_masks(self._mask_columns, env_id, env)
+        leftovers = self._transitions.write(env_id, transition)
+        if isinstance(leftovers, Transition) and env.mask_spaces:
+            leftovers = leftovers._replace(masks=env.masks())
+        return None if leftovers is None else dump_leftovers(leftovers)
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a reset that the simulator accepts, and the seed if the episode needs it."""
@@ -492,9 +488,9 @@ class Worker:
         return {name: value for name, value in keywords.items() if name in accepted}
 
     def _step(self, env_id: int, payload: Mapping[int, bytes] | None) -> bytes | None:
-        leftovers = loads(payload[env_id]) if payload and env_id in payload else None
+        actions = loads(payload[env_id]) if payload and env_id in payload else self._actions.read(env_id)
         self._take_lives(env_id)
-        return self._advance(env_id, self._episodes[env_id].step(self._actions.read(env_id, leftovers)))
+        return self._advance(env_id, self._episodes[env_id].step(actions))
 
     def _go_on(self, env_id: int, where: str, value: Any) -> bytes | None:
         """Complete a step at which compiled code has stopped; see `run` in `compiled/steps.c`."""
@@ -504,7 +500,7 @@ class Worker:
             self._take_lives(env_id)
             return self._advance(env_id, self._episodes[env_id].interpret(value))
         try:
-            return dump_leftovers({"infos": value})
+            return dump_leftovers(infos_alone(value, None, self._transitions.agents))
         except BaseException:
             self._partially_written = env_id
             raise
@@ -556,14 +552,13 @@ class Worker:
     def _write_state(self, env_id: int, *, final: bool = False) -> bytes | None:
         with self._status.during(env_id, Activity.STATE):
             state = self._episodes[env_id].env.state()
+        if state is None:
+            raise TypeError("state() must return a value of state_space, got None")
         layout: Any = self._layout
         column, space = layout.final_state if final else layout.state, layout.schema.state_space
         if column is None:
             return dumps(as_array(state, np.dtype(space.dtype), space.shape))
-        try:
-            column.write(env_id, 0, state)
-        except DoesNotFit as error:
-            raise TypeError(f"state() must return a value of state_space, got {state!r}") from error
+        column.write(env_id, 0, state)
         return None
 
     def _render(self, env_id: int, _: Any) -> bytes:

@@ -471,11 +471,11 @@ def test_workers_without_shared_memory_receive_them_in_slices():
         their_slices.put_actions(env_ids, our_slices.actions(env_ids))
         for env_id in env_ids:
             expected = np.eye(4)[CHOSEN[env_id]]
-            assert plain(theirs.read(env_id, None)) == plain({JOINT: [*expected] if lists else expected})
+            assert plain(theirs.read(env_id)) == plain({JOINT: [*expected] if lists else expected})
     damaged = np.frombuffer(buffer, np.int64)
     damaged[damaged == 4] = -4
     with pytest.raises(ValueError, match="the record of environment 0 is damaged"):
-        theirs.read(0, None)
+        theirs.read(0)
 
 
 @pytest.mark.parametrize("sent", [np.full(K, 4), np.eye(4)[CHOSEN[0]] * 2, REAL[0], np.zeros(K)], ids=repr)

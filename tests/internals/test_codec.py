@@ -49,6 +49,11 @@ OBSERVATIONS = {
     ],
     "text": [BOX, spaces.Text(5), BOX],
 }
+PYTHON = (
+    "records.TransitionRecords.read", "records.TransitionRecords.write", "records.ActionRecords.read",
+    "records.ActionRecords.write_none", "records.ActionRecords.fitting",
+)  # fmt: skip
+"""What reads and writes in place of compiled code."""
 pytestmark = pytest.mark.needs("_codec")
 
 
@@ -335,9 +340,8 @@ def test_plain_turns_stay_in_compiled_code(monkeypatch):
     scripted = functools.partial(Scripted, [PLAIN_STEP] * 6, OBSERVATIONS["several"], [spaces.Discrete(3)] * 3)
     with ParallelEnv([scripted] * 2, backend="serial", adapter=adapter) as env:
         env.reset()
-        for name in ("records.TransitionRecords", "records.ActionRecords"):
-            for method in ("read", "write"):
-                monkeypatch.setattr(f"marl_parallel.core.{name}.{method}", None)
+        for name in PYTHON:
+            monkeypatch.setattr(f"marl_parallel.core.{name}", None)
         for step in range(6):
             (acting,) = env.acting[0]
             assert acting == ["b", 3, "a"][step % 3]
@@ -384,9 +388,8 @@ def test_plain_steps_stay_in_compiled_code(kind, monkeypatch):
     discrete = [spaces.Discrete(3)] * 3
     with ParallelEnv([lambda: Scripted([plain] * 4, [BOX] * 3, discrete)] * 3, backend="serial", adapter="dict") as env:
         env.reset()
-        for name in ("records.TransitionRecords", "records.ActionRecords"):
-            for method in ("read", "write"):
-                monkeypatch.setattr(f"marl_parallel.core.{name}.{method}", None)
+        for name in PYTHON:
+            monkeypatch.setattr(f"marl_parallel.core.{name}", None)
         for _ in range(4):
             assert_same(env.step([dict.fromkeys(AGENTS, 1)] * 3)[1][2], plain[1])
 
@@ -746,9 +749,8 @@ def test_plain_forms_stay_in_compiled_code(flagged, infos, monkeypatch):
     scripted = functools.partial(Scripted, [plain] * 3, OBSERVATIONS["several"], [spaces.Discrete(3)] * 3)
     with ParallelEnv([scripted] * 2, backend="serial") as env:
         env.reset()
-        for name in ("records.TransitionRecords", "records.ActionRecords"):
-            for method in ("read", "write"):
-                monkeypatch.setattr(f"marl_parallel.core.{name}.{method}", None)
+        for name in PYTHON:
+            monkeypatch.setattr(f"marl_parallel.core.{name}", None)
         for _ in range(3):
             results = env.step([dict.fromkeys(AGENTS, 1)] * 2)
             flags = [{**dict.fromkeys(flagged, False), "__all__": False}] * 2

@@ -12,6 +12,7 @@ from simulators.every_space import draw, shared
 
 from marl_parallel.adapters import adapt
 from marl_parallel.adapters.protocol import Schema
+from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.records import ActionRecords, TransitionRecords
 from marl_parallel.core.transition import Transition
@@ -71,8 +72,11 @@ def written(schema: Schema, record: int, byte: int) -> set[int]:
         dict.fromkeys(schema.possible_agents, 0.1),
     )
     transition = Transition(seen, rewards, flags, flags, {}, [*seen], [*seen], final_observations=seen, reset_infos={})
-    ActionRecords(layout, block).write(record, actions)
-    TransitionRecords(layout, block).write(record, transition)
+    codec = open_codec(layout, block, infos_in_block=True)
+    if codec is not None:
+        codec.put_actions(record, actions)
+    ActionRecords(layout, block).write_none(record)
+    TransitionRecords(layout, block, codec=codec).write(record, transition)
     if layout.state is not None and schema.state_space is not None:
         layout.state.write(record, 0, draw(schema.state_space, rng))
     return {*np.flatnonzero(np.frombuffer(block, np.uint8) != byte).tolist()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -34,6 +36,11 @@ class End:
         self.transitions = TransitionRecords(self.layout, self.buffer, codec=codec)
         self.slices = RecordSlices(self.layout, self.buffer)
 
+    def write_actions(self, of_agents: Mapping[str, list[int]]) -> None:
+        """Write the actions of each agent in all records."""
+        self.layout.actions.write_stacked({agent: np.array(actions) for agent, actions in of_agents.items()})
+        self.actions.mark_present(None)
+
 
 def results_of(number: int, *, last: bool = False) -> Transition:
     observations = {agent: np.full(3, number / 10 + place / 100, np.float32) for place, agent in enumerate(AGENTS)}
@@ -48,12 +55,11 @@ def results_of(number: int, *, last: bool = False) -> Transition:
 @pytest.mark.parametrize("env_ids", ID_SETS, ids=str)
 def test_actions_arrive(env_ids):
     here, there = End(), End()
-    for env_id in range(4):
-        here.actions.write(env_id, {agent: env_id + place for place, agent in enumerate(AGENTS)})
+    here.write_actions({"a": [0, 1, 2, 3], "b": [1, 2, 3, 4]})
     before = bytes(there.buffer)
     there.slices.put_actions(env_ids, here.slices.actions(env_ids))
     for env_id in env_ids:
-        assert there.actions.read(env_id, {}) == {"a": env_id, "b": env_id + 1}
+        assert there.actions.read(env_id) == {"a": env_id, "b": env_id + 1}
     untouched = [env_id for env_id in range(4) if env_id not in env_ids]
     stride = there.layout.stride
     for env_id in untouched:
@@ -91,15 +97,14 @@ def test_states_arrive():
 def test_whole_records_arrive_without_actions():
     here, there = End(), End()
     leftovers = [here.transitions.write(env_id, results_of(env_id, last=env_id == 1)) for env_id in range(4)]
-    for env_id in range(4):
-        here.actions.write(env_id, dict.fromkeys(AGENTS, 7))
-        there.actions.write(env_id, dict.fromkeys(AGENTS, 5))
+    for end, action in ((here, 7), (there, 5)):
+        end.write_actions(dict.fromkeys(AGENTS, [action] * 4))
     there.slices.put_records((1, 2), here.slices.records((1, 2)))
     for env_id in (1, 2):
         ours, theirs = (end.transitions.read(env_id, leftovers[env_id]) for end in (here, there))
         np.testing.assert_equal(tuple(theirs), tuple(ours))
-        assert there.actions.read(env_id, {}) == dict.fromkeys(AGENTS, 5)
-    assert there.transitions.read(3, {}).observations == {}  # nothing has ever been written there
+        assert there.actions.read(env_id) == dict.fromkeys(AGENTS, 5)
+    assert there.transitions.read(3, None).observations == {}  # nothing has ever been written there
 
 
 def test_status_of_another_machine():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 from mpe2 import simple_spread_v3
 from pettingzoo.utils.wrappers import BaseParallelWrapper
@@ -29,12 +30,11 @@ def test_a_step_of_all_is_in_the_order_of_the_environments():
         env.env_id = env_id
         return env
 
-    actions: list[ActionRecords] = []
-
     def block(layout: Any) -> Any:
         buffer = bytearray(layout.nbytes)
         layout.bind(buffer)
-        actions.append(ActionRecords(layout, buffer))
+        layout.actions.write_stacked({f"agent_{place}": np.zeros(2, np.int64) for place in range(3)})
+        ActionRecords(layout, buffer).mark_present(None)
         return buffer
 
     replies: list[Reply] = []
@@ -44,8 +44,6 @@ def test_a_step_of_all_is_in_the_order_of_the_environments():
         worker.execute(Request(Message.ACCESS, (env_id,), construction), replies.append)
     worker.execute(Request(Message.ATTACH, None, Block(2, arrays=True, compiled=True, infos=True)), replies.append)
     worker.execute(Request(Message.RESET, (1, 0), dict.fromkeys((0, 1), dumps({}))), replies.append)
-    for env_id in (0, 1):
-        actions[0].write(env_id, {f"agent_{place}": 0 for place in range(3)})
     worker.execute(STEP_ALL, replies.append)
     failures = [failure.traceback for reply in replies for failure in reply.failures.values()]
     assert not failures, failures[0]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -478,6 +479,10 @@ def test_the_part_that_cannot_be_pickled_where_a_layer_saves_itself(part, text):
         assert env.call(lambda around: around.env.saved) == (1,)
 
 
+FORMAT_1 = (Path(__file__).parent / "states" / "format_1.state").read_bytes()
+"""Of an early build of 0.2.0."""
+
+
 def damaged(states: list[bytes]) -> list[Any]:
     return [states[0], states[1], states[2][: len(states[2]) // 2]]
 
@@ -490,7 +495,12 @@ def damaged(states: list[bytes]) -> list[Any]:
         (lambda states: [*states[:2], None], TypeError, "environment 2: its state must be bytes that save_state"),
         (lambda states: states[:2], ValueError, "states"),
         (lambda states: states[0], TypeError, "states must be a list"),
-        (lambda states: [states[0], states[1].replace(b"state 1", b"state 9", 1), states[2]], ValueError, "format 9"),
+        (lambda states: [states[0], states[1].replace(b"state 2", b"state 9", 1), states[2]], ValueError, "format 9"),
+        (
+            lambda states: [*states[:2], FORMAT_1],
+            ValueError,
+            "environment 2: its state has format 1, but .* reads format 2",
+        ),
     ],
 )
 def test_states_that_are_none(change, error, text, backend_setup, build):

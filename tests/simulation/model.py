@@ -119,7 +119,8 @@ class Model:
         seeds: The seeds of all environments.
         clock: Returns the time.
         steps_on: Whether a step reaches environments whose episode is over.
-        in_block: Whether results are in shared memory, and known if a worker fails before it can send them.
+        in_block: Whether numbers are in shared memory, and known if a worker fails before it can send the rest, or if
+            the rest cannot be unpickled.
 
     Attributes:
         finished: The episodes that the results of the latest call have ended.
@@ -143,14 +144,12 @@ class Model:
         clock: Callable[[], float],
         steps_on: bool,
         in_block: bool,
-        outlives_pickles: bool,
     ) -> None:
         self.envs = [EnvModel(env_id, number) for number, share in enumerate(shares) for env_id in share]
         self.episodes = [Episodes(env.env_id, mode) for env in self.envs]
         self.finished: list[Finished] = []
         self.mode, self.restarts, self.seeds = mode, policy is not None, seeds
         self._steps_on, self._in_block = steps_on, in_block
-        self._outlives_pickles = outlives_pickles  # whether rewards and flags are known if infos cannot be unpickled
         self._policy, self._clock = policy or RestartPolicy(), clock
         self.fatal: list[str] = []
         self.limits: list[int] = []
@@ -669,7 +668,7 @@ class Model:
             return [Cut("step", _interrupted(written.observations, [] if written.over else written.alive))]
         if stage == "replying":  # the caller has seen nothing of the new environment
             return [Cut("step", _interrupted(last, alive))]
-        is_lost = bool(steps) and steps[0].unreadable and not self._outlives_pickles
+        is_lost = bool(steps) and steps[0].unreadable and not self._in_block
         if steps and steps[0].over and self.mode == "SAME_STEP" and not is_lost:
             if resets and stage == "returned":
                 step = _ended(steps[0])

@@ -428,8 +428,8 @@ MUTATIONS = [
     Mutation(
         "without compiled code, stacked actions are no scalars",
         "records.py",
-        "        if form & STACKED:\n",
-        "        if False:\n",
+        "return self.scalars(actions) if form & STACKED else actions",
+        "return actions",
         blind=True,
         survives="simulated actions have no arrays; test_numbers_out_of_arrays_are_scalars fails",
     ),

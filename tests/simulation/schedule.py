@@ -200,8 +200,7 @@ class History:
             seeds=Seeds(setup.num_envs, _SEED, derives=setup.replay),
             clock=self.backend.clock,
             steps_on=setup.kind == "dict",
-            in_block=setup.shares_memory,
-            outlives_pickles=setup.shares_memory and codec.Codec is not None,
+            in_block=setup.shares_memory and codec.Codec is not None,
         )
         self.actions = 0
         self.ids = range(setup.num_envs)

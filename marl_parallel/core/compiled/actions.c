@@ -77,6 +77,26 @@ PyObject *codec_write(PyObject *self, PyObject *args) {
     return PyLong_FromSsize_t(place);
 }
 
+const char put_actions_doc[] =
+    "put_actions(env_id, actions) -> bool\n--\n\n"
+    "Write the actions of one environment, all in the dict; False if one does not fit, or is of an unknown agent.";
+
+PyObject *codec_put_actions(PyObject *self, PyObject *args) {
+    Codec *codec = (Codec *)self;
+    PyObject *env_id, *actions;
+    Py_ssize_t number;
+    if (!PyArg_ParseTuple(args, "OO:put_actions", &env_id, &actions)) return NULL;
+    char *record = record_of(codec, env_id, &number);
+    if (record == NULL) return NULL;
+    Outcome outcome = LEFT;
+    if (codec->actions != NULL) outcome = write_some(codec, record, actions, state_of(codec, number), 1, 0);
+    if (outcome == FAILED) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL; /* Ctrl-C */
+        PyErr_Clear(); /* Python raises it again */
+    }
+    return PyBool_FromLong(outcome == DONE);
+}
+
 /* The actions of a record; NULL without an error if some agents have no column. */
 PyObject *read_actions(const Codec *codec, char *record) {
     const char *header = record + codec->action_header;

@@ -205,6 +205,7 @@ static void codec_dealloc(PyObject *self) {
 
 static PyMethodDef codec_methods[] = {
     {"write", codec_write, METH_VARARGS, write_doc},
+    {"put_actions", codec_put_actions, METH_VARARGS, put_actions_doc},
     {"read", codec_read, METH_VARARGS, read_doc},
     {"forget", codec_forget, METH_VARARGS, forget_doc},
     {"agents_of", codec_agents_of, METH_VARARGS, agents_doc},

@@ -224,8 +224,9 @@ void note_state(const Codec *codec, Py_ssize_t number, const Header *header);
 
 /* -- actions.c ----------------------------------------------------------------------------------------------------- */
 
-extern const char write_doc[];
+extern const char write_doc[], put_actions_doc[];
 PyObject *codec_write(PyObject *self, PyObject *args);
+PyObject *codec_put_actions(PyObject *self, PyObject *args);
 PyObject *read_actions(const Codec *codec, char *record); /* NULL without an error if some agents have no column */
 
 /* -- write_transitions.c ------------------------------------------------------------------------------------------- */

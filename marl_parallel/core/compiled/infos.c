@@ -106,12 +106,53 @@ static Outcome put_value(Area *area, PyObject *value, int depth) {
     return PyArray_IsScalar(value, Number) || PyArray_IsScalar(value, Bool) ? put_number(area, value) : LEFT;
 }
 
-/* Write the infos of one environment; LEFT if they have to be pickled. */
+/* Infos with agents in their order, then other keys as they came: a new reference. NULL after an error. */
+static PyObject *in_order(const Codec *codec, PyObject *infos) {
+    Py_ssize_t position = 0, next = 0, agent = 0;
+    PyObject *key, *info;
+    int is_in_order = 1;
+    while (is_in_order && PyDict_Next(infos, &position, &key, &info)) {
+        Outcome outcome = place_of(codec, key, &agent);
+        if (outcome == FAILED) return NULL;
+        if (outcome == DONE) is_in_order = agent >= next;
+        next = outcome == DONE ? agent + 1 : codec->n;
+    }
+    if (is_in_order) {
+        Py_INCREF(infos);
+        return infos;
+    }
+    PyObject *ordered = PyDict_New();
+    for (agent = 0; ordered != NULL && agent < codec->n; agent++) {
+        key = PyTuple_GetItem(codec->agents, agent);
+        info = PyDict_GetItemWithError(infos, key);
+        if (info == NULL ? PyErr_Occurred() != NULL : PyDict_SetItem(ordered, key, info) < 0) Py_CLEAR(ordered);
+    }
+    if (ordered != NULL && PyDict_Merge(ordered, infos, 0) < 0) Py_CLEAR(ordered);
+    return ordered;
+}
+
+/* Write a dict of infos. */
+static Outcome put_infos(const Codec *codec, Area *area, PyObject *infos, int depth) {
+    PyObject *ordered = in_order(codec, infos);
+    if (ordered == NULL) return FAILED;
+    Outcome outcome = put_value(area, ordered, depth);
+    Py_DECREF(ordered);
+    return outcome;
+}
+
+/* Write the infos of one environment, or a pair: those of a last step, and of the reset after it. LEFT if they have to
+   be pickled. */
 Outcome write_infos(const Codec *codec, char *record, PyObject *infos) {
     char *start = record + codec->infos;
     if (codec->infos_nbytes < 8) return LEFT;
     Area area = {start + 8, start + codec->infos_nbytes, 0, 0};
-    Outcome outcome = put_value(&area, infos, 0);
+    Outcome outcome = DONE;
+    if (PyTuple_Check(infos)) {
+        outcome = put_head(&area, 't', 2);
+        for (int i = 0; i < 2 && outcome == DONE; i++) outcome = put_infos(codec, &area, PyTuple_GetItem(infos, i), 1);
+    } else {
+        outcome = put_infos(codec, &area, infos, 0);
+    }
     if (outcome == FAILED) {
         PyErr_Clear(); /* pickle may support it */
         return LEFT;

@@ -66,7 +66,7 @@ static PyObject *read_empty_infos(const Codec *codec, const Header *header) {
 static int add_to_info(PyObject *infos, PyObject *key, PyObject *name, PyObject *value) {
     PyObject *info = PyDict_GetItemWithError(infos, key);
     if (info == NULL && PyErr_Occurred()) return -1;
-    if (info == NULL) {
+    if (info == NULL || info == Py_None) {
         if ((info = PyDict_New()) == NULL) return -1;
         int failed = PyDict_SetItem(infos, key, info) < 0;
         Py_DECREF(info);

@@ -134,6 +134,7 @@ typedef struct {
     PyObject **observations, **finals, **vectors;      /* borrowed, by agent */
     int all[2], any;           /* whether each dict has a flag for `__all__`; whether any agent has a flag */
     int over, are_empty;       /* whether an `__all__` is true; whether all infos are empty and belong to agents */
+    int are_dicts;             /* whether all infos are dicts */
 } Draft;
 
 static Draft empty_draft(const Codec *codec) {
@@ -142,7 +143,7 @@ static Draft empty_draft(const Codec *codec) {
     memset(codec->scratch, 0, 6 * n + 2);
     memset(codec->rewards, 0, 8 * n);
     return (Draft){tags, {tags + n, tags + 2 * n + 1}, presence, presence + n, presence + 2 * n,
-                   codec->values, codec->values + n, codec->values + 2 * n, {0, 0}, 0, 0, 1};
+                   codec->values, codec->values + n, codec->values + 2 * n, {0, 0}, 0, 0, 1, 1};
 }
 
 /* Note the flags of one dict. */
@@ -215,8 +216,9 @@ static Outcome note_infos(const Codec *codec, PyObject *infos, Draft *draft) {
     PyObject *key, *info;
     if (!PyDict_CheckExact(infos)) return LEFT;
     while (PyDict_Next(infos, &position, &key, &info)) {
-        if (!PyDict_CheckExact(info)) return LEFT;
-        Outcome outcome = PyDict_Size(info) == 0 ? place_of(codec, key, &agent) : LEFT;
+        Outcome outcome = LEFT;
+        if (!PyDict_CheckExact(info)) draft->are_dicts = 0;
+        else if (PyDict_Size(info) == 0) outcome = place_of(codec, key, &agent);
         if (outcome == FAILED) return FAILED;
         if (outcome == DONE) draft->presence[agent] |= INFOS_BIT;
         else draft->are_empty = 0;
@@ -352,7 +354,7 @@ Outcome write_any(const Codec *codec, char *record, PyObject *result, PyObject *
     for (int i = 0; i < 5; i++) dicts[i] = PyTuple_GetItem(result, i);
     Draft draft = empty_draft(codec);
     Outcome outcome = note_dicts(codec, dicts, &draft);
-    if (outcome == DONE && draft.over) outcome = LEFT;
+    if (outcome == DONE && (draft.over || !draft.are_dicts)) outcome = LEFT; /* Python checks infos that are no dicts */
     if (outcome == DONE) outcome = note_lives(codec, before, &draft);
     if (outcome == DONE && agents_left == Py_None && !draft.all[0]) outcome = check_any_alive(codec, draft.lives);
     if (outcome != DONE) return outcome;
@@ -390,7 +392,7 @@ static Outcome note_events(const Codec *codec, PyObject *events, const Draft *dr
 const char put_doc[] =
     "put(env_id, transition) -> 0 | 1 | 2\n--\n\n"
     "Write a `Transition`. Returns 1; 2 if its infos, and the infos of its reset, have to be pickled; or 0 if Python has to\n"
-    "write it, since it has values other than numbers that fit their spaces, or unknown agents.";
+    "pickle it, since it has values other than numbers that fit their spaces, or unknown agents.";
 
 PyObject *codec_put(PyObject *self, PyObject *args) {
     Codec *codec = (Codec *)self;
@@ -399,10 +401,11 @@ PyObject *codec_put(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO!:put", &env_id, &PyTuple_Type, &transition)) return NULL;
     char *record = record_of(codec, env_id, &number);
     if (record == NULL) return NULL;
-    if (PyTuple_Size(transition) != 10) {
+    if (PyTuple_Size(transition) != 11) {
         PyErr_SetString(PyExc_ValueError, "expected a Transition");
         return NULL;
     }
+    if (PyTuple_GetItem(transition, 10) != Py_None) return PyLong_FromLong(0); /* masks have no place in a record */
     for (int i = 0; i < 10; i++) parts[i] = PyTuple_GetItem(transition, i);
     PyObject *infos = parts[4], *final = parts[7] == Py_None ? NULL : parts[7];
     PyObject *reset = final == NULL || parts[8] == Py_None ? NULL : parts[8];

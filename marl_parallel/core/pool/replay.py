@@ -313,7 +313,7 @@ class Histories(Extension):
         actions = []
         for record, leftovers in history.steps:
             buffer[start : start + len(record)] = record
-            actions.append(records.read(0, None if leftovers is None else loads(leftovers)))
+            actions.append(records.read(0) if leftovers is None else loads(leftovers))
         return actions
 
 

@@ -24,7 +24,6 @@ from marl_parallel.core import reports
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import both_events, interrupted, renewed, with_report
 from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request, name_of
-from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
@@ -290,25 +289,25 @@ class Restarts(Extension):
         states = self._transitions.states_in_block(slot.env_id)
         if (
             not idle and activity is Activity.STATE and slot.request is Message.STEP
-            and self._transitions.has_next_episode(slot.env_id) and self._transitions.is_whole(slot.env_id)
+            and self._transitions.has_next_episode(slot.env_id)
+            and (last := self._transitions.known(slot.env_id, record.saved)) is not None
         ):  # the step and the automatic reset had ended  # fmt: skip
-            leftovers = loads(record.saved) if record.saved is not None and _can_be_read(record.saved) else None
-            ended = self._transitions.ended(slot.env_id, leftovers)
+            ended = self._transitions.ended_of(last)
             state = None if states is None else states[1]
             return _Unreported(Message.STEP, ended.dicts, state=state, events=ended.events)
         auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
         if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
             return _Unreported(Message.RESET, _NO_DICTS)
-        if auto_reset and _can_be_read(record.saved):
-            record.latest = record.saved
-        elif auto_reset and self._transitions.is_whole(slot.env_id):
-            record.latest = None  # these leftovers cannot be unpickled; all other values are in the record
-        elif auto_reset:  # the step is lost, but has overwritten the record, if that has values
-            auto_reset, partially_written = False, bool(self._transitions.layout.agents)
-        leftovers = None if record.latest is None else loads(record.latest)
-        observations, alive, events = self._transitions.last_known(slot, leftovers, partially_written=partially_written)
+        known = None
+        if auto_reset:
+            known = self._transitions.known(slot.env_id, record.saved)
+            auto_reset = known is not None  # else the step is lost
+        if not auto_reset:
+            known = self._transitions.known(slot.env_id, record.latest)
+        observations, alive, events = self._transitions.last_known(slot, None if partially_written else known)
         if auto_reset:  # the step had ended
-            ended = self._transitions.snapshot(slot.env_id, leftovers)
+            assert known is not None
+            ended = self._transitions.snapshot_of(slot.env_id, known)
             dicts = (observations, *ended.dicts[1:]) if partially_written else ended.dicts
             return _Unreported(Message.STEP, dicts, events=ended.events)
         if record.reported is not None and not partially_written:
@@ -317,8 +316,8 @@ class Restarts(Extension):
         alive, events = ([], {}) if record.needs_reset else (alive, events)
         state = None if states is None else states[0]
         dicts = interrupted(observations, alive, spaces)
-        if self._infos == "last" and alive and not partially_written:
-            dicts = (*dicts[:4], self._transitions.last_infos(slot, leftovers))
+        if self._infos == "last" and alive and known is not None and not partially_written:
+            dicts = (*dicts[:4], self._transitions.last_infos(slot, known))
         return _Unreported(None if idle else Message.STEP, dicts, state=state, events=events)
 
     def _ends_to_come(self, slot: Slot, fault: _Unreported) -> int:
@@ -457,17 +456,6 @@ class Restarts(Extension):
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         return WorkerStats(faults=sum(self._records[env_id].counted for env_id in env_ids))
-
-
-def _can_be_read(pickled: bytes | None) -> bool:
-    """Whether leftovers that nobody has read yet can be unpickled here."""
-    if pickled is None:
-        return True
-    try:
-        loads(pickled)
-    except Exception:
-        return False
-    return True
 
 
 def _kind_of(error: ParallelEnvError) -> str:

@@ -21,18 +21,19 @@ from typing import Any, NamedTuple
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import dicts_of
 from marl_parallel.core.messages import Message, Refusal, Saved
-from marl_parallel.core.pickling import dump_leftovers, dumps, loads
+from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
 from marl_parallel.core.pool.recycling import Recycling
 from marl_parallel.core.pool.replay import Histories
 from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.slots import Slot, Snapshot
+from marl_parallel.core.records import dump_leftovers
 from marl_parallel.core.statistics import Sums
 from marl_parallel.core.transition import ALL, Transition
 from marl_parallel.types import ParallelEnvError
 
-VERSION = 1
+VERSION = 2
 _EXTENSIONS = frozenset(one.saved_as for one in (Rebuilds, Restarts, Recycling, Histories))
 _MAGIC = b"marl_parallel state %d %08x\n"  # the format, and the checksum of the bytes that follow
 
