@@ -80,7 +80,7 @@ from marl_parallel.core.messages import (
 )
 from marl_parallel.core.neighbours import Neighbours
 from marl_parallel.core.pickling import apart, dumps, install_registrations, loads
-from marl_parallel.core.records import ActionRecords, TransitionRecords, dump_leftovers, infos_alone
+from marl_parallel.core.records import ActionRecords, TransitionRecords, conformed, dump_leftovers, infos_alone
 from marl_parallel.core.saved_simulator import (
     CannotBeLoaded,
     CannotBeSaved,
@@ -404,7 +404,7 @@ class Worker:
             self._codec = open_codec(layout, buffer, infos_in_block=infos_in_block, moment=self._moment)
         self._transitions = TransitionRecords(layout, buffer, codec=self._codec)
         self._layout = layout
-        if layout.masks.agents:
+        if layout.masks.agents and self._codec is not None:  # else masks travel in transitions
             self._mask_columns.append(layout.masks)
         if layout.joint is not None:
             self._joint_columns.append(layout.joint)
@@ -478,7 +478,7 @@ class Worker:
         _write_masks(self._mask_columns, env_id, env)
         leftovers = self._transitions.write(env_id, transition)
         if isinstance(leftovers, Transition) and env.mask_spaces:
-            leftovers = leftovers._replace(masks=env.masks())
+            leftovers = leftovers._replace(masks=conformed(env.mask_spaces, env.masks(), "action mask"))
         return None if leftovers is None else dump_leftovers(leftovers)
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
