@@ -604,7 +604,7 @@ class BatchRunner:
         result = leftovers.get(env_id)
         if not isinstance(result, Snapshot):
             result = self.workers.transitions.snapshot(env_id, result)
-        return result.dicts[0]
+        return result.transition.observations
 
     def _check_takes(self, options: Options) -> None:
         if options is not None and not self.takes_options:

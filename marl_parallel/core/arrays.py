@@ -149,7 +149,7 @@ class BlockArrays(ArrayView):
         if transitions.with_joint:
             transitions.clear_joint(self._env_ids if env_ids is None else env_ids)
         acting = None if self._codec is None else self._codec.acting(self._span.start, self._span.stop)
-        if transitions.standings:
+        if transitions.latest:
             acting = self.acting()
             acting = None if acting.all() else acting
         if self.writes_all:
@@ -215,7 +215,7 @@ class BlockArrays(ArrayView):
         mask = np.zeros(self._shape, np.bool_) if codec is None else codec.acting(span.start, span.stop)
         if mask is None:
             mask = np.ones(self._shape, np.bool_)
-        for env_id in self._transitions.standings:
+        for env_id in self._transitions.latest:
             if env_id in span:
                 columns = [self._column[agent] for agent in self._transitions.acting_in(env_id)]
                 mask[env_id - self._first] = False

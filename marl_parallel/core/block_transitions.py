@@ -25,7 +25,6 @@ from marl_parallel.core.episode import (
     add_to_infos,
     dead_after,
     dicts_of,
-    events_of_last,
     interrupted_events,
     is_over,
     needs_actions,
@@ -55,8 +54,8 @@ OF_ONE_STEP = frozenset({ACTION_MASK, EPISODE, FINAL_OBS, RESET_INFO})
 """The keys of infos that say nothing about a later step."""
 
 
-class Standing(NamedTuple):
-    """The state of an environment after its latest result; the lists are read-only."""
+class Latest(NamedTuple):
+    """What the latest transition of an environment says that compiled code has not read; the lists are read-only."""
 
     acting: Sequence[AgentID]
     alive: Sequence[AgentID]
@@ -64,10 +63,11 @@ class Standing(NamedTuple):
     events: Mapping[AgentID, int] = MappingProxyType({})
     dead: Sequence[AgentID] = ()  # the agents that have ended in this episode and not come back
     mark: Mark | None = None
+    states: States | None = None  # the global states, if they are not in the block
 
 
 _BITS_OF_STATES = {"alive": BITS["alive"], "acting": BITS["acting"], "dead": 1}  # see `Codec.agents_of`
-_UNKNOWN = Standing((), (), over=False)
+_UNKNOWN = Latest((), (), over=False)
 
 
 class BlockTransitions(Transitions):
@@ -87,7 +87,7 @@ class BlockTransitions(Transitions):
 
     Attributes:
         codec: Compiled code for the block; None if it is missing.
-        standings: The states of environments that compiled code does not know.
+        latest: The environments whose latest transition compiled code has not read.
         with_joint: The environments whose records have `JOINT` actions.
     """
 
@@ -126,10 +126,9 @@ class BlockTransitions(Transitions):
         self._needs_all = self._pettingzoo or needs_all_actions
         self._local_modules = local_modules
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
-        self.standings: dict[int, Standing] = {}
+        self.latest: dict[int, Latest] = {}
         self.with_joint: set[int] = set()
         self._masks: dict[int, dict[AgentID, Any]] = {}  # masks outside the records; None for a mask in a record
-        self._unrecorded_states: dict[int, States] = {}  # global states outside the records
         self._last_masks: list[dict[AgentID, Any]] | None = None  # of each environment, once the block is dropped
 
     # -- actions -------------------------------------------------------------------------------------------------------
@@ -231,7 +230,7 @@ class BlockTransitions(Transitions):
             return (*zip(*rows),) or ((),) * 5  # five tuples
         columns: Any
         columns, others = self.codec.read(env_ids, leftovers, self.copies)
-        if self.standings or self._masks or self.statistics.dead:
+        if self.latest or self._masks or self.statistics.dead:
             self._note_read(env_ids, others)
         if others is not None:
             place_of = dict(zip(env_ids, range(len(env_ids))))
@@ -248,7 +247,7 @@ class BlockTransitions(Transitions):
     @property
     def notes_reads(self) -> bool:
         """Whether environments that compiled code has read need further notes here."""
-        return bool(self.standings or self._masks or self.statistics.dead)
+        return bool(self.latest or self._masks or self.statistics.dead)
 
     def read_infos(
         self,
@@ -298,36 +297,26 @@ class BlockTransitions(Transitions):
     def _note_read(self, env_ids: Sequence[int], others: Any) -> None:
         """Note that compiled code has read environments, except those that it has left, and knows their states."""
         for env_id in env_ids if others is None else {*env_ids} - {*others[0]}:
-            self.standings.pop(env_id, None)
+            self.latest.pop(env_id, None)
             self._masks.pop(env_id, None)
-            self._unrecorded_states.pop(env_id, None)
             self.statistics.note_alive(env_id, self.alive_in(env_id))
 
-    def _stand(self, env_id: int, standing: Standing) -> None:
-        self.standings[env_id] = standing
+    def _note_latest(self, env_id: int, latest: Latest) -> None:
+        self.latest[env_id] = latest
         if self.codec is not None:
-            self.codec.forget(env_id, standing.over)
+            self.codec.forget(env_id, latest.over)
 
     def _read_one(self, env_id: int, leftovers: Any) -> tuple[dict[Any, Any], ...]:
         """The five dicts of one environment; notes its state."""
         stays_over = self.is_over(env_id)
-        if type(leftovers) is Snapshot:
-            dicts, acting, alive, over, masks, states, events, mark, _ = leftovers
-            dead = [] if dicts[2][ALL] or dicts[3][ALL] else dead_after(events, alive)
-            self._stand(env_id, Standing(acting, alive, over, events, dead, mark))
-            self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **masks}  # the block may have been overwritten
-            if states is not None:
-                self._unrecorded_states[env_id] = states
-            else:
-                self._unrecorded_states.pop(env_id, None)
-        else:
-            self._unrecorded_states.pop(env_id, None)
-            transition = self._whole(self.records, env_id, leftovers)
-            dicts, ended = dicts_of(transition), is_over(transition)
-            over = ended and self.mode is not AutoresetMode.SAME_STEP
-            dead = [] if ended else dead_after(transition.events, transition.alive)
-            self._stand(env_id, Standing(transition.acting, transition.alive, over, transition.events or {}, dead))
-            self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **self._all_masks(env_id, transition)}
+        result = leftovers if type(leftovers) is Snapshot else self._as_snapshot(env_id, leftovers, self.records)
+        transition, over, states, mark = result
+        events = transition.events or {}
+        dead = [] if is_over(transition) else dead_after(events, transition.alive)
+        self._note_latest(env_id, Latest(transition.acting, transition.alive, over, events, dead, mark, states))
+        # None for an agent without a mask, since the block may have another one.
+        self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **(transition.masks or {})}
+        dicts = dicts_of(transition)
         parts = self._add_step(env_id, dicts[1:4], stays_over)
         add_to_infos(dicts[4], EPISODE, parts)
         return dicts
@@ -352,19 +341,16 @@ class BlockTransitions(Transitions):
         for env_id in env_ids:
             self._slots[env_id].has_reset = False
             self._masks.pop(env_id, None)
-            self._stand(env_id, _UNKNOWN)
+            self._note_latest(env_id, _UNKNOWN)
 
     def snapshot(self, env_id: int, leftovers: Any) -> Snapshot:
         """A copy of the transition of one environment; the state of the environment is not noted."""
-        return self.snapshot_of(env_id, self._whole(self._own, env_id, leftovers))
+        return self._as_snapshot(env_id, leftovers, self._own)
 
-    def snapshot_of(self, env_id: int, transition: Transition) -> Snapshot:
-        """The `snapshot` of a transition that is in the record of an environment."""
-        dicts, ended, masks = dicts_of(transition), is_over(transition), self._all_masks(env_id, transition)
-        over = ended and self.mode is not AutoresetMode.SAME_STEP
-        events = transition.events or {}
-        final = transition.final_observations
-        return Snapshot(dicts, transition.acting, transition.alive, over, masks, events=events, final=final)
+    def _as_snapshot(self, env_id: int, leftovers: Any, records: TransitionRecords) -> Snapshot:
+        transition = self._whole(records, env_id, leftovers)
+        over = is_over(transition) and self.mode is not AutoresetMode.SAME_STEP
+        return Snapshot(transition._replace(masks=self._all_masks(env_id, transition)), over)
 
     def transition(self, env_id: int, leftovers: Any) -> Transition:
         """A copy of the transition in the record of an environment, with its leftovers."""
@@ -377,16 +363,6 @@ class BlockTransitions(Transitions):
     def has_next_episode(self, env_id: int) -> bool:
         """Whether the latest step of an environment has ended an episode and begun the next one."""
         return self.records.is_final(env_id)
-
-    def ended(self, env_id: int, leftovers: Any) -> Snapshot:
-        """As `snapshot`, for an environment that `has_next_episode`: the last step of the old episode."""
-        return self.ended_of(self._own.read(env_id, leftovers))
-
-    def ended_of(self, last: Transition) -> Snapshot:
-        """As `ended`, of a last step, with or without the beginning of the next episode."""
-        observations = last.observations if last.final_observations is None else last.final_observations
-        dicts = observations, last.rewards, last.terminateds, last.truncateds, {**last.infos}
-        return Snapshot(dicts, [], [], over=True, events=events_of_last(last.events))
 
     def known(self, env_id: int, pickled: bytes | None) -> Transition | None:
         """A copy of the transition in the record of an environment, with its pickled leftovers, after a fault.
@@ -424,9 +400,9 @@ class BlockTransitions(Transitions):
 
     def final_observations(self, env_id: int, leftovers: Any) -> Mapping[AgentID, Any]:
         """The last observations of an episode that has ended in the step in which the next one has begun."""
-        if type(leftovers) is Snapshot:
-            return leftovers.final or {}
-        return self.records.read(env_id, leftovers).final_observations or {}
+        is_snapshot = type(leftovers) is Snapshot
+        transition = leftovers.transition if is_snapshot else self.records.read(env_id, leftovers)
+        return transition.final_observations or {}
 
     def last_infos(self, slot: Slot, last: Transition) -> dict[AgentID, dict[Any, Any]]:
         """The latest infos of one environment's agents, of which those of an automatic reset come last.
@@ -454,7 +430,7 @@ class BlockTransitions(Transitions):
         if slot.request is not None or slot.skips or not slot.has_reset:  # in flight, or rebuilt
             return {}
         masks: dict[AgentID, Any] = {}
-        if env_id not in self.standings:
+        if env_id not in self.latest:
             observed = self.records.observed(env_id)
             masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
             masks |= self.layout.masks.reported(env_id)
@@ -542,13 +518,13 @@ class BlockTransitions(Transitions):
         return self._agents((env_id,), "alive")[0]
 
     def _agents(self, env_ids: Sequence[int], which: str) -> list[Sequence[AgentID]]:
-        """The agents that are alive, act or are dead (a field of `Standing`), in neighbouring environments."""
+        """The agents that are alive, act or are dead (a field of `Latest`), in neighbouring environments."""
         bounds, lists = (env_ids[0], env_ids[-1] + 1), list[Sequence[AgentID]]()
         codec = self.codec
         lists = [()] * len(env_ids) if codec is None else codec.agents_of(*bounds, _BITS_OF_STATES[which])
-        for env_id in env_ids if self.standings else ():
-            if (standing := self.standings.get(env_id)) is not None:
-                lists[env_id - env_ids[0]] = getattr(standing, which)
+        for env_id in env_ids if self.latest else ():
+            if (latest := self.latest.get(env_id)) is not None:
+                lists[env_id - env_ids[0]] = getattr(latest, which)
         return lists
 
     @property
@@ -557,18 +533,18 @@ class BlockTransitions(Transitions):
 
     def events_in(self, env_id: int) -> Mapping[AgentID, int]:
         """The events of the latest transition of an environment that has been read."""
-        standing = self.standings.get(env_id)
-        return self.records.events_in(env_id) if standing is None else standing.events
+        latest = self.latest.get(env_id)
+        return self.records.events_in(env_id) if latest is None else latest.events
 
     def mark_of(self, env_id: int) -> Mark | None:
         """Why an environment is another one than before its latest transition; None if it is not."""
-        standing = self.standings.get(env_id)
-        return None if standing is None else standing.mark
+        latest = self.latest.get(env_id)
+        return None if latest is None else latest.mark
 
     def is_over(self, env_id: int) -> bool:
         codec = self.codec
-        if codec is None or env_id in self.standings:
-            return self.standings.get(env_id, _UNKNOWN).over
+        if codec is None or env_id in self.latest:
+            return self.latest.get(env_id, _UNKNOWN).over
         over: bool = codec.is_over(env_id)
         return over
 
@@ -581,7 +557,7 @@ class BlockTransitions(Transitions):
             return
         self._last_masks = [*map(self.masks, self.env_ids)]
         every = enumerate(zip(self.acting, self.alive, self.over))
-        self.standings = {env_id: Standing(acting, alive, over) for env_id, (acting, alive, over) in every}
+        self.latest = {env_id: Latest(acting, alive, over) for env_id, (acting, alive, over) in every}
         layout = self.layout
         self.layout = Layout(layout.schema, layout.num_records, arrays=bool(layout.agents))  # without the block
         self.codec = None
@@ -610,8 +586,9 @@ class BlockTransitions(Transitions):
         assert state is not None
         assert final_state is not None
         current, final = state.array[:, 0], final_state.array[:, 0]
-        if self._unrecorded_states:
+        unrecorded = {env_id: one.states for env_id, one in self.latest.items() if one.states is not None}
+        if unrecorded:
             current, final = current.copy(), final.copy()
-            for env_id, (latest, latest_final) in self._unrecorded_states.items():
+            for env_id, (latest, latest_final) in unrecorded.items():
                 current[env_id], final[env_id] = latest, latest_final
         return current, final

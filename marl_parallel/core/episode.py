@@ -282,12 +282,7 @@ class Episode:
 
     def begin_next(self, last: Transition) -> Transition:
         """Begin the next episode in a step: the first observations, with the rewards, flags and infos of `last`."""
-        first = self.reset({})
-        return Transition(
-            first.observations, last.rewards, last.terminateds, last.truncateds, last.infos, first.alive, first.acting,
-            final_observations=last.observations, reset_infos=first.infos,
-            events=both_events(last.events, first.events),
-        )  # fmt: skip
+        return joined(last, self.reset({}))
 
     def postpone_reset(self, keywords: Mapping[str, Any]) -> None:
         """Postpone the reset of a new simulator, with these keywords; until then, the episode counts as truncated."""
@@ -524,27 +519,40 @@ def no_rewards(agents: Iterable[AgentID], reward_spaces: Mapping[AgentID, Space[
 
 
 def interrupted(
-    observations: dict[AgentID, Any], alive: Iterable[AgentID], reward_spaces: Mapping[AgentID, Space[Any]]
-) -> Dicts:
-    """The dicts of a step that a fault has interrupted or prevented: all agents that were alive are truncated."""
+    observations: dict[AgentID, Any],
+    alive: Iterable[AgentID],
+    reward_spaces: Mapping[AgentID, Space[Any]],
+    events: dict[AgentID, int],
+) -> Transition:
+    """A step that a fault has interrupted or prevented: all agents that were alive are truncated."""
     alive = list(alive)
-    return (
-        observations,
-        no_rewards(alive, reward_spaces),
-        {**dict.fromkeys(alive, False), ALL: False},
-        {**dict.fromkeys(alive, True), ALL: True},
-        {},
-    )
+    terminateds, truncateds = ({**dict.fromkeys(alive, flag), ALL: flag} for flag in (False, True))
+    rewards = no_rewards(alive, reward_spaces)
+    return Transition(observations, rewards, terminateds, truncateds, {}, [], [], events=events, masks={})
 
 
-def both_events(last: Mapping[AgentID, int] | None, first: Mapping[AgentID, int] | None) -> dict[AgentID, int]:
-    """The events of a step that ends an episode, in which the next one begins."""
-    last, first = events_of_last(last), first or {}
-    return {agent: last.get(agent, 0) | first.get(agent, 0) for agent in {**last, **first}}
+def joined(last: Transition, first: Transition) -> Transition:
+    """The last step of an episode, in which the next one begins, with its `first` transition."""
+    ends, begins = events_of_last(last.events), first.events or {}
+    return Transition(
+        first.observations, last.rewards, last.terminateds, last.truncateds, last.infos, first.alive, first.acting,
+        final_observations=last.observations, reset_infos=first.infos,
+        events={agent: ends.get(agent, 0) | begins.get(agent, 0) for agent in {**ends, **begins}}, masks=first.masks,
+    )  # fmt: skip
+
+
+def last_of(transition: Transition) -> Transition:
+    """The last step of an episode, without the beginning of the next one."""
+    observations = transition.final_observations
+    return transition._replace(
+        observations=transition.observations if observations is None else observations,
+        infos={**transition.infos}, alive=[], acting=[], final_observations=None, reset_infos=None,
+        events=events_of_last(transition.events), masks={},
+    )  # fmt: skip
 
 
 def events_of_last(events: Mapping[AgentID, int] | None) -> dict[AgentID, int]:
-    """The part of `both_events` that belongs to the episode that has ended."""
+    """The events of a last step that belong to the episode that has ended."""
     return {agent: last for agent, bits in (events or {}).items() if (last := bits & ~BEGAN)}
 
 
@@ -559,22 +567,8 @@ def dead_after(events: Mapping[AgentID, int] | None, alive: Iterable[AgentID]) -
     return [agent for agent, bits in (events or {}).items() if bits & (WAS_DEAD | ENDED) and agent not in going_on]
 
 
-def with_report(dicts: Dicts, report: str) -> Dicts:
-    """The same dicts with the report of a restart in their infos."""
-    common = dicts[4].get(COMMON)
-    restart = {"restarted": True, "error": report, **(common if isinstance(common, dict) else {})}
-    return (*dicts[:4], {**dicts[4], COMMON: restart})
-
-
-def recycled(dicts: Dicts) -> Dicts:
-    """The same dicts with the mark of an environment that replaces another one in their infos."""
-    common = dicts[4].get(COMMON)
-    mark = {"recycled": True, **(common if isinstance(common, dict) else {})}
-    return (*dicts[:4], {**dicts[4], COMMON: mark})
-
-
-def renewed(interrupted: Dicts, fresh: Dicts) -> Dicts:
-    """The dicts of a step with `SAME_STEP`: those of the old episode, with the reset of the fresh environment."""
-    infos = dict(interrupted[4])
-    with_final(infos, interrupted[0], fresh[4])
-    return (fresh[0], *interrupted[1:4], infos)
+def with_common(transition: Transition, **values: Any) -> Transition:
+    """The same transition with values in the infos of the whole environment, where these have no such names."""
+    common = transition.infos.get(COMMON)
+    values |= common if isinstance(common, dict) else {}
+    return transition._replace(infos={**transition.infos, COMMON: values})

@@ -47,7 +47,7 @@ class Transition(NamedTuple):
         final_observations: The old episode's last observations, if the new one has begun in the same step.
         reset_infos: The infos of that reset.
         events: The events of each agent that has some; None if all agents that are observed or rewarded go on.
-        masks: The action masks that `MultiAgentEnv.masks` returns, if they travel with the transition; else None.
+        masks: The action masks that `MultiAgentEnv.masks` returns; None if they are in the block, or there are none.
     """
 
     observations: dict[AgentID, Any]
@@ -62,6 +62,9 @@ class Transition(NamedTuple):
     events: dict[AgentID, int] | None = None
     masks: Mapping[AgentID, Any] | None = None
 
+
+NOTHING = Transition({}, {}, {}, {}, {}, (), (), events={}, masks={})
+"""Of an environment that has neither been reset nor stepped."""
 
 Leftovers: TypeAlias = Transition | dict[str, Any]
 """What of a transition is pickled: all of it, or the dicts `infos` and `reset_infos` if the rest is in a record."""

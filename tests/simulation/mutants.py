@@ -32,7 +32,7 @@ MUTATIONS = [
     Mutation(
         "a reset after a fault has no report",
         "pool/restarts.py",
-        "result = fresh._replace(dicts=with_report(fresh.dicts, fault.report), mark=Mark.RESTARTED)",
+        "result = fresh._replace(transition=transition, mark=Mark.RESTARTED)",
         "result = fresh",
     ),
     Mutation(
@@ -412,8 +412,8 @@ MUTATIONS = [
     Mutation(
         "masks of the environment before a restart stay",
         "block_transitions.py",
-        "            self._masks.pop(env_id, None)\n            self._stand(env_id, _UNKNOWN)",
-        "            self._stand(env_id, _UNKNOWN)",
+        "            self._masks.pop(env_id, None)\n            self._note_latest(env_id, _UNKNOWN)",
+        "            self._note_latest(env_id, _UNKNOWN)",
         blind=True,
         survives="nothing is wrong: before its first reset, none are returned; its result replaces them",
     ),

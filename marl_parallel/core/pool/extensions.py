@@ -25,12 +25,12 @@ If no extension deals with the fault, `on_raise` follows `on_fault` for an `EnvE
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request
 from marl_parallel.core.pool.slots import Slot
+from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import Running
 from marl_parallel.types import EnvError, ParallelEnvError, WorkerStats
 
@@ -59,9 +59,8 @@ class Interrupted(NamedTuple):
     """The request that a fault has interrupted, and its result for the caller."""
 
     message: Message | None  # STEP, or RESET (also a reset that was due); None for an idle environment
-    dicts: Dicts  # for the caller, without the additions of the fresh environment
+    transition: Transition  # without the beginning of an episode in the fresh environment
     keywords: bytes | None = None  # of the caller's reset, pickled
-    events: Mapping[AgentID, int] = {}  # of the agents in this result
 
 
 class Extension:

@@ -28,14 +28,15 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core import reports
 from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.episode import both_events, recycled, renewed
+from marl_parallel.core.episode import joined, last_of, with_common
 from marl_parallel.core.messages import Failure, Message, Reply, Request
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Interrupted
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
-from marl_parallel.core.pool.slots import Mark, Slot, Snapshot, State
+from marl_parallel.core.pool.slots import Mark, Slot, State
 from marl_parallel.core.reports import first_line, logger
+from marl_parallel.core.transition import NOTHING, Transition
 from marl_parallel.types import RecyclePolicy, WorkerStats
 
 _REPLACED_ALREADY = "This worker's environments had already been replaced"
@@ -73,7 +74,7 @@ class _Record:
     first_episode: int = 0  # the number of ended episodes at that time
     recycled: int = 0
     phase: Phase = Phase.STAYS
-    ending: Snapshot | None = None  # with SAME_STEP, from WAITING on: the last step of the old environment
+    ending: Transition | None = None  # with SAME_STEP, from WAITING on: the last step of the old environment
     result: tuple[bytes | None, float] = None, 0.0  # as `ending`: its pickled leftovers, and when they came
     request: Request | None = None  # else: the request that the old environment would have got, for it alone
 
@@ -390,7 +391,8 @@ class Recycling(Extension):
                 return result
             if not self._moves(slot, ends=1):
                 return result
-            record.ending, record.result = self._transitions.ended(slot.env_id, result), (leftovers, completed)
+            last = last_of(self._transitions.transition(slot.env_id, result))
+            record.ending, record.result = last, (leftovers, completed)
             self._begin_move(slot)
             return HELD
         phase, record.phase = record.phase, Phase.STAYS
@@ -398,12 +400,10 @@ class Recycling(Extension):
         if phase is Phase.GOES_ON:
             return result
         first = self._transitions.snapshot(slot.env_id, result)
-        dicts, over, events, final = first.dicts, first.over, first.events, None
+        transition, over = first.transition, first.over
         if ending is not None:
-            final = ending.dicts[0]
-            dicts, over = renewed(ending.dicts, first.dicts), False
-            events = both_events(ending.events, first.events)
-        return first._replace(dicts=recycled(dicts), over=over, events=events, mark=Mark.RECYCLED, final=final)
+            transition, over = joined(ending, transition), False
+        return first._replace(transition=with_common(transition, recycled=True), over=over, mark=Mark.RECYCLED)
 
     def _begin_move(self, slot: Slot) -> None:
         """Let the next episode of an environment begin in the new one, as soon as that is ready."""
@@ -536,11 +536,11 @@ class Recycling(Extension):
         if record.phase is Phase.STAYS:
             return None
         if record.ending is not None:
-            return Interrupted(Message.STEP, record.ending.dicts, events=record.ending.events)
+            return Interrupted(Message.STEP, record.ending)
         keywords = None
         if record.request is not None and record.request.message is Message.RESET:
             keywords = record.request.payload[slot.env_id]
-        return Interrupted(Message.RESET, ({}, {}, {}, {}, {}), keywords)
+        return Interrupted(Message.RESET, NOTHING, keywords)
 
     def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
         for slot, more in zip(slots, ends, strict=True):

@@ -19,17 +19,17 @@ from typing import Any, Literal, NamedTuple
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from marl_parallel.adapters.protocol import AgentID, Dicts
+from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.core import reports
 from marl_parallel.core.block_transitions import BlockTransitions
-from marl_parallel.core.episode import both_events, interrupted, renewed, with_report
+from marl_parallel.core.episode import interrupted, is_over, joined, last_of, with_common
 from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request, name_of
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
 from marl_parallel.core.pool.slots import Mark, Slot, Snapshot, State
 from marl_parallel.core.reports import first_line, logger
-from marl_parallel.core.transition import ALL
+from marl_parallel.core.transition import NOTHING, Transition
 from marl_parallel.core.worker_status import Activity, Running
 from marl_parallel.types import (
     EnvError,
@@ -44,18 +44,16 @@ from marl_parallel.types import (
 )
 
 _EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy to go on with a fresh environment"
-_NO_DICTS: Dicts = ({}, {}, {}, {}, {})
 
 
 class _Unreported(NamedTuple):
     """A fault that has not been reported to the caller yet."""
 
     interrupted: Message | None  # see `Interrupted`
-    dicts: Dicts
+    transition: Transition  # for the caller, without the beginning of an episode in the fresh environment
     report: str = ""  # the text of the error
     state: NDArray[Any] | None = None  # the last known state, if the step did not end; None without states
     next_result: Snapshot | None = None  # of an environment that was idle, once it has been rebuilt
-    events: Mapping[AgentID, int] = {}  # of the agents in `dicts`
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +157,7 @@ class Restarts(Extension):
         report = record.fault.report  # the environment was idle
         self._set_fault(slot, None)
         snapshot = self._transitions.snapshot(slot.env_id, result)
-        return snapshot._replace(dicts=with_report(snapshot.dicts, report), mark=Mark.RESTARTED)
+        return snapshot._replace(transition=_with_report(snapshot.transition, report), mark=Mark.RESTARTED)
 
     def on_last_step(self, slot: Slot, leftovers: bytes | None) -> None:
         self._records[slot.env_id].saved = leftovers
@@ -282,7 +280,7 @@ class Restarts(Extension):
         held = self._pool.what_is_interrupted(slot)
         if held is not None:
             record.keywords = held.keywords
-            return _Unreported(held.message, held.dicts, events=held.events)
+            return _Unreported(held.message, held.transition)
         activity, partially_written = None, False
         if running is not None and running.env_id == slot.env_id:
             activity, partially_written = running.activity, not (running.inside or idle)
@@ -292,12 +290,10 @@ class Restarts(Extension):
             and self._transitions.has_next_episode(slot.env_id)
             and (last := self._transitions.known(slot.env_id, record.saved)) is not None
         ):  # the step and the automatic reset had ended  # fmt: skip
-            ended = self._transitions.ended_of(last)
-            state = None if states is None else states[1]
-            return _Unreported(Message.STEP, ended.dicts, state=state, events=ended.events)
+            return _Unreported(Message.STEP, last_of(last), state=None if states is None else states[1])
         auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
         if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
-            return _Unreported(Message.RESET, _NO_DICTS)
+            return _Unreported(Message.RESET, NOTHING)
         known = None
         if auto_reset:
             known = self._transitions.known(slot.env_id, record.saved)
@@ -307,18 +303,17 @@ class Restarts(Extension):
         observations, alive, events = self._transitions.last_known(slot, None if partially_written else known)
         if auto_reset:  # the step had ended
             assert known is not None
-            ended = self._transitions.snapshot_of(slot.env_id, known)
-            dicts = (observations, *ended.dicts[1:]) if partially_written else ended.dicts
-            return _Unreported(Message.STEP, dicts, events=ended.events)
+            last = last_of(known)
+            return _Unreported(Message.STEP, last._replace(observations=observations) if partially_written else last)
         if record.reported is not None and not partially_written:
             observations = copy.deepcopy(record.reported)
         spaces = self._transitions.layout.schema.reward_spaces
         alive, events = ([], {}) if record.needs_reset else (alive, events)
         state = None if states is None else states[0]
-        dicts = interrupted(observations, alive, spaces)
+        transition = interrupted(observations, alive, spaces, events)
         if self._infos == "last" and alive and known is not None and not partially_written:
-            dicts = (*dicts[:4], self._transitions.last_infos(slot, known))
-        return _Unreported(None if idle else Message.STEP, dicts, state=state, events=events)
+            transition = transition._replace(infos=self._transitions.last_infos(slot, known))
+        return _Unreported(None if idle else Message.STEP, transition, state=state)
 
     def _ends_to_come(self, slot: Slot, fault: _Unreported) -> int:
         """How many ends of episodes the caller still receives: in a result that has come, and in the report."""
@@ -326,8 +321,7 @@ class Restarts(Extension):
             return 0
         ends, over = 0, self._transitions.is_over(slot.env_id)
         if slot.state is State.DONE:
-            _, _, terminateds, truncateds, _ = slot.result.dicts
-            ends = int(not over and (terminateds[ALL] or truncateds[ALL]))
+            ends = int(not over and is_over(slot.result.transition))
             over = slot.result.over
         return ends + (slot.has_reset and not over)
 
@@ -335,8 +329,9 @@ class Restarts(Extension):
         """Mark an environment as failed; `fault` is what `_cut_off` has returned."""
         if not fault.report:
             report = str(error)
-            dicts = fault.dicts if fault.interrupted is Message.RESET else with_report(fault.dicts, report)
-            fault = fault._replace(dicts=dicts, report=report)
+            if fault.interrupted is not Message.RESET:
+                fault = fault._replace(transition=_with_report(fault.transition, report))
+            fault = fault._replace(report=report)
         self._set_fault(slot, fault._replace(next_result=None))
 
     def _request(self, slot: Slot, error: ParallelEnvError) -> Rebuild:
@@ -410,18 +405,19 @@ class Restarts(Extension):
                 self._pool.latest[slot.env_id] = pickled
             fresh = self._transitions.snapshot(slot.env_id, leftovers)
             if fault.interrupted is Message.RESET:
-                result = fresh._replace(dicts=with_report(fresh.dicts, fault.report), mark=Mark.RESTARTED)
+                transition = _with_report(fresh.transition, fault.report)
+                result = fresh._replace(transition=transition, mark=Mark.RESTARTED)
             else:
                 states = self._transitions.states_in_block(slot.env_id)
                 if states is not None and fault.state is not None:
                     states = states[0], fault.state
-                dicts, events = renewed(fault.dicts, fresh.dicts), both_events(fault.events, fresh.events)
-                result = fresh._replace(dicts=dicts, over=False, states=states, events=events, mark=Mark.RESTARTED)
-                result = result._replace(final=fault.dicts[0])
+                transition = joined(fault.transition, fresh.transition)
+                result = Snapshot(transition, over=False, states=states, mark=Mark.RESTARTED)
         else:
             states = None if fault.state is None else (fault.state, fault.state)
-            result = Snapshot(fault.dicts, [], [], over=True, states=states, events=fault.events, mark=Mark.RESTARTED)
-            record.needs_reset, record.reported = True, copy.deepcopy(fault.dicts[0])  # the dicts belong to the caller
+            result = Snapshot(fault.transition, over=True, states=states, mark=Mark.RESTARTED)
+            observations = copy.deepcopy(fault.transition.observations)  # the dicts belong to the caller
+            record.needs_reset, record.reported = True, observations
         if fault.interrupted is None:
             self._set_fault(slot, fault._replace(next_result=result))
             return None
@@ -456,6 +452,10 @@ class Restarts(Extension):
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         return WorkerStats(faults=sum(self._records[env_id].counted for env_id in env_ids))
+
+
+def _with_report(transition: Transition, report: str) -> Transition:
+    return with_common(transition, restarted=True, error=report)
 
 
 def _kind_of(error: ParallelEnvError) -> str:

@@ -128,17 +128,19 @@ class SavedStates:
         masks, unreported = transitions.masks(env_id), _unreported(extensions)
         pickled = self._pool.replaced.get(env_id)
         if unreported is not None:  # an unreported restart: the record may belong to the new environment
-            observations, flags = unreported.dicts[0], {ALL: False}
-            result = Snapshot((observations, {}, flags, {**flags}, {}), acting, alive, over, masks, events={})
-            transition = _as_transition(unreported.next_result or result)
+            observations, flags = unreported.transition.observations, {ALL: False}
+            before = Transition(observations, {}, flags, {**flags}, {}, alive, acting, events={}, masks=masks)
+            result = Snapshot(before, over)
+            transition = _in_record(unreported.next_result or result)
         elif pickled is not None:  # the record may be partially written
-            result = loads(pickled)._replace(acting=acting, alive=alive, over=over, masks=masks)
-            transition = _as_transition(result)
+            result = loads(pickled)
+            received = result.transition._replace(acting=acting, alive=alive, masks=masks)
+            result = result._replace(transition=received, over=over)
+            transition = _in_record(result)
         else:
             leftovers = self._pool.latest.get(env_id) if transitions.records.has_leftovers(env_id) else None
             transition = transitions.transition(env_id, None if leftovers is None else loads(leftovers))
-            events, final = transition.events or {}, transition.final_observations
-            result = Snapshot(dicts_of(transition), acting, alive, over, masks, events=events, final=final)
+            result = Snapshot(transition._replace(acting=acting, alive=alive, masks=masks), over)
         is_replaced = unreported is not None or pickled is not None
         sums = transitions.statistics.save(env_id)
         return EnvState(
@@ -271,5 +273,7 @@ def _unreported(extensions: Mapping[str, Any]) -> Any:
     return getattr(extensions.get(Restarts.saved_as), "fault", None)
 
 
-def _as_transition(result: Snapshot) -> Transition:
-    return Transition(*result.dicts, alive=result.alive, acting=result.acting, events={**result.events})
+def _in_record(result: Snapshot) -> Transition:
+    """The transition of a result as the record has it, which may belong to a new environment."""
+    transition = result.transition
+    return Transition(*dicts_of(transition), transition.alive, transition.acting, events={**(transition.events or {})})

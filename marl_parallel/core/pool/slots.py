@@ -19,15 +19,15 @@ again. `check` compares a slot with this table.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 from numpy.typing import NDArray
 
-from marl_parallel.adapters.protocol import AgentID, Dicts
 from marl_parallel.core.messages import Failure, Message, Reply, Request
+from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import Running, WorkerStatus
 from marl_parallel.types import WorkerStats
 
@@ -43,17 +43,12 @@ class Mark(Enum):
 
 
 class Snapshot(NamedTuple):
-    """A copy of a transition, and the state of its environment after it."""
+    """A copy of a transition, and what else its caller receives."""
 
-    dicts: Dicts
-    acting: Sequence[AgentID]
-    alive: Sequence[AgentID]
-    over: bool
-    masks: dict[AgentID, Any] = {}  # noqa: RUF012  # all action masks that were reported; read-only
+    transition: Transition  # with all action masks that were reported; read-only
+    over: bool  # whether the episode has ended and no reset has followed
     states: States | None = None  # set only if the states in the block may have been overwritten
-    events: Mapping[AgentID, int] = {}  # of the agents, as of `Transition`
     mark: Mark | None = None
-    final: Mapping[AgentID, Any] | None = None  # the last observations, if the next episode has begun in the same step
 
 
 class Results(NamedTuple):
