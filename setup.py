@@ -20,7 +20,7 @@ REPOSITORY = f"{SERVER}/{NAME}" if SERVER and NAME else None
 
 
 def compiled(name: str, sources: list[str], **arguments: Any) -> Extension:
-    """Compiled code for all releases of Python from 3.10 on; without a compiler, Python does the same."""
+    """Compiled code for all releases of Python from 3.10 on; without a compiler, the package does without it."""
     macros = [("Py_LIMITED_API", "0x030A0000")]
     return Extension(name, sources, define_macros=macros, py_limited_api=True, optional=True, **arguments)
 

@@ -82,7 +82,6 @@ def _masks_by_agent(
     return masks, others
 
 
-_INFOS = {"infos", "reset_infos"}
 _REWARDED, _FINALLY_OBSERVED = BITS["rewards"], BITS["final_observations"]
 _INTEGERS_OF_64_BITS = np.dtype(int).itemsize == 8  # NumPy's default; the block has 64 bits
 _FINALS = Arrays._fields.index("final_observations")  # this field and the next one have a meaning in some steps only
@@ -238,9 +237,7 @@ class BlockArrays(ArrayView):
         fields, others = self._read_block(leftovers, notes=True)
         incomplete: list[int] = []
         if others is not None or transitions.notes_reads:
-            of_infos = {
-                env_id: more for env_id, more in leftovers.items() if type(more) is dict and more.keys() <= _INFOS
-            }
+            of_infos = {env_id: more for env_id, more in leftovers.items() if type(more) is dict}
             incomplete = sorted(leftovers.keys() - of_infos.keys())
             transitions.read_infos(fields[8], others, self._env_ids, of_infos, incomplete)
         if type(fields[8]) is tuple:
@@ -370,14 +367,18 @@ class BlockArrays(ArrayView):
     def _put_finals(self, arrays: Arrays, env_id: int, leftovers: Any) -> Arrays:
         """The same arrays with the last observations of one environment, if its episode has ended."""
         row = env_id - self._first
-        if not arrays.terminated[row] and not arrays.truncated[row]:
+        same_step = self._transitions.mode is AutoresetMode.SAME_STEP
+        is_over = arrays.terminated[row] or arrays.truncated[row]
+        if not is_over and not (same_step and arrays.final_observations):
             return arrays
-        if self._transitions.mode is not AutoresetMode.SAME_STEP:
+        if not same_step:
             return arrays._replace(final_observations=arrays.observations, finally_observed=arrays.observed)
         arrays = arrays if arrays.final_observations else self._with_no_finals(arrays)
         arrays.finally_observed[row] = False
         for of_group in arrays.final_observations:
             stacking.clear(of_group, row)
+        if not is_over:  # the record still had those of an earlier step
+            return arrays
         for agent, observation in self._transitions.final_observations(env_id, leftovers).items():
             if observation is not None:
                 group, place = self.places[self._known(env_id, agent)]
@@ -403,6 +404,7 @@ class BlockArrays(ArrayView):
         row = env_id - self._first
         self._clear(arrays, env_id)
         self._put_observations(arrays, env_id, observations)
+        self._from_dicts[env_id] = observations, arrays.observed[row].copy()  # also if a reward raises
         for agent, reward in rewards.items():
             place = row, self._column[self._known(env_id, agent)]
             arrays.rewarded[place] = True

@@ -128,7 +128,7 @@ class BlockTransitions(Transitions):
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
         self.latest: dict[int, Latest] = {}
         self.with_joint: set[int] = set()
-        self._masks: dict[int, dict[AgentID, Any]] = {}  # masks outside the records; None for a mask in a record
+        self._masks: dict[int, Mapping[AgentID, Any]] = {}  # masks outside the records; all of those in `latest`
         self._last_masks: list[dict[AgentID, Any]] | None = None  # of each environment, once the block is dropped
 
     # -- actions -------------------------------------------------------------------------------------------------------
@@ -314,8 +314,7 @@ class BlockTransitions(Transitions):
         events = transition.events or {}
         dead = [] if is_over(transition) else dead_after(events, transition.alive)
         self._note_latest(env_id, Latest(transition.acting, transition.alive, over, events, dead, mark, states))
-        # None for an agent without a mask, since the block may have another one.
-        self._masks[env_id] = {**dict.fromkeys(self.layout.agents), **(transition.masks or {})}
+        self._masks[env_id] = transition.masks or {}
         dicts = dicts_of(transition)
         parts = self._add_step(env_id, dicts[1:4], stays_over)
         add_to_infos(dicts[4], EPISODE, parts)
@@ -367,7 +366,7 @@ class BlockTransitions(Transitions):
     def known(self, env_id: int, pickled: bytes | None) -> Transition | None:
         """A copy of the transition in the record of an environment, with its pickled leftovers, after a fault.
 
-        Without infos if these do not unpickle, or do not go with the record; None if all is lost.
+        Without infos if these do not unpickle, or do not go with the record; None if all is lost, or not written yet.
         """
         try:
             leftovers = None if pickled is None else loads(pickled)
@@ -375,14 +374,17 @@ class BlockTransitions(Transitions):
             leftovers = None
         no_infos: dict[str, Any] = {"infos": {}}
         possible = [one for one in (leftovers, None, no_infos) if self._own.goes_with(env_id, one)]
-        return self._own.read(env_id, possible[0]) if possible else None
+        try:
+            return self._whole(self._own, env_id, possible[0]) if possible else None
+        except ValueError:  # it is partially written
+            return None
 
     def last_known(
         self, slot: Slot, known: Transition | None
     ) -> tuple[dict[AgentID, Any], Sequence[AgentID], dict[AgentID, int]]:
         """The last observations of one environment, the agents alive, and their events if it ends now.
 
-        `known` is its latest transition. The observations are zeros if it is None.
+        `known` is its latest transition; without one, the observations are zeros.
         """
         if not slot.has_reset:
             return {}, [], {}
@@ -392,8 +394,7 @@ class BlockTransitions(Transitions):
             observations = {agent: zeros(declared[agent]) for agent in alive if agent in declared}
             return observations, [*alive], interrupted_events(alive, dead)
         observations, alive = known.observations, known.alive
-        # A record that was never written has no flags.
-        ended = known.terminateds.get(ALL) or known.truncateds.get(ALL)
+        ended = is_over(known)
         if ended and self.mode is not AutoresetMode.SAME_STEP:  # all lives have ended
             return observations, alive, {}
         return observations, alive, interrupted_events(alive, [] if ended else dead_after(known.events, alive))
@@ -487,7 +488,7 @@ class BlockTransitions(Transitions):
             for agent, seen in observations.items()
             if type(seen) is not np.ndarray and (mask := mask_of(seen, None)) is not None
         }
-        found |= {agent: own_mask(mask) for agent, mask in masks.items()}
+        found |= {agent: own_mask(mask) for agent, mask in masks.items() if mask is not None}
         return found | self._masks_in(infos, [*transition.acting, *observations])
 
     def _masks_in(self, infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[AgentID, Any]:

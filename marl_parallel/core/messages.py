@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 from marl_parallel.core.generators import Origin
 from marl_parallel.core.script_generators import Originals
+from marl_parallel.core.worker_status import Activity
 
 
 class Message(Enum):
@@ -65,6 +66,7 @@ class Failure(NamedTuple):
     to_do: str = ""  # the advice if a restart cannot help, as with a wrong `adapter=`
     kinds: Sequence[str] = ()  # by `name_of`, the type of the exception and that type's bases
     or_else: str = ""  # advice for another cause that is possible, too
+    activity: Activity = Activity.STEP  # what it was doing, if that was a part of a step or reset
 
 
 def name_of(kind: type) -> str:

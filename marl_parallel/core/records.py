@@ -1,10 +1,10 @@
-"""Reads and writes actions and transitions in the records of the block; what does not fit is pickled.
+"""Reads and writes actions and transitions in the records of the block; what has no place there is pickled.
 
 The parent writes actions and reads transitions, the worker reads actions and writes transitions::
 
     parent                                block                               worker
-    ActionRecords.write       ->   header | actions                ->   ActionRecords.read
-    TransitionRecords.read    <-   header | columns                <-   TransitionRecords.write
+    Codec.write, BlockArrays.write  ->   header | actions    ->   Codec.run, ActionRecords.read
+    TransitionRecords.read          <-   header | columns    <-   Codec.run, TransitionRecords.write
 
 Compiled code (`codec.py`) writes and reads records: numbers and arrays that fit their spaces, of agents with a place in
 the headers. There are three forms of a transition:
@@ -13,9 +13,9 @@ the headers. There are three forms of a transition:
 - all but infos, which are pickled;
 - the record has only a code, and the whole `Transition` is pickled.
 
-Without compiled code, it is always the third. The actions of an environment are all in the record, or all pickled. This
-file writes those that come as arrays over environments; they are like the actions of Gymnasium's vector environments:
-NumPy scalars replace arrays without axes.
+Without compiled code, it is always the third. The actions of an environment are all in the record, or all pickled.
+Those that come as arrays over environments are like the actions of Gymnasium's vector environments: NumPy scalars
+replace arrays without axes. Without compiled code, they alone are in records.
 
 Columns are described in `columns.py`. The headers, in bytes, for the n agents that have a place there::
 
@@ -201,7 +201,7 @@ class TransitionRecords:
             ordered(transition.terminateds),
             ordered(transition.truncateds),
             ordered(transition.infos),
-            [*transition.alive],
+            [*ordered(dict.fromkeys(transition.alive))],
             [*transition.acting],
             final and ordered(conformed(schema.observation_spaces, final, "last observation")),
             transition.reset_infos and ordered(transition.reset_infos),

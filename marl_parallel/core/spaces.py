@@ -220,7 +220,7 @@ def conform(space: Space[Any], value: Any, *, strict: bool = False, copy: bool =
         if isinstance(value, tuple):
             return tuple(map(part_of, parts, value))
         try:
-            return [*map(part_of, parts, value)]
+            return [*map(functools.partial(conform, copy=copy), parts, value)]
         except Mismatch:
             return value
     if strict:

@@ -9,7 +9,7 @@ How a step goes::
                                 _step         Episode.step
                                 _go_on        or Episode.interpret, if the simulator has been stepped already
                                 _advance      begin_next if the episode has ended, TransitionRecords.write;
-                                              returns what does not fit, pickled
+                                              returns leftovers, pickled
 
 `_carry_out` catches all exceptions of a simulator and sends them as a `Failure`; the other environments go on. A crash
 ends the process: the `WorkerStatus`, which `Episode` writes, shows the parent what was running. The backend transports
@@ -152,7 +152,7 @@ class Worker:
         self._checksums: dict[tuple[int, int], int] = {}  # of `ConstructorArrays`
         self._loaded: dict[int, _Beside] = {}  # environments that `LOAD` has made
         self._closed: set[int] = set()  # present environments that are closed already, before loaded ones replace them
-        self._saved: dict[int, bytes] = {}  # leftovers of last steps whose automatic reset has not ended yet
+        self._saved: dict[int, bytes] = {}  # leftovers of steps whose automatic reset or state has not ended yet
         self._partially_written: int | None = None  # the environment whose record may be partially written
         self.outputs = Outputs()  # what each reset and step writes besides the transitions
         self.settings = WorkerSettings(own_process)
@@ -464,8 +464,14 @@ class Worker:
 
         So if the next environment ends the process, the result of this one is complete, and is used.
         """
-        leftovers = self._write(env_id, transition)
+        return self._with_state(env_id, self._write(env_id, transition))
+
+    def _with_state(self, env_id: int, leftovers: bytes | None) -> bytes | None:
+        """Write the global state if workers write it; if that fails, the leftovers come with the failure."""
+        if leftovers is not None:
+            self._saved[env_id] = leftovers
         self._output_state(env_id)
+        self._saved.pop(env_id, None)
         return leftovers
 
     def _output_state(self, env_id: int) -> None:
@@ -473,12 +479,14 @@ class Worker:
             self._write_state(env_id)
 
     def _write(self, env_id: int, transition: Transition) -> bytes | None:
-        """Write a transition into the block; returns what does not fit, pickled."""
+        """Write a transition into the block; returns leftovers, pickled."""
         env = self._episodes[env_id].env
         _write_masks(self._mask_columns, env_id, env)
         leftovers = self._transitions.write(env_id, transition)
         if isinstance(leftovers, Transition) and env.mask_spaces:
-            leftovers = leftovers._replace(masks=conformed(env.mask_spaces, env.masks(), "action mask"))
+            reported = [columns.reported(env_id) for columns in self._mask_columns]
+            masks = reported[0] if reported else conformed(env.mask_spaces, env.masks(), "action mask")
+            leftovers = leftovers._replace(masks=masks)
         return None if leftovers is None else dump_leftovers(leftovers)
 
     def _accepted(self, env_id: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -515,7 +523,7 @@ class Worker:
             episode.take_lives(lives)
 
     def _advance(self, env_id: int, transition: Transition) -> bytes | None:
-        """Write the transition of a step, or begin the next episode before that; returns what does not fit, pickled."""
+        """Write the transition of a step, or begin the next episode before that; returns leftovers, pickled."""
         episode, last, writes = self._episodes[env_id], None, False
         try:
             if episode.ended_for_now:
@@ -534,12 +542,10 @@ class Worker:
             elif writes:
                 self._partially_written = env_id
             raise
-        self._output_state(env_id)
-        return leftovers
+        return self._with_state(env_id, leftovers)
 
     def _send_last_step(self, env_id: int, transition: Transition) -> None:
         """Send the last step of an episode, in case the automatic reset that follows fails."""
-        self._saved.pop(env_id, None)
         if (leftovers := self._write(env_id, transition)) is not None:
             self._saved[env_id] = leftovers
             if self._own_process:  # the reset may crash it; the reply names no environment, since none is done
@@ -550,7 +556,7 @@ class Worker:
         return self._write_state(env_id)
 
     def _write_state(self, env_id: int, *, final: bool = False) -> bytes | None:
-        with self._status.during(env_id, Activity.STATE):
+        with self._status.during(env_id, Activity.LAST_STATE if final else Activity.STATE):
             state = self._episodes[env_id].env.state()
         if state is None:
             raise TypeError("state() must return a value of state_space, got None")
@@ -790,7 +796,9 @@ def _unpickled(load: Callable[[], Any], what: str = "arguments", kind: type[Exce
 
 
 def _failure(error: BaseException, doing: Activity | Message, partially_written: bool, own_process: bool) -> Failure:
-    method, to_do = doing.name.lower(), advice(error, own_process=own_process)
+    method = doing.method if isinstance(doing, Activity) else doing.name.lower()
+    activity = doing if doing in (Activity.RESET, Activity.STATE, Activity.LAST_STATE) else Activity.STEP
+    to_do = advice(error, own_process=own_process)
     if isinstance(error, LookupFailed) and error.__cause__ is not None:
         method, error = error.method, error.__cause__
     elif isinstance(error, preloading.PreloadFailed) and error.__cause__ is not None:
@@ -806,7 +814,8 @@ def _failure(error: BaseException, doing: Activity | Message, partially_written:
     except Exception:
         exception = None
     kinds = [name_of(kind) for kind in type(error).__mro__]
-    return Failure(method, summary(error), "".join(lines), exception, partially_written, to_do, kinds)
+    text = "".join(lines)
+    return Failure(method, summary(error), text, exception, partially_written, to_do, kinds, activity=activity)
 
 
 def _pickled_exception(error: BaseException) -> bytes | None:

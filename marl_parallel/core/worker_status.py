@@ -28,13 +28,16 @@ from marl_parallel.types import StepTimes, WorkerStats
 
 
 class Activity(IntEnum):
-    """The activities of environments; `method` and `timeout` (without `_timeout`) are the names in errors."""
+    """The activities of environments; `method` and `timeout` (without `_timeout`) are the names in errors.
 
-    START, CONSTRUCTOR, RESET, STEP, STATE, RENDER, CALL, CLOSE = range(8)
+    LAST_STATE is the state of an episode that has ended, before the automatic reset.
+    """
+
+    START, CONSTRUCTOR, RESET, STEP, STATE, RENDER, CALL, CLOSE, LAST_STATE = range(9)
 
     @property
     def method(self) -> str:
-        return self.name.lower()
+        return "state" if self is Activity.LAST_STATE else self.name.lower()
 
     @property
     def timeout(self) -> str:

@@ -20,7 +20,7 @@ from marl_parallel.core.arrays import BlockArrays
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.columns import Layout, damaged
 from marl_parallel.core.pool.slots import Slot
-from marl_parallel.core.records import TransitionRecords
+from marl_parallel.core.records import TransitionRecords, dump_leftovers
 from marl_parallel.core.transition import Transition
 from marl_parallel.types import StepTimes
 
@@ -255,3 +255,26 @@ def test_damaged_actions(field, bad, reader, monkeypatch):
             numbers = np.zeros(10, np.int64), np.zeros(StepTimes.SIZE, np.int64), bytearray(1)
             with pytest.raises(ValueError, match=re.escape(str(damaged(0)))):
                 one.transitions.codec.run((0,), 0, episodes, *numbers, None)
+
+
+@READERS
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_known_after_a_fault(form, reader, monkeypatch):
+    """Leftovers that do not go with the record are left out; nothing is known of a damaged or lost transition."""
+    one = OneRecord(form, reader, monkeypatch)
+    leftovers = one.leftovers.get(0)
+    pickled = None if leftovers is None else dump_leftovers(leftovers)
+    known = one.transitions.known(0, pickled)
+    assert known is not None
+    assert_same(known, one.transitions.transition(0, leftovers))
+    is_pickled = isinstance(leftovers, Transition)
+    without = one.transitions.known(0, None)
+    assert (without is None) == is_pickled
+    if without is not None:
+        assert_same(without[:5], (*known[:4], {} if form == "pickled infos" else known.infos))
+        older = one.transitions.known(0, dump_leftovers(Transition({}, {}, {}, {}, {}, [], [])))
+        assert_same(older, without)
+    overwrite(one, "code", struct.pack("=Q", 1 << 40))
+    assert one.transitions.known(0, pickled) is None
+    overwrite(one, "code", struct.pack("=Q", 64))
+    assert (one.transitions.known(0, pickled) is None) == (not is_pickled)

@@ -96,7 +96,7 @@ def test_damaged_environments_are_unknown(env):
     assert status.settled is None or status.settled == env - SETTLED - 1 >= 0
 
 
-@pytest.mark.parametrize("activity", [-1, 8, 99, 256 + 3, 2**32 + 3, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("activity", [-1, 9, 99, 256 + 3, 2**32 + 3, -(2**63), 2**63 - 1])
 def test_damaged_activities_are_unknown(activity):
     status = status_of({1: activity})
     assert (status.running, status.latest) == (None, Activity.START)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 from gymnasium import spaces
 from helpers.comparison import assert_same
 
-from marl_parallel import ParallelEnv
+from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.adapters.dict_env import DictEnv
 from marl_parallel.core import codec
+from marl_parallel.vector import ArrayStepper
 
 AGENTS = ["a", "b", "c"]
-BOX = spaces.Box(-9, 9, (2,), np.float32)
+BOX, BOX_OF_ALL = spaces.Box(-9, 9, (2,), np.float32), spaces.Box(-99, 99, (2,), np.float32)
 INFOS: dict[str, dict[Any, Any]] = {
     "no infos": {},
     "empty": {"c": {}, "a": {}, "b": {}},
@@ -145,3 +148,151 @@ def test_equal_to_results_in_the_block(infos, auto_reset, monkeypatch):
                     results.append(env.reset())
     half = len(results) // 2
     assert_same(results[:half], results[half:])
+
+
+# -- steps that travel pickled between others --------------------------------------------------------------------------
+
+
+class Counting:
+    """Everything counts: observations are the number of steps and resets so far. `big` and `bad` steps, by number."""
+
+    possible_agents = ("a", "b")
+    observation_space = spaces.Dict(a=BOX_OF_ALL, b=BOX_OF_ALL)
+    action_space = spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(2))
+    state_space = spaces.Box(-99, 99, (1,), np.float32)
+
+    def __init__(self, restarts: int = 0, **steps: int) -> None:
+        self.restarts, self.steps, self.count = restarts, steps, 0
+        self.ended = False
+
+    def seen(self) -> dict[str, Any]:
+        self.count += 1
+        return {agent: np.full(2, self.count, np.float32) for agent in "ba"}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.ended = False
+        return self.seen(), {"b": {}, "a": {}}
+
+    def step(self, actions: Any) -> Any:
+        if self.restarts == 0 and self.count + 1 == self.steps.get("fails"):
+            raise ValueError("broken")
+        seen = self.seen()
+        reward: Any = 2**60 if self.count >= self.steps.get("big", 99) else 1.0
+        reward = None if self.count == self.steps.get("bad") else reward
+        self.ended = self.count % self.steps.get("length", 99) == 0
+        flags = {**dict.fromkeys("ba", self.ended), "__all__": self.ended}
+        return (
+            seen,
+            dict.fromkeys("ba", reward),
+            flags,
+            {**dict.fromkeys("ba", False), "__all__": False},
+            {"b": {}, "a": {}},
+        )
+
+    def state(self) -> Any:
+        if self.restarts == 0 and self.count == self.steps.get("stateless"):
+            raise ValueError("broken")
+        return np.full(1, self.count, np.float32)
+
+    def close(self) -> None:
+        pass
+
+
+class Facade:
+    """What has the stepper."""
+
+
+BOTH = {"a": 1, "b": 1}
+
+
+@pytest.mark.parametrize("big", [99, 4, 1])
+def test_states_that_fail_after_a_step(big, compiled):
+    """The step is interrupted, and its observations are the last ones, in whatever form it travels."""
+    constructor = functools.partial(Counting, big=big, stateless=4)
+    with ParallelEnv([constructor], backend="serial", on_error="restart") as env:
+        env.runner.write_states()
+        env.reset()
+        for _ in range(3):
+            _, (rewards,), (terminateds,), (truncateds,), (infos,) = env.step([BOTH])
+        assert (rewards["a"], terminateds["__all__"], truncateds["__all__"]) == (0.0, False, True)
+        assert infos["a"]["final_obs"].tolist() == [4.0, 4.0]
+        assert "broken" in infos["__common__"]["error"]
+
+
+@pytest.mark.parametrize("big", [99, 1])
+def test_last_states_that_fail_in_episodes_of_one_step(big, compiled):
+    """The step is interrupted; the one before, which also ended an episode, is not returned once more."""
+    constructor = functools.partial(Counting, big=big, length=2, stateless=6)
+    with ParallelEnv([constructor], backend="serial", on_error="restart") as env:
+        env.runner.write_states()
+        env.reset()
+        for step in range(3):
+            _, (rewards,), (terminateds,), (truncateds,), (infos,) = env.step([BOTH])
+            assert rewards["a"] == (2**60 if big == 1 else 1.0) * (step < 2)
+        assert (terminateds["__all__"], truncateds["__all__"]) == (False, True)
+        assert infos["a"]["final_obs"].tolist() == [5.0, 5.0]
+        assert "broken" in infos["__common__"]["error"]
+
+
+def test_order_of_keys_after_a_restart(compiled):
+    constructor = functools.partial(Counting, fails=3)
+    with ParallelEnv([constructor], backend="serial", on_error="restart", restart_infos="last") as env:
+        env.reset()
+        for _ in range(2):
+            observations, rewards, *flags, (infos,) = env.step([BOTH])
+        assert [*observations[0]] == [*rewards[0]] == ["a", "b"]
+        assert [[*of_env] for (of_env,) in flags] == [["a", "b", "__all__"]] * 2
+        assert [*infos] == ["a", "b", "__common__"]
+
+
+def test_no_last_observations_where_no_episode_has_ended(compiled):
+    """The record of a pickled step still has those of an earlier one."""
+    constructor = functools.partial(Counting, length=4, big=6)
+    with ParallelEnv([constructor] * 2, backend="serial") as env:
+        stepper = ArrayStepper(env, Facade())
+        stepper.reset()
+        for step in range(1, 7):
+            arrays = stepper.step({agent: np.ones(2, np.int64) for agent in "ab"})
+            ends = step in (3, 6)
+            assert arrays.terminated.tolist() == [ends] * 2
+            if len(arrays.final_observations):
+                assert arrays.finally_observed.tolist() == [[ends] * 2] * 2
+                assert (arrays.final_observations[0] != 0).all() == ends
+        assert step == 6
+
+
+def test_observations_after_a_reward_that_has_no_place(compiled):
+    constructors = [Counting, functools.partial(Counting, bad=3)]
+    with ParallelEnv(constructors, backend="serial") as env:
+        stepper = ArrayStepper(env, Facade())
+        stepper.reset()
+        actions = {agent: np.ones(2, np.int64) for agent in "ab"}
+        stepper.step(actions)
+        with pytest.raises(ValueError, match="the reward of agent 'a' is None"):
+            stepper.step(actions)
+        arrays = stepper.step(actions, env_ids=(0,))
+        assert arrays.observations[0][..., 0].tolist() == [[4.0, 4.0], [3.0, 3.0]]
+
+
+class Masked(Counting):
+    """Its masks have one entry too many."""
+
+    mask_spaces = dict.fromkeys("ab", spaces.MultiBinary(2))
+
+    def masks(self) -> dict[str, Any]:
+        return dict.fromkeys("ab", np.ones(2 + (self.count > 2), np.int8))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_masks_of_another_shape(shared_memory, compiled):
+    class Adapter(DictEnv):
+        mask_spaces = Masked.mask_spaces
+
+        def masks(self) -> Any:
+            return self.source.masks()
+
+    with ParallelEnv([Masked], backend="serial", adapter=Adapter, shared_memory=shared_memory) as env:
+        env.reset()
+        env.step([BOTH])
+        with pytest.raises(EnvError, match=r"the action mask of agent '[ab]': expected an array of shape \(2,\)"):
+            env.step([BOTH])

@@ -1,7 +1,7 @@
 /* Converts actions and transitions between Python objects and the block of shared memory. Also waits for processes:
    `try_for`, and `exchange` for a step of all environments.
 
-   A `Codec` does for many environments in one call what `records.py`, `block_transitions.py` and `episode.py` do for one:
+   A `Codec` does for many environments in one call what `block_transitions.py` and `episode.py` do for one:
 
        caller   write, write_arrays   actions into records        read, read_arrays   records into dicts, or into arrays
        worker   run     actions out of records, the simulator's step, its transition into the record
@@ -130,7 +130,7 @@ typedef struct {
 } Codec;
 
 /* Bits of a code. INFOS: infos are pickled; NO_INFOS: there are none at all; ONLY_ALL: no flags but `__all__`; RESET: in
-   a plain transition, all agents begin a life. Python has another bit, for records that Python has written. */
+   a plain transition, all agents begin a life. Python has another bit, for transitions that are pickled. */
 enum { PLAIN = 1, INFOS = 2, FINAL = 4, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, RESET = 128, NOT_PLAIN = 0x44 };
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };
 enum {
@@ -142,7 +142,7 @@ enum { LIFE_ENDED = 1, TOOK_PART = 2, BEGAN = 4, WAS_DEAD = 8, WAS_ALIVE = 16, G
 enum { ENDED_BIT = 1 }; /* of lives: a flag has been set since the agent was last seen alive */
 enum { KNOWN = 1, OVER = 2 }; /* of states */
 enum { SOME = 0, ALL_IN_ORDER = 1, STACKED = 2 };
-enum { NP_FALSE_CODE = 2, NP_TRUE_CODE = 3, TYPE_OF_TAG = 15, VECTOR_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of` in `columns.py` */
+enum { NP_FALSE_CODE = 2, NP_TRUE_CODE = 3, TYPE_OF_TAG = 15, VECTOR_TAG = 15, NO_AXIS = 16, ONE_AXIS = 32 }; /* see `tag_of`, and `number_of` in `columns.py` */
 #define LARGEST_EXACT 9007199254740992LL /* 2**53 */
 #define STEP_TIMES 112 /* `StepTimes.SIZE` */
 

@@ -74,7 +74,7 @@ static int is_code(const Codec *codec, uint64_t code) {
            (flag == 0 || flag == NP_FALSE_CODE) && code >> TURN_SHIFT <= (uint64_t)codec->n;
 }
 
-/* Whether Python has to read a record: Python has written it, it is damaged, or statistics need Python. */
+/* Whether Python has to read a record: its transition is pickled, it is damaged, or statistics need Python. */
 int is_left(const Codec *codec, const Header *header) {
     if (!is_code(codec, header->code)) return 1;
     if (header->code & PLAIN) return 0;

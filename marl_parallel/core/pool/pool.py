@@ -40,7 +40,7 @@ from marl_parallel.core.pool.slots import (
 )
 from marl_parallel.core.reports import logger
 from marl_parallel.core.source import Source
-from marl_parallel.core.worker_status import Activity, Running
+from marl_parallel.core.worker_status import Running
 from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stats, WorkerStats, WorkerTimeout
 
 ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
@@ -48,10 +48,6 @@ _NO_EXTRAS: Mapping[int, Any] = {}
 _WAITING_FOR = {message: f"waiting for {message.name.lower()}" for message in Message}  # names of slices in a trace
 _CLOSE_IN_LINE_WITHIN_S = 1.0
 _INTERRUPTED_WITHIN_S = 0.5  # the least time that `close` waits for a thread that it has interrupted in a call
-
-
-_TREATED_APART = {one.method: one for one in (Activity.RESET, Activity.STATE)}
-"""The methods of a step or reset, whose failures are handled separately."""
 
 
 class Pool(Source):
@@ -479,8 +475,7 @@ class Pool(Source):
         for env_id in sorted(failures):
             self._check_not_closed()  # by `on_restart`
             failure, worker = failures[env_id], self.slots[env_id].worker
-            activity = _TREATED_APART.get(failure.method, Activity.STEP)
-            running = Running(env_id, activity, 0.0, inside=not failure.partially_written)
+            running = Running(env_id, failure.activity, 0.0, inside=not failure.partially_written)
             error = reports.env_error(env_id, worker, failure, self.advice)
             try:
                 self.fault(Fault(worker, env_id, error, running, failure.kinds, failure))

@@ -66,7 +66,7 @@ class _Record:
     needs_reset: bool = False  # whether it was rebuilt and has returned nothing since: then no agent is alive
     reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be partial
     latest: bytes | None = None  # the pickled leftovers of the latest result: the unpickled ones belong to the caller
-    saved: bytes | None = None  # the pickled leftovers of a last step whose automatic reset has not ended yet
+    saved: bytes | None = None  # those of a step whose automatic reset or state has not ended yet
     keywords: bytes | None = None  # the pickled keywords of a reset in flight
     waiting_reset: bytes | None = (
         None  # the pickled keywords of a reset that begins when the environment has been rebuilt
@@ -298,8 +298,9 @@ class Restarts(Extension):
         if auto_reset:
             known = self._transitions.known(slot.env_id, record.saved)
             auto_reset = known is not None  # else the step is lost
-        if not auto_reset:
-            known = self._transitions.known(slot.env_id, record.latest)
+        if not auto_reset and not partially_written:  # if its state has failed, the result came with the failure
+            came = activity is Activity.STATE and record.saved is not None
+            known = self._transitions.known(slot.env_id, record.saved if came else record.latest)
         observations, alive, events = self._transitions.last_known(slot, None if partially_written else known)
         if auto_reset:  # the step had ended
             assert known is not None
@@ -311,7 +312,7 @@ class Restarts(Extension):
         alive, events = ([], {}) if record.needs_reset else (alive, events)
         state = None if states is None else states[0]
         transition = interrupted(observations, alive, spaces, events)
-        if self._infos == "last" and alive and known is not None and not partially_written:
+        if self._infos == "last" and alive and known is not None:
             transition = transition._replace(infos=self._transitions.last_infos(slot, known))
         return _Unreported(None if idle else Message.STEP, transition, state=state)
 
