@@ -89,6 +89,7 @@ survive(PyObject *Py_UNUSED(module), PyObject *arguments)
     int restarts = is_default ? SA_RESTART : action.sa_flags & SA_RESTART;
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | restarts;
+    sigfillset(&action.sa_mask); /* one at a time: the frames of several may not fit the alternate stack */
     if (sigaction(number, &action, NULL) != 0) {
         return PyErr_SetFromErrno(PyExc_OSError);
     }

@@ -102,6 +102,20 @@ def test_signals_to_all_processes(start_method: str, tmp_path: Path, capfd: pyte
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_signals_that_come_all_at_once(start_method: str) -> None:
+    """As to a worker that gets no CPU for a while: their handlers do not run inside of each other."""
+    with ParallelEnv([Counting] * 2, seed=1, num_workers=2, on_error="restart", **arguments(start_method)) as env:
+        env.reset()
+        for pid in env.call(lambda _: os.getpid()):
+            os.kill(pid, signal.SIGSTOP)
+            for number in IN_CALLS:
+                os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)
+        rewards = env.step([ACTIONS] * 2)[1][0]
+        assert env.stats().restarts == 0
+        assert [{**rewards}] == [{**one} for one in plain_steps(1)]
+
+
 def cmdline(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
