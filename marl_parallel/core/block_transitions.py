@@ -64,6 +64,7 @@ class Latest(NamedTuple):
     dead: Sequence[AgentID] = ()  # the agents that have ended in this episode and not come back
     mark: Mark | None = None
     states: States | None = None  # the global states, if they are not in the block
+    masks: Mapping[AgentID, Any] | None = None  # all action masks; None if the record has them
 
 
 _BITS_OF_STATES = {"alive": BITS["alive"], "acting": BITS["acting"], "dead": 1}  # see `Codec.agents_of`
@@ -128,7 +129,7 @@ class BlockTransitions(Transitions):
         self.around: Callable[[str], AbstractContextManager[None] | None] | None = None  # as of `Pool`
         self.latest: dict[int, Latest] = {}
         self.with_joint: set[int] = set()
-        self._masks: dict[int, Mapping[AgentID, Any]] = {}  # masks outside the records; all of those in `latest`
+        self._masks: dict[int, Mapping[AgentID, Any]] = {}  # masks in infos, beside those in records
         self._last_masks: list[dict[AgentID, Any]] | None = None  # of each environment, once the block is dropped
 
     # -- actions -------------------------------------------------------------------------------------------------------
@@ -309,12 +310,22 @@ class BlockTransitions(Transitions):
     def _read_one(self, env_id: int, leftovers: Any) -> tuple[dict[Any, Any], ...]:
         """The five dicts of one environment; notes its state."""
         stays_over = self.is_over(env_id)
-        result = leftovers if type(leftovers) is Snapshot else self._as_snapshot(env_id, leftovers, self.records)
-        transition, over, states, mark = result
-        events = transition.events or {}
-        dead = [] if is_over(transition) else dead_after(events, transition.alive)
-        self._note_latest(env_id, Latest(transition.acting, transition.alive, over, events, dead, mark, states))
-        self._masks[env_id] = transition.masks or {}
+        states = mark = masks = None
+        if type(leftovers) is Snapshot:
+            transition, over, states, mark = leftovers
+            masks = transition.masks or {}
+        else:
+            transition = self._whole(self.records, env_id, leftovers)
+            over = is_over(transition) and self.mode is not AutoresetMode.SAME_STEP
+            masks = self._all_masks(env_id, transition) if type(leftovers) is Transition else None
+        events, ended = transition.events or {}, is_over(transition)
+        dead = [] if ended else dead_after(events, transition.alive)
+        latest = Latest(transition.acting, transition.alive, over, events, dead, mark, states, masks)
+        self._note_latest(env_id, latest)
+        if masks is None:
+            self._note_masks(env_id, self._infos_with_masks(transition))
+        else:
+            self._masks.pop(env_id, None)
         dicts = dicts_of(transition)
         parts = self._add_step(env_id, dicts[1:4], stays_over)
         add_to_infos(dicts[4], EPISODE, parts)
@@ -344,10 +355,7 @@ class BlockTransitions(Transitions):
 
     def snapshot(self, env_id: int, leftovers: Any) -> Snapshot:
         """A copy of the transition of one environment; the state of the environment is not noted."""
-        return self._as_snapshot(env_id, leftovers, self._own)
-
-    def _as_snapshot(self, env_id: int, leftovers: Any, records: TransitionRecords) -> Snapshot:
-        transition = self._whole(records, env_id, leftovers)
+        transition = self._whole(self._own, env_id, leftovers)
         over = is_over(transition) and self.mode is not AutoresetMode.SAME_STEP
         return Snapshot(transition._replace(masks=self._all_masks(env_id, transition)), over)
 
@@ -430,12 +438,14 @@ class BlockTransitions(Transitions):
         slot = self._slots[env_id]
         if slot.request is not None or slot.skips or not slot.has_reset:  # in flight, or rebuilt
             return {}
-        masks: dict[AgentID, Any] = {}
-        if env_id not in self.latest:
+        latest = self.latest.get(env_id)
+        if latest is not None and latest.masks is not None:
+            masks = {**latest.masks}
+        else:
             observed = self.records.observed(env_id)
             masks = {agent: seen.get(ACTION_MASK) for agent, seen in observed.items() if type(seen) is dict}
             masks |= self.layout.masks.reported(env_id)
-        masks |= self._masks.get(env_id, {})
+            masks |= self._masks.get(env_id, {})
         reported = {agent: own_mask(mask) for agent, mask in masks.items() if mask is not None}
         return in_order(reported, self.layout.schema.possible_agents)
 
@@ -459,7 +469,11 @@ class BlockTransitions(Transitions):
         return [
             slot.env_id
             for slot in self._slots
-            if slot.env_id in self._masks or slot.request is not None or slot.skips or not slot.has_reset
+            if slot.env_id in self._masks
+            or slot.request is not None
+            or slot.skips
+            or not slot.has_reset
+            or ((latest := self.latest.get(slot.env_id)) is not None and latest.masks is not None)
         ]
 
     def _note_masks(self, env_id: int, infos: Mapping[Any, Any]) -> None:
@@ -478,9 +492,7 @@ class BlockTransitions(Transitions):
 
     def _all_masks(self, env_id: int, transition: Transition) -> dict[AgentID, Any]:
         """Copies of the masks of a transition: in infos, else of `MultiAgentEnv.masks`, else in observations."""
-        observations, infos, masks = transition.observations, transition.infos, transition.masks
-        if is_over(transition) and self.mode is AutoresetMode.SAME_STEP:  # its infos belong to the finished episode
-            infos = transition.reset_infos or {}
+        observations, infos, masks = transition.observations, self._infos_with_masks(transition), transition.masks
         if masks is None:
             masks = self.layout.masks.reported(env_id)
         found = {
@@ -490,6 +502,11 @@ class BlockTransitions(Transitions):
         }
         found |= {agent: own_mask(mask) for agent, mask in masks.items() if mask is not None}
         return found | self._masks_in(infos, [*transition.acting, *observations])
+
+    def _infos_with_masks(self, transition: Transition) -> Mapping[Any, Any]:
+        """The infos that belong to the observations: not those of an episode that has ended, if the next has begun."""
+        next_has_begun = is_over(transition) and self.mode is AutoresetMode.SAME_STEP
+        return (transition.reset_infos or {}) if next_has_begun else transition.infos
 
     def _masks_in(self, infos: Mapping[Any, Any], agents: Sequence[AgentID]) -> dict[AgentID, Any]:
         """Copies of the masks in infos; `agents` are known to be agents."""

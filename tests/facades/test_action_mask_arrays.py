@@ -172,6 +172,7 @@ class MaskedTanks(Arena):
         return received._replace(infos={"action_mask": np.stack([allowed] * 3, axis=1)})
 
 
+@pytest.mark.needs("_codec")
 @pytest.mark.parametrize("mode", ["SAME_STEP", "NEXT_STEP", "DISABLED"])
 def test_masks_that_are_one_array_are_copied_whole(mode, monkeypatch):
     """Those of PyMARL's simulators, in the worker and in the facade, also after the ends of episodes."""
