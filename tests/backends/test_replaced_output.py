@@ -19,7 +19,7 @@ from gymnasium.error import ClosedEnvironmentError
 from helpers import ROOT, TESTS
 from helpers.interruptions import calling_at
 from helpers.launching import linux_only
-from helpers.leaks import HeldResources
+from helpers.leaks import HeldResources, nothing_more
 from helpers.processes import wait_for
 from helpers.setups import Setup
 from helpers.start_methods import also_portable, arguments, chosen
@@ -278,7 +278,7 @@ def test_nothing_is_left(talk, start_method):
     before = HeldResources.now()
     for _ in range(2):
         cycle()
-    wait_for(lambda: HeldResources.now() == before)
+    nothing_more(before)
 
 
 PROGRAM = """

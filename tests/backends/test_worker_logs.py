@@ -16,8 +16,7 @@ import pytest
 from helpers import ROOT, TESTS
 from helpers.files import give_away, has_owners
 from helpers.launching import linux_only
-from helpers.leaks import HeldResources
-from helpers.processes import wait_for
+from helpers.leaks import HeldResources, nothing_more
 from helpers.start_methods import arguments
 from simulators.counting import ACTIONS
 from simulators.failing import Fragile
@@ -393,4 +392,4 @@ def test_logs_leave_nothing_open(start_method, tmp_path):
     before = HeldResources.now()
     for _ in range(3):
         cycle()
-    wait_for(lambda: HeldResources.now() == before)
+    nothing_more(before)

@@ -15,7 +15,6 @@ import os
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,13 +74,7 @@ def children(tmp_path, monkeypatch) -> Iterator[Children]:
     before = HeldResources.now()
     yield children
     assert children.gone()
-    now = HeldResources.now()
-    assert not now.processes - before.processes
-    assert not now.threads - before.threads
-    assert not Counter(now.descriptors) - Counter(before.descriptors)
-    assert now.mappings <= before.mappings
-    assert not now.shared - before.shared
-    assert not now.temporary - before.temporary
+    assert not HeldResources.now().beyond(before)
 
 
 def use_once(children: Children) -> None:
