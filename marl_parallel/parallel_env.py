@@ -701,7 +701,8 @@ class ParallelEnv:
             raise NotImplementedError(NO_STATE)
         ids = runner.checked_ids(env_ids)
         runner.check_has_reset(ids, "state")
-        return runner.transitions.states(ids, runner.source.execute_in(Message.STATE, ids))
+        runner.source.execute_in(Message.STATE, ids)
+        return runner.workers.transitions.states(ids)
 
     def seed(self) -> tuple[int | None, ...]:
         """The seed of each environment: its own `unwrapped.seed` if that is an int, else the one that it was passed.

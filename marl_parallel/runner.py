@@ -393,17 +393,12 @@ class BatchRunner:
     def write_states(self) -> None:
         """Have each reset and step write the global states, for `states_seen`, from now on.
 
-        Raises `NotImplementedError` if the environments have no state that can be written.
+        Raises `NotImplementedError` if the environments have no state.
         """
         self.check_idle("write_states")
         workers = self.workers
         if workers is None or self.schema.state_space is None:
             raise NotImplementedError(NO_STATE)
-        if workers.transitions.layout.state is None:
-            raise NotImplementedError(
-                f"states are written with each step only if they are arrays in shared memory; state_space is "
-                f"{self.schema.state_space}: call state() after each step, or pass shared_memory=True"
-            )
         self._have_written(workers, self._outputs._replace(states=True))
 
     def rollout_buffer(self, num_times: int, more: int) -> RolloutBuffer | None:

@@ -587,12 +587,14 @@ class BlockTransitions(Transitions):
         for env_id in env_ids:
             self._slots[env_id].has_reset = True
 
-    def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
-        column = self.layout.state
-        return np.stack([pickled[env_id] if column is None else column.array[env_id, 0] for env_id in env_ids])
+    def states(self, env_ids: Sequence[int]) -> NDArray[Any]:
+        """New arrays of the states that workers have written."""
+        assert self.layout.state is not None
+        states: NDArray[Any] = self.layout.state.array[[*env_ids], 0]
+        return states
 
     def states_in_block(self, env_id: int) -> States | None:
-        """Copies of the states of one environment; None if none are in the block."""
+        """Copies of the states of one environment; None if it has none."""
         state, final_state = self.layout.state, self.layout.final_state
         if state is None or final_state is None:
             return None

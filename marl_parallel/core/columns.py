@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from marl_parallel.adapters.protocol import AgentID, Schema
 from marl_parallel.core.schema import alike
 from marl_parallel.core.spaces import (
-    ARRAY_SPACES,
     Mismatch,
     as_array,
     check_form,
@@ -513,7 +512,7 @@ class RolloutBuffer:
 class Layout:
     """The offsets of all parts of the block, for a number of environments with one schema.
 
-    Without `arrays`, the block has no values of agents, and all values travel pickled.
+    Without `arrays`, the block has no values of agents, which all travel pickled.
 
     Attributes:
         nbytes, stride, starts: Size of the block, bytes from one record to the next, offsets of the records.
@@ -525,7 +524,7 @@ class Layout:
         joint: The column of `JOINT` actions; None if simulators take none, or they travel pickled.
         masks: Columns of the action masks that `MultiAgentEnv.masks` returns.
         state, final_state: The global state, and the last state of an episode whose environment has been reset
-            since; None without a state, or if it travels pickled.
+            since; None without a state.
     """
 
     def __init__(self, schema: Schema, num_records: int, *, arrays: bool = True) -> None:
@@ -549,8 +548,8 @@ class Layout:
         space = schema.state_space
         self.state: ArrayColumn | None = None
         self.final_state: ArrayColumn | None = None
-        if arrays and space is not None and space.shape is not None and type(space) in ARRAY_SPACES:
-            dtype, shape = np.dtype(space.dtype), space.shape
+        if space is not None:
+            dtype, shape = np.dtype(space.dtype), space.shape or ()
             self.state, self.final_state = (ArrayColumn(1, dtype, shape, place) for _ in range(2))
         self.stride = stride = _aligned(self._record_nbytes, RECORD_ALIGNMENT)
         self.nbytes = stride * num_records

@@ -270,7 +270,3 @@ class Transitions(ABC):
 
     def drop_memory(self) -> None:  # noqa: B027
         """Let go of shared memory: nothing is written or read any more, but the properties and `masks` still work."""
-
-    @abstractmethod
-    def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
-        """The global states, stacked; `pickled` are the results of the request for them, by environment."""

@@ -94,7 +94,6 @@ from marl_parallel.core.schema import check_pickled_agents, difference, dumps_co
 from marl_parallel.core.script_generators import ScriptCopies, Source, receive_copies, receiving
 from marl_parallel.core.script_names import install_namespaces
 from marl_parallel.core.sharing import CannotBeShared
-from marl_parallel.core.spaces import as_array
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
@@ -551,21 +550,17 @@ class Worker:
             if self._own_process:  # the reset may crash it; the reply names no environment, since none is done
                 self._send(answer(Message.STEP, (), {env_id: leftovers}, {}, self._status.clock(), last=False))
 
-    def _state(self, env_id: int, _: Any) -> bytes | None:
+    def _state(self, env_id: int, _: Any) -> None:
         self._episodes[env_id].reset_early()
-        return self._write_state(env_id)
+        self._write_state(env_id)
 
-    def _write_state(self, env_id: int, *, final: bool = False) -> bytes | None:
+    def _write_state(self, env_id: int, *, final: bool = False) -> None:
         with self._status.during(env_id, Activity.LAST_STATE if final else Activity.STATE):
             state = self._episodes[env_id].env.state()
         if state is None:
             raise TypeError("state() must return a value of state_space, got None")
         layout: Any = self._layout
-        column, space = layout.final_state if final else layout.state, layout.schema.state_space
-        if column is None:
-            return dumps(as_array(state, np.dtype(space.dtype), space.shape))
-        column.write(env_id, 0, state)
-        return None
+        (layout.final_state if final else layout.state).write(env_id, 0, state)
 
     def _render(self, env_id: int, _: Any) -> bytes:
         self._episodes[env_id].reset_early()

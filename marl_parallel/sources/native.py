@@ -431,9 +431,6 @@ class SimulatorSource(Source, Transitions):
         bits = {agent: sum(bit for of_env, bit in marks if of_env[at]) for at, agent in enumerate(self._agents)}
         return {agent: of_agent for agent, of_agent in bits.items() if of_agent}
 
-    def states(self, env_ids: Sequence[int], pickled: Mapping[int, Any]) -> NDArray[Any]:
-        raise NotImplementedError(f"{self.name} has no global state")
-
     def _agents_with(self, mark: str) -> list[list[AgentID]]:
         if mark not in self._agent_lists:
             rows = self.marks[mark].tolist()

@@ -142,7 +142,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         self._open = [True] * len(numbers)
         # The restarts of each at its latest reset that was carried out; -1 if it was rebuilt later in the same call.
         self._restarts = [0] * len(numbers)
-        self._sees_states = self._has_states_written()
+        self._runner.write_states()
         self._is_team = self._has_one_reward()  # None: the first step decides
 
     # -- a sequence of connections -------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         """
         self._check_received(env_ids, "load_state")
         arrays, rebuilt = self._stepper.load_state(states, env_ids)
-        seen = self._seen(arrays, [*rebuilt])
+        seen = self._seen(arrays)
         kept, reply_of = self._kept(seen), seen.replies()
         for env_id in rebuilt:
             over = arrays.terminated[env_id] or arrays.truncated[env_id]
@@ -243,14 +243,6 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             "PyMARLConnections needs environments with PyMARL's interface (get_env_info, get_obs, get_state, "
             f"get_avail_actions, reset, step), whose agents have equal spaces: {problem}"
         )
-
-    def _has_states_written(self) -> bool:
-        """Make workers write states with each step, if they can; returns whether they do."""
-        try:
-            self._runner.write_states()
-        except NotImplementedError:
-            return False
-        return True
 
     def _has_one_reward(self) -> bool | None:
         """Whether agents share a reward: EPyMARL's wrappers have `common_reward`. None where that is unknown."""
@@ -394,7 +386,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
             for env_id, info in infos.items()
             if (info.get("restarted") is True and "error" in info) or not arrays.present[env_id].any()
         }
-        seen = self._seen(arrays, [env_id for env_id in actions if env_id not in interrupted])
+        seen = self._seen(arrays)
         kept, reply_of = self._kept(seen), seen.replies()
         rewards, over = arrays.rewards.tolist(), (arrays.terminated | arrays.truncated).tolist()
         is_team = self._is_team
@@ -449,7 +441,7 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         arrays = self._stepper.reset(env_ids=None if len(env_ids) == len(self._sent) else env_ids)
         for env_id in env_ids:
             self._latest[env_id] = None  # it was of the episode before
-        seen = self._seen(arrays, env_ids)
+        seen = self._seen(arrays)
         kept, reply_of = self._kept(seen), seen.replies()
         for env_id in env_ids:
             self._latest[env_id], self._may_step[env_id] = kept, True
@@ -462,33 +454,10 @@ class PyMARLConnections(OfParallelEnv, Sequence["PyMARLConnection"]):
         """What a restart may repeat: the caller may change the arrays of a reply."""
         return seen.copied() if self._runner.restarts else seen
 
-    def _seen(self, arrays: Arrays, env_ids: Sequence[int]) -> _Seen:
-        """The states, masks and observations, in new arrays; states of other environments may be zeros."""
+    def _seen(self, arrays: Arrays) -> _Seen:
+        """The states, masks and observations, in new arrays."""
         (observations,) = arrays.observations
-        states = self._runner.states_seen()[0].copy() if self._sees_states else self._states(env_ids)
-        return _Seen(states, self._stepper.action_masks(self._agents), observations)
-
-    def _states(self, env_ids: Sequence[int]) -> NDArray[Any]:
-        """The states of these environments, if steps do not write states.
-
-        A simulator that has been rebuilt has no state before its reset, and its next step reports the fault. Until
-        then, its state is the last known one of its episode, or zeros.
-        """
-        space = self._runner.schema.state_space
-        assert space is not None
-        states = np.zeros((len(self._sent), *(space.shape or ())), space.dtype)
-        for env_id in env_ids:
-            if (latest := self._latest[env_id]) is not None:
-                states[env_id] = latest.states[env_id]
-        while asked := [env_id for env_id in env_ids if not self._runner.reports_restart(env_id)]:
-            try:
-                states[asked] = self.env.state(env_ids=asked)
-            except ParallelEnvError:
-                if self._runner.source.closed or not any(map(self._runner.reports_restart, asked)):
-                    raise
-            else:
-                break
-        return states
+        return _Seen(self._runner.states_seen()[0].copy(), self._stepper.action_masks(self._agents), observations)
 
     def _call(self, command: str, env_ids: list[int]) -> None:
         """Call a method of simulators. A fault raises no error if environments are restarted: the log reports it.

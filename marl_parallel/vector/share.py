@@ -670,7 +670,7 @@ class ShareVecEnv(_VecEnv[ShareResults, tuple[NDArray[Any], NDArray[Any], NDArra
 
     Raises:
         TypeError, ValueError: As `ArrayStepper`; or a space is of another kind, or cannot be padded.
-        NotImplementedError: `share="state"` without a state; or states are not arrays in shared memory.
+        NotImplementedError: `share="state"` without a state.
 
     Example:
         >>> from marl_parallel import make

@@ -153,7 +153,7 @@ class StackedVecEnv(ArrayFacade[Grouped, StepReturn, tuple[Grouped, Infos]]):
     Raises:
         TypeError, ValueError: As `ArrayStepper`; or `group_map` does not have every agent once, or a group's spaces
             differ.
-        NotImplementedError: `with_state`, but the environments have no state of arrays in shared memory.
+        NotImplementedError: `with_state`, but the environments have no global state.
 
     Example:
         >>> from marl_parallel import make

@@ -63,12 +63,13 @@ def over_pipes(kind: Any, fails: bool) -> tuple[Log, Policy]:
         envs.close()
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "pickled"])
 @pytest.mark.parametrize("fails", [False, True], ids=["deaths", "restarts"])
 @pytest.mark.parametrize("kind", [TeamBattle, DictBattle, ParallelBattle])
-def test_battles_are_those_over_pipes(kind, fails):
+def test_battles_are_those_over_pipes(kind, fails, shared):
     """Many ends of episodes, by victory, defeat and limit, with deaths before them."""
     makers = [functools.partial(battle, kind, env_id, fails) for env_id in range(ENVS)]
-    envs = ShareSubprocVecEnv(makers, num_workers=2, on_error="restart")
+    envs = ShareSubprocVecEnv(makers, num_workers=2, on_error="restart", shared_memory=shared)
     ours = train(envs)
     restarts = envs.parallel_env.stats().restarts
     envs.close()
@@ -614,12 +615,18 @@ def test_spaces_and_arguments_that_do_not_fit(arguments, keywords, error):
         make(functools.partial(Words, *arguments), 1, facade="share", facade_kwargs=keywords, backend="serial")
 
 
+def stateless() -> Words:
+    simulator = Words(spaces.Box(0, 1, (2,)), spaces.Discrete(2))
+    simulator.state_space = None  # type: ignore[assignment]
+    return simulator
+
+
 def test_other_errors_say_what_to_do():
     maker = functools.partial(battle, DictBattle, 0, False)
     with pytest.raises(ValueError, match="ShareVecEnv needs a ParallelEnv with auto_reset=True"):
         make(maker, 1, facade="share", auto_reset="NEXT_STEP", backend="serial")
     with pytest.raises(NotImplementedError, match='or pass share="joined"'):
-        make(maker, 1, facade="share", backend="serial", shared_memory=False)
+        make(stateless, 1, facade="share", facade_kwargs={"share": "state"}, backend="serial")
     with pytest.raises(
         TypeError, match="ShareSubprocVecEnv takes no argument 'on_eror'; it takes ParallelEnv's arguments"
     ):

@@ -31,6 +31,7 @@ HOWS: dict[str, dict[str, Any]] = {
     "thread": {"backend": "thread", "num_workers": 2},
     "process": {"num_workers": 2},
     "views": {"num_workers": 2, "copy": False},
+    "pickled": {"num_workers": 2, "shared_memory": False},
 }
 
 
@@ -113,6 +114,7 @@ MODES = ("SAME_STEP", "NEXT_STEP", "DISABLED")
 CASES = [
     *[("serial", name, mode) for name in ("tag", "knights", "variable") for mode in MODES],
     *[("views", "plain", mode) for mode in MODES],
+    *[("pickled", "variable", mode) for mode in MODES],
 ]
 
 
@@ -253,9 +255,11 @@ def test_padding_of_observations_and_actions():
                         assert np.array_equal(last, infos[env_id][agent]["final_obs"])
 
 
-def test_the_last_state_is_that_of_the_step_if_only_the_reset_ends_the_process():
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_last_state_is_that_of_the_step_if_only_the_reset_ends_the_process(shared):
     make = crashing(functools.partial(VariableAgents, plain=True), {(1, 0): Fate("os._exit", "reset", 1)})
-    env = StackedVecEnv(ParallelEnv([make] * 2, num_workers=2, on_error="restart", seed=42), with_state=True)
+    parallel = ParallelEnv([make] * 2, num_workers=2, on_error="restart", seed=42, shared_memory=shared)
+    env = StackedVecEnv(parallel, with_state=True)
     loop = VariableAgents(plain=True)
     with env:
         env.reset()
@@ -269,15 +273,16 @@ def test_the_last_state_is_that_of_the_step_if_only_the_reset_ends_the_process()
         assert env.state[1].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("same_step", [True, False])
-def test_a_neighbour_of_a_crash_has_the_state_of_its_step(same_step):
+def test_a_neighbour_of_a_crash_has_the_state_of_its_step(same_step, shared):
     """In one worker, the first has been stepped when the second ends the process; its report comes a step later."""
     make = crashing(functools.partial(VariableAgents, plain=True), {(1, 0): Fate("os._exit", "step", 2)})
     mode = "SAME_STEP" if same_step else "NEXT_STEP"
-    env = StackedVecEnv(
-        ParallelEnv([make] * 2, num_workers=1, on_error="restart", seed=42, auto_reset=mode), with_state=True
+    parallel = ParallelEnv(
+        [make] * 2, num_workers=1, on_error="restart", seed=42, auto_reset=mode, shared_memory=shared
     )
-    with env:
+    with StackedVecEnv(parallel, with_state=True) as env:
         env.reset()
         for _ in range(2):
             env.step(np.ones((2, 3), np.int64))
@@ -376,11 +381,31 @@ def test_actions_that_are_refused_step_nothing():
         assert env.parallel_env.stats().steps == 1
 
 
-def test_states_that_cannot_be_written_with_each_step():
+def test_states_of_environments_that_have_none():
     with pytest.raises(NotImplementedError, match="no global state"):
         StackedVecEnv(ParallelEnv([VariableDictAgents], backend="serial"), with_state=True)
-    with pytest.raises(NotImplementedError, match="shared_memory=True"):
-        StackedVecEnv(ParallelEnv([VariableAgents], backend="serial", shared_memory=False), with_state=True)
+
+
+class Counted(VariableAgents):
+    """Its states are numbers."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(seed, plain=True)
+        self.state_space = spaces.Discrete(100)
+
+    def state(self) -> int:
+        return self.time
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_states_that_are_numbers(shared):
+    parallel = ParallelEnv([Counted] * 2, num_workers=2, shared_memory=shared, auto_reset=False)
+    with StackedVecEnv(parallel, with_state=True) as env:
+        env.reset()
+        for step in range(3):
+            assert same(env.state, np.full(2, step, np.int64))
+            assert same(parallel.state(env_ids=[1]), np.full(1, step, np.int64))
+            env.step(np.ones((2, 3), np.int64))
 
 
 def test_who_acts_beside_environments_that_were_constructed_again():
