@@ -62,7 +62,6 @@ class Failure(NamedTuple):
     summary: str  # the exception in one line
     traceback: str
     exception: bytes | None  # pickled; None if it does not pickle
-    partially_written: bool = False  # whether its record may be partially written
     to_do: str = ""  # the advice if a restart cannot help, as with a wrong `adapter=`
     kinds: Sequence[str] = ()  # by `name_of`, the type of the exception and that type's bases
     or_else: str = ""  # advice for another cause that is possible, too

@@ -125,9 +125,9 @@ class ActionRecords:
 
 # -- transitions -------------------------------------------------------------------------------------------------------
 
-PICKLED, FINAL, INFOS = 64, 4, 2
-"""Bits of a code: the whole transition is pickled; the next episode has begun in the same step; infos are pickled. The
-other bits belong to compiled code."""
+WRITTEN, PICKLED, FINAL, INFOS = 1 << 63, 64, 4, 2
+"""Bits of a code: the record is complete; the whole transition is pickled; the next episode has begun in the same step;
+infos are pickled. The other bits belong to compiled code. While a record is being written, its code is zero."""
 
 # The most frequent type comes first. A reward that a double does not hold exactly travels pickled.
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
@@ -167,6 +167,7 @@ class TransitionRecords:
         Raises:
             Mismatch: A value does not match its space; the text names the agent.
         """
+        self.clear(record)
         codec, written = self._codec, 0
         if codec is not None:
             written = codec.put(record, transition)
@@ -178,7 +179,7 @@ class TransitionRecords:
             return None
         if written:
             return infos_alone(transition.infos, transition.reset_infos, self.agents)
-        self._codes[record] = PICKLED | (FINAL if transition.final_observations is not None else 0)
+        self._codes[record] = WRITTEN | PICKLED | (FINAL if transition.final_observations is not None else 0)
         return transition
 
     def _fitting(self, transition: Transition) -> Transition:
@@ -209,12 +210,16 @@ class TransitionRecords:
             transition.masks,
         )
 
+    def clear(self, record: int) -> None:
+        """Note that nothing is written in a record."""
+        self._codes[record] = 0
+
     def goes_with(self, record: int, leftovers: Any) -> bool:
         """Whether `write` has returned these leftovers for this record, as far as its code tells."""
         code = int(self._codes[record])
         if code & PICKLED:
-            return code & ~FINAL == PICKLED and type(leftovers) is Transition
-        return type(leftovers) is (dict if code & INFOS else NoneType)
+            return code & ~FINAL == WRITTEN | PICKLED and type(leftovers) is Transition
+        return bool(code & WRITTEN) and type(leftovers) is (dict if code & INFOS else NoneType)
 
     def has_leftovers(self, record: int) -> bool:
         """Whether anything is pickled."""
@@ -230,10 +235,8 @@ class TransitionRecords:
             raise damaged(record)
         if isinstance(leftovers, Transition):
             return leftovers
-        if self._codec is None:  # zeros: nothing has been written
-            if int(self._codes[record]):
-                raise damaged(record)
-            return Transition({}, {}, {}, {}, {}, [], [])
+        if self._codec is None:
+            raise damaged(record)
         found = Transition(*self._codec.parts(record, self._copy))
         of_infos = leftovers or {"infos": found.infos, "reset_infos": found.reset_infos}
         return found._replace(infos=of_infos["infos"], reset_infos=of_infos.get("reset_infos") or {})

@@ -152,7 +152,6 @@ class Worker:
         self._loaded: dict[int, _Beside] = {}  # environments that `LOAD` has made
         self._closed: set[int] = set()  # present environments that are closed already, before loaded ones replace them
         self._saved: dict[int, bytes] = {}  # leftovers of steps whose automatic reset or state has not ended yet
-        self._partially_written: int | None = None  # the environment whose record may be partially written
         self.outputs = Outputs()  # what each reset and step writes besides the transitions
         self.settings = WorkerSettings(own_process)
         self._rollout: RolloutBuffer | None = None
@@ -228,13 +227,12 @@ class Worker:
                 place = place if codec is None else codec.place
                 env_id = ids[place]
                 doing = self._status.latest_of(env_id) or _NAMED.get(message, message)
-                failure = _failure(error, doing, env_id == self._partially_written, self._own_process)
+                failure = _failure(error, doing, self._own_process)
                 if doing is Activity.CONSTRUCTOR:
                     if self._neighbours.others(env_id):
                         failure = failure._replace(or_else=only_once(own_process=self._own_process))
                     self._neighbours.forget(env_id)
                 failures[env_id] = failure
-                self._partially_written = None
                 if env_id in self._saved:
                     results[env_id] = self._saved.pop(env_id)
             if prompt and (results or failures):
@@ -509,7 +507,7 @@ class Worker:
         try:
             return dump_leftovers(infos_alone(value, None, self._transitions.agents))
         except BaseException:
-            self._partially_written = env_id
+            self._transitions.clear(env_id)
             raise
 
     def _take_lives(self, env_id: int) -> None:
@@ -539,7 +537,7 @@ class Worker:
             if last is not None:
                 self._transitions.write(env_id, last)
             elif writes:
-                self._partially_written = env_id
+                self._transitions.clear(env_id)
             raise
         return self._with_state(env_id, leftovers)
 
@@ -790,7 +788,7 @@ def _unpickled(load: Callable[[], Any], what: str = "arguments", kind: type[Exce
         raise Refusal(kind, f"the {what} can be pickled but not unpickled: {summary(error)}") from None
 
 
-def _failure(error: BaseException, doing: Activity | Message, partially_written: bool, own_process: bool) -> Failure:
+def _failure(error: BaseException, doing: Activity | Message, own_process: bool) -> Failure:
     method = doing.method if isinstance(doing, Activity) else doing.name.lower()
     activity = doing if doing in (Activity.RESET, Activity.STATE, Activity.LAST_STATE) else Activity.STEP
     to_do = advice(error, own_process=own_process)
@@ -810,7 +808,7 @@ def _failure(error: BaseException, doing: Activity | Message, partially_written:
         exception = None
     kinds = [name_of(kind) for kind in type(error).__mro__]
     text = "".join(lines)
-    return Failure(method, summary(error), text, exception, partially_written, to_do, kinds, activity=activity)
+    return Failure(method, summary(error), text, exception, to_do, kinds, activity=activity)
 
 
 def _pickled_exception(error: BaseException) -> bytes | None:

@@ -656,6 +656,8 @@ def test_the_clock_of_compiled_steps():
         return result
 
     episodes = dict.fromkeys(range(2), SimpleNamespace(fast=(step, None, False, None)))
+    for env_id in range(2):
+        compiled.put(env_id, Transition(*result, AGENTS, AGENTS))
     compiled.read((0, 1), {}, True)
     assert compiled.write((0, 1), [dict.fromkeys(AGENTS, 1)] * 2, 0, True, False) == 2
     assert compiled.run((0, 1), 0, episodes, numbers, times, is_forked, None) is None

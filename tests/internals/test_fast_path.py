@@ -16,7 +16,7 @@ from marl_parallel.adapters.protocol import Schema
 from marl_parallel.backends.process import Channel
 from marl_parallel.core.codec import open_codec
 from marl_parallel.core.columns import Layout
-from marl_parallel.core.records import FLOATS, REWARD_TYPES
+from marl_parallel.core.records import FLOATS, REWARD_TYPES, WRITTEN
 from marl_parallel.core.transition import Transition, check_infos
 
 pytestmark = pytest.mark.needs("_codec")
@@ -59,6 +59,8 @@ def code(parts: dict[str, dict[Any, Any]], vectors: bool = False) -> int | None:
     if open_codec(layout, block, infos_in_block=False).put(0, transition) == 0:
         return None
     written = int.from_bytes(block[layout.transition_header : layout.transition_header + 8], "little")
+    assert written & WRITTEN
+    written &= ~WRITTEN
     return written if written & PLAIN else OTHER
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 import struct
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from helpers.comparison import assert_same
+from helpers.launching import linux_only
 
 from marl_parallel import Rules
 from marl_parallel.adapters.protocol import Schema
@@ -20,7 +23,8 @@ from marl_parallel.core.arrays import BlockArrays
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.columns import Layout, damaged
 from marl_parallel.core.pool.slots import Slot
-from marl_parallel.core.records import TransitionRecords, dump_leftovers
+from marl_parallel.core.records import WRITTEN, TransitionRecords, dump_leftovers
+from marl_parallel.core.spaces import Mismatch
 from marl_parallel.core.transition import Transition
 from marl_parallel.types import StepTimes
 
@@ -178,7 +182,8 @@ def overwrite(one: OneRecord, field: str, content: bytes) -> None:
     [
         *(("plain", "code", struct.pack("=Q", code)) for code in (0xF01, 0x3001, 0x8001, 0x10001, 0x40001, 0x3000001)),
         *(("plain", "code", bytes([code])) for code in (1 | 4, 1 | 64, 1 | 64 | 128, 1 | 2 | 8)),
-        *(("over", "code", struct.pack("=Q", 1 << bit)) for bit in (1, 6, 7, 8, 24, 63)),
+        *(("over", "code", struct.pack("=Q", 1 << bit)) for bit in (1, 6, 7, 8, 24)),
+        ("over", "code", bytes(8)),  # nothing is written
         *(("pickled infos", "code", struct.pack("=Q", code)) for code in (0, 4, 8, 64, 1 << 40)),
         *(("plain", "rewards", struct.pack("=d", number)) for number in (np.nan, np.inf, 0.5, 1e300, 2.0**60)),
         *(("over", "rewards", struct.pack("=d", number)) for number in (np.nan, -np.inf, 0.5)),
@@ -276,5 +281,44 @@ def test_what_is_known_after_a_fault(form, reader, monkeypatch):
         assert_same(older, without)
     overwrite(one, "code", struct.pack("=Q", 1 << 40))
     assert one.transitions.known(0, pickled) is None
-    overwrite(one, "code", struct.pack("=Q", 64))
+    overwrite(one, "code", struct.pack("=Q", WRITTEN | 64))
     assert (one.transitions.known(0, pickled) is None) == (not is_pickled)
+    one.transitions.records.clear(0)
+    assert one.transitions.known(0, pickled) is None
+
+
+@READERS
+@pytest.mark.parametrize("form", FORMS)
+def test_a_record_whose_write_has_ended_in_the_middle_is_not_written(form, reader, monkeypatch):
+    """Nothing is known of it, whatever it was before: the values of the first agent are written already."""
+    one = OneRecord(form, reader, monkeypatch)
+    wrong = {"a": 5, "b": {**SMALL_NUMBERS["b"], "eyes": np.ones(4, np.float32)}}
+    flags = {**dict.fromkeys(AGENTS, False), "__all__": False}
+    with pytest.raises(Mismatch, match="agent 'b'"):
+        one.transitions.put(0, Transition(wrong, {"a": 1, "b": 2}, flags, flags, {"a": {}, "b": {}}, AGENTS, AGENTS))
+    leftovers = one.leftovers.get(0)
+    assert one.transitions.known(0, None if leftovers is None else dump_leftovers(leftovers)) is None
+    assert {*map(str, one.results())} == {str(damaged(0))}
+
+
+@linux_only
+@pytest.mark.needs("_codec")
+def test_a_process_that_ends_while_compiled_code_writes():
+    """Casting the second value ends it: the new value of the first agent is not taken for an old one."""
+    layout, _ = block_of(1)
+    block = mmap.mmap(-1, layout.nbytes)
+    layout.bind(block)
+    compiled = codec.open_codec(layout, block, infos_in_block=False)
+    records = TransitionRecords(layout, block, codec=compiled)
+    assert records.write(0, transition(1)) is None
+    assert records.goes_with(0, None)
+    observations = {"a": np.full(3, 0.5), "b": np.full(3, 1e300)}
+    if (pid := os.fork()) == 0:
+        np.seterr(over="call")
+        np.seterrcall(lambda *_: os._exit(3))
+        compiled.put(0, transition(2)._replace(observations=observations))
+        os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    assert layout.observations.read(0, ["a"], True)["a"].tolist() == [0.5] * 3
+    assert not records.goes_with(0, None)
+    assert compiled.read((0,), {}, True)[1][0] == [0]  # left to Python

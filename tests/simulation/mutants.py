@@ -371,10 +371,10 @@ MUTATIONS = [
         blind=True,
     ),
     Mutation(
-        "a record counts as partially written for ever",
+        "a record counts that a failing write has left",
         "worker.py",
-        "                self._partially_written = None\n                if",
-        "                if",
+        "            elif writes:\n                self._transitions.clear(env_id)\n",
+        "",
         blind=True,
     ),
     Mutation(

@@ -67,7 +67,8 @@ PyObject *agents_with(const Codec *codec, const unsigned char *presence, int bit
 
 /* Whether a code is one that this code writes. */
 static int is_code(const Codec *codec, uint64_t code) {
-    if (code & INFOS && code & INFOS_IN_BLOCK) return 0;
+    if (!(code & WRITTEN) || (code & INFOS && code & INFOS_IN_BLOCK)) return 0;
+    code &= ~WRITTEN;
     if (!(code & PLAIN)) return !(code & ~(uint64_t)(INFOS | INFOS_IN_BLOCK | FINAL));
     uint64_t flag = code >> FLAG_SHIFT & 0xFF;
     return !(code & NOT_PLAIN) && is_tag(codec->reward_types, (int)(code >> REWARD_SHIFT & 0xFF)) &&

@@ -66,6 +66,14 @@ static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag, 
     return outcome;
 }
 
+/* Zero the code of a record: a worker that dies now leaves a record that is not WRITTEN. Returns the code before. */
+static uint64_t begin_record(const Codec *codec, char *record) {
+    volatile uint64_t *word = (volatile uint64_t *)(record + codec->header);
+    uint64_t before = *word;
+    *word = 0;
+    return before;
+}
+
 /* Write a plain transition; DONE_BUT_INFOS if its infos have to be pickled. */
 Outcome write_transition(const Codec *codec, char *record, PyObject *dicts, Py_ssize_t turn) {
     Outcome outcome;
@@ -88,21 +96,18 @@ Outcome write_transition(const Codec *codec, char *record, PyObject *dicts, Py_s
     }
     if (are_empty && !of_agents && !none) return LEFT;
     if ((outcome = convert_rewards(codec, PyTuple_GetItem(dicts, 1), &tag, keys)) != DONE) return outcome;
+    uint64_t before = begin_record(codec, record);
     if ((outcome = write_values(codec, codec->observations, record, PyTuple_GetItem(dicts, 0))) != DONE)
         return outcome;
     char *header = record + codec->header;
     volatile uint64_t *word = (volatile uint64_t *)header;
     size_t n = (size_t)codec->n;
-    uint64_t code = PLAIN | (uint64_t)tag << REWARD_SHIFT | (uint64_t)flag_code << FLAG_SHIFT;
+    uint64_t code = WRITTEN | PLAIN | (uint64_t)tag << REWARD_SHIFT | (uint64_t)flag_code << FLAG_SHIFT;
     code |= (uint64_t)turn << TURN_SHIFT | (none ? NO_INFOS : 0) | (only_all ? ONLY_ALL : 0);
-    if (!are_empty) {
-        *word = 0; /* a worker that dies here leaves no code that does not hold */
-        code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
-    }
+    if (!are_empty) code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
     memcpy(header + 8, codec->rewards, 8 * n);
-    if (*word != code) { /* else the rest of the header is correct already */
+    if (before != code) { /* else the rest of the header is correct already */
         char *next = header + 8 + 8 * n;
-        *word = 0;
         memset(next, tag, n);
         next += n;
         for (int i = 0; i < 2; i++, next += n + 1) {
@@ -114,8 +119,8 @@ Outcome write_transition(const Codec *codec, char *record, PyObject *dicts, Py_s
         memset(next, turn ? presence & ~ACTING_BIT : presence, n);
         if (turn) next[turn - 1] = (char)presence;
         memset(next + n, GOES_ON, n);
-        *word = code;
     }
+    *word = code;
     return code & INFOS ? DONE_BUT_INFOS : DONE;
 }
 
@@ -319,6 +324,7 @@ static uint64_t code_of(const Codec *codec, uint64_t code, const Draft *draft, i
 /* Write the values of a draft that is held. After LEFT, some may have been written. */
 static Outcome write_draft_values(const Codec *codec, char *record, const Draft *draft) {
     Outcome outcome = DONE;
+    begin_record(codec, record);
     for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++) {
         int bits = draft->presence[i];
         if (bits & OBSERVED_BIT) outcome = write_value(codec, &codec->observations[i], record, draft->observations[i]);
@@ -336,12 +342,11 @@ static Outcome write_header(const Codec *codec, char *record, const Draft *draft
     size_t n = (size_t)codec->n;
     char *header = record + codec->header;
     volatile uint64_t *word = (volatile uint64_t *)header;
-    *word = 0; /* a worker that dies here leaves no code that does not hold */
     if (infos != NULL) code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
     if (!(code & FINAL)) code = code_of(codec, code, draft, no_infos);
     memcpy(header + 8, codec->rewards, 8 * n);
     memcpy(header + 8 + 8 * n, codec->scratch, 5 * n + 2);
-    *word = code;
+    *word = WRITTEN | code;
     return code & INFOS ? DONE_BUT_INFOS : DONE;
 }
 

@@ -475,7 +475,7 @@ class Pool(Source):
         for env_id in sorted(failures):
             self._check_not_closed()  # by `on_restart`
             failure, worker = failures[env_id], self.slots[env_id].worker
-            running = Running(env_id, failure.activity, 0.0, inside=not failure.partially_written)
+            running = Running(env_id, failure.activity, 0.0, inside=True)
             error = reports.env_error(env_id, worker, failure, self.advice)
             try:
                 self.fault(Fault(worker, env_id, error, running, failure.kinds, failure))
