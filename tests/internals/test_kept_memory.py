@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
+from helpers.array_memory import handler_name
 
 from marl_parallel import ParallelEnv, vector
 from marl_parallel.core import codec
@@ -121,9 +122,9 @@ def test_other_arrays_come_from_numpy():
     """Only while observations are read, and only in that thread."""
     with ParallelEnv([Images], backend="serial") as env:
         env.reset()
-        before = np._core.multiarray.get_handler_name()
+        before = handler_name()
         env.step([dict.fromkeys(AGENTS, 0)])
-        assert np._core.multiarray.get_handler_name() == before != "marl_parallel"
+        assert handler_name() == before != "marl_parallel"
 
 
 def pieces(sizes: Sequence[int], more: int) -> None:
