@@ -14,6 +14,7 @@ their place: an alarm or a limit of CPU time without a handler has no effect the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
@@ -41,6 +42,7 @@ _STAYS = (
     "SIGPIPE SIGXFSZ "  # Python turns them into exceptions
     "SIGABRT SIGBUS SIGEMT SIGFPE SIGILL SIGSEGV SIGSYS SIGTRAP"  # a process's own faults
 )
+_STACK_NBYTES = 1 << 20
 JOB_SIGNALS: frozenset[int] = frozenset(
     set() if sys.platform == "win32" else signal.valid_signals() - {getattr(signal, name, 0) for name in _STAYS.split()}
 )
@@ -73,6 +75,8 @@ def take_signals(stack_signal: int | None, parent: int) -> None:
         return
     global _stack_signal
     _stack_signal = stack_signal
+    if not KNOWS_SENDERS:
+        _enlarge_stack()
     signal.signal(signal.SIGINT, signal.default_int_handler if KNOWS_SENDERS else _on_sigint)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, _on_signal)
@@ -91,6 +95,31 @@ def take_signals(stack_signal: int | None, parent: int) -> None:
             before=_before_fork, after_in_parent=_unblock_after_fork, after_in_child=_reset_in_forked_child
         )
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+class _Stack(ctypes.Structure):
+    """`stack_t` of `signal.h`."""
+
+    _fields_ = (
+        [("memory", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+        if sys.platform == "linux"
+        else [("memory", ctypes.c_void_p), ("size", ctypes.c_size_t), ("flags", ctypes.c_int)]
+    )
+
+
+_handlers_stack: ctypes.Array[ctypes.c_char] | None = None
+
+
+def _enlarge_stack() -> None:
+    """Make room for the handlers of all signals at once, one inside of the other.
+
+    CPython's handlers block no other signal, and run on the stack of `faulthandler`, on which only a few fit.
+    """
+    global _handlers_stack
+    _handlers_stack = ctypes.create_string_buffer(_STACK_NBYTES)
+    stack = _Stack(memory=ctypes.addressof(_handlers_stack), flags=0, size=_STACK_NBYTES)
+    if ctypes.CDLL(None, use_errno=True).sigaltstack(ctypes.byref(stack), None) != 0:
+        raise OSError(ctypes.get_errno(), "sigaltstack failed")
 
 
 _status: WorkerStatus | None = None  # of this worker, once it is known
