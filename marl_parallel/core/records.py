@@ -127,7 +127,8 @@ class ActionRecords:
 
 WRITTEN, PICKLED, FINAL, INFOS = 1 << 63, 64, 4, 2
 """Bits of a code: the record is complete; the whole transition is pickled; the next episode has begun in the same step;
-infos are pickled. The other bits belong to compiled code. While a record is being written, its code is zero."""
+infos are pickled. The other bits belong to compiled code. While a transition is being written, the code is zero; while the
+next episode is written over the last step of an episode, the code is still that of the step."""
 
 # The most frequent type comes first. A reward that a double does not hold exactly travels pickled.
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
@@ -167,7 +168,8 @@ class TransitionRecords:
         Raises:
             Mismatch: A value does not match its space; the text names the agent.
         """
-        self.clear(record)
+        if transition.final_observations is None:  # else the record has the last step, which a death does not lose
+            self.clear(record)
         codec, written = self._codec, 0
         if codec is not None:
             written = codec.put(record, transition)

@@ -322,3 +322,18 @@ def test_a_process_that_ends_while_compiled_code_writes():
     assert layout.observations.read(0, ["a"], True)["a"].tolist() == [0.5] * 3
     assert not records.goes_with(0, None)
     assert compiled.read((0,), {}, True)[1][0] == [0]  # left to Python
+
+
+@READERS
+def test_a_last_step_stays_known_while_the_next_episode_is_written_over_it(reader, monkeypatch):
+    """Its rewards and flags: a worker that dies then has sent what is pickled of it."""
+    one = OneRecord("plain", reader, monkeypatch)
+    none, over = {**dict.fromkeys(AGENTS, False), "__all__": False}, {**dict.fromkeys(AGENTS, True), "__all__": True}
+    last = Transition(SMALL_NUMBERS, {"a": 3.0, "b": 4.0}, over, none, {"a": {}, "b": {}}, [], [])
+    leftovers = one.transitions.put(0, last)
+    wrong = {"a": 5, "b": {**SMALL_NUMBERS["b"], "eyes": np.ones(4, np.float32)}}
+    with pytest.raises(Mismatch, match="agent 'b'"):
+        one.transitions.put(0, last._replace(observations=wrong, final_observations=SMALL_NUMBERS))
+    known = one.transitions.known(0, None if leftovers is None else dump_leftovers(leftovers))
+    assert known is not None
+    assert (known.rewards, known.terminateds) == (last.rewards, last.terminateds)

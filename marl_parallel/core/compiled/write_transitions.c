@@ -324,7 +324,6 @@ static uint64_t code_of(const Codec *codec, uint64_t code, const Draft *draft, i
 /* Write the values of a draft that is held. After LEFT, some may have been written. */
 static Outcome write_draft_values(const Codec *codec, char *record, const Draft *draft) {
     Outcome outcome = DONE;
-    begin_record(codec, record);
     for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++) {
         int bits = draft->presence[i];
         if (bits & OBSERVED_BIT) outcome = write_value(codec, &codec->observations[i], record, draft->observations[i]);
@@ -342,6 +341,7 @@ static Outcome write_header(const Codec *codec, char *record, const Draft *draft
     size_t n = (size_t)codec->n;
     char *header = record + codec->header;
     volatile uint64_t *word = (volatile uint64_t *)header;
+    begin_record(codec, record);
     if (infos != NULL) code |= write_infos(codec, record, infos) == DONE ? INFOS_IN_BLOCK : INFOS;
     if (!(code & FINAL)) code = code_of(codec, code, draft, no_infos);
     memcpy(header + 8, codec->rewards, 8 * n);
@@ -366,6 +366,7 @@ Outcome write_any(const Codec *codec, char *record, PyObject *result, PyObject *
     hold(codec, &draft, 1);
     if (agents_left != Py_None && !(draft.all[0] && draft.all[1])) outcome = note_left(codec, agents_left, draft.lives);
     if (outcome == DONE && *PyByteArray_AsString(is_forked)) outcome = LEFT; /* Python ends this process */
+    if (outcome == DONE) begin_record(codec, record);
     if (outcome == DONE) outcome = write_draft_values(codec, record, &draft);
     hold(codec, &draft, 0);
     if (outcome != DONE) return outcome;
@@ -444,6 +445,8 @@ PyObject *codec_put(PyObject *self, PyObject *args) {
     while (reset != NULL && PyDict_Next(reset, &position, &key, &info))
         reset_is_empty &= PyDict_CheckExact(info) && PyDict_Size(info) == 0;
     if (outcome == DONE) {
+        /* With last observations, the header is still that of the last step, which a death does not lose. */
+        if (final == NULL) begin_record(codec, record);
         hold(codec, &draft, 1);
         outcome = write_draft_values(codec, record, &draft);
         hold(codec, &draft, 0);
