@@ -127,8 +127,8 @@ class ActionRecords:
 
 WRITTEN, PICKLED, FINAL, INFOS = 1 << 63, 64, 4, 2
 """Bits of a code: the record is complete; the whole transition is pickled; the next episode has begun in the same step;
-infos are pickled. The other bits belong to compiled code. While a transition is being written, the code is zero; while the
-next episode is written over the last step of an episode, the code is still that of the step."""
+infos are pickled. The other bits belong to compiled code. While a transition is being written, the code is zero; while
+the next episode is written over the last step of an episode, the code is still that of the step."""
 
 # The most frequent type comes first. A reward that a double does not hold exactly travels pickled.
 FLOATS: tuple[type, ...] = (float, np.float64, np.float32, np.float16)
