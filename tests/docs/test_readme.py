@@ -79,7 +79,7 @@ def python_blocks(*, of_frameworks: bool = False) -> list[object]:
 
 
 def run(*command: str, text: str = "", cwd: Path = ROOT) -> str:
-    done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=100, cwd=cwd)
+    done = subprocess.run([sys.executable, *command], input=text, capture_output=True, text=True, timeout=400, cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
