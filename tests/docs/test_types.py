@@ -69,7 +69,7 @@ MYPY = [
 
 
 def checked(*command: str, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300, cwd=cwd)
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=560, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
