@@ -139,7 +139,7 @@ class ParallelEnv:
             `"hybrid"`, too; see `docs/workers.md`.
         adapter: The kind of simulator, if it is not recognised correctly: a name from `docs/environments.md`, such as
             `"dict"` or `"tuple"`, or a function that takes a simulator and returns a `MultiAgentEnv`.
-        shared_memory: False sends all values pickled.
+        shared_memory: False sends all values pickled, except global states.
         copy: False returns observations that are views of shared memory: each is valid until its environment is next
             stepped, sent to or reset, and stays readable after `close`.
         check_actions: True checks every action against its space.
@@ -553,8 +553,7 @@ class ParallelEnv:
             ResetNeeded: An environment has never been reset.
         """
         runner = self.runner
-        # In most steps, all environments are ready, as the pool knows.
-        ids = runner.env_ids if env_ids is None and runner.source.is_lean else runner.ids_to_step(env_ids)
+        ids = runner.ids_to_step(env_ids)
         transitions = runner.transitions
         if type(actions) is not list or len(actions) != len(ids):  # a quick check first
             arguments.check_one_for_each(actions, ids)

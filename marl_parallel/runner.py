@@ -325,11 +325,7 @@ class BatchRunner:
 
         Returns the leftovers of the results, which `transitions` needs to read them.
         """
-        source = self.source
-        if source.is_lean and not written and len(env_ids) == self.num_envs:
-            leftovers = source.step_all()
-        else:
-            leftovers = source.run(Message.STEP, env_ids, written or None)
+        leftovers = self.source.run(Message.STEP, env_ids, written or None)
         if self.transitions.statistics.any_finished:
             self.transitions.statistics.finished = []
         return leftovers

@@ -167,7 +167,7 @@ class Block(NamedTuple):
     """The payload of `ATTACH`: how the block is laid out, and what is written there."""
 
     num_records: int  # the number of environments
-    arrays: bool  # whether the block has values; else all values travel pickled
+    arrays: bool  # whether the block has values of agents; else they travel pickled
     compiled: bool  # whether the caller has compiled code, which reads what the worker's writes
     infos: bool  # whether the block has infos of simple values
     described: bytes = b""  # the pickled `Schema` of all environments, if their own ones are not all the same

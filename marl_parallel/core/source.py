@@ -48,7 +48,6 @@ class Source(ABC):
             that callers without automatic resets can use it.
         in_flight: How many environments have been sent and not received.
         seeds_stale: Whether environments may use other seeds than the seeds that they declared last.
-        is_lean: Whether `step_all` may be called.
         closed: Whether `close` has begun.
         freed: Whether `close` has freed everything, or is freeing it.
         closed_by: The cause of the close, in words; "" for the caller's `close`.
@@ -63,7 +62,6 @@ class Source(ABC):
     reset_replaces_automatic_one: bool = False
     in_flight: int
     seeds_stale: bool
-    is_lean: bool
     closed: bool
     freed: bool
     closed_by: str = ""
@@ -82,10 +80,6 @@ class Source(ABC):
     @abstractmethod
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Any:
         """`send` and `recv` in one call, while nothing is in flight; returns the leftovers of the results."""
-
-    @abstractmethod
-    def step_all(self) -> Any:
-        """As `run` of a step of all environments, with the actions in shared memory; only if `is_lean`."""
 
     @abstractmethod
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -193,7 +193,6 @@ class SimulatorSource(Source, Transitions):
     """
 
     seeds_stale = False
-    is_lean = False
     reset_replaces_automatic_one = True
     mode = AutoresetMode.NEXT_STEP
     copies = True
@@ -255,9 +254,6 @@ class SimulatorSource(Source, Transitions):
         row_of = np.zeros(len(self._all), np.intp)
         row_of[received.env_ids] = np.arange(len(ids))
         return received.at(row_of[ids])
-
-    def step_all(self) -> NoReturn:
-        raise NotImplementedError("is_lean is never True: a step has a payload")
 
     def send(self, message: Message, env_ids: Sequence[int], payloads: Any = None, *, together: bool = False) -> None:
         self.check_open()

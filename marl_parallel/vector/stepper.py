@@ -224,12 +224,10 @@ class ArrayStepper(OfParallelEnv):
             ResetNeeded, AlreadyPendingCallError: An environment was never reset, or a step is in flight.
             ParallelEnvError: A fault, as in `ParallelEnv.step`.
         """
-        runner, view, ids = self.runner, self.view, self.env_ids
-        # In most steps, all environments are ready, as the pool knows.
-        is_ready = runner.source.is_lean and env_ids is None and runner.stepped_by is self._facade and self.latest
-        if not is_ready or self._read is not None:
+        runner, view = self.runner, self.view
+        if runner.stepped_by is not self._facade or self.in_flight or self.latest is None or self._read is not None:
             self._check_may_step("step")
-            ids = runner.ids_to_step(env_ids)
+        ids = runner.ids_to_step(env_ids)
         written = view.write(actions, ids)
         last = None if len(ids) == runner.num_envs or self.latest is None else view.last()
         leftovers = runner.step(ids, written)

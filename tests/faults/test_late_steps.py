@@ -21,7 +21,9 @@ from simulators.failing import Fragile
 from simulators.forking import Walk
 from simulators.stopping import FinishesLate
 
-from marl_parallel import WorkerTimeout
+from marl_parallel import ParallelEnv, WorkerTimeout
+from marl_parallel.backends.local import ThreadBackend
+from marl_parallel.core.messages import Lost, Reply
 
 pytestmark = pytest.mark.release_independent
 
@@ -152,6 +154,35 @@ def test_frozen_time_does_not_count(arguments, tmp_path):
         finally:
             script.kill()
     assert len(everyone) > 2
+
+
+class Pauses(ThreadBackend):
+    """The clock jumps in the next wait, which ends early, as when a virtual machine is paused."""
+
+    offset, seconds = 0.0, 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = lambda: time.monotonic() + self.offset
+
+    def wait(self, timeout: float | None = None, at_least: int = 1) -> list[tuple[int, Reply | Lost]]:
+        if not self.seconds:
+            return super().wait(timeout, at_least)
+        replies = super().wait(0.01, at_least)
+        self.offset, self.seconds = self.offset + self.seconds, 0.0
+        return replies
+
+
+def test_a_pause_in_the_first_wait_of_a_step_does_not_count(tmp_path):
+    slow = functools.partial(time.sleep, 0.3)
+    constructors = [functools.partial(Fragile, {"step": slow}, tmp_path)] * 2
+    with ParallelEnv(constructors, backend=Pauses(), num_workers=2, step_timeout=3.0) as env:
+        env.reset()
+        workers = env.runner.workers
+        assert workers is not None
+        for _ in range(2):
+            workers.pool.backend.seconds = 10.0
+            env.step([{"a": 0, "b": 1}] * 2)
 
 
 def test_time_between_send_and_recv_counts(build, tmp_path):

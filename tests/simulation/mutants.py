@@ -157,8 +157,8 @@ MUTATIONS = [
     Mutation(
         "quick steps skip what restarts must see",
         "pool/pool.py",
-        "not self.replaced and not self._owes_extensions() and self._are_quiet()\n",
-        "not self.replaced\n",
+        "                    if one.sees_steps:\n                        by_worker = False\n",
+        "                    pass\n",
         blind=True,
     ),
     Mutation(
@@ -519,10 +519,10 @@ MUTATIONS = [
         "a pause before a step of all counts for its timeout",
         "pool/pool.py",
         (
-            "            queue.requests.append(Pending(request, queue.posted, now, None, True))\n"
-            "            queue.since = now\n"
+            "            queue.requests.append(Pending(request, queue.posted, self.called, None, True))\n"
+            "            queue.since = self.called\n"
         ),
-        "            queue.requests.append(Pending(request, queue.posted, now, None, True))\n",
+        "            queue.requests.append(Pending(request, queue.posted, self.called, None, True))\n",
     ),
     Mutation(
         "a step of all begins when the call before began",
@@ -641,10 +641,40 @@ MUTATIONS = [
         "        slot.skips |= fault is not None\n",
     ),
     Mutation(
-        "a request of an extension leaves steps in the fast path",
+        "a step does not look whether a worker owes something else",
         "pool/pool.py",
-        "        self.is_lean = self.is_lean and owner is None\n",
-        "",
+        "                    if queue.requests:\n                        by_worker = False\n",
+        "                    pass\n",
+    ),
+    Mutation(
+        "restarts do not see the step after a reset",
+        "pool/restarts.py",
+        "        self.sees_steps = True\n        return [env_id",
+        "        return [env_id",
+    ),
+    Mutation(
+        "restarts do not see the step after a fault",
+        "pool/restarts.py",
+        "        slot.skips = fault is not None\n        self.sees_steps = True\n",
+        "        slot.skips = fault is not None\n",
+    ),
+    Mutation(
+        "a step that is late begins when it is late",
+        "pool/pool.py",
+        "            queue.since = self.called\n        self._by_worker",
+        "            queue.since = self.clock()\n        self._by_worker",
+    ),
+    Mutation(
+        "a move that is due is not seen",
+        "pool/recycling.py",
+        "        self.sees_steps = bool(too_large) or is_due or self._may_move\n",
+        "        self.sees_steps = bool(too_large) or self._may_move\n",
+    ),
+    Mutation(
+        "the last episodes before a move are not seen",
+        "pool/recycling.py",
+        "        self.sees_steps = bool(too_large) or is_due or self._may_move\n",
+        "        self.sees_steps = bool(too_large) or is_due\n",
     ),
     Mutation(
         "a result that was replaced once counts as replaced for ever",

@@ -212,6 +212,7 @@ int are_records(const Codec *codec, Py_ssize_t start, Py_ssize_t stop);    /* wh
 Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **values, PyObject **keys);
 /* A dict of all agents into a record, and out of it. */
 Outcome write_values(const Codec *codec, const Node *nodes, char *record, PyObject *dict);
+Outcome write_in_order(const Codec *codec, const Node *nodes, char *record); /* what `values_in_order` has found */
 PyObject *read_values(const Codec *codec, const Node *nodes, char *record, int copy);
 PyObject *new_dict(const Codec *codec);                                    /* a dict for a value of each agent */
 int any_has(const Codec *codec, const unsigned char *presence, int bit);   /* whether any agent has a bit */

@@ -15,10 +15,14 @@ Outcome values_in_order(const Codec *codec, PyObject *dict, PyObject **values, P
     return DONE;
 }
 
-/* Write the values of a dict of all agents into a record. After LEFT, some may have been written. */
 Outcome write_values(const Codec *codec, const Node *nodes, char *record, PyObject *dict) {
     Outcome outcome = values_in_order(codec, dict, codec->values, keys_of(codec, record));
-    if (outcome != DONE) return outcome;
+    return outcome == DONE ? write_in_order(codec, nodes, record) : outcome;
+}
+
+/* After LEFT, some may have been written. */
+Outcome write_in_order(const Codec *codec, const Node *nodes, char *record) {
+    Outcome outcome = DONE;
     for (Py_ssize_t i = 0; i < codec->n; i++) Py_INCREF(codec->values[i]); /* a cast may warn and so run any code */
     for (Py_ssize_t i = 0; i < codec->n && outcome == DONE; i++)
         outcome = write_value(codec, &nodes[i], record, codec->values[i]);

@@ -66,7 +66,7 @@ static Outcome convert_rewards(const Codec *codec, PyObject *rewards, int *tag, 
     return outcome;
 }
 
-/* Zero the code of a record: a worker that dies now leaves a record that is not WRITTEN. Returns the code before. */
+/* Zero the code of a record: until it is complete, it is not WRITTEN, whatever happens. Returns the code before. */
 static uint64_t begin_record(const Codec *codec, char *record) {
     volatile uint64_t *word = (volatile uint64_t *)(record + codec->header);
     uint64_t before = *word;
@@ -96,9 +96,9 @@ Outcome write_transition(const Codec *codec, char *record, PyObject *dicts, Py_s
     }
     if (are_empty && !of_agents && !none) return LEFT;
     if ((outcome = convert_rewards(codec, PyTuple_GetItem(dicts, 1), &tag, keys)) != DONE) return outcome;
+    if ((outcome = values_in_order(codec, PyTuple_GetItem(dicts, 0), codec->values, keys)) != DONE) return outcome;
     uint64_t before = begin_record(codec, record);
-    if ((outcome = write_values(codec, codec->observations, record, PyTuple_GetItem(dicts, 0))) != DONE)
-        return outcome;
+    if ((outcome = write_in_order(codec, codec->observations, record)) != DONE) return outcome;
     char *header = record + codec->header;
     volatile uint64_t *word = (volatile uint64_t *)header;
     size_t n = (size_t)codec->n;

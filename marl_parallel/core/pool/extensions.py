@@ -4,9 +4,9 @@ The pool calls the hooks that an extension overrides, in the order in which the 
 none overrides costs nothing. The order matters: timeouts and warnings come first, then settings and rebuilds, then
 replays, which change nothing, then recycling, which takes resets and ends of episodes before restarts see them.
 
-The fast path is a step of all environments in which nothing goes wrong, while every extension `is_quiet`. The pool
-looks at no slot there. It calls `begin`, `before_step_all`, and `patience` of extensions whose `lean_patience` is None.
-It does not call `before_send`, `before_post` and `on_result`.
+A step of all environments together is the most frequent call. While no extension that overrides `before_send` or
+`on_result` has `sees_steps`, the pool looks at no slot and calls neither of these hooks. If something goes wrong, or
+if the step takes more than 20 ms, `patience`, `look` and `on_result` follow, for each result.
 
 The hooks at a fault that `Restarts` deals with, in this order::
 
@@ -24,7 +24,6 @@ If no extension deals with the fault, `on_raise` follows `on_fault` for an `EnvE
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -67,41 +66,30 @@ class Extension:
     """A feature of the pool. Every hook has a default that does nothing.
 
     Attributes:
-        lean_patience: Seconds. In the fast path, the pool calls `patience` only when the step has taken this long, or
-            when something else has ended the fast path. With None, it calls `patience` before the step.
+        sees_steps: Whether the pool calls `before_send`, `before_post` and `on_result` also for steps of all
+            environments in which nothing goes wrong; it may change at any time.
         saved_as: The key of the result of `save` in saved states, which stays if the class is renamed; empty if nothing
             is saved.
     """
 
-    lean_patience: float | None = math.inf
+    sees_steps: bool = True
     saved_as: str = ""
 
     def begin(self, now: float) -> None:
         """The caller begins a call of the pool."""
 
-    def before_step_all(self) -> None:
-        """All environments are about to be stepped with the actions in the block, in the fast path."""
-
-    def is_quiet(self) -> bool:
-        """Return False if this extension must see each result of the next step.
-
-        Then the step takes the slower path and calls `on_result`. The pool calls `is_quiet` when
-        the caller has received all results of a slower step or a reset. After `Pool.extend` between two steps, call
-        `Pool.see_results`: without it, steps stay in the fast path.
-        """
-        return True
-
     def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
         """The caller begins a step or reset of environments, whose slots are busy now; returns the env ids to send to.
 
-        This extension provides the results of the others. Not called in the fast path.
+        This extension provides the results of the others.
         """
         return env_ids
 
     def before_post(self, worker: int, request: Request) -> Request:
-        """A request is about to be posted; returns the request to post. Not called in the fast path.
+        """A request is about to be posted; returns the request to post.
 
-        `request.env_ids` may be None: all environments of the worker.
+        `request.env_ids` may be None: all environments of the worker. An extension that returns another request for
+        steps, or posts requests here, also overrides `before_send` or `on_result`.
         """
         return request
 
@@ -112,9 +100,9 @@ class Extension:
     def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
         """A worker has carried out a step or reset; returns the caller's `result`, or `HELD` to hand it over later.
 
-        Not called in the fast path, nor for results that extensions pass to `Pool.finish`. It may be called twice for
-        one step: where recycling holds a result back, extensions before it get that result, and later the same one
-        again or the first one of the new environment. With NEXT_STEP, a step that only resets is a STEP.
+        Not called for results that extensions pass to `Pool.finish`. It may be called twice for one step:
+        where recycling holds a result back, extensions before it get that result, and later the same one again or the
+        first one of the new environment. With NEXT_STEP, a step that only resets is a STEP.
 
         Args:
             slot: The environment. `slot.request` is STEP or RESET.
@@ -122,7 +110,7 @@ class Extension:
             result: The same values unpickled, or the result of an earlier extension.
             completed: When the worker finished the request, in seconds of `Backend.clock`. All environments in
                 one reply have the same time; with `Request.each`, each has its own. It is 0.0 if the reply is
-                `STEPPED`, which comes if something else has ended the fast path, such as a fault of another worker.
+                `STEPPED`.
         """
         return result
 
@@ -156,7 +144,10 @@ class Extension:
         """A worker that was gone has been replaced by a new one with the same number."""
 
     def patience(self, now: float) -> float | None:
-        """The most seconds before the next call of `look`; called before each wait."""
+        """The most seconds before the next call of `look`; called before each wait.
+
+        A backend may wait for a step of all environments, for at most 20 ms, before that.
+        """
         return None
 
     def look(self, now: float) -> None:
@@ -196,6 +187,7 @@ class Hooks:
     """The hooks that extensions override, in the order of the extensions."""
 
     def __init__(self, extensions: Sequence[Extension] = ()) -> None:
+        self._extensions = extensions
         self._by_hook = {
             hook: [getattr(one, name) for one in extensions if getattr(type(one), name) is not hook]
             for name, hook in vars(Extension).items()
@@ -205,3 +197,7 @@ class Hooks:
     def of(self, hook: Callable[Concatenate[Any, P], R]) -> list[Callable[P, R]]:
         """The overridden hooks of one kind; `hook` is a method of `Extension`."""
         return self._by_hook[hook]
+
+    def with_any(self, *hooks: Callable[..., Any]) -> list[Extension]:
+        """The extensions that override one of these hooks."""
+        return [one for one in self._extensions if any(getattr(type(one), hook.__name__) is not hook for hook in hooks)]

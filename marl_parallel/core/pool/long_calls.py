@@ -29,7 +29,7 @@ class LongCalls(Extension):
 
     def __init__(self, pool: Pool, warn_after: float | None, limits: Mapping[Activity, float | None]) -> None:
         self._pool, self._limits, self._warns = pool, limits, warn_after is not None
-        self._after = self.lean_patience = math.inf if warn_after is None else warn_after
+        self._after = math.inf if warn_after is None else warn_after
         self._next_look = pool.clock() + self._after
         self._next: dict[int, tuple[tuple[int, float], float]] = {}  # by worker: its state, and seconds until a warning
 

@@ -15,7 +15,6 @@ replays, traces. If no extension deals with a fault, its error is raised, and ev
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -46,6 +45,7 @@ from marl_parallel.types import EnvError, NotReadyInTime, ParallelEnvError, Stat
 ADVICE = ', or pass on_error="restart" to go on with a fresh environment'
 _NO_EXTRAS: Mapping[int, Any] = {}
 _WAITING_FOR = {message: f"waiting for {message.name.lower()}" for message in Message}  # names of slices in a trace
+_FIRST_WAIT_S = 0.02  # for the replies to a step of all environments, before extensions look at the time
 _CLOSE_IN_LINE_WITHIN_S = 1.0
 _INTERRUPTED_WITHIN_S = 0.5  # the least time that `close` waits for a thread that it has interrupted in a call
 
@@ -62,8 +62,6 @@ class Pool(Source):
         called: When the present or latest call began.
         survives_faults: Whether an extension replaces workers that are gone.
         advice: The advice about restarts in errors.
-        is_lean: Whether `step_all` may be called: every slot is idle and has a result, and no extension needs to see
-            the next ones.
         around: Called with the name of a part of a call; returns a context for it, or None inside one.
         latest: By environment, the pickled leftovers of its latest record that had any.
         replaced: By environment, the pickled `Snapshot` that the caller has received in place of the record.
@@ -89,8 +87,8 @@ class Pool(Source):
         self._set_extensions([])
         self._past = [WorkerStats()] * len(shares)  # of workers that have been removed
         self._step_all = dict.fromkeys(range(len(shares)), STEP_ALL)
-        self.is_lean = False
         self._done = 0  # how many slots are done
+        self._by_worker: Mapping[int, Request] = {}  # a step of which only `WorkerQueue.posted` is noted
         self.latest: dict[int, bytes] = {}
         self.replaced: dict[int, bytes] = {}
         self._results: dict[int, Any] = {}  # of `execute`, by environment
@@ -110,10 +108,9 @@ class Pool(Source):
 
     def _set_extensions(self, extensions: list[Extension]) -> None:
         self._extensions, self._hooks = extensions, Hooks(extensions)
-        self._at_begin, self._at_step_all = self._hooks.of(Extension.begin), self._hooks.of(Extension.before_step_all)
-        known = [one.lean_patience for one in extensions if one.lean_patience is not None]
-        self._lean_patience = min(known, default=math.inf)
-        self._lean_asked = [one.patience for one in extensions if one.lean_patience is None]
+        self._at_begin = self._hooks.of(Extension.begin)
+        self._watchers = self._hooks.with_any(Extension.before_send, Extension.on_result)
+        self._posters = [one for one in self._hooks.with_any(Extension.before_post) if one not in self._watchers]
 
     def check_resets(self, env_ids: Sequence[int]) -> None:
         """Any environments can be reset at once."""
@@ -154,9 +151,46 @@ class Pool(Source):
         return results
 
     def run(self, message: Message, env_ids: Sequence[int], payloads: Any = None) -> Mapping[int, Any]:
-        """`send` and `recv` in one call, while nothing is in flight; returns the leftovers of the results."""
-        leftovers: Mapping[int, Any] = self.alone(_WAITING_FOR[message], self._run, message, env_ids, payloads)
-        return leftovers
+        """`send` and `recv` in one call, while nothing is in flight; returns the leftovers of the results.
+
+        A step of all environments is the most frequent call. Unless an extension sees it, it is noted by worker alone,
+        and slots only if a reply is not `STEPPED`, or comes late. The frame is the same as in `alone`.
+        """
+        if self.around is not None and (context := self.around(_WAITING_FOR[message])):
+            with context:
+                return self.run(message, env_ids, payloads)
+        with self._lock:
+            if self.closed:
+                self.check_open()
+            self.called = self.clock()
+            try:
+                for begin in self._at_begin:
+                    begin(self.called)
+                requests, queues = self._step_all, self.queues
+                by_worker = message is Message.STEP and not payloads and len(env_ids) == self.batch_size
+                for one in self._watchers:  # a loop is quicker than `any`
+                    if one.sees_steps:
+                        by_worker = False
+                for queue in queues.values():
+                    if queue.requests:
+                        by_worker = False
+                if not by_worker or self.replaced:
+                    self._send(message, env_ids, payloads, together=True)
+                    return self._all_leftovers()
+                for one in self._posters:
+                    if one.sees_steps:
+                        for worker, request in requests.items():
+                            one.before_post(worker, request)
+                for worker in requests:
+                    queues[worker].posted += 1
+                self._by_worker = requests
+                if self.backend.step_all(requests, _FIRST_WAIT_S) and not self.closed:
+                    self._by_worker = _NO_EXTRAS
+                    return _NO_EXTRAS
+                return self._finish_run(requests)
+            except BaseException as error:
+                self._close_after(error)
+                raise
 
     def execute(self, requests: Mapping[int, Request], owner: OnReply | None = None) -> dict[int, Any]:
         """Carry out requests other than steps and resets, by worker, while nothing is in flight.
@@ -177,7 +211,6 @@ class Pool(Source):
 
     def begin_in(self, message: Message, env_ids: Iterable[int], payload: Any = None) -> None:
         """Begin a request as `execute_in` does, and return; the next call must be `finish_in`."""
-        self.is_lean = False  # until the next step or reset of all
         self.alone("", self._begin, self.requests(message, env_ids, payload), None)
 
     def finish_in(self, timeout: float | None) -> dict[int, Any]:
@@ -217,8 +250,30 @@ class Pool(Source):
 
     # -- sending and receiving -------------------------------------------------------------------------------------
 
-    def _run(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Mapping[int, Any]:
-        self._send(message, env_ids, payloads, together=True)
+    def _finish_run(self, requests: Mapping[int, Request]) -> Mapping[int, Any]:
+        """Receive a step of all environments that is noted by worker alone."""
+        for worker, request in requests.items():
+            queue = self.queues[worker]
+            queue.requests.append(Pending(request, queue.posted, self.called, None, True))
+            queue.since = self.called
+        self._by_worker = _NO_EXTRAS
+        replies = self.backend.wait(self._patience(None), len(requests))
+        leftovers: dict[int, bytes] = {}
+        complete, are_seen = len(replies) == len(requests) and not self.closed, self._hooks.of(Extension.on_result)
+        for _, reply in replies:
+            if reply is not STEPPED:
+                complete = complete and not (are_seen or isinstance(reply, Lost) or reply.failures or not reply.last)
+                leftovers.update(reply.results if complete and isinstance(reply, Reply) else {})
+        if complete:
+            for worker in requests:
+                self.queues[worker].requests.clear()
+            if not leftovers:
+                return _NO_EXTRAS
+            self.latest.update(leftovers)
+            return {env_id: self.read(env_id, result) for env_id, result in leftovers.items()}
+        self._note_sent(Message.STEP, range(self.batch_size))
+        self.apply(replies)
+        self._look()
         return self._all_leftovers()
 
     def _all_leftovers(self) -> Mapping[int, Any]:
@@ -228,7 +283,6 @@ class Pool(Source):
         return leftovers
 
     def _send(self, message: Message, env_ids: Sequence[int], payloads: Any, together: bool) -> None:
-        self.is_lean = False
         self._note_sent(message, env_ids)
         for before_send in self._hooks.of(Extension.before_send):
             env_ids = before_send(message, env_ids, payloads)
@@ -246,74 +300,6 @@ class Pool(Source):
             slot = self.slots[env_id]
             slot.request, slot.state = message, State.BUSY
         self.in_flight += len(env_ids)
-
-    def step_all(self) -> Mapping[int, Any]:
-        """`run` a step of all environments with the actions in the block; only if `is_lean`.
-
-        This is the most frequent call, and it looks at no slot unless something goes wrong. It has the same frame as
-        `alone`.
-        """
-        if self.around is not None and (context := self.around(_WAITING_FOR[Message.STEP])):
-            with context:
-                return self.step_all()
-        with self._lock:
-            if self.closed:
-                self.check_open()
-            self.called = self.clock()
-            try:
-                for begin in self._at_begin:
-                    begin(self.called)
-                if not self.is_lean:  # an extension has to see the results
-                    return self._run(Message.STEP, range(self.batch_size), None)
-                self.is_lean = False
-                for before_step_all in self._at_step_all:
-                    before_step_all()
-                requests, patience = self._step_all, self._lean_patience
-                for ask in self._lean_asked:
-                    seconds = ask(self.called)
-                    if seconds is not None and seconds < patience:
-                        patience = seconds
-                for worker in requests:
-                    self.queues[worker].posted += 1
-                if patience <= 0:
-                    self.backend.post(requests, together=True)
-                elif self.backend.step_all(requests, patience) and not self.closed:
-                    self.is_lean = True
-                    return _NO_EXTRAS
-                return self._finish_step_all(requests)
-            except BaseException as error:
-                self._close_after(error)
-                raise
-
-    def _finish_step_all(self, requests: Mapping[int, Request]) -> Mapping[int, Any]:
-        """Wait for the replies to posted requests to step all environments, and return the leftovers of the results."""
-        queues, now = self.queues, self.called
-        for worker, request in requests.items():
-            queue = queues[worker]
-            queue.requests.append(Pending(request, queue.posted, now, None, True))
-            queue.since = now
-        limits = [one for ask in self._hooks.of(Extension.patience) if (one := ask(now)) is not None]
-        replies = self.backend.wait(max(min(limits), 0.0) if limits else None, len(requests))
-        leftovers: dict[int, Any] = {}
-        complete, reads = 0, not self._hooks.of(Extension.on_result)
-        for _, reply in replies:
-            if reply is STEPPED:
-                complete += 1
-            elif reads and not isinstance(reply, Lost) and not reply.failures:
-                complete += 1
-                leftovers.update(reply.results)
-        if complete == len(replies) == len(requests) and not self.closed:
-            if leftovers:
-                self.latest.update(leftovers)
-                leftovers = {env_id: self.read(env_id, result) for env_id, result in leftovers.items()}
-            for worker in requests:
-                queues[worker].requests.clear()
-            self.is_lean = True
-            return leftovers
-        self._note_sent(Message.STEP, range(self.batch_size))
-        self.apply(replies)
-        self._look()
-        return self._all_leftovers()
 
     def requests(
         self, message: Message, env_ids: Iterable[int], payload: Any, *, each: bool = False
@@ -353,7 +339,6 @@ class Pool(Source):
                 queue.since = now
             queue.requests.append(Pending(request, queue.posted + 1, now, owner, is_awaited))
             queue.posted += len(request.env_ids) if request.each and request.env_ids is not None else 1
-        self.is_lean = self.is_lean and owner is None
         self.backend.post(posted, together=together)
 
     def _owes_extensions(self) -> bool:
@@ -376,13 +361,7 @@ class Pool(Source):
             slot.request, slot.state, slot.result = None, State.IDLE, None
         self.in_flight -= len(done)
         self._done -= len(done)
-        self.is_lean = (
-            len(done) == len(self.slots) and not self.replaced and not self._owes_extensions() and self._are_quiet()
-        )
         return Results(tuple([slot.env_id for slot in done]), resets, leftovers)
-
-    def _are_quiet(self) -> bool:
-        return all(is_quiet() for is_quiet in self._hooks.of(Extension.is_quiet))
 
     def _wait_for(self, at_least: int, timeout: float | None, slots: Sequence[Slot]) -> bool:
         """Wait for so many results of all slots, or of some that are all waited for; False after the timeout."""
@@ -440,12 +419,18 @@ class Pool(Source):
 
     def wait_once(self, patience: float | None, at_least: int) -> None:
         """Wait for `at_least` replies and apply them; at most `patience` seconds, or until an extension must look."""
-        now = self.clock()
-        limits = [patience, *[ask(now) for ask in self._hooks.of(Extension.patience)]]
-        shortest = min([one for one in limits if one is not None], default=None)
-        self.apply(self.backend.wait(None if shortest is None else max(shortest, 0.0), at_least))
+        self.apply(self.backend.wait(self._patience(patience), at_least))
         self._look()
         self._check_not_closed()  # by `on_restart`, say
+
+    def _patience(self, limit: float | None) -> float | None:
+        """How long to wait at most, as far as extensions and a limit say."""
+        now = self.clock()
+        for ask in self._hooks.of(Extension.patience):
+            seconds = ask(now)
+            if seconds is not None and (limit is None or seconds < limit):
+                limit = seconds
+        return None if limit is None else max(limit, 0.0)
 
     def _look(self) -> None:
         for look in self._hooks.of(Extension.look):
@@ -574,13 +559,9 @@ class Pool(Source):
 
     def note_dealt_with(self, error: ParallelEnvError) -> None:
         """Note that environments are rebuilt after a fault; a call or restart that waits for them raises the error."""
-        self.is_lean, self.seeds_stale = False, True
+        self.seeds_stale = True
         if self._errors is not None:
             self._errors.append(error)
-
-    def see_results(self) -> None:
-        """Show extensions each result of the next step."""
-        self.is_lean = False
 
     def slots_of(self, worker: int) -> list[Slot]:
         return [self.slots[env_id] for env_id in self.queues[worker].share]
@@ -616,7 +597,7 @@ class Pool(Source):
         """Note that environments will be constructed again; the caller still receives `ends` ends of episodes."""
         for on_rebuild in self._hooks.of(Extension.on_rebuild):
             on_rebuild(slots, ends)
-        self.is_lean, self.seeds_stale = False, True
+        self.seeds_stale = True
 
     def note_outdated(self, env_ids: Sequence[int]) -> None:
         """Note that the arguments of constructions have changed, such as the seeds of these environments."""
@@ -631,7 +612,7 @@ class Pool(Source):
         """Restore a result of `saved_by_extensions`."""
         for one in self._extensions:
             one.load(slot, saved.get(one.saved_as), self.latest.get(slot.env_id))
-        self.is_lean, self.seeds_stale = False, True
+        self.seeds_stale = True
 
     def note_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
         """Note that the environment of a rebuild replaces another one."""
@@ -736,7 +717,7 @@ class Pool(Source):
         ask = False if self.closed else ask  # a close that Ctrl-C has interrupted: the rest is freed now
         locked, error, patience = False, None, 0.0  # workers without a CLOSE do not end by themselves
         try:
-            self.closed, self.is_lean = True, False
+            self.closed = True
             for status in getattr(self.backend, "statuses", ()):  # a backend that did not start has none
                 status.discard()
             self.backend.interrupt()
@@ -870,7 +851,8 @@ class Pool(Source):
         )
         for worker, queue in queues.items():
             current = self.backend.capabilities.shares_memory
-            queue.check(self.backend.statuses[worker], self.clock(), status_is_current=current)
+            owes = bool(queue.requests) or worker in self._by_worker
+            queue.check(self.backend.statuses[worker], self.clock(), status_is_current=current, owes=owes)
             step = self._step_all.get(worker)  # without env ids, all environments for which the worker was started
             stepped = () if step is None else queue.built if step.env_ids is None else step.env_ids
             assert [*stepped] == [*queue.share], f"worker {worker} steps {[*stepped]} of {[*queue.share]}"
@@ -881,9 +863,6 @@ class Pool(Source):
             if slot.state is State.DONE and not slot.skips:
                 is_replaced = slot.env_id in self.replaced
                 assert is_replaced == (type(slot.result) is Snapshot), f"replaced is {is_replaced}: {slot}"
-        assert not self.is_lean or not (
-            self.in_flight or self.replaced or self._owes_extensions() or not self._are_quiet()
-        ), "an extension does not see the next results"
         names = [name for one in self._extensions if (name := type(one).__name__) in ORDER]
         assert names == sorted(names, key=ORDER.index), f"the order of extensions: {names}"
         for check in self._hooks.of(Extension.check):

@@ -104,7 +104,6 @@ class Recycling(Extension):
         build_s: How long it took to start all workers and construct their environments.
     """
 
-    lean_patience = None
     saved_as = "Recycling"
 
     def __init__(
@@ -119,7 +118,7 @@ class Recycling(Extension):
         self._in_place: dict[int, Prepared] = {}  # environments that are constructed where the old ones were
         self._split: frozenset[int] = frozenset()  # positions of half-done moves when the present call began
         self._next_look, self._episodes_seen, self._next_asked, self._next_measurement = 0.0, -1, 0.0, 0.0
-        self._sees_results = False  # whether one of the next results may be an end at which an environment moves
+        self._may_move = False  # whether one of the next results may be an end at which an environment moves
         self._memory: dict[int, int] = {}  # by worker, in bytes, at the last measurement
         self._measures = not (policy.max_memory_mb is None and policy.kill_above_mb is None)
         self._leaving: frozenset[int] = frozenset()
@@ -134,8 +133,8 @@ class Recycling(Extension):
         self._look_at_limits(now)
         if too_large := self._too_large():
             self._next_look = 0.0  # `look` ends them, since hooks of `send` must not raise faults
-        if too_large or self._sees_results or any(standby.is_due for standby in self._standbys.values()):
-            self._pool.see_results()
+        is_due = any(standby.is_due for standby in self._standbys.values())
+        self.sees_steps = bool(too_large) or is_due or self._may_move
 
     def patience(self, now: float) -> float | None:
         return None if self._pool.closed else max(self._next_look - now, 0.0)
@@ -181,7 +180,7 @@ class Recycling(Extension):
                     failed = [env_id for env_id, one in standby.environments.items() if one is Prepared.FAILED]
                     self._prepare(standby, failed if self._may_try(position, now) else self._waiting(failed))
         limit = self._policy.max_episodes
-        self._sees_results = any(
+        self._may_move = any(
             (limit is not None and self._episodes(slot) + 1 >= limit) or self._is_past_age(slot, now)
             for slot in self._pool.slots
         )

@@ -112,14 +112,10 @@ class Histories(Extension):
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
-    def before_step_all(self) -> None:
-        self._note_steps(range(len(self._slots)), None)
-
     def before_post(self, worker: int, request: Request) -> Request:
         message, env_ids, payload, *_ = request
         if message is Message.STEP:
-            assert env_ids is not None
-            self._note_steps(env_ids, payload)
+            self._note_steps(self._pool.queues[worker].share if env_ids is None else env_ids, payload)
         elif message is Message.RESET:
             for env_id, pickled in payload.items():
                 history = self._histories[env_id]

@@ -120,13 +120,19 @@ class Restarts(Extension):
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def is_quiet(self) -> bool:
-        return all(
-            record.fault is None and record.latest is None and record.keywords is None and not record.needs_reset
+    def begin(self, now: float) -> None:
+        if self.sees_steps:
+            self.sees_steps = self._may_change()
+
+    def _may_change(self) -> bool:
+        """Whether a step in which nothing goes wrong changes a record."""
+        return any(
+            record.fault is not None or record.latest is not None or record.keywords is not None or record.needs_reset
             for record in self._records
         )
 
     def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
+        self.sees_steps = True
         return [env_id for env_id in env_ids if self._goes_out(self._pool.slots[env_id], message, payloads)]
 
     def _goes_out(self, slot: Slot, message: Message, payloads: Any) -> bool:
@@ -151,6 +157,7 @@ class Restarts(Extension):
 
     def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
         record = self._records[slot.env_id]
+        self.sees_steps = True
         self._note_result(record, leftovers)
         if slot.request is not Message.RESET or record.fault is None:
             return result
@@ -170,6 +177,7 @@ class Restarts(Extension):
     def _set_fault(self, slot: Slot, fault: _Unreported | None) -> None:
         self._records[slot.env_id].fault = fault
         slot.skips = fault is not None
+        self.sees_steps = True
 
     def save(self, slot: Slot) -> Any:
         record, now = self._records[slot.env_id], self._pool.clock()
@@ -269,8 +277,8 @@ class Restarts(Extension):
     def _cut_off(self, slot: Slot, running: Running | None) -> _Unreported:
         """The request that a fault interrupts, and the dicts for the caller, without the report.
 
-        `running` is the activity of the worker, now or when it died. The record, which is not overwritten yet, is
-        partially written if the simulator has returned; then its observations are zeros.
+        `running` is the activity of the worker, now or when it died. The record is not overwritten yet. Observations
+        are zeros if the worker died after the simulator had returned, or if the record is not complete.
         """
         record, idle = self._records[slot.env_id], slot.state is not State.BUSY
         if record.noted is not None:
@@ -434,6 +442,7 @@ class Restarts(Extension):
         return fault.interrupted is Message.RESET or self._same_step
 
     def check(self) -> None:
+        assert self.sees_steps or not self._may_change(), "it does not see the next results"
         for slot, record in zip(self._pool.slots, self._records, strict=True):
             fault, busy = record.fault, slot.state is State.BUSY
             assert slot.skips == (fault is not None), f"a report that no result brings: {slot}, {record}"

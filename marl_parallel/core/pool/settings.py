@@ -20,6 +20,8 @@ class SettingsAtResets(Extension):
         present: The pickled settings of the last reset; environments that are constructed again get them.
     """
 
+    sees_steps = False
+
     def __init__(self, caller: CallerSettings) -> None:
         self._caller = caller
         self.present = b""

@@ -145,12 +145,12 @@ class WorkerQueue:
             for one in self.requests
         )
 
-    def check(self, status: WorkerStatus, now: float, *, status_is_current: bool) -> None:
+    def check(self, status: WorkerStatus, now: float, *, status_is_current: bool, owes: bool) -> None:
         """Raise `AssertionError` if the requests do not fit the status of the worker, which may be an older one."""
         parts, numbers = status.parts, [one.number for one in self.requests]
         which = f"the worker of environments {[*self.environments]}"
         assert parts <= self.posted, f"{which} has begun {parts} of {self.posted} parts of requests"
-        assert self.requests or parts == self.posted or not status_is_current, (
+        assert owes or parts == self.posted or not status_is_current, (
             f"{which} owes no reply, with {parts} of {self.posted} parts begun"
         )
         assert [*numbers, self.posted] == sorted([*numbers, self.posted]), f"{which} has {numbers} of {self.posted}"

@@ -7,7 +7,6 @@ constructor imports modules or unpickles does not count while it uses or waits f
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -173,8 +172,6 @@ class Timeouts(Extension):
         self._pool = pool
         self._deadlines = Deadlines(pool.backend, limits, pool.queues)
         self.limits = self._deadlines.limits
-        shortest = self._deadlines.shortest[Message.STEP]
-        self.lean_patience = math.inf if shortest is None else shortest
 
     def patience(self, now: float) -> float | None:
         self._deadlines.looked = max(self._deadlines.looked, self._pool.called)  # the time of the caller counts
