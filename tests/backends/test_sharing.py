@@ -27,6 +27,8 @@ from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.pickling import dumps_shared
 from marl_parallel.core.sharing import CannotBeShared, Shared, dumps_request, loads_request
 
+pytestmark = pytest.mark.release_independent
+
 LOCAL, PROCESSES = ["serial", "thread"], ["process", "portable"]
 BACKENDS = [*LOCAL, "hybrid", *PROCESSES]
 SOME = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from helpers import ROOT
 from helpers.promises.driver import Driver, Read, observations, plain, stacked, without_finals
 from helpers.promises.games import GAMES
@@ -12,6 +13,8 @@ from helpers.promises.loop import ByAgent, Moment
 from helpers.promises.table import Promises
 
 from marl_parallel import ParallelEnv
+
+pytestmark = pytest.mark.release_independent
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 CODE = next(block for block in PAGE.split("```python\n") if "class JointVecEnv" in block).partition("\nenv = ")[0]
