@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from helpers.promises.driver import (
     SAME_STEP,
     Driver,
@@ -21,6 +22,8 @@ from helpers.promises.table import Promises
 
 from marl_parallel import ParallelEnv
 from marl_parallel.vector import PettingZooVecEnv
+
+pytestmark = pytest.mark.release_independent
 
 
 class PettingZooDriver(Driver):

@@ -19,6 +19,8 @@ from simulators.variable_agents import AGENTS, VariableAgents, VariableDictAgent
 from marl_parallel import EnvError, ParallelEnv
 from marl_parallel.vector import Stacked, StackedVecEnv
 
+pytestmark = pytest.mark.release_independent
+
 ENVS, STEPS = 3, 40
 MAKERS: dict[str, Callable[..., Any]] = {
     "tag": functools.partial(simple_tag_v3.parallel_env, max_cycles=9),
