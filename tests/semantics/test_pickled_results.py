@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,8 +187,13 @@ class Counting:
             dict.fromkeys("ba", reward),
             flags,
             {**dict.fromkeys("ba", False), "__all__": False},
-            {"b": {}, "a": {}},
+            self.infos(),
         )
+
+    def infos(self) -> dict[str, Any]:
+        if self.restarts == 0 and self.count == self.steps.get("unpicklable"):
+            return {"b": {"lock": threading.Lock()}, "a": {}}
+        return {"b": {"odd": {1, 2}} if "unpicklable" in self.steps else {}, "a": {}}
 
     def state(self) -> Any:
         if self.restarts == 0 and self.count == self.steps.get("stateless"):
@@ -232,6 +238,19 @@ def test_last_states_that_fail_in_episodes_of_one_step(big, compiled):
         assert (terminateds["__all__"], truncateds["__all__"]) == (False, True)
         assert infos["a"]["final_obs"].tolist() == [5.0, 5.0]
         assert "broken" in infos["__common__"]["error"]
+
+
+@pytest.mark.parametrize("big", [99, 1])
+def test_infos_that_do_not_pickle(big, compiled):
+    """Their step is interrupted after its record was written: nothing is known, and no older values are taken."""
+    constructor = functools.partial(Counting, big=big, unpicklable=4)
+    with ParallelEnv([constructor], backend="serial", on_error="restart") as env:
+        env.reset()
+        for _ in range(3):
+            _, (rewards,), _, (truncateds,), (infos,) = env.step([BOTH])
+        assert (rewards["a"], truncateds["__all__"]) == (0.0, True)
+        assert infos["a"]["final_obs"].tolist() == [0.0, 0.0]
+        assert "lock" in infos["__common__"]["error"]
 
 
 def test_order_of_keys_after_a_restart(compiled):

@@ -371,13 +371,6 @@ MUTATIONS = [
         blind=True,
     ),
     Mutation(
-        "a record counts that a failing write has left",
-        "worker.py",
-        "            elif writes:\n                self._transitions.clear(env_id)\n",
-        "",
-        blind=True,
-    ),
-    Mutation(
         "a guard that has been closed is armed",
         "../backends/server.py",
         "    if poll.poll(0):  # the",
@@ -641,12 +634,6 @@ MUTATIONS = [
         "        slot.skips |= fault is not None\n",
     ),
     Mutation(
-        "a step does not look whether a worker owes something else",
-        "pool/pool.py",
-        "                    if queue.requests:\n                        by_worker = False\n",
-        "                    pass\n",
-    ),
-    Mutation(
         "restarts do not see the step after a reset",
         "pool/restarts.py",
         "        self.sees_steps = True\n        return [env_id",
@@ -663,12 +650,6 @@ MUTATIONS = [
         "pool/pool.py",
         "            queue.since = self.called\n        self._by_worker",
         "            queue.since = self.clock()\n        self._by_worker",
-    ),
-    Mutation(
-        "a move that is due is not seen",
-        "pool/recycling.py",
-        "        self.sees_steps = bool(too_large) or is_due or self._may_move\n",
-        "        self.sees_steps = bool(too_large) or self._may_move\n",
     ),
     Mutation(
         "the last episodes before a move are not seen",
