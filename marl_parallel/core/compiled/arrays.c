@@ -27,7 +27,8 @@ static const int bits_of_mask[FIELDS] = {
 
 /* Whether a record is plain, all agents act, and there are no infos. */
 static int is_simple(uint64_t code) {
-    return (code >> TURN_SHIFT) == (WRITTEN >> TURN_SHIFT) && (code & (PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL | RESET | NOT_PLAIN)) == PLAIN;
+    return (code >> TURN_SHIFT) == (WRITTEN >> TURN_SHIFT) &&
+           (code & (PLAIN | INFOS | INFOS_IN_BLOCK | ONLY_ALL | RESET | NOT_PLAIN)) == PLAIN;
 }
 
 /* The observations of a group, or one leaf of them: an array `(records, agents, ...)` with the values of a view of the

@@ -129,8 +129,9 @@ typedef struct {
     const volatile double *moment; /* the time in seconds; NULL for the system's monotonic clock */
 } Codec;
 
-/* Bits of a code. WRITTEN: the record is complete; INFOS: infos are pickled; NO_INFOS: there are none at all; ONLY_ALL: no flags but `__all__`; RESET: in
-   a plain transition, all agents begin a life. Python has another bit, for transitions that are pickled. */
+/* Bits of a code. WRITTEN: the record is complete; INFOS: infos are pickled; NO_INFOS: there are none at all; ONLY_ALL: no
+   flags but `__all__`; RESET: in a plain transition, all agents begin a life. Python has another bit, for transitions
+   that are pickled. */
 enum { PLAIN = 1, INFOS = 2, FINAL = 4, INFOS_IN_BLOCK = 8, NO_INFOS = 16, ONLY_ALL = 32, RESET = 128, NOT_PLAIN = 0x44 };
 #define WRITTEN (1ULL << 63)
 enum { REWARD_SHIFT = 8, FLAG_SHIFT = 16, TURN_SHIFT = 24 };

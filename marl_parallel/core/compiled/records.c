@@ -20,7 +20,7 @@ Outcome write_values(const Codec *codec, const Node *nodes, char *record, PyObje
     return outcome == DONE ? write_in_order(codec, nodes, record) : outcome;
 }
 
-/* After LEFT, some may have been written. */
+/* Write the values that `values_in_order` has found. After LEFT, some may have been written. */
 Outcome write_in_order(const Codec *codec, const Node *nodes, char *record) {
     Outcome outcome = DONE;
     for (Py_ssize_t i = 0; i < codec->n; i++) Py_INCREF(codec->values[i]); /* a cast may warn and so run any code */
