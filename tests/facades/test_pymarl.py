@@ -339,7 +339,7 @@ def test_a_neighbour_that_was_reset_before_its_process_died_is_new(tmp_path, sha
     assert env.stats().restart_kinds == {"neighbour": 1, "death": 1}
     assert [reply["obs"][0, 2] for reply in resets] == [0.0, 0.0]
     assert resets[1]["state"][-1] == 0.0
-    assert np.array_equal(resets[0]["state"], resets[1]["state"] if shared_memory else np.zeros(5))
+    assert np.array_equal(resets[0]["state"], resets[1]["state"])
     assert replies_to("render", "save_replay", "get_stats")[0] == {}
     connections[0].send(("step", [1, 1, 1]))
     reply = connections[0].recv()
@@ -362,9 +362,10 @@ def test_a_neighbour_that_was_reset_before_its_process_died_is_new(tmp_path, sha
     assert log.read_text() == ""
 
 
+@pytest.mark.parametrize("shared_memory", [True, False])
 @pytest.mark.parametrize(("fault", "restarts"), [("raise", 1), ("os._exit", 2)])
-def test_a_fault_in_the_state_where_steps_do_not_write_it(fault, restarts):
-    """With `shared_memory=False` states are asked for after the step, which has a reply of its own."""
+def test_a_fault_in_the_state_of_a_step(fault, restarts, shared_memory):
+    """A step ends with its state: without one, the episode ends with the step before."""
 
     class Stateless(Skirmish):
         def __init__(self, env_id: int, restarts: int = 0) -> None:
@@ -376,19 +377,21 @@ def test_a_fault_in_the_state_where_steps_do_not_write_it(fault, restarts):
                 FAULT_KINDS[fault].cause()
             return super().get_state()
 
-    connections = pymarl_connections([Stateless] * 2, num_workers=1, on_error="restart", shared_memory=False)
+    connections = pymarl_connections([Stateless] * 2, num_workers=1, on_error="restart", shared_memory=shared_memory)
     replies = []
-    for command in ("reset", "step", "step"):
+    for command in ("reset", "step", "reset", "step"):
         for connection in connections:
             connection.send((command, [1, 1, 1]))
         replies.append([connection.recv() for connection in connections])
-    first, second, third = (reply[1] for reply in replies)
-    assert second["obs"][0, 2] == 1.0  # the time
+    first, failed, reset, second = (reply[1] for reply in replies)
+    assert failed["terminated"]
+    assert failed["info"] == {"episode_limit": True, "restarted": True}
+    assert np.array_equal(failed["obs"], first["obs"])
+    assert np.array_equal(failed["state"], first["state"])
+    assert reset["obs"][0, 2] == 0.0  # the time
+    assert second["obs"][0, 2] == 1.0
     assert not second["terminated"]
-    assert np.array_equal(second["state"], first["state"])
-    assert third["info"] == {"episode_limit": True, "restarted": True}
-    assert np.array_equal(third["obs"], second["obs"])
-    assert replies[2][0]["terminated"] is (fault == "os._exit")
+    assert not replies[1][0]["terminated"]  # its step was complete
     assert connections[0].connections.parallel_env.stats().restarts == restarts
     connections[0].connections.close()
 
