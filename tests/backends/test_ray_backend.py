@@ -23,7 +23,7 @@ import ray
 from gymnasium.vector import AutoresetMode
 from helpers.batches import grouped_actions, same
 from helpers.comparison import assert_same
-from helpers.files import give_away, has_owners
+from helpers.owners import give_away, has_owners
 from helpers.processes import gone, wait_for
 from helpers.ray_clusters import CPUS_EACH, NODES, RayClusters
 from helpers.reference import Reference

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from helpers import ROOT, TESTS
-from helpers.files import give_away, has_owners
 from helpers.launching import linux_only
 from helpers.leaks import HeldResources, nothing_more
+from helpers.owners import give_away, has_owners
 from helpers.start_methods import arguments
 from simulators.counting import ACTIONS
 from simulators.failing import Fragile

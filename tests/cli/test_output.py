@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from helpers.files import give_away, has_owners
+from helpers.owners import give_away, has_owners
 from helpers.setups import rest
 
 from marl_parallel.cli import measure

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from helpers import ROOT
-from helpers.files import OTHER, give_away, has_owners
+from helpers.owners import OTHER, give_away, has_owners
 from helpers.setups import rest
 from simulators.counting import ACTIONS, Counting
 from simulators.crashing import Fate, crashing

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
-from helpers.files import give_away, has_owners
+from helpers.owners import give_away, has_owners
 from helpers.setups import BACKEND_SETUPS, TWO_WORKERS, Setup, rest
 from pettingzoo.utils import parallel_to_aec
 from simulators.counting import ACTIONS, Counting

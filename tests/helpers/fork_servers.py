@@ -10,6 +10,7 @@ that `/proc` shows) is the template's.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import pickle
 import platform
@@ -27,7 +28,10 @@ from typing import Any, NamedTuple
 CLONE_PARENT = 0x8000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 AVAILABLE = sys.platform == "linux" and SYS_CLONE is not None
-PRELOADED = "numpy", "gymnasium", "marl_parallel.core.worker", "marl_parallel.backends.process"
+PRELOADED = (
+    *("numpy", "gymnasium", "marl_parallel.core.worker", "marl_parallel.backends.process"),  # as servers do
+    *("psutil", "pytest", "hypothesis"),  # as the test files and simulators that workers import
+)
 _PID = struct.Struct("q")
 _MOST_FDS = 16
 _PART = 50_000  # bytes of a message
@@ -112,7 +116,8 @@ def _main() -> None:
     number, *path = sys.argv[1:]
     sys.path[:] = path
     for module in PRELOADED:
-        __import__(module)
+        if importlib.util.find_spec(module.partition(".")[0]):
+            importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with socket.socket(fileno=int(number)) as connection:
         while True:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.files import OTHER, give_away, has_owners
+from helpers.owners import OTHER, give_away, has_owners
 
 from marl_parallel.core.files import (
     ForeignFile,

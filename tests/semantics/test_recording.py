@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from gymnasium import spaces
-from helpers.files import give_away, has_owners
+from helpers.owners import give_away, has_owners
 from helpers.processes import gone
 from mpe2 import simple_spread_v3
 from PIL import Image

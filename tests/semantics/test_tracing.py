@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.error import AlreadyPendingCallError
-from helpers.files import give_away, has_owners
+from helpers.owners import give_away, has_owners
 from helpers.processes import gone
 from simulators.failing import Fragile, hard_exit
 
