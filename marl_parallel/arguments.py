@@ -200,6 +200,15 @@ def check_isolate_rng(isolate_rng: bool, backend: Backend) -> None:
         )
 
 
+def check_recycle(recycle: RecyclePolicy | None, backend: Backend, name: Any) -> None:
+    """Raise `ValueError` if environments cannot be constructed in another worker."""
+    if recycle is not None and not backend.capabilities.has_standbys:
+        raise ValueError(
+            f"recycle= constructs new environments in another process, and backend={name!r} has none: pass "
+            'backend="process", or call env.restart(), which constructs them again in their place'
+        )
+
+
 def warn_of_in_line(
     backend: Backend,
     shares: Sequence[Sequence[int]],
@@ -214,8 +223,7 @@ def warn_of_in_line(
         return
     lacking = [*unenforced]
     if recycle is not None:
-        names = ("max_memory_mb", "kill_above_mb")
-        lacking += [f"{name}={value:g}" for name in names if (value := getattr(recycle, name)) is not None]
+        lacking.append("recycle=")
     if log_dir is not None:
         lacking.append(f"log_dir={os.fspath(log_dir)!r}")
     if not lacking and not restarts:

@@ -262,7 +262,6 @@ class ParallelEnv:
         passed = locals()
         settings = Settings.of({name: passed[name] for name in NAMES})
         self.plan: dict[str, Any] | None = None
-        self._recycling: Recycling | None = None
         self._tracing: Tracing | None = None  # the present trace
         if isinstance(env_constructors, SimulatorSource):  # of `from_native`
             source = env_constructors
@@ -302,10 +301,9 @@ class ParallelEnv:
             pool.extend(at_resets, rebuilds)
             if kept_steps is not None:
                 pool.extend(Histories(pool, *kept_steps, transitions, envs.construction, envs.local_modules))
-            if faults.recycle is not None or backend.moves is not None:
-                policy = faults.recycle or RecyclePolicy(max_age_s=math.inf)  # moves only
-                self._recycling = Recycling(pool, rebuilds, transitions, policy, backend.clock() - began)
-                pool.extend(self._recycling)
+            if faults.recycle is not None or backend.capabilities.may_leave:
+                policy = faults.recycle or RecyclePolicy(max_age_s=math.inf)  # only workers that leave
+                pool.extend(Recycling(pool, rebuilds, transitions, policy, backend.clock() - began))
                 _warn_of_unknown_memory(settings, backend, len(pool.shares) - 1)
             if faults.restarts:
                 about = faults.restart_policy, faults.on_restart, faults.restart_infos
@@ -593,36 +591,6 @@ class ParallelEnv:
             runner.workers.rebuilds.rebuild(ids)
         finally:
             runner.note_rebuilt()
-
-    def rebalance(self) -> int:
-        """Let workers move to Ray nodes that have joined or have room, so that nodes have equal numbers of workers.
-
-        Nothing is interrupted: environments move at the ends of their episodes, as with `recycle=`, and `stats()`
-        counts them as recycled. The resources of a worker on its old node stay reserved until `close`.
-
-        Returns:
-            How many workers move; 0 with every other backend.
-
-        Example:
-            >>> from mpe2 import simple_spread_v3
-            >>> with ParallelEnv([simple_spread_v3.parallel_env] * 4, num_workers=2) as env:
-            ...     env.rebalance()
-            0
-        """
-        runner = self.runner
-        runner.check_open()
-        runner.check_not_calling("rebalance")
-        if runner.workers is None:
-            return 0
-        pool = runner.workers.pool
-        return int(pool.alone("", self._rebalance, pool))
-
-    def _rebalance(self, pool: Pool) -> int:
-        moves = pool.backend.moves
-        moved = 0 if moves is None else moves.rebalance([*pool.present_shares()])
-        if moved and self._recycling is not None:
-            self._recycling.look_soon()
-        return moved
 
     @exclusive("send")
     def send(
@@ -1245,6 +1213,7 @@ def _open_backend(settings: Settings) -> Backend:
         start_timeout=settings.faults.limits.start,
     )  # fmt: skip
     arguments.check_isolate_rng(settings.episodes.isolate_rng, opened)
+    arguments.check_recycle(settings.faults.recycle, opened, workers.backend)
     if timeouts and not opened.capabilities.enforces_timeouts:
         warn(f"{', '.join(timeouts)} cannot be enforced by backend={workers.backend!r}", RuntimeWarning)
     opened.forward_logs = settings.output.forward_logs
@@ -1332,7 +1301,7 @@ def _warn_of_unknown_memory(settings: Settings, backend: Backend, worker: int) -
     recycle = settings.faults.recycle
     if recycle is None or (recycle.max_memory_mb is None and recycle.kill_above_mb is None):
         return
-    if backend.memory(worker) is None and not (backend.capabilities.can_kill and worker in backend.in_line):
+    if backend.memory(worker) is None and worker not in backend.in_line:
         warn(
             f"max_memory_mb and kill_above_mb of {recycle} have no effect with backend={settings.workers.backend!r}: "
             "the memory of its workers is unknown. It is known for worker processes, on Linux or if psutil is "

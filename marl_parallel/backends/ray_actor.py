@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from marl_parallel.backends import interpreter
 from marl_parallel.backends.process import ProcessBackend
-from marl_parallel.core.messages import STEPPED, Lost, Message, Reply, Request
+from marl_parallel.core.messages import STEPPED, Begins, Construct, Lost, Message, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, WITH_RESULTS, RecordPlaces, RecordSlices
 
 __doctest_requires__ = ["ray"]
@@ -219,12 +219,15 @@ class RayActor:
             self._owed[worker] += 1
             if message in WITH_ACTIONS:
                 with_actions += env_ids
+            elif message is Message.CONSTRUCT:
+                new: Mapping[int, Construct] = request.payload
+                self._writes_states = any(one.outputs.states for one in new.values())
+                here = [env_id for env_id, one in new.items() if one.begins is not Begins.BESIDE]
+                self._owners.update(dict.fromkeys(here, worker))
             elif message in WITH_RESULTS:
                 self._owners.update(dict.fromkeys(env_ids, worker))
             if message is Message.OUTPUTS:
                 self._writes_states = request.payload.states
-            elif message is Message.REBUILD or message is Message.PREPARE:
-                self._writes_states = any(rebuild.outputs.states for rebuild in request.payload.values())
             elif message is Message.CLOSE:
                 self._backend.statuses[self._places[worker]].discard()
         if order.actions is not None and self._slices is not None:
@@ -252,6 +255,8 @@ class RayActor:
                 statuses[worker] = self._status(worker)
             elif reply.request in WITH_RESULTS:
                 written = self._shares[worker] if reply.env_ids is None else reply.env_ids
+                if reply.request is Message.CONSTRUCT:  # beside the present environment, it writes nothing
+                    written = [env_id for env_id in written if self._owners.get(env_id) == worker]
                 states |= reply.request is Message.STATE
             if not isinstance(reply, Lost) and reply.request is not Message.STEP:
                 statuses[worker] = self._status(worker)

@@ -13,7 +13,7 @@ from marl_parallel.backends import interpreter
 from marl_parallel.backends.ray_actor import CONCURRENCY_GROUPS, RayActor
 from marl_parallel.backends.ray_cluster import draining_nodes
 from marl_parallel.backends.ray_exchange import Actor
-from marl_parallel.backends.ray_placement import Place, Placement, moves_between
+from marl_parallel.backends.ray_placement import Place, Placement
 from marl_parallel.core.records import RecordPlaces
 
 __doctest_requires__ = ["ray"]
@@ -30,7 +30,6 @@ class Assignment:
     Attributes:
         shares: By worker, its environments.
         actors: The actors in use; some may be starting or gone.
-        targets: By worker, the node that it moves to.
         record_places: Where records are in the block; None before there is one.
     """
 
@@ -40,12 +39,11 @@ class Assignment:
         self._num_threads = num_threads
         self.shares: dict[int, Sequence[int]] = {}
         self.actors: list[Actor] = []
-        self.targets: dict[int, str] = {}
         self.record_places: RecordPlaces | None = None
         self._actor_of: dict[int, Actor] = {}  # by worker
         self._beside: dict[int, int] = {}  # by added worker, the worker whose environments move there
         self._places: dict[int, Place] = {}  # by worker
-        self._vacant: dict[tuple[Actor, str], list[Place]] = {}  # for workers that move from an actor, by target
+        self._vacant: dict[Actor, list[Place]] = {}  # for workers that leave an actor
         self._most = self._most_requests = 0
 
     def actor_of(self, worker: int) -> Actor | None:
@@ -110,7 +108,7 @@ class Assignment:
 
     def _end(self, actor: Actor, reason: str) -> None:
         self.actors.remove(actor)
-        self._vacant = {key: places for key, places in self._vacant.items() if key[0] is not actor}
+        self._vacant.pop(actor, None)
         actor.lost, actor.starting = reason, None
         if ray.is_initialized():  # else Ray would start again
             ray.kill(actor.handle)
@@ -127,11 +125,11 @@ class Assignment:
         self._start_worker(actor, worker)
 
     def add(self, worker: int, share: Sequence[int], beside: int) -> None:
-        """Start one more worker: in the actor of the worker `beside`, or where that worker is to move."""
+        """Start one more worker: in the actor of the worker `beside`, or on another node if that worker leaves."""
         self.shares[worker], self._beside[worker] = share, beside
         actor, place = self._actor_of[beside], self._places[beside]
         if beside in self.leaving():
-            place = self._place_to_move_to(actor, self.targets.get(beside))
+            place = self._place_elsewhere(actor)
             actor = self._actor_at(place, is_standby=True)
         elif actor.lost is not None:
             actor = self._actor_at(place, is_standby=False, since=actor.lost_at)
@@ -182,9 +180,7 @@ class Assignment:
 
     def _forget(self, worker: int) -> None:
         del self._actor_of[worker], self._places[worker], self.shares[worker]
-        self.targets.pop(worker, None)
-        if (old := self._beside.pop(worker, None)) is not None and old in self.shares:
-            self.targets.pop(old, None)  # it could not move there
+        self._beside.pop(worker, None)
         self._beside = {added: old for added, old in self._beside.items() if old != worker}
 
     def end_all(self) -> None:
@@ -195,27 +191,19 @@ class Assignment:
         if ray.is_initialized():
             self.placement.free_all()
 
-    # -- moving to other nodes -------------------------------------------------------------------------------------
+    # -- nodes that will shut down ---------------------------------------------------------------------------------
 
     def leaving(self) -> Collection[int]:
-        """Workers that are to move, since their node will shut down or they have a target."""
+        """Workers whose node will shut down."""
         draining = draining_nodes()
-        return {worker for worker in self.shares if worker in self.targets or self.node_of(worker) in draining}
+        return {worker for worker in self.shares if self.node_of(worker) in draining}
 
-    def rebalance(self, workers: Sequence[int]) -> int:
-        """Choose targets for some of these workers so that nodes have equal numbers; returns the number of moves."""
-        where = {one: node for one in workers if one not in self.targets and (node := self.node_of(one))}
-        moves = moves_between(where, self.placement.room())
-        self.targets.update(moves)
-        return len(moves)
-
-    def _place_to_move_to(self, old: Actor, target: str | None) -> Place:
-        """A place for a worker that moves; the first call sets places aside for all workers with the same move."""
-        vacant = self._vacant.setdefault((old, target or ""), [])
+    def _place_elsewhere(self, old: Actor) -> Place:
+        """A place on another node for a worker of an actor; the first call sets places aside for all its workers."""
+        vacant = self._vacant.setdefault(old, [])
         if not vacant:
             # A worker, and the one that its environments move to on the same node, need one place.
             staying = {self._beside.get(one, one) for one in old.pending if one not in old.closing}
             staying -= {one for added, one in self._beside.items() if self._actor_of.get(added, old) is not old}
-            count = sum(self.targets.get(one) == target for one in staying)
-            vacant += self.placement.elsewhere(max(count, 1), target)
+            vacant += self.placement.elsewhere(max(len(staying), 1))
         return vacant.pop(0)

@@ -29,7 +29,7 @@ from marl_parallel.backends.ray_assignment import Assignment
 from marl_parallel.backends.ray_cluster import connect, disconnect, has_own_cluster
 from marl_parallel.backends.ray_exchange import ANSWERS_WITHIN_S, Actor, answer_of, reason_of, results_of
 from marl_parallel.backends.ray_placement import Placement
-from marl_parallel.core.backend import Backend, Capabilities, Moves, most_workers, usable_cpus
+from marl_parallel.core.backend import Backend, Capabilities, most_workers, usable_cpus
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Reply, Request
 from marl_parallel.core.records import WITH_ACTIONS, RecordPlaces, RecordSlices
@@ -77,7 +77,7 @@ class RayBackend(Backend):
         4
     """
 
-    capabilities = Capabilities(has_standbys=True)
+    capabilities = Capabilities(has_standbys=True, may_leave=True)
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class RayBackend(Backend):
             answer_of(ref)  # a death is noticed with the next request
         return block
 
-    # -- workers in the place of others, more of them, and moves -----------------------------------------------------
+    # -- workers in the place of others, and more of them ------------------------------------------------------------
 
     def start_worker(self, worker: int, share: Sequence[int], beside: int | None = None) -> None:
         if self._is_connected():  # else closed meanwhile by a signal handler
@@ -178,15 +178,8 @@ class RayBackend(Backend):
     def remove(self, worker: int, *, kill: bool) -> bool:
         return self._workers.remove(worker, kill=kill)
 
-    @property
-    def moves(self) -> Moves:
-        return self
-
     def leaving(self) -> Collection[int]:
         return self._workers.leaving() if ray.is_initialized() else ()
-
-    def rebalance(self, workers: Sequence[int]) -> int:
-        return self._workers.rebalance(workers) if self._is_connected() else 0
 
     def _is_connected(self) -> bool:
         return self._is_open and ray.is_initialized()  # without a connection, Ray would start again

@@ -8,16 +8,14 @@ nodes for its bundles.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from marl_parallel.backends.ray_cluster import SLOT, draining_nodes
+from marl_parallel.backends.ray_cluster import SLOT
 from marl_parallel.core.backend import share_out
 from marl_parallel.core.reports import logger
 from marl_parallel.types import ParallelEnvError
@@ -27,7 +25,6 @@ __doctest_requires__ = ["ray"]
 _WARN_AFTER_S = 3.0
 _ANYWHERE = {"memory": 1}
 """What a worker without CPUs takes, since a placement group has to reserve something: a byte."""
-_NODE_LABEL = "ray.io/node-id"  # which Ray gives each node
 _WITH_OPTIONS = frozenset({"CPU", "GPU", "memory"})
 
 
@@ -75,11 +72,6 @@ class Placement:
         room = [_count(node["Resources"], each) for node in ray.nodes() if node["Alive"]]
         return max(sum(count // self._each * self._each for count in room), self._each)
 
-    def room(self) -> dict[str, int]:
-        """By id, for each node that is not draining, how many more workers it has room for."""
-        alive, free = {node["NodeID"] for node in ray.nodes() if node["Alive"]}, available_resources_per_node()
-        return {node: _count(free[node], self._resources) for node in alive & free.keys() - {*draining_nodes()}}
-
     # -- setting aside ---------------------------------------------------------------------------------------------
 
     def reserve(self, count: int) -> list[Place]:
@@ -95,11 +87,10 @@ class Placement:
                 )
         return places
 
-    def elsewhere(self, count: int, node: str | None = None) -> list[Place]:
-        """Places for some workers, on a node or on any; Ray waits for room."""
+    def elsewhere(self, count: int) -> list[Place]:
+        """Places for some workers, on nodes that will not shut down; Ray waits for room."""
         sizes = [*map(len, share_out(count, -(-count // self._each)))]
-        where: dict[str, Any] = {} if node is None else {"bundle_label_selector": [{_NODE_LABEL: node}] * len(sizes)}
-        group = placement_group([self._bundle(size) for size in sizes], strategy=self._strategy, **where)
+        group = placement_group([self._bundle(size) for size in sizes], strategy=self._strategy)
         self._groups.append(group)
         return [Place(group, bundle, size) for bundle, size in enumerate(sizes) for _ in range(size)]
 
@@ -179,26 +170,3 @@ def _listed(amounts: Mapping[str, float]) -> str:
 def _count(amounts: Mapping[str, float], each: Mapping[str, float]) -> int:
     """How many times there is what each worker needs."""
     return int(min(amounts.get(name, 0) / amount for name, amount in each.items() if amount) + 1e-6)
-
-
-def moves_between(workers: Mapping[int, str], room: Mapping[str, int]) -> dict[int, str]:
-    """The moves after which nodes have equal numbers of workers, as far as there is room: by worker, its new node.
-
-    Args:
-        workers: By worker, the id of its node.
-        room: By node, how many more workers it has room for.
-    """
-    counts, free = Counter(workers.values()), {**room}
-    moves: dict[int, str] = {}
-    while True:
-        goals = [node for node, more in free.items() if more > 0]
-        if not counts or not goals:
-            return moves
-        fullest, goal = max(counts, key=lambda node: counts[node]), min(goals, key=lambda node: counts[node])
-        if counts[fullest] - counts[goal] < 2:
-            return moves
-        worker = next(worker for worker, node in workers.items() if node == fullest and worker not in moves)
-        moves[worker] = goal
-        counts[fullest] -= 1
-        counts[goal] += 1
-        free[goal] -= 1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.messages import Lost, Reply, Request
@@ -81,6 +81,7 @@ class Capabilities:
         side_by_side: Whether each worker needs a CPU of its own.
         shares_memory: Whether workers read and write all of the block that `allocate` returned.
         has_standbys: Whether `start_worker` can start more workers; worker numbers stay below `most_workers`.
+        may_leave: Whether machines of workers may go, as `leaving` says.
         can_isolate_rng: Whether no two workers use the same process-wide generators at the same time.
         pickles: Whether workers are in other processes, and so get pickled constructors.
         same_machine: Whether workers in other processes are all on this machine, and get descriptors from `post`.
@@ -92,20 +93,11 @@ class Capabilities:
     side_by_side: bool = True
     shares_memory: bool = False
     has_standbys: bool = False
+    may_leave: bool = False
     can_isolate_rng: bool = True
     pickles: bool = True
     same_machine: bool = False
     keeps_logs: bool = False
-
-
-class Moves(Protocol):
-    """Moves of environments to workers on other machines."""
-
-    def leaving(self) -> Collection[int]:
-        """Workers whose environments must move to other workers as their episodes end; called about once a second."""
-
-    def rebalance(self, workers: Sequence[int]) -> int:
-        """Choose workers to move to machines with more room; returns how many. `leaving` returns them from then on."""
 
 
 class Backend(ABC):
@@ -144,10 +136,12 @@ class Backend(ABC):
         """
         return None
 
-    @property
-    def moves(self) -> Moves | None:
-        """The moves of environments to workers on other machines; None if workers do not move."""
-        return None
+    def leaving(self) -> Collection[int]:
+        """Workers whose machines will go, so that their environments move to others as their episodes end.
+
+        Only if workers `may_leave`; called about once a second.
+        """
+        return ()
 
     def capacity(self) -> int:
         """How many workers can run side by side; called before `start`."""

@@ -30,17 +30,14 @@ class Message(Enum):
     CALL = 8  # call a method, or get an attribute, looked for through wrappers
     ASSIGN = 9  # set an attribute, looked for through wrappers
     CLOSE = 10  # close the environments; the last request a worker gets
-    REBUILD = 11  # close the environment, if it still exists, and construct it again
+    CONSTRUCT = 11  # construct an environment that replaces another one, or make it from bytes of `SAVE`
     TRACE = 12  # store slices of time from now on, or return them
     OUTPUTS = 13  # from now on, write more than the records with each reset and step
-    PREPARE = 14  # construct an environment that will replace another one, and begin its first episode
-    ADOPT = 15  # write the first transition of that episode into the record of the replaced environment
-    OPTIONS = 16  # from now on, begin episodes with these options of `reset`
-    SAVE = 17  # return the environments as bytes
-    LOAD = 18  # make environments from such bytes, beside the present ones
-    REPLACE = 19  # replace the present environments by the loaded ones, or drop the loaded ones
-    RESULT = 20  # the reply to a request that was carried out
-    EXCEPTION = 21  # the reply to a request in which environments raised exceptions
+    TAKE_OVER = 14  # let an environment that was constructed beside the present one take its place
+    OPTIONS = 15  # from now on, begin episodes with these options of `reset`
+    SAVE = 16  # return the environments as bytes
+    RESULT = 17  # the reply to a request that was carried out
+    EXCEPTION = 18  # the reply to a request in which environments raised exceptions
 
     __hash__ = object.__hash__  # faster than the hash of `Enum`, which is written in Python
 
@@ -180,22 +177,8 @@ class Outputs(NamedTuple):
     rollout: tuple[int, int] | None = None  # a rollout buffer: its offset in the shared memory, the number of times
 
 
-class Rebuild(NamedTuple):
-    """The payload of `REBUILD` and `PREPARE`, by environment; the result is a `Refusal` if the spaces differ.
-
-    Else `REBUILD` has the result of a reset, and `PREPARE` has no result.
-    """
-
-    construction: Construction  # for this environment
-    block: Block  # for a new worker
-    reset: bool  # whether its first episode begins at once; else with its next reset
-    keywords: bytes | None = None  # pickled, of the caller's reset that failed, if any; its seed is not used again
-    outputs: Outputs = Outputs()  # the last payload of `OUTPUTS`
-    options: bytes | None = None  # the last payload of `OPTIONS` for this environment
-
-
 class Saved(NamedTuple):
-    """The result of `SAVE`, and the payload of `LOAD` by environment; only `LOAD` sets the last two."""
+    """The result of `SAVE`."""
 
     pickled: bytes
     needs_constructor: bool  # whether loading constructs a new environment first
@@ -203,8 +186,26 @@ class Saved(NamedTuple):
     isolated: bool  # whether it has the states of process-wide generators
     draws: bool  # whether its worker has drawn from these, and their states are not in it
     built: tuple[int | None, int]  # the seed of the constructor, and how often the environment had been rebuilt
-    construction: Construction | None = None  # for this environment
-    options: bytes | None = None  # as of `OPTIONS`
+
+
+class Begins(Enum):
+    """When the first episode of a new environment begins, and when it takes the place of the present one."""
+
+    AT_ONCE = 1  # the result is that of a reset, and the present environment is closed first
+    WITH_RESET = 2  # with the next reset or step; the present environment is closed first
+    BESIDE = 3  # at once, or it goes on as it was saved; it takes over with `TAKE_OVER`
+
+
+class Construct(NamedTuple):
+    """The payload of `CONSTRUCT`, by environment; the result is a `Refusal` if the spaces differ."""
+
+    construction: Construction  # for this environment
+    block: Block  # for a new worker
+    begins: Begins
+    keywords: bytes | None = None  # pickled, of the caller's reset that failed, if any; its seed is not used again
+    outputs: Outputs = Outputs()  # the last payload of `OUTPUTS`
+    options: bytes | None = None  # the last payload of `OPTIONS` for this environment
+    saved: Saved | None = None  # the environment is made from these bytes, beside the present one
 
 
 class Seeding(NamedTuple):

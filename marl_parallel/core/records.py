@@ -289,7 +289,7 @@ def conformed(
 
 WITH_ACTIONS = frozenset({Message.STEP})
 """Requests that are sent with the actions that the parent has written."""
-WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.REBUILD, Message.ADOPT, Message.STATE, Message.REPLACE})
+WITH_RESULTS = frozenset({Message.STEP, Message.RESET, Message.CONSTRUCT, Message.TAKE_OVER, Message.STATE})
 """Requests whose replies are sent with the results that the worker has written."""
 
 

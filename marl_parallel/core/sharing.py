@@ -44,7 +44,7 @@ _KINDS = {
 _PROXY = {("multiprocessing.managers", "BaseProxy")}
 _SEMAPHORE = {("multiprocessing.synchronize", "SemLock")}
 _ARENA = {("multiprocessing.heap", "Arena")}
-CONSTRUCTING = frozenset({Message.ACCESS, Message.REBUILD, Message.PREPARE, Message.LOAD})
+CONSTRUCTING = frozenset({Message.ACCESS, Message.CONSTRUCT})
 """The requests that have constructors."""
 
 

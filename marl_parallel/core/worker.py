@@ -62,14 +62,15 @@ from marl_parallel.core.messages import (
     SEEDS_GENERATORS,
     STEPPED,
     Answer,
+    Begins,
     Block,
     Built,
+    Construct,
     Construction,
     Failure,
     Message,
     Outputs,
     Pickled,
-    Rebuild,
     Refusal,
     Reply,
     Request,
@@ -97,7 +98,7 @@ from marl_parallel.core.sharing import CannotBeShared
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
-_NAMED: dict[Message, Activity | Message] = {Message.ADOPT: Activity.RESET}  # in errors
+_NAMED: dict[Message, Activity | Message] = {Message.TAKE_OVER: Activity.RESET}  # in errors
 _AS_SAVED = (
     " What to do: construct the ParallelEnv as when the state was saved, with the same releases of the simulator's "
     "libraries"
@@ -149,7 +150,7 @@ class Worker:
         self._built: dict[int, tuple[int | None, int]] = {}  # as of `Saved`
         self._arrays_of: dict[int, ConstructorArrays] = {}
         self._checksums: dict[tuple[int, int], int] = {}  # of `ConstructorArrays`
-        self._loaded: dict[int, _Beside] = {}  # environments that `LOAD` has made
+        self._loaded: dict[int, _Beside] = {}  # environments that were made from bytes, and have not taken over
         self._closed: set[int] = set()  # present environments that are closed already, before loaded ones replace them
         self._saved: dict[int, bytes] = {}  # leftovers of steps whose automatic reset or state has not ended yet
         self.outputs = Outputs()  # what each reset and step writes besides the transitions
@@ -266,7 +267,7 @@ class Worker:
             self._generators = self._new_generators(construction)
         before = self._neighbours.begin(env_id)
         try:
-            env, seeding, self._arrays_of[env_id] = self._construct(env_id, construction)
+            env, seeding, self._arrays_of[env_id] = self._new_env(env_id, construction)
             self._exchange_new_copies()
             in_common = self._neighbours.add(env_id, env, before)
         except Refusal:
@@ -309,7 +310,7 @@ class Worker:
             joint=functools.partial(_read_joint, self._joint_columns, env_id) if env.joint_actions else None,
         )  # fmt: skip
 
-    def _construct(self, env_id: int, construction: Construction) -> tuple[MultiAgentEnv, Seeding, ConstructorArrays]:
+    def _new_env(self, env_id: int, construction: Construction) -> tuple[MultiAgentEnv, Seeding, ConstructorArrays]:
         """A new environment, how its seed reached it, and the large arrays of its constructor."""
         seed = construction.seeds[env_id]
         arrays = self._new_arrays(construction.constructors[env_id])
@@ -406,8 +407,11 @@ class Worker:
         if layout.joint is not None:
             self._joint_columns.append(layout.joint)
 
-    def _rebuild(self, env_id: int, payload: Mapping[int, Rebuild]) -> bytes | None:
-        construction, block, reset, pickled, outputs, options = payload[env_id]
+    def _construct(self, env_id: int, payload: Mapping[int, Construct]) -> bytes | None:
+        construction, block, begins, pickled, outputs, options, saved = payload[env_id]
+        if saved is not None:
+            self._load(env_id, payload[env_id], saved)
+            return None
         try:
             self._close(env_id, None)
         except BaseException as error:  # errors of a broken simulator's close() would hide the cause
@@ -429,17 +433,22 @@ class Worker:
             keywords["seed"] = construction.seeds[env_id]
         keywords, episode = self._accepted(env_id, keywords), self._episodes[env_id]
         episode.set_options(options)
-        if not reset:
-            episode.postpone_reset(keywords)
-            return None
-        return self._write_all(env_id, episode.reset(keywords))
+        if begins is Begins.AT_ONCE:
+            return self._write_all(env_id, episode.reset(keywords))
+        episode.postpone_reset(keywords)
+        if begins is Begins.BESIDE:
+            episode.reset_early()
+        return None
 
-    def _prepare(self, env_id: int, payload: Mapping[int, Rebuild]) -> None:
-        self._rebuild(env_id, payload)
-        self._episodes[env_id].reset_early()
-
-    def _adopt(self, env_id: int, _: Any) -> bytes | None:
-        return self._write_all(env_id, self._episodes[env_id].begin_early())
+    def _take_over(self, env_id: int, loaded: bool | None) -> bytes | None:
+        """`loaded` is None if the environment was constructed; True for one from bytes, False to drop that one."""
+        if loaded is None:
+            return self._write_all(env_id, self._episodes[env_id].begin_early())
+        if loaded:
+            self._replace(env_id)
+        else:
+            self._drop(env_id)
+        return None
 
     def _seed(self, env_id: int, _: Any) -> int | None:
         declared = lookup.declared_seed(self._episodes[env_id].env.source)
@@ -617,16 +626,14 @@ class Worker:
         isolated = generators is not None and generators.isolated
         return Saved(*saved, isolated, self._draws, self._built[env_id])
 
-    def _load(self, env_id: int, payload: Mapping[int, Saved]) -> None:
-        saved = payload[env_id]
-        construction = saved.construction
-        assert construction is not None
+    def _load(self, env_id: int, new: Construct, saved: Saved) -> None:
+        construction = new.construction
         # The present environments go on with these states if the load fails. Other threads may draw meanwhile.
         has_own = self._generators is not None or self._own_process or self._in_line
         before, fingerprints_before = current_states() if has_own else None, self._fingerprints
         copies_before = None if self._generators is None else self._generators.copies.states()
         try:
-            self._loaded[env_id] = beside = self._made_beside(env_id, saved)
+            self._loaded[env_id] = beside = self._made_beside(env_id, new, saved)
             described = dumps_compactly(Schema.of(beside.loaded.env))
             if described != construction.described and (
                 text := difference(loads(construction.described), loads(described))
@@ -649,9 +656,8 @@ class Worker:
             if self._generators is not None and copies_before is not None:
                 self._generators.copies.restore(copies_before)
 
-    def _made_beside(self, env_id: int, saved: Saved) -> _Beside:
-        construction = saved.construction
-        assert construction is not None
+    def _made_beside(self, env_id: int, new: Construct, saved: Saved) -> _Beside:
+        construction = new.construction
         arrays = (
             self._new_arrays(construction.constructors[env_id])
             if construction.constructors
@@ -661,7 +667,7 @@ class Worker:
         def construct() -> MultiAgentEnv:
             nonlocal arrays
             try:
-                env, _, arrays = self._construct(env_id, construction)
+                env, _, arrays = self._new_env(env_id, construction)
                 self._loading.restart()
             except Refusal:
                 raise
@@ -669,7 +675,7 @@ class Worker:
                 raise CannotBeLoaded(f"its constructor raised {type(error).__name__}: {error}") from error
             keywords = {
                 "seed": construction.seeds[env_id],
-                "options": None if saved.options is None else loads(saved.options),
+                "options": None if new.options is None else loads(new.options),
             }
             passed = {key: one for key, one in keywords.items() if one is not None and key in env.reset_keywords}
             try:
@@ -685,18 +691,19 @@ class Worker:
         self._loading.restart()
         with self._status.during(env_id, Activity.CONSTRUCTOR):
             loaded = load_simulator(simulator, arrays, construct, self._loading.loading())
-        return _Beside(saved, loaded, arrays)
+        return _Beside(new, saved, loaded, arrays)
 
-    def _replace(self, env_id: int, takes_place: bool) -> None:
-        """Replace the present environment by the loaded one, or drop the loaded one.
+    def _drop(self, env_id: int) -> None:
+        """Close the loaded environment, if there is one."""
+        if (beside := self._loaded.pop(env_id, None)) is not None and not beside.loaded.uses_pygame:
+            with self._status.during(env_id, Activity.CLOSE):
+                close_quietly(beside.loaded.env)  # with pygame, its close would end pygame for the present ones
+
+    def _replace(self, env_id: int) -> None:
+        """Replace the present environment by the loaded one.
 
         All present ones are closed first: a close may shut down a library, such as pygame, that loaded ones use.
         """
-        if not takes_place:
-            if (beside := self._loaded.pop(env_id, None)) is not None and not beside.loaded.uses_pygame:
-                with self._status.during(env_id, Activity.CLOSE):
-                    close_quietly(beside.loaded.env)  # with pygame, its close would end pygame for the present ones
-            return
         for other in [one for one in self._loaded if one not in self._closed]:
             self._closed.add(other)
             try:
@@ -704,19 +711,17 @@ class Worker:
             except BaseException as error:  # as in a rebuild
                 if self._in_line and isinstance(error, KeyboardInterrupt):
                     raise
-        saved, loaded, arrays = self._loaded.pop(env_id)
+        new, saved, loaded, arrays = self._loaded.pop(env_id)
         self._closed.discard(env_id)
         if loaded.uses_pygame:
             if saved.needs_constructor:
                 close_quietly(loaded.env)
-            _, loaded, arrays = self._made_beside(env_id, saved)
+            *_, loaded, arrays = self._made_beside(env_id, new, saved)
         self._neighbours.replace(env_id, loaded.env)
         standing, seed, states = loaded.more
-        construction = saved.construction
-        assert construction is not None
-        episode = self._episodes[env_id] = self._new_episode(env_id, loaded.env, construction)
+        episode = self._episodes[env_id] = self._new_episode(env_id, loaded.env, new.construction)
         episode.stand(standing)
-        episode.options = saved.options
+        episode.options = new.options
         self._seeds[env_id], self._built[env_id], self._arrays_of[env_id] = seed, saved.built, arrays
         if self._generators is not None and states is not None:
             self._generators.put(env_id, states)
@@ -744,6 +749,7 @@ class Worker:
 class _Beside(NamedTuple):
     """An environment that has been loaded beside the present one."""
 
+    new: Construct
     saved: Saved
     loaded: Loaded
     arrays: ConstructorArrays

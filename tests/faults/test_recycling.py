@@ -6,6 +6,7 @@ What needs no real process (orders of replies, faults while environments move, s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -39,6 +40,7 @@ from marl_parallel import (
 from marl_parallel.adapters import adapt
 from marl_parallel.adapters.protocol import MultiAgentEnv
 from marl_parallel.backends.local import SerialBackend
+from marl_parallel.backends.process import ProcessBackend
 from marl_parallel.core.backend import share_out
 from marl_parallel.vector import StackedVecEnv
 
@@ -48,7 +50,6 @@ SAME_STEP, NEXT_STEP, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STE
 MARK = {"recycled": True}
 ONE_WORKER, TWO_WORKERS = Setup("process", True, 1), Setup("process", True, 2)
 RAY = [setup for setup in BACKEND_SETUPS if setup.backend == "ray"]
-IN_PLACE = [Setup("serial", True, 2), Setup("thread", True, 2)]
 PROCESSES = [TWO_WORKERS, rest(Setup("process", False, 2)), rest(Setup("portable", True, 2)), *map(rest, RAY)]
 LENGTHS = (3, 5, 4, 6)
 each_mode = pytest.mark.parametrize("mode", [SAME_STEP, NEXT_STEP, DISABLED], ids=lambda mode: mode.name)
@@ -118,13 +119,13 @@ class Neighbours:
 
 @each_mode
 @pytest.mark.parametrize("limit", [1, rest(2)])
-@pytest.mark.parametrize("setup", [*IN_PLACE, *PROCESSES], ids=str)
+@pytest.mark.parametrize("setup", PROCESSES, ids=str)
 def test_like_a_plain_loop(setup, limit, mode, build):
     """With `max_episodes`, results are those of a loop that replaces environments, however fast its steps are."""
     constructors = [functools.partial(Counting, length) for length in LENGTHS]
     env = build(constructors, setup, mode, recycle=RecyclePolicy(max_episodes=limit))
     references = [Reference(env_id, mode, limit) for env_id in range(4)]
-    workers = [] if setup in IN_PLACE else [Neighbours(references[ids[0] : ids[-1] + 1]) for ids in share_out(4, 2)]
+    workers = [Neighbours(references[ids[0] : ids[-1] + 1]) for ids in share_out(4, 2)]
     assert_same(env.reset(), tuple(zip(*[reference.begin() for reference in references])))
     for _ in range(40):
         over = [reference.env_id for reference in references if reference.over]
@@ -142,7 +143,7 @@ def test_like_a_plain_loop(setup, limit, mode, build):
     assert env.seed() == tuple(reference.seed for reference in references)
 
 
-@pytest.mark.parametrize("setup", [rest(IN_PLACE[1]), *PROCESSES], ids=str)
+@pytest.mark.parametrize("setup", PROCESSES, ids=str)
 def test_asynchronous(setup, build):
     """Also with `send` and `recv`, in the order in which results come."""
     env = build([functools.partial(Counting, length) for length in LENGTHS[:2]], setup,
@@ -169,10 +170,9 @@ class Unreadable:
         return int, ("no number",)
 
 
-@pytest.mark.parametrize("setup", [ONE_WORKER, rest(IN_PLACE[0])], ids=str)
-def test_seed_and_options_of_the_caller(setup, build):
+def test_seed_and_options_of_the_caller(build):
     """They reach the new environment; options that its worker cannot read are an error as in any other reset."""
-    env = build([functools.partial(Counting, 3)] * 2, setup, DISABLED, recycle=RecyclePolicy(max_episodes=1))
+    env = build([functools.partial(Counting, 3)] * 2, ONE_WORKER, DISABLED, recycle=RecyclePolicy(max_episodes=1))
     env.reset()
     for seed in (5, 6):
         env.step([ACTIONS] * 2)
@@ -264,10 +264,9 @@ def test_memory(setup, build):
     assert max(map(int, env.runner.source.memory())) < 10**9
 
 
-@pytest.mark.parametrize("setup", [TWO_WORKERS, *map(rest, IN_PLACE)], ids=str)
-def test_age(setup, build):
+def test_age(build):
     """Environments are replaced when they are old, each at the end of its own episode."""
-    env = build([Slow] * 2, setup, recycle=RecyclePolicy(max_age_s=0.5))
+    env = build([Slow] * 2, TWO_WORKERS, recycle=RecyclePolicy(max_age_s=0.5))
     env.reset()
     until = time.monotonic() + 80
     while env.stats().recycled < 4 and time.monotonic() < until:
@@ -355,23 +354,18 @@ def test_send_raises_no_faults(build):
 
 
 class SlowMemory(SerialBackend):
-    """A backend whose memory takes 0.2 s to measure, by a clock of its own."""
+    """A backend whose memory takes 0.2 s to measure, by a clock of its own; no environment reaches a limit."""
+
+    capabilities = dataclasses.replace(SerialBackend.capabilities, has_standbys=True, may_leave=True)
 
     def __init__(self) -> None:
         super().__init__()
         self.now, self.measured, self.asked = 0.0, 0, 0
         self.clock: Callable[[], float] = lambda: self.now
 
-    @property
-    def moves(self) -> SlowMemory:
-        return self
-
     def leaving(self) -> tuple[int, ...]:
         self.asked += 1
         return ()
-
-    def rebalance(self, workers: Sequence[int]) -> int:
-        return 0
 
     def memory(self, worker: int) -> int:
         self.now += 0.2
@@ -584,15 +578,22 @@ def test_wrong_arguments(build):
         build([Counting], Setup("serial", True, 1), recycle=5)
     with pytest.raises(ValueError, match="restart"):
         build([Counting], Setup("serial", True, 1), recycle=RecyclePolicy(kill_above_mb=100))
-    with pytest.warns(RuntimeWarning, match="memory of its workers"):
-        build([Counting], Setup("serial", True, 1), recycle=RecyclePolicy(max_memory_mb=100))
+    for backend in ("serial", "thread"):
+        with pytest.raises(ValueError, match=rf'backend="?{backend}.*pass backend="process"'):
+            build([Counting], Setup(backend, True, 1), recycle=RecyclePolicy(max_episodes=100))
+
+
+def test_memory_that_is_unknown(build, monkeypatch):
+    monkeypatch.setattr(ProcessBackend, "memory", lambda *_: None)
+    with pytest.warns(RuntimeWarning, match="memory of its workers is unknown"):
+        build([Counting], ONE_WORKER, recycle=RecyclePolicy(max_memory_mb=100))
 
 
 @pytest.mark.parametrize("halves", [1, rest(2)])
 def test_rollouts(halves):
-    """Arrays of rollouts, with states, are those of a batch in line, whose environments are replaced in place."""
+    """Arrays of rollouts, with states, are the same however many workers there are, and where results are pickled."""
     collected = []
-    for setup in (Setup("serial", True, 2), TWO_WORKERS):
+    for setup in (Setup("process", False, 4), TWO_WORKERS):
         make_env = functools.partial(simple_spread_v3.parallel_env, max_cycles=5)
         env = StackedVecEnv(ParallelEnv([make_env] * 4, **setup._asdict(), recycle=RecyclePolicy(max_episodes=2)))
         with env:
@@ -608,6 +609,6 @@ def test_rollouts(halves):
                 names = ("observations", "rewards", "done", "final_observations", "states", "final_states")
                 collected.append([np.array(getattr(arrays, name)) for name in names])
             assert env.parallel_env.stats().recycled >= 16
-    for in_line, in_processes in zip(collected[:2], collected[2:], strict=True):
-        for one, other in zip(in_line, in_processes, strict=True):
+    for pickled, shared in zip(collected[:2], collected[2:], strict=True):
+        for one, other in zip(pickled, shared, strict=True):
             np.testing.assert_array_equal(one, other)

@@ -40,6 +40,7 @@ MODES = ["SAME_STEP", "NEXT_STEP", "DISABLED"]
 COMBINATIONS = [
     pair if pair[0] is APART or pair[1] == "SAME_STEP" else rest(*pair) for pair in itertools.product(SETUPS, MODES)
 ]
+REPLACED = [one for one in COMBINATIONS if getattr(one, "values", one)[0].backend in ("process", "portable", "ray")]
 NO_LIMIT = RestartPolicy(rate_limit=None)
 COMMAND = re.compile(r"Replay it with: marl-parallel replay (\S+)")
 
@@ -145,7 +146,7 @@ def test_raised_error_names_a_file(setup, kind, mode, build, again, tmp_path):
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize(("setup", "mode"), COMBINATIONS, ids=str)
+@pytest.mark.parametrize(("setup", "mode"), REPLACED, ids=str)
 def test_recycled_environments(setup, mode, build, again, tmp_path):
     """A standby has its own seeds; the failures of one that is only a standby have no file."""
     how: dict[str, Any] = {"on_error": "restart", "restart_policy": NO_LIMIT, "replay": 50, "replay_dir": tmp_path}
@@ -586,7 +587,7 @@ def test_failed_reset_after_the_end_of_an_episode(setup, build, again, tmp_path)
     assert (crash.seed, crash.number, crash.step) == (seed_of(42, 0, 1), 0, 0)
 
 
-@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
+@pytest.mark.parametrize("setup", [PACKED, *RAY], ids=str)
 @pytest.mark.parametrize("options", [None, {"level": 9.0}], ids=str)
 def test_recycled_after_the_end_of_an_episode(setup, options, build, again, tmp_path):
     """The caller's reset ends an episode right after its beginning, and is done by the standby."""
@@ -712,7 +713,7 @@ def test_isolated_generators_and_explicit_seeds(constructor, setup, build, again
     assert (crash.seed, crash.number, crash.step) == (77, 0, 1)
 
 
-@pytest.mark.parametrize("setup", [Setup("serial", True, 2), PACKED, *RAY], ids=str)
+@pytest.mark.parametrize("setup", [PACKED, *RAY], ids=str)
 @pytest.mark.parametrize("options", [None, {"level": 9.0}], ids=str)
 @pytest.mark.parametrize("constructor", [SharedTank, SeedlessTank])
 @pytest.mark.filterwarnings("ignore:.*seed:UserWarning")

@@ -48,7 +48,6 @@ def test_calls_in_flight_have_the_results_of_calls(backend_setup, build, tmp_pat
         "recv": lambda: env.recv(min_envs=0, timeout=0.0),
         "sample_actions": env.sample_actions,
         "restart": env.restart,
-        "rebalance": env.rebalance,
         "render": env.render,
         "state": env.state,
         "timers": env.timers,

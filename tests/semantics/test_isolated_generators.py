@@ -183,9 +183,7 @@ def test_send_and_recv(build):
         env.send([ACTIONS] * len(batch.env_ids), batch.env_ids)
 
 
-@pytest.mark.parametrize(
-    "setup", [Setup("process", True, 1), Setup("process", True, 2), Setup("serial", True, 1)], ids=str
-)
+@pytest.mark.parametrize("setup", [Setup("process", True, 1), Setup("process", True, 2)], ids=str)
 def test_recycled_and_restarted(setup, build):
     """New environments have generators with their own seeds, and change nothing for the others."""
     env = build([Drawing] * 2, setup, isolate_rng=True, recycle=RecyclePolicy(max_episodes=3))

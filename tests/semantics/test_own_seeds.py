@@ -125,9 +125,8 @@ def test_a_seed_of_the_callers_is_passed_on(backend_setup, build):
     assert env.get_attr("received")[0] == [("constructor", None, 1), ("reset", None)]
 
 
-@pytest.mark.parametrize("setup", [PACKED, Setup("serial", True, 1)], ids=str)
-def test_recycled_environments_get_no_seed(setup, build):
-    env = build([Traffic] * 2, setup, seed="own", recycle=RecyclePolicy(max_episodes=1))
+def test_recycled_environments_get_no_seed(build):
+    env = build([Traffic] * 2, PACKED, seed="own", recycle=RecyclePolicy(max_episodes=1))
     env.reset(seed=20)
     play(env, 7)
     assert all(

@@ -210,10 +210,9 @@ def test_restart_that_is_not_reported(mode, build):
 
 
 @pytest.mark.release_independent
-@pytest.mark.parametrize("backend", ["process", "serial"])
-def test_recycling(backend, build):
+def test_recycling(build):
     def make(workers: int) -> Any:
-        setup = Setup(backend, True, workers)
+        setup = Setup("process", True, workers)
         return build([Voyage] * 3, setup, True, recycle=RecyclePolicy(max_episodes=2), on_error="restart")
 
     check_goes_on(lambda: make(2), lambda: make(1), [*ENDS, *ENDS[:4]])

@@ -132,10 +132,9 @@ def test_death_of_a_worker(killable_setup, build):
     assert [of_env["boat"] for of_env in observations] == [0, 3]
 
 
-@pytest.mark.parametrize("backend", ["process", "serial", "hybrid"])
-def test_recycling(backend, parallel):
+def test_recycling(parallel):
     """Environments that have been prepared with other options are prepared again."""
-    env = parallel(Course, 2, True, backend=backend, recycle=RecyclePolicy(max_episodes=2))
+    env = parallel(Course, 2, True, backend="process", recycle=RecyclePolicy(max_episodes=2))
     env.reset()
     act(env, 1, 1)  # from now on, new environments are being prepared
     env.set_reset_options(HARD, env_ids=[1])

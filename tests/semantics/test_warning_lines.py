@@ -66,9 +66,7 @@ LOGS: dict[str, Any] = {"log_dir": "logs", "backend": "serial"}
 CONSTRUCTIONS: dict[str, Callable[[], Any]] = {
     "timeout": lambda: ParallelEnv(ONE, backend="serial", step_timeout=5.0),
     "logs": lambda: ParallelEnv(ONE, **LOGS),
-    "recycling": lambda: ParallelEnv(
-        ONE, backend="serial", recycle=RecyclePolicy(max_memory_mb=9e9), on_error="restart"
-    ),
+    "recycling": lambda: ParallelEnv(ONE, backend="hybrid", recycle=RecyclePolicy(max_memory_mb=9e9)),
     "make": lambda: make("mpe2.simple_spread_v3", 1, **LOGS),
     "make with a facade": lambda: make("mpe2.simple_spread_v3", 1, auto_reset=True, facade="stacked", **LOGS),
     "drop-in": lambda: DummyVecEnv([lambda: simple_spread_v3.parallel_env()], log_dir="logs"),

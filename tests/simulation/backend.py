@@ -27,6 +27,7 @@ from marl_parallel.core.worker import Worker
 from marl_parallel.core.worker_status import WorkerStatus
 from simulation.draws import draw
 from simulation.model import Wrong
+from simulation.requests import Purpose, purpose_of
 from simulation.simulator import AFTER_CALLS, Life, Saved, SimulatedError
 
 if TYPE_CHECKING:
@@ -54,11 +55,12 @@ _MOST_TIMES = 10  # so many times a timeout, if the CPU time of unpickling is un
 _STARTS = (
     Message.ACCESS,
     Message.ATTACH,
-    Message.REBUILD,
-    Message.PREPARE,
-    Message.LOAD,
-    Message.REPLACE,
     Message.CLOSE,
+    Purpose.REBUILD,
+    Purpose.PREPARE,
+    Purpose.LOAD,
+    Purpose.REPLACE,
+    Purpose.DROP,
 )  # requests
 
 
@@ -245,7 +247,7 @@ class SimulatedWorker:
     @property
     def is_loading(self) -> bool:
         """Whether it makes environments of saved states, beside the present ones."""
-        return self.request is not None and self.request.message is Message.LOAD
+        return self.request is not None and purpose_of(self.request) is Purpose.LOAD
 
     def point(self, what: str, life: Life, *, may_fail: bool = True) -> None:
         """Called by environments, in the worker's greenlet."""
@@ -292,8 +294,8 @@ class SimulatedWorker:
         if self.request is None and request is None:
             return math.inf
         starts = self.activity in ("constructor", "load", "close") if self.request is not None else False
-        starts |= (at_most or self.request is None) and request is not None and request.message in _STARTS
-        if at_most and request is not None and request.message in (Message.LOAD, Message.REPLACE):
+        starts |= (at_most or self.request is None) and request is not None and purpose_of(request) in _STARTS
+        if at_most and request is not None and purpose_of(request) in (Purpose.LOAD, Purpose.REPLACE):
             return self.since + _MOST_TIMES * _START_S  # it may unpickle
         return self.since + (_START_S if starts else LIMIT_S)
 

@@ -18,6 +18,7 @@ import numpy as np
 from marl_parallel.core.messages import Message, Refusal, Reply, Request
 from marl_parallel.types import RestartPolicy
 from simulation.episodes import Episodes, Finished
+from simulation.requests import Purpose, purpose_of
 from simulation.seeds import Seeds
 from simulation.simulator import ALL, BOX, Did, Life
 
@@ -28,8 +29,8 @@ COMMON = "__common__"
 ANY_TEXT = object()
 Dicts = tuple[dict[Any, Any], ...]
 _CALLS = (Message.CALL, Message.ASSIGN, Message.RENDER, Message.STATE, Message.SEED)
-_NOT_OF_RESULTS = (*_CALLS, Message.OPTIONS, Message.SAVE, Message.LOAD)
-_RESULTS = (Message.STEP, Message.RESET, Message.ADOPT, Message.REBUILD)
+_NOT_OF_RESULTS = (*_CALLS, Message.OPTIONS, Message.SAVE, Purpose.LOAD)
+_RESULTS = (Message.STEP, Message.RESET, Purpose.ADOPT, Purpose.REBUILD)
 
 
 class Wrong(AssertionError):
@@ -307,22 +308,22 @@ class Model:
 
     def posted(self, worker: SimulatedWorker, request: Request) -> None:
         """The pool has sent a request."""
-        message = request.message
-        if message is Message.REPLACE and request.payload and self._restarts_before is None:
+        purpose = purpose_of(request)
+        if purpose is Purpose.REPLACE and self._restarts_before is None:
             self._restarts_before = [env.restarts.total() for env in self.envs]
-        is_call = message in _NOT_OF_RESULTS
-        if self._called and (is_call or (message is Message.REBUILD and self._is_called(request))):
+        is_call = purpose in _NOT_OF_RESULTS
+        if self._called and (is_call or (purpose is Purpose.REBUILD and self._is_called(request))):
             self.errors_before, self._called = self.errors, set()
-        if message not in _RESULTS:
+        if purpose not in _RESULTS:
             return
         for env_id in worker.share if request.env_ids is None else request.env_ids:
             env = self.envs[env_id]
-            if message is Message.REBUILD:
+            if purpose is Purpose.REBUILD:
                 env.must_be_rebuilt = False
                 self.seeds.note_rebuild(env_id, request)
-            if message is Message.STEP:
+            if purpose is Message.STEP:
                 env.renewing = False
-            elif message is not Message.REBUILD:
+            elif purpose is not Purpose.REBUILD:
                 life = worker.lives[env_id]
                 if life is not env.life and env.life is not None and env.awaiting is not None:
                     env.awaiting = None  # its worker has died, but has carried out the step before
@@ -352,14 +353,10 @@ class Model:
         refused = [env_id for env_id, result in reply.results.items() if isinstance(result, Refusal)]
         failed = [*reply.failures, *refused]
         worker.is_closed |= reply.request is Message.CLOSE
-        if reply.request is Message.PREPARE:
+        purpose = purpose_of(request)
+        if purpose is Purpose.PREPARE:
             self.standbys_fail |= bool(failed)
             self.seeds.note_used_up(failed)
-            for env_id in failed:
-                env = self.envs[env_id]
-                if env.host == worker.number and (env.renewing or env.ending is not None):
-                    env.renewing, env.done = True, None
-                    self._fails(env, self._cut(env, "inside", "constructor"), "exception")
             return
         if reply.request is Message.OPTIONS:
             for env_id in request.env_ids or ():
@@ -377,7 +374,7 @@ class Model:
             for env_id in reply.failures:
                 self._fails(self.envs[env_id], self._cut(self.envs[env_id], "", ""), "exception")
             return
-        if reply.request not in _RESULTS or reply.env_ids == ():
+        if purpose not in _RESULTS or reply.env_ids == ():
             return
         ids = request.env_ids if reply.env_ids is None else reply.env_ids
         for env_id in worker.share if ids is None else ids:
@@ -392,7 +389,7 @@ class Model:
                 stage = "returned" if raised == "writing" else "inside"
                 self._fails(env, self._cut(env, stage, raised.removesuffix("-end")), "exception")
             else:
-                self._completed(env, worker, request.message)
+                self._completed(env, worker, purpose)
 
     def check_reset(self, life: Life, request: Request, seed: int | None) -> None:
         """An environment begins a reset."""
@@ -496,9 +493,9 @@ class Model:
 
     # -- what the design says ------------------------------------------------------------------------------------------
 
-    def _completed(self, env: EnvModel, worker: SimulatedWorker, message: Message) -> None:
+    def _completed(self, env: EnvModel, worker: SimulatedWorker, purpose: Purpose | Message) -> None:
         """A worker has carried out what was requested of an environment."""
-        if message is Message.REBUILD:
+        if purpose is Purpose.REBUILD:
             env.life = worker.lives[env.env_id]
             resets = [did for did in env.life.did if did.what == "reset"]
             env.life.did = []
@@ -582,7 +579,8 @@ class Model:
     def _check_recycling(self, env: EnvModel) -> None:
         """An episode begins in the same environment."""
         limit = self.most_episodes
-        may_stay = env.cuts or env.excused or self.standbys_fail or not env.has_reset
+        has_no_standby = env.life is not None and env.life.worker.in_line
+        may_stay = env.cuts or env.excused or self.standbys_fail or not env.has_reset or has_no_standby
         if limit is not None and env.ended >= limit and not may_stay:
             raise Wrong(f"environment {env.env_id}: not replaced after {env.ended} episodes, with max_episodes={limit}")
 

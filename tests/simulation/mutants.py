@@ -586,12 +586,6 @@ MUTATIONS = [
         "queue.since = queue.requests[0][2]",
     ),
     Mutation(
-        "environments constructed in place are not forgotten with their worker",
-        "pool/recycling.py",
-        "            self._in_place.pop(env_id, None)\n",
-        "            pass\n",
-    ),
-    Mutation(
         "a worker that some environments have left steps all",
         "pool/pool.py",
         "step = STEP_ALL if tuple(share) == tuple(queue.built) else Request(Message.STEP, share)",
@@ -755,13 +749,13 @@ MUTATIONS = [
     Mutation(
         "environments that a refused load has made stay open",
         "pool/saved_states.py",
-        "        if refused:\n            pool.execute_in(Message.REPLACE, states, False)\n",
+        "        if refused:\n            pool.execute_in(Message.TAKE_OVER, states, False)\n",
         "        if refused:\n",
     ),
     Mutation(
         "environments that a load has made before a fault stay open",
         "pool/saved_states.py",
-        ("            if not pool.closed:\n                pool.execute_in(Message.REPLACE, states, False)\n"),
+        ("            if not pool.closed:\n                pool.execute_in(Message.TAKE_OVER, states, False)\n"),
         "",
     ),
     Mutation(

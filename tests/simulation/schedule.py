@@ -144,7 +144,7 @@ def setup_of(number: int) -> Setup:
             finishes=0.1 if recycle is None and on_error == "restart" and draw(number, 32) < 0.5 else 0.0,
         ),
         recycle,
-        rng.random() < 0.8,
+        rng.random() < 0.8 or recycle is not None,
         rng.choice([None, 2.0]),
         arrays,
         on_error == "restart" and rng.random() < 0.3,

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from marl_parallel.core.messages import Message, Request
+from simulation.requests import Purpose, purpose_of
 
 if TYPE_CHECKING:
     from simulation.simulator import Life
 
-_EARLY = (Message.PREPARE, Message.STATE, Message.RENDER)  # their resets begin no episode yet
+_EARLY = (Purpose.PREPARE, Message.STATE, Message.RENDER)  # their resets begin no episode yet
 
 
 def derived(*numbers: int) -> int:
@@ -91,7 +92,7 @@ class Seeds:
         """Check the keywords of a constructor; those of an environment beside the present one are checked later."""
         if request.message is Message.ACCESS:
             self._check(life, {self._first + life.env_id: 0})
-        elif request.message is Message.REBUILD:
+        elif purpose_of(request) is Purpose.REBUILD:
             self._check(life, self._rebuilds[life.env_id, id(request)][0])
 
     def check_moved(self, life: Life) -> None:
@@ -113,7 +114,7 @@ class Seeds:
             life.current_seed = expected
         elif not life.begun:
             expected = life.seed
-        life.begun = request.message not in _EARLY
+        life.begun = purpose_of(request) not in _EARLY
         if expected is not None:
             life.seeding = expected, 0
         elif self._derives:

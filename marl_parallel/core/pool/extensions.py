@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request
+from marl_parallel.core.messages import Construct, Failure, Message, Reply, Request
 from marl_parallel.core.pool.slots import Slot
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import Running
@@ -137,7 +137,7 @@ class Extension:
     def on_outdated(self, env_ids: Sequence[int]) -> None:
         """The arguments of constructions have changed, such as the seeds of these environments."""
 
-    def on_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
+    def on_taken_over(self, slot: Slot, new: Construct) -> None:
         """An environment that this request constructed earlier replaces another one."""
 
     def on_replaced(self, worker: int) -> None:

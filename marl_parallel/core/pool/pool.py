@@ -24,7 +24,7 @@ from gymnasium.error import ClosedEnvironmentError
 
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.messages import STEP_ALL, STEPPED, Failure, Lost, Message, Rebuild, Reply, Request, name_of
+from marl_parallel.core.messages import STEP_ALL, STEPPED, Construct, Failure, Lost, Message, Reply, Request, name_of
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import HELD, ORDER, Extension, Fault, Hooks, Interrupted
 from marl_parallel.core.pool.slots import (
@@ -614,10 +614,10 @@ class Pool(Source):
             one.load(slot, saved.get(one.saved_as), self.latest.get(slot.env_id))
         self.seeds_stale = True
 
-    def note_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
-        """Note that the environment of a rebuild replaces another one."""
+    def note_taken_over(self, slot: Slot, new: Construct) -> None:
+        """Note that the environment that this request constructed earlier replaces another one."""
         for on_taken_over in self._hooks.of(Extension.on_taken_over):
-            on_taken_over(slot, rebuild)
+            on_taken_over(slot, new)
         self.seeds_stale = True
 
     # -- workers that come and go ----------------------------------------------------------------------------------

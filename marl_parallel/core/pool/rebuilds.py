@@ -11,7 +11,17 @@ import numpy as np
 
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import merged_options
-from marl_parallel.core.messages import Block, Construction, Failure, Message, Outputs, Rebuild, Refusal, Reply
+from marl_parallel.core.messages import (
+    Begins,
+    Block,
+    Construct,
+    Construction,
+    Failure,
+    Message,
+    Outputs,
+    Refusal,
+    Reply,
+)
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.pool import Pool
@@ -111,10 +121,10 @@ class Rebuilds(Extension):
         """How often an environment has been restarted."""
         return self._records[env_id].restarts.total()
 
-    def request(self, env_id: int, count: int, *, reset: bool = False, keywords: bytes | None = None) -> Rebuild:
+    def request(self, env_id: int, count: int, begins: Begins, keywords: bytes | None = None) -> Construct:
         """The request to construct an environment again, for the `count`-th time.
 
-        With `reset`, its first episode begins at once, with the pickled keywords of the caller's reset; else later.
+        The pickled `keywords` are those of a reset of the caller's that was interrupted.
         """
         seed = None
         if self.base_seed is not None:
@@ -131,22 +141,22 @@ class Rebuilds(Extension):
         passed = {} if keywords is None else loads(keywords)
         if record.remembered and passed.get("options") is None:  # else they have been merged
             # If it resets at once, these count as passed; later, the `set_options` of that time is merged over them.
-            options = merged_options(record.remembered, _unpickled(record.options)) if reset else record.remembered
+            options = record.remembered
+            if begins is Begins.AT_ONCE:
+                options = merged_options(options, _unpickled(record.options))
             keywords = dumps({**passed, "options": options})
-        return Rebuild(
-            construction, self._block, reset=reset, keywords=keywords, outputs=self.outputs, options=record.options
-        )
+        return Construct(construction, self._block, begins, keywords, self.outputs, record.options)
 
     def rebuild(self, env_ids: Sequence[int]) -> None:
         """Construct environments that are not in flight again, and count them as never reset."""
         payload = {}
         for env_id in env_ids:
             self.add(env_id, "request")
-            payload[env_id] = self.request(env_id, self.count(env_id))
+            payload[env_id] = self.request(env_id, self.count(env_id), Begins.WITH_RESET)
         self._pool.note_rebuild([self._pool.slots[env_id] for env_id in env_ids], [0] * len(payload))
         self._transitions.note_constructed(env_ids)
         try:
-            self._pool.execute(self._pool.requests(Message.REBUILD, env_ids, payload, each=True), self._on_rebuilt)
+            self._pool.execute(self._pool.requests(Message.CONSTRUCT, env_ids, payload, each=True), self._on_rebuilt)
         finally:
             if not self._pool.closed:
                 self._pool.note_outdated(env_ids)
@@ -172,7 +182,7 @@ def _unpickled(options: bytes | None) -> Any:
 
 
 def refusals(reply: Reply) -> dict[int, Failure]:
-    """The failures in the reply to a `REBUILD` or `PREPARE`; an environment with other spaces counts as one."""
+    """The failures in the reply to a `CONSTRUCT`; an environment with other spaces counts as one."""
     refused = {
         env_id: Failure("constructor", result.text, result.text, None)
         for env_id, result in reply.results.items()

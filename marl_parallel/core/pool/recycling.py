@@ -3,18 +3,16 @@
 A worker past a limit gets one standby worker with the same environments. When these are ready, each environment moves
 at its next end of an episode, or at the caller's reset; with `max_episodes`, after its last episode::
 
-    look -> Pool.add, PREPARE        the standby worker constructs and resets its environments
-    end of the episode -> ADOPT      or the caller's RESET: the first result of the new one is the caller's
-    all have moved -> CLOSE          the old worker ends
+    look -> Pool.add, CONSTRUCT        the standby worker constructs and resets its environments
+    end of the episode -> TAKE_OVER    or the caller's RESET: the first result of the new one is the caller's
+    all have moved -> CLOSE            the old worker ends
 
 The next standby starts only after the old worker has ended. An environment that is past its limit again goes on while
 a slow neighbour has not moved, as of the beginning of the present call, so that the order of replies does not matter.
 If all have moved, an environment that has had its `max_episodes` waits for the end of the old worker.
 
-A backend without further workers, and a worker in the caller's own thread, construct the new environment in place, and
-the caller waits.
-
-Workers that leave their machines (`Backend.leaving`) move in the same way.
+Environments of workers that leave their machines (`Backend.leaving`) move in the same way. Workers in the caller's own
+thread keep their environments.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from gymnasium.vector import AutoresetMode
 from marl_parallel.core import reports
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import joined, last_of, with_common
-from marl_parallel.core.messages import Failure, Message, Reply, Request
+from marl_parallel.core.messages import Begins, Failure, Message, Reply, Request
 from marl_parallel.core.pickling import loads
 from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Interrupted
 from marl_parallel.core.pool.pool import Pool
@@ -115,7 +113,6 @@ class Recycling(Extension):
         self._records = [_Record(now) for _ in pool.slots]
         self._standbys: dict[int, _Standby] = {}  # by the position of the workers whose environments move
         self._closing: dict[int, tuple[int, float]] = {}  # by worker without environments: its position, its deadline
-        self._in_place: dict[int, Prepared] = {}  # environments that are constructed where the old ones were
         self._split: frozenset[int] = frozenset()  # positions of half-done moves when the present call began
         self._next_look, self._episodes_seen, self._next_asked, self._next_measurement = 0.0, -1, 0.0, 0.0
         self._may_move = False  # whether one of the next results may be an end at which an environment moves
@@ -143,10 +140,6 @@ class Recycling(Extension):
         if not self._pool.closed:
             self._look_at_limits(now)
             self._kill_too_large()
-
-    def look_soon(self) -> None:
-        """Ask at once which workers leave."""
-        self._next_look = self._next_asked = 0.0
 
     def _look_at_limits(self, now: float) -> None:
         """Begin standbys that are due, now or soon, and remove workers that all environments have left."""
@@ -183,6 +176,7 @@ class Recycling(Extension):
         self._may_move = any(
             (limit is not None and self._episodes(slot) + 1 >= limit) or self._is_past_age(slot, now)
             for slot in self._pool.slots
+            if self._has_standbys(self._pool.position(slot.worker))
         )
         is_ending = any(not self._pool.queues[worker].requests for worker in self._closing)
         self._next_look = now + (_LOOK_FOR_ENDS_EVERY_S if is_ending else _LOOK_EVERY_S)
@@ -222,10 +216,10 @@ class Recycling(Extension):
     def _moves(self, slot: Slot, *, ends: int) -> bool:
         """Whether an environment moves before its next episode; `ends` ended episodes are not counted yet."""
         position, now = self._pool.position(slot.worker), self._pool.clock()
+        if not self._has_standbys(position):
+            return False
         limit = self._policy.max_episodes
         has_had_all = limit is not None and self._episodes(slot) + ends >= limit
-        if not self._has_standbys(position):
-            return (has_had_all or self._is_past_age(slot, now)) and self._may_try(position, now)
         standby = self._standbys.get(position)
         if standby is None and has_had_all and position not in self._split:
             if self._may_begin(position, now):
@@ -242,8 +236,8 @@ class Recycling(Extension):
     # -- standbys ------------------------------------------------------------------------------------------------------
 
     def _has_standbys(self, position: int) -> bool:
-        """Whether the environments of a worker move to another one; else new ones are constructed in their place."""
-        return self._backend.capabilities.has_standbys and position not in self._backend.in_line
+        """Whether the environments of a worker can move to another one."""
+        return position not in self._backend.in_line
 
     def _may_try(self, position: int, now: float) -> bool:
         """Whether enough time has passed since a failure."""
@@ -276,18 +270,15 @@ class Recycling(Extension):
                 standby.environments[env_id] = Prepared.OUTDATED
             else:
                 standby.environments[env_id] = Prepared.BEGUN
-                payload[env_id] = self._rebuilds.request(env_id, self._rebuilds.count(env_id) + 1)
+                payload[env_id] = self._rebuilds.request(env_id, self._rebuilds.count(env_id) + 1, Begins.BESIDE)
         if payload:
             standby.since = self._pool.clock()
-            request = Request(Message.PREPARE, tuple(payload), payload, each=True)
+            request = Request(Message.CONSTRUCT, tuple(payload), payload, each=True)
             self._pool.post({standby.worker: request}, self._on_prepared, is_awaited=False)
 
     def on_outdated(self, env_ids: Sequence[int]) -> None:
         for standby in self._standbys.values():
             self._prepare(standby, [env_id for env_id in env_ids if env_id in standby.environments])
-        for env_id in env_ids:
-            if self._in_place.get(env_id) is Prepared.BEGUN:
-                self._in_place[env_id] = Prepared.OUTDATED
 
     def _on_prepared(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
         position, failed = self._pool.position(worker), refusals(reply)
@@ -407,11 +398,7 @@ class Recycling(Extension):
     def _begin_move(self, slot: Slot) -> None:
         """Let the next episode of an environment begin in the new one, as soon as that is ready."""
         self._records[slot.env_id].phase = Phase.WAITING
-        position = self._pool.position(slot.worker)
-        if not self._has_standbys(position):
-            self._prepare_in_place(slot)
-            return
-        standby = self._standbys.get(position)
+        standby = self._standbys.get(self._pool.position(slot.worker))
         if standby is not None and standby.is_ready:
             self._move(slot, standby)
 
@@ -434,13 +421,14 @@ class Recycling(Extension):
         record.phase = Phase.MOVING
         record.recycled += 1
         self._rebuilds.add(slot.env_id)
-        self._pool.note_taken_over(slot, self._rebuilds.request(slot.env_id, self._rebuilds.count(slot.env_id)))
+        new = self._rebuilds.request(slot.env_id, self._rebuilds.count(slot.env_id), Begins.BESIDE)
+        self._pool.note_taken_over(slot, new)
         self._note_built(slot, ends=record.ending is not None)
         keywords = None
         if record.request is not None and record.request.message is Message.RESET:
             keywords = record.request.payload[slot.env_id]
         if keywords is None or _is_empty(keywords):  # the first episode began without seed and options
-            request = Request(Message.ADOPT, (slot.env_id,), each=True)
+            request = Request(Message.TAKE_OVER, (slot.env_id,), each=True)
         else:
             request = Request(Message.RESET, (slot.env_id,), {slot.env_id: keywords}, each=True)
         self._pool.post({slot.worker: request}, self._on_first)
@@ -468,25 +456,6 @@ class Recycling(Extension):
         going_out = self._pool.pass_on(self, request.message, (env_id,), request.payload)
         if going_out:
             self._pool.post({slot.worker: request})
-
-    def _prepare_in_place(self, slot: Slot) -> None:
-        self._in_place[slot.env_id] = Prepared.BEGUN
-        payload = {slot.env_id: self._rebuilds.request(slot.env_id, self._rebuilds.count(slot.env_id) + 1)}
-        self._pool.post(
-            {slot.worker: Request(Message.PREPARE, (slot.env_id,), payload, each=True)}, self._on_prepared_in_place
-        )
-
-    def _on_prepared_in_place(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
-        failed = refusals(reply)
-        failures.update(failed)
-        for env_id in reply.env_ids or ():
-            slot, prepared = self._pool.slots[env_id], self._in_place.pop(env_id)
-            if env_id in failed or self._records[env_id].phase is not Phase.WAITING:
-                continue
-            if prepared is Prepared.OUTDATED:
-                self._prepare_in_place(slot)
-            else:
-                self._take_over(slot)
 
     def _note_built(self, slot: Slot, *, ends: int) -> None:
         """Note that an environment is new; the caller still receives `ends` ends of the old one's episodes."""
@@ -549,8 +518,6 @@ class Recycling(Extension):
 
     def on_replaced(self, worker: int) -> None:
         self._forget(worker)
-        for env_id in self._pool.queues[worker].share:
-            self._in_place.pop(env_id, None)
         position = self._pool.position(worker)
         standby = self._standbys.get(position)
         if standby is not None and standby.worker == worker:  # the environments that would move there are gone, too
@@ -572,8 +539,7 @@ class Recycling(Extension):
         if now < self._next_asked:
             return
         self._next_asked = now + _LOOK_EVERY_S
-        moves = self._backend.moves
-        self._leaving = frozenset() if moves is None else frozenset(moves.leaving())
+        self._leaving = frozenset(self._backend.leaving())
         if self._measures and now >= self._next_measurement:
             began = self._pool.clock()
             found = {worker: self._backend.memory(worker) for worker in self._pool.present_shares()}
@@ -652,15 +618,13 @@ class Recycling(Extension):
         both = sorted([*left, *queue.share])
         assert both == [*self._pool.shares[position]], f"the environments of {standby}: {both}"
         for env_id, prepared in left.items():
-            is_requested = queue.owes(env_id, self._on_prepared, {Message.PREPARE})
+            is_requested = queue.owes(env_id, self._on_prepared, {Message.CONSTRUCT})
             is_there = prepared in (Prepared.READY, Prepared.FAILED)
             assert is_there or is_requested, f"nobody constructs environment {env_id}: {standby}"
 
     def _check_move(self, slot: Slot, record: _Record) -> None:
         """An environment whose move the caller waits for has a due result, and a worker that will bring it."""
         env_id, position, queue = slot.env_id, self._pool.position(slot.worker), self._pool.queues[slot.worker]
-        in_place = queue.owes(env_id, self._on_prepared_in_place, {Message.PREPARE})
-        assert in_place == (env_id in self._in_place), f"constructed in place: {self._in_place}, {slot}"
         if record.phase is Phase.STAYS:
             assert (record.ending, record.request) == (None, None), f"a move that has ended: {slot}, {record}"
             return
@@ -669,13 +633,11 @@ class Recycling(Extension):
         assert not slot.skips, f"it is rebuilt, and moves: {slot}, {record}"
         assert (record.ending is None) != (record.request is None), f"two results, or none: {slot}, {record}"
         if record.phase is Phase.MOVING:
-            is_owed = queue.owes(env_id, self._on_first, {Message.ADOPT, Message.RESET})
-        elif self._has_standbys(position):
+            is_owed = queue.owes(env_id, self._on_first, {Message.TAKE_OVER, Message.RESET})
+        else:
             standby = self._standbys.get(position)  # the next one begins when the worker that all have left has ended
             is_leaving = any(of == position for of, _ in self._closing.values())
             is_owed = is_leaving if standby is None else env_id in standby.environments
-        else:
-            is_owed = in_place
         assert is_owed, f"nobody brings its first result: {slot}, {record}"
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:

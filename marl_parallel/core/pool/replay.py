@@ -37,7 +37,7 @@ from marl_parallel.core.array_file import self_contained
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.columns import Layout
 from marl_parallel.core.episode import merged_options, needs_actions
-from marl_parallel.core.messages import SEEDS_GENERATORS, Construction, Message, Rebuild, Request
+from marl_parallel.core.messages import SEEDS_GENERATORS, Begins, Construct, Construction, Message, Request
 from marl_parallel.core.pickling import dumps_for_workers, loads
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
@@ -121,30 +121,30 @@ class Histories(Extension):
                 history = self._histories[env_id]
                 self._catch_up(env_id, history)
                 self._begin(history, _keywords(pickled))
-        elif message is Message.REBUILD or message is Message.PREPARE:
-            for env_id, rebuild in payload.items():
-                if message is Message.REBUILD or self._slots[env_id].worker == worker:  # else it moves in later
-                    self.on_taken_over(self._slots[env_id], rebuild)
+        elif message is Message.CONSTRUCT:
+            for env_id, new in payload.items():
+                if new.begins is not Begins.BESIDE:  # else it takes over later
+                    self.on_taken_over(self._slots[env_id], new)
         elif message is Message.OPTIONS:
             for env_id, pickled in payload.items():
                 history = self._histories[env_id]
                 if history.begun_with is None and self._has_begun(env_id, history):
                     history.begun_with = (history.standing,)
                 history.standing = pickled
-        elif message is Message.ADOPT:
+        elif message is Message.TAKE_OVER and payload is None:  # one that was loaded goes on as saved
             assert env_ids is not None
             for env_id in env_ids:
                 history = self._histories[env_id]
                 self._begin(history, {})
         return request
 
-    def on_taken_over(self, slot: Slot, rebuild: Rebuild) -> None:
+    def on_taken_over(self, slot: Slot, new: Construct) -> None:
         history = self._histories[slot.env_id]
-        history.constructor_seed = seed = self._seed(rebuild.construction, slot.env_id)
-        history.restarts = rebuild.construction.rebuilds
+        history.constructor_seed = seed = self._seed(new.construction, slot.env_id)
+        history.restarts = new.construction.rebuilds
         history.saved = history.begun = False
-        history.postponed = keywords = {**_keywords(rebuild.keywords), "seed": seed, SEEDS_GENERATORS: False}
-        if rebuild.reset:
+        history.postponed = keywords = {**_keywords(new.keywords), "seed": seed, SEEDS_GENERATORS: False}
+        if new.begins is Begins.AT_ONCE:
             self._begin(history, keywords)
 
     def _note_steps(self, env_ids: Sequence[int], pickled: Mapping[int, bytes] | None) -> None:

@@ -3,7 +3,7 @@
 What happens at a fault::
 
     fault -> on_fault: how often it may fail -> what is interrupted -> Pool.replace, if the worker is gone
-                       -> REBUILD ... its reply -> _on_rebuilt: the result, or, if it was idle, with what comes next
+                       -> CONSTRUCT ... its reply -> _on_rebuilt: the result, or, if it was idle, with what comes next
 
 `episode.py` decides about the dicts of an interrupted step.
 """
@@ -23,7 +23,7 @@ from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.core import reports
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import interrupted, is_over, joined, last_of, with_common
-from marl_parallel.core.messages import Failure, Message, Rebuild, Reply, Request, name_of
+from marl_parallel.core.messages import Begins, Construct, Failure, Message, Reply, Request, name_of
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
@@ -236,7 +236,7 @@ class Restarts(Extension):
         if replaces:
             pool.replace(worker)
         payload = {slot.env_id: self._request(slot, fault.error) for slot in slots}
-        pool.post({worker: Request(Message.REBUILD, tuple(payload), payload, each=True)}, self._on_rebuilt)
+        pool.post({worker: Request(Message.CONSTRUCT, tuple(payload), payload, each=True)}, self._on_rebuilt)
         pool.note_outdated([*payload])
         self._announce(payload, fault.error)
         return True
@@ -343,14 +343,14 @@ class Restarts(Extension):
             fault = fault._replace(report=report)
         self._set_fault(slot, fault._replace(next_result=None))
 
-    def _request(self, slot: Slot, error: ParallelEnvError) -> Rebuild:
+    def _request(self, slot: Slot, error: ParallelEnvError) -> Construct:
         """The request to rebuild an environment after a fault; counts the restart."""
         self._rebuilds.add(slot.env_id, _kind_of(error) if slot.env_id in error.env_ids else "neighbour")
         return self._rebuilds.request(
             slot.env_id,
             self._rebuilds.count(slot.env_id),
-            reset=self._resets_at_once(slot),
-            keywords=self._records[slot.env_id].keywords,
+            Begins.AT_ONCE if self._resets_at_once(slot) else Begins.WITH_RESET,
+            self._records[slot.env_id].keywords,
         )
 
     def _save_result(self, slot: Slot) -> None:
@@ -361,7 +361,7 @@ class Restarts(Extension):
             states = self._transitions.states_in_block(slot.env_id)
             slot.result = self._transitions.snapshot(slot.env_id, slot.result)._replace(states=states)
 
-    def _announce(self, rebuilds: Mapping[int, Rebuild], error: ParallelEnvError) -> None:
+    def _announce(self, rebuilds: Mapping[int, Construct], error: ParallelEnvError) -> None:
         """Call `on_restart` for environments that are being rebuilt. What it raises is logged: the run goes on."""
         if self._on_restart is None:
             return
@@ -451,7 +451,7 @@ class Restarts(Extension):
             assert record.keywords is None or (busy and slot.request is Message.RESET), f"no reset: {slot}, {record}"
             if record.is_rebuilding:
                 queue = self._pool.queues[slot.worker]
-                owed = queue.owes(slot.env_id, self._on_rebuilt, {Message.REBUILD})
+                owed = queue.owes(slot.env_id, self._on_rebuilt, {Message.CONSTRUCT})
                 assert owed, f"nobody rebuilds it: {slot}, {record}"
             elif fault is not None:
                 assert fault.interrupted is None, f"a report that is not for the next result: {slot}, {record}"

@@ -8,8 +8,8 @@ A state has values from the worker (`SAVE`), and values of the same environment 
     action masks, statistics                                   block_transitions.py, statistics.py
     rebuilds, options, restarts, recycling, replays            `Extension.save`
 
-States are loaded in two steps, so that nothing changes if one of them cannot be loaded: `LOAD` makes all environments
-beside the present ones, and `REPLACE` puts them in their places.
+States are loaded in two steps, so that nothing changes if one of them cannot be loaded: `CONSTRUCT` makes all
+environments beside the present ones, and `TAKE_OVER` puts them in their places.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import dicts_of
-from marl_parallel.core.messages import Message, Refusal, Saved
+from marl_parallel.core.messages import Begins, Construct, Message, Refusal, Saved
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
@@ -33,7 +33,7 @@ from marl_parallel.core.statistics import Sums
 from marl_parallel.core.transition import ALL, Transition
 from marl_parallel.types import ParallelEnvError
 
-VERSION = 2
+VERSION = 3
 _EXTENSIONS = frozenset(one.saved_as for one in (Rebuilds, Restarts, Recycling, Histories))
 _MAGIC = b"marl_parallel state %d %08x\n"  # the format, and the checksum of the bytes that follow
 
@@ -145,7 +145,7 @@ class SavedStates:
         sums = transitions.statistics.save(env_id)
         return EnvState(
             transitions.mode.name, [*transitions.layout.schema.possible_agents],
-            saved._replace(construction=None, options=None), transition, result, is_replaced, sums, extensions,
+            saved, transition, result, is_replaced, sums, extensions,
             self.rebuilds.base_seed, None, (None, None), {},
         )  # fmt: skip
 
@@ -210,13 +210,13 @@ class SavedStates:
         pool = self._pool
         payload = {env_id: self._payload(env_id, state) for env_id, state in states.items()}
         try:
-            refused = pool.execute_in(Message.LOAD, states, payload)
+            refused = pool.execute_in(Message.CONSTRUCT, states, payload)
         except ParallelEnvError:
             if not pool.closed:
-                pool.execute_in(Message.REPLACE, states, False)
+                pool.execute_in(Message.TAKE_OVER, states, False)
             raise
         if refused:
-            pool.execute_in(Message.REPLACE, states, False)
+            pool.execute_in(Message.TAKE_OVER, states, False)
             env_id, refusal = next(iter(refused.items()))
             kind = TypeError if refusal.kind is ModuleNotFoundError else refusal.kind
             raise kind(f"environment {env_id} (worker {pool.slots[env_id].worker}): {refusal.text}")
@@ -227,7 +227,7 @@ class SavedStates:
         """The last part of `load`; if it is interrupted, everything is closed."""
         before, fault = {env_id: self.rebuilds.restarts(env_id) for env_id in states}, None
         try:
-            self._pool.execute_in(Message.REPLACE, states, True)
+            self._pool.execute_in(Message.TAKE_OVER, states, True)
         except ParallelEnvError as error:
             if self._pool.closed:
                 raise
@@ -244,13 +244,14 @@ class SavedStates:
         """Let environments that will replace others be constructed anew."""
         self._pool.alone("", self._pool.note_outdated, env_ids)
 
-    def _payload(self, env_id: int, state: EnvState) -> Saved:
+    def _payload(self, env_id: int, state: EnvState) -> Construct:
         seed, rebuilds = state.saved.built
-        construction = self.rebuilds.request(env_id, rebuilds).construction
-        construction = construction._replace(seeds={env_id: seed})
+        new = self.rebuilds.request(env_id, rebuilds, Begins.BESIDE)
+        construction = new.construction._replace(seeds={env_id: seed})
         if not (state.saved.needs_constructor or state.saved.needs_arrays):
             construction = construction._replace(constructors={}, adapter=None)
-        return state.saved._replace(construction=construction, options=state.extensions[Rebuilds.saved_as][3])
+        options = state.extensions[Rebuilds.saved_as][3]
+        return new._replace(construction=construction, keywords=None, options=options, saved=state.saved)
 
     def _take_over(self, slot: Slot, state: EnvState) -> None:
         env_id, pool = slot.env_id, self._pool

@@ -9,7 +9,7 @@ from marl_parallel.core.caller_settings import CallerSettings
 from marl_parallel.core.messages import Message, Request
 from marl_parallel.core.pool.extensions import Extension
 
-_BEGIN = frozenset({Message.RESET, Message.ADOPT})
+_BEGIN = frozenset({Message.RESET, Message.TAKE_OVER})
 """Requests that begin an episode in an environment that may have been constructed before the reset."""
 
 

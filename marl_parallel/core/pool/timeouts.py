@@ -29,10 +29,8 @@ _FROZEN_S = 0.25
 LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
     Message.ACCESS: (Activity.START,),
     Message.ATTACH: (Activity.START,),
-    Message.REBUILD: (Activity.START, Activity.RESET),
-    Message.PREPARE: (Activity.START, Activity.RESET),
-    Message.LOAD: (Activity.START, Activity.RESET),
-    Message.REPLACE: (Activity.START, Activity.RESET),
+    Message.CONSTRUCT: (Activity.START, Activity.RESET),
+    Message.TAKE_OVER: (Activity.START, Activity.RESET, Activity.STEP),
     Message.CLOSE: (Activity.CLOSE,),
     Message.RESET: (Activity.RESET,),
     Message.STEP: (Activity.STEP, Activity.RESET),

@@ -216,7 +216,7 @@ class Promises:
     @pytest.mark.filterwarnings("ignore:.*workers share:ResourceWarning")
     def test_recycling(self, mode, runs):
         """At the end of an episode, a new simulator goes on; nothing else shows it but its mark."""
-        run = self.run(runs, mode, backend="thread", num_workers=ENVS, recycle=RecyclePolicy(max_episodes=1))
+        run = self.run(runs, mode, backend="process", num_workers=ENVS, recycle=RecyclePolicy(max_episodes=1))
         for loop in run.loops:
             loop.recycles = True
         for _ in run.play(9):
