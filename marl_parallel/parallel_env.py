@@ -307,7 +307,8 @@ class ParallelEnv:
                 _warn_of_unknown_memory(settings, backend, len(pool.shares) - 1)
             if faults.restarts:
                 about = faults.restart_policy, faults.on_restart, faults.restart_infos
-                pool.extend(Restarts(pool, rebuilds, transitions, *about))
+                deadlines.restarts = Restarts(pool, rebuilds, transitions, *about)
+                pool.extend(deadlines.restarts)
             self._set_runner(_runner(pool, transitions, rebuilds, envs, seeds, settings))
             if settings.output.trace is not None:
                 self.start_trace(settings.output.trace)

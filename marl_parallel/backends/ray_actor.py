@@ -131,6 +131,9 @@ class RayActor:
         self._starts: dict[int, int] = {}  # how often each worker was started
         self._owed: dict[int, int] = {}  # how many requests each worker has not replied to
         self._owners: dict[int, int] = {}  # the worker that has written an environment's record last
+        self._beside: dict[
+            int, set[int]
+        ] = {}  # by worker: environments that it has, and whose records it does not write
         self._slices: RecordSlices | None = None
         self._writes_states = False
         self._carried_out = 0  # the number of the last order that was carried out
@@ -219,13 +222,17 @@ class RayActor:
             self._owed[worker] += 1
             if message in WITH_ACTIONS:
                 with_actions += env_ids
-            elif message is Message.CONSTRUCT:
-                new: Mapping[int, Construct] = request.payload
-                self._writes_states = any(one.outputs.states for one in new.values())
-                here = [env_id for env_id, one in new.items() if one.begins is not Begins.BESIDE]
-                self._owners.update(dict.fromkeys(here, worker))
             elif message in WITH_RESULTS:
-                self._owners.update(dict.fromkeys(env_ids, worker))
+                beside, writes = self._beside.setdefault(worker, set()), {*env_ids}
+                if message is Message.CONSTRUCT:
+                    new: Mapping[int, Construct] = request.payload
+                    self._writes_states = any(one.outputs.states for one in new.values())
+                    writes = {env_id for env_id, one in new.items() if one.begins is not Begins.BESIDE}
+                elif message is Message.TAKE_OVER and request.payload is False:
+                    writes.clear()
+                beside.difference_update(writes)
+                beside.update({*env_ids} - writes)
+                self._owners.update(dict.fromkeys(writes, worker))
             if message is Message.OUTPUTS:
                 self._writes_states = request.payload.states
             elif message is Message.CLOSE:
@@ -255,8 +262,8 @@ class RayActor:
                 statuses[worker] = self._status(worker)
             elif reply.request in WITH_RESULTS:
                 written = self._shares[worker] if reply.env_ids is None else reply.env_ids
-                if reply.request is Message.CONSTRUCT:  # beside the present environment, it writes nothing
-                    written = [env_id for env_id in written if self._owners.get(env_id) == worker]
+                if reply.request in (Message.CONSTRUCT, Message.TAKE_OVER):
+                    written = [env_id for env_id in written if env_id not in self._beside[worker]]
                 states |= reply.request is Message.STATE
             if not isinstance(reply, Lost) and reply.request is not Message.STEP:
                 statuses[worker] = self._status(worker)

@@ -178,6 +178,7 @@ class RayBackend(Backend):
     def remove(self, worker: int, *, kill: bool) -> bool:
         return self._workers.remove(worker, kill=kill)
 
+    @property
     def leaving(self) -> Collection[int]:
         return self._workers.leaving() if ray.is_initialized() else ()
 

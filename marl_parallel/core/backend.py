@@ -136,6 +136,7 @@ class Backend(ABC):
         """
         return None
 
+    @property
     def leaving(self) -> Collection[int]:
         """Workers whose machines will go, so that their environments move to others as their episodes end.
 

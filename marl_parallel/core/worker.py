@@ -98,7 +98,6 @@ from marl_parallel.core.sharing import CannotBeShared
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import SLICES, Activity, WorkerStatus, is_traced, trace
 
-_NAMED: dict[Message, Activity | Message] = {Message.TAKE_OVER: Activity.RESET}  # in errors
 _AS_SAVED = (
     " What to do: construct the ParallelEnv as when the state was saved, with the same releases of the simulator's "
     "libraries"
@@ -227,7 +226,8 @@ class Worker:
                     raise
                 place = place if codec is None else codec.place
                 env_id = ids[place]
-                doing = self._status.latest_of(env_id) or _NAMED.get(message, message)
+                begins = message is Message.TAKE_OVER and payload is None
+                doing = self._status.latest_of(env_id) or (Activity.RESET if begins else message)
                 failure = _failure(error, doing, self._own_process)
                 if doing is Activity.CONSTRUCTOR:
                     if self._neighbours.others(env_id):

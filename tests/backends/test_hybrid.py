@@ -426,9 +426,9 @@ def test_without_such_arguments_there_is_no_warning():
 
 def test_only_the_other_side_is_recycled():
     """Environments of this thread stay, since there is no other process for them."""
-    with pytest.warns(RuntimeWarning, match=r"environments \[0\]; for them, recycle= has no effect"):
-        env = started([functools.partial(Hunt)] * 2, recycle=RecyclePolicy(max_episodes=1))
-    with env:
+    with contextlib.ExitStack() as stack:
+        with pytest.warns(RuntimeWarning, match=r"environments \[0\]; for them, recycle= has no effect"):
+            env = stack.enter_context(started([functools.partial(Hunt)] * 2, recycle=RecyclePolicy(max_episodes=1)))
         before, recycled = pids(env), list[int]()
         while len(recycled) < 2:
             *_, infos = env.step(env.sample_actions())

@@ -208,6 +208,19 @@ def test_recycled_and_restarted(setup, build):
     assert_same(env.reset(env_ids=[1])[0], ({"a": again.reset()},))
 
 
+def test_restarted_in_this_thread(build):
+    env = build([Drawing] * 2, Setup("serial", True, 1), isolate_rng=True)
+    env.reset()
+    env.step([ACTIONS] * 2)
+    env.restart([1])
+    again, other = Reference(seed_of(42, 1, 1)), Reference(42)
+    other.reset()
+    other.step()
+    assert_same(env.reset(env_ids=[1])[0], ({"a": again.reset()},))
+    observations, *_ = env.step([ACTIONS] * 2)
+    assert_same(observations, ({"a": other.step()[0]}, {"a": again.step()[0]}))
+
+
 class SeedsInConstructor(Drawing):
     """Seeds the generators in its constructor, with a seed of its own, as many training repositories do."""
 

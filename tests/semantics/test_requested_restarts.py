@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
 
 import pytest
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
@@ -13,6 +15,7 @@ from simulators.counting import ACTIONS, Counting, seen
 from simulators.crashing import Fate, crashing, seed_of
 
 from marl_parallel import EnvError, ParallelEnv
+from marl_parallel.core.pool.replacement import Present
 
 pytestmark = pytest.mark.release_independent
 
@@ -121,3 +124,32 @@ def test_refused(build):
     env.close()
     with pytest.raises(ClosedEnvironmentError):
         env.restart([0])
+
+
+class DiesWithASlowNeighbour(Counting):
+    """The first one dies in its first step; the other takes a moment to be constructed again."""
+
+    def __init__(self, *, seed: int, env_id: int, restarts: int) -> None:
+        super().__init__(9, seed=seed)
+        self.dies = env_id == restarts == 0
+        if env_id and restarts == 1:
+            time.sleep(1.0)
+
+    def step(self, actions):
+        if self.dies:
+            os._exit(3)
+        return super().step(actions)
+
+
+def test_while_it_is_constructed_again(build):
+    """The report of the fault is dropped: its caller wants a new environment, and gets the second one."""
+    env = build([DiesWithASlowNeighbour] * 2, Setup("process", True, 1), AutoresetMode.DISABLED, on_error="restart")
+    env.reset()
+    env.send([ACTIONS], [0])
+    assert env.recv(min_envs=1).infos[0]["__common__"]["restarted"]
+    assert env.runner.workers.pool.slots[1].present is Present.RESTARTS
+    env.restart([1])
+    observations, infos = env.reset()
+    assert seeds_and_resets(observations) == [(seed_of(42, 0, 1), 1), (seed_of(42, 1, 2), 1)]
+    assert infos == ({"long": {}, "short": {}},) * 2
+    assert env.stats().restart_kinds == {"death": 1, "neighbour": 1, "request": 1}

@@ -494,11 +494,11 @@ def damaged(states: list[bytes]) -> list[Any]:
         (lambda states: [*states[:2], None], TypeError, "environment 2: its state must be bytes that save_state"),
         (lambda states: states[:2], ValueError, "states"),
         (lambda states: states[0], TypeError, "states must be a list"),
-        (lambda states: [states[0], states[1].replace(b"state 2", b"state 9", 1), states[2]], ValueError, "format 9"),
+        (lambda states: [states[0], states[1].replace(b"state 3", b"state 9", 1), states[2]], ValueError, "format 9"),
         (
             lambda states: [*states[:2], FORMAT_1],
             ValueError,
-            "environment 2: its state has format 1, but .* reads format 2",
+            "environment 2: its state has format 1, but .* reads format 3",
         ),
     ],
 )

@@ -59,8 +59,6 @@ _STARTS = (
     Purpose.REBUILD,
     Purpose.PREPARE,
     Purpose.LOAD,
-    Purpose.REPLACE,
-    Purpose.DROP,
 )  # requests
 
 

@@ -19,8 +19,8 @@ class Mutation(NamedTuple):
 MUTATIONS = [
     Mutation(
         "a saved result is lost",
-        "pool/restarts.py",
-        "self._records[slot.env_id].saved = leftovers",
+        "pool/pool.py",
+        "self.unfinished[env_id] = leftovers",
         "pass",
     ),
     Mutation(
@@ -44,20 +44,20 @@ MUTATIONS = [
     Mutation(
         "a result that is here is overwritten by a rebuild",
         "pool/restarts.py",
-        ("            if slot.state is State.DONE:\n                self._save_result(slot)\n            faults"),
-        "            faults",
+        "            if slot.state is State.DONE:\n                self._save_result(slot)\n            owed",
+        "            owed",
     ),
     Mutation(
         "what was noted before the stack is taken is forgotten",
         "pool/restarts.py",
-        ("        if record.noted is not None:\n            return record.noted\n"),
+        "        if slot.noted is not None:\n            return slot.noted\n",
         "",
     ),
     Mutation(
         "results of an environment that is being ended count",
-        "pool/restarts.py",
-        "return record.noted is not None or record.is_rebuilding",
-        "return record.is_rebuilding",
+        "pool/slots.py",
+        "return self.noted is not None or not (",
+        "return not (",
     ),
     Mutation(
         "agents of an environment that needs a reset are alive",
@@ -86,28 +86,20 @@ MUTATIONS = [
     Mutation(
         "standbys keep the seeds that have changed",
         "pool/recycling.py",
-        (
-            "        for standby in self._standbys.values():\n"
-            "            self._prepare(standby, [env_id for env_id in env_ids if env_id in "
-            "standby.environments])\n"
-        ),
-        "",
+        "if slot.env_id in env_ids], Event.CHANGES)",
+        "if slot.env_id is None], Event.CHANGES)",
     ),
     Mutation(
         "a result is lost where the old environment goes on",
         "pool/recycling.py",
-        (
-            "            record.phase = Phase.GOES_ON\n"
-            "            self._pool.take_result(slot, *record.result)\n"
-            "            return"
-        ),
-        ("            record.phase = Phase.GOES_ON\n            return"),
+        "            self._pool.take_result(slot, *owed.result)\n            return",
+        "            return",
     ),
     Mutation(
         "a fault while an environment moves interrupts nothing",
-        "pool/recycling.py",
-        ("        if record.phase is Phase.STAYS:\n            return None\n        if record.ending"),
-        ("        if record.phase is not None:\n            return None\n        if record.ending"),
+        "pool/restarts.py",
+        "slot.present in (Present.WAITS, Present.MOVES)",
+        "slot.present is None",
     ),
     Mutation(
         "old workers are freed late",
@@ -185,8 +177,8 @@ MUTATIONS = [
     Mutation(
         "options of an interrupted reset are lost",
         "pool/restarts.py",
-        "            keywords=self._records[slot.env_id].keywords,\n",
-        "            keywords=None,\n",
+        "            self._records[slot.env_id].keywords,\n",
+        "            None,\n",
         blind=True,
     ),
     Mutation(
@@ -198,9 +190,9 @@ MUTATIONS = [
     ),
     Mutation(
         "an idle environment's restart is reported twice",
-        "pool/restarts.py",
-        ("                result = record.fault.next_result\n                self._set_fault(slot, None)\n"),
-        "                result = record.fault.next_result\n",
+        "pool/replacement.py",
+        "(_P.REPORTS, _E.REPORTED): _P.GOES_ON",
+        "(_P.REPORTS, _E.REPORTED): _P.REPORTS",
         blind=True,
     ),
     Mutation(
@@ -212,9 +204,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a late result is taken after a timeout",
-        "pool/restarts.py",
-        "return record.noted is not None or record.is_rebuilding",
-        "return record.is_rebuilding",
+        "pool/slots.py",
+        "not (self.present is Present.GOES_ON or self.present is Present.REPORTS)",
+        "not (self.present is not Present.WAITS and self.present is not Present.MOVES)",
         blind=True,
     ),
     Mutation(
@@ -227,8 +219,8 @@ MUTATIONS = [
     Mutation(
         "a rebuilt worker stops writing states and rollouts",
         "pool/rebuilds.py",
-        "keywords=keywords, outputs=self.outputs, options=record.options",
-        "keywords=keywords, options=record.options",
+        "begins, keywords, self.outputs, record.options",
+        "begins, keywords, Outputs(), record.options",
         blind=True,
         survives="the simulation has no states; test_a_restarted_environment_has_its_last_known_state fails",
     ),
@@ -249,14 +241,14 @@ MUTATIONS = [
     Mutation(
         "finishing just before its end is waited forever",
         "pool/timeouts.py",
-        ("            pool.call_off_end(late)\n            return\n"),
+        "            for slot in late:\n                slot.noted = None\n            return\n",
         "            return\n",
         blind=True,
     ),
     Mutation(
         "the old one's last episode counts again",
         "pool/recycling.py",
-        "record.first_episode = self._ended[slot.env_id] + ends",
+        "record.first_episode = self._ended[slot.env_id] + more",
         "record.first_episode = self._ended[slot.env_id]",
         blind=True,
     ),
@@ -269,9 +261,9 @@ MUTATIONS = [
     ),
     Mutation(
         "an outdated standby environment is used unchanged",
-        "pool/recycling.py",
-        ("                standby.environments[env_id] = Prepared.FAILED\n                outdated.append(env_id)\n"),
-        "                standby.environments[env_id] = Prepared.READY\n",
+        "pool/replacement.py",
+        "(_S.OUTDATED, _E.BUILT): (_S.BEING_BUILT, _A.CONSTRUCT)",
+        "(_S.OUTDATED, _E.BUILT): (_S.READY, _A.NOTHING)",
         blind=True,
     ),
     Mutation(
@@ -350,9 +342,9 @@ MUTATIONS = [
     ),
     Mutation(
         "leftovers of a last step stay after its result",
-        "pool/restarts.py",
-        "record.latest, record.saved = leftovers, None",
-        "record.latest = leftovers",
+        "pool/pool.py",
+        "            self.unfinished.pop(slot.env_id, None)\n",
+        "            pass\n",
         blind=True,
         survives="nothing is wrong: a record without leftovers reads none",
     ),
@@ -551,8 +543,8 @@ MUTATIONS = [
     Mutation(
         "closing after a timeout takes as long as any other",
         "pool/pool.py",
-        "if isinstance(error, WorkerTimeout):\n            while_closing",
-        "if False:\n            while_closing",
+        "if isinstance(error, WorkerTimeout):\n                while_closing",
+        "if False:\n                while_closing",
     ),
     Mutation(
         "closing after a timeout asks all workers",
@@ -592,40 +584,40 @@ MUTATIONS = [
         "step = STEP_ALL",
     ),
     Mutation(
-        "an environment that has moved keeps its request",
-        "pool/recycling.py",
-        "        ending, record.ending, record.request = record.ending, None, None\n",
-        "        ending, record.ending = record.ending, None\n",
+        "an environment that has moved waits again",
+        "pool/replacement.py",
+        "(_P.MOVES, _E.BEGAN): _P.GOES_ON",
+        "(_P.MOVES, _E.BEGAN): _P.WAITS",
     ),
     Mutation(
-        "a rebuild keeps the last step of a move",
-        "pool/recycling.py",
-        "            record.phase, record.ending, record.request = Phase.STAYS, None, None\n",
-        "            record.phase = Phase.STAYS\n",
+        "a fault during a move loses the last step",
+        "pool/restarts.py",
+        "            return Owed(owed.message, owed.transition)\n",
+        "            return Owed(Message.RESET, owed.transition)\n",
     ),
     Mutation(
-        "a rebuild keeps a move",
-        "pool/recycling.py",
-        "            record.phase, record.ending, record.request = Phase.STAYS, None, None\n",
-        "            pass\n",
+        "an environment that waits for its successor goes on waiting after a fault",
+        "pool/replacement.py",
+        "(_P.WAITS, _E.FAILS): _P.RESTARTS",
+        "(_P.WAITS, _E.FAILS): _P.WAITS",
     ),
     Mutation(
         "observations of before a reset are kept",
         "pool/restarts.py",
-        "record.keywords, record.needs_reset, record.reported = None, False, None",
-        "record.keywords, record.needs_reset = None, False",
+        "record.latest, record.keywords, record.needs_reset, record.reported = leftovers, None, False, None",
+        "record.latest, record.keywords, record.needs_reset = leftovers, None, False",
     ),
     Mutation(
         "the keywords of a reset are kept",
         "pool/restarts.py",
-        "record.keywords, record.needs_reset, record.reported = None, False, None",
-        "record.needs_reset, record.reported = False, None",
+        "record.latest, record.keywords, record.needs_reset, record.reported = leftovers, None, False, None",
+        "record.latest, record.needs_reset, record.reported = leftovers, False, None",
     ),
     Mutation(
         "a slot skips for ever",
-        "pool/restarts.py",
-        "        slot.skips = fault is not None\n",
-        "        slot.skips |= fault is not None\n",
+        "pool/replacement.py",
+        "(_P.RESTARTS, _E.RESTARTED): _P.GOES_ON",
+        "(_P.RESTARTS, _E.RESTARTED): _P.RESTARTS",
     ),
     Mutation(
         "restarts do not see the step after a reset",
@@ -636,8 +628,8 @@ MUTATIONS = [
     Mutation(
         "restarts do not see the step after a fault",
         "pool/restarts.py",
-        "        slot.skips = fault is not None\n        self.sees_steps = True\n",
-        "        slot.skips = fault is not None\n",
+        "        self.sees_steps = True\n        if owed.message is None:",
+        "        if owed.message is None:",
     ),
     Mutation(
         "a step that is late begins when it is late",
@@ -666,8 +658,8 @@ MUTATIONS = [
     Mutation(
         "what was noted before a worker is ended stays",
         "pool/restarts.py",
-        "record.latest = record.saved = record.reported = record.noted = None",
-        "record.latest = record.saved = record.reported = None",
+        "record.latest = record.reported = slot.noted = None",
+        "record.latest = record.reported = None",
     ),
     Mutation(
         "nothing is in flight once some results have come",
@@ -711,14 +703,14 @@ MUTATIONS = [
     Mutation(
         "a restart that is not reported is left out of states",
         "pool/restarts.py",
-        "return _SavedRecord(record.fault, record.counted,",
+        "return _SavedRecord(slot.owed, record.counted,",
         "return _SavedRecord(None, record.counted,",
     ),
     Mutation(
         "a loaded restart is not reported",
         "pool/restarts.py",
-        "        self._set_fault(slot, saved.fault)\n",
-        "        self._set_fault(slot, None)\n",
+        "            slot.note(Event.LOADED, saved.fault)\n",
+        "            pass\n",
     ),
     Mutation(
         "the last step counts as the result after a restart that is not reported",
@@ -773,8 +765,8 @@ MUTATIONS = [
     Mutation(
         "the fault of a dropped environment counts against its neighbours",
         "worker.py",
-        "with self._status.during(env_id, Activity.CLOSE):\n                    close_quietly",
-        "with contextlib.nullcontext():\n                    close_quietly",
+        "with self._status.during(env_id, Activity.CLOSE):\n                close_quietly",
+        "with contextlib.nullcontext():\n                close_quietly",
     ),
     Mutation(
         "standbys keep the seeds from before a load",
@@ -797,7 +789,7 @@ MUTATIONS = [
     Mutation(
         "a loaded environment has the options of the present one",
         "worker.py",
-        "        episode.options = saved.options\n",
+        "        episode.options = new.options\n",
         "",
     ),
     Mutation(
@@ -872,5 +864,65 @@ MUTATIONS = [
         "pool/restarts.py",
         "result = Snapshot(transition, over=False, states=states, mark=Mark.RESTARTED)",
         "result = Snapshot(transition, over=True, states=states, mark=Mark.RESTARTED)",
+    ),
+    Mutation(
+        "a successor that is missing counts as ready",
+        "pool/recycling.py",
+        "slot.successor in (Successor.NONE, Successor.MISSING)",
+        "slot.successor is Successor.NONE",
+    ),
+    Mutation(
+        "a dead successor counts as ready",
+        "pool/replacement.py",
+        "(_S.MISSING, _A.NOTHING) for one in Successor if one is not _S.NONE",
+        "(_S.READY, _A.NOTHING) for one in Successor if one is not _S.NONE",
+    ),
+    Mutation(
+        "a successor given up stays",
+        "pool/replacement.py",
+        "{(one, _E.GIVEN_UP): (_S.NONE, _A.NOTHING)",
+        "{(one, _E.GIVEN_UP): (one, _A.NOTHING)",
+    ),
+    Mutation(
+        "a successor that changes while it is built is not built again",
+        "pool/replacement.py",
+        "(_S.BEING_BUILT, _E.CHANGES): (_S.OUTDATED, _A.NOTHING)",
+        "(_S.BEING_BUILT, _E.CHANGES): (_S.BEING_BUILT, _A.NOTHING)",
+    ),
+    Mutation(
+        "a ready successor keeps the seed that has changed",
+        "pool/replacement.py",
+        "(_S.READY, _E.CHANGES): (_S.BEING_BUILT, _A.CONSTRUCT)",
+        "(_S.READY, _E.CHANGES): (_S.READY, _A.NOTHING)",
+    ),
+    Mutation(
+        "an environment restarted on request still reports its fault",
+        "pool/replacement.py",
+        "(_P.REPORTS, _E.REPLACED): _P.GOES_ON",
+        "(_P.REPORTS, _E.REPLACED): _P.REPORTS",
+    ),
+    Mutation(
+        "the second fault of a rebuild is lost",
+        "pool/restarts.py",
+        "        if owed is not None and (slot.present is Present.RESTARTS or idle):\n",
+        "        if owed is not None and idle:\n",
+    ),
+    Mutation(
+        "a reset while an environment is rebuilt is sent at once",
+        "pool/restarts.py",
+        "            return not is_rebuilding\n        if slot.present",
+        "            return True\n        if slot.present",
+    ),
+    Mutation(
+        "an environment waits for a standby that has been given up",
+        "pool/recycling.py",
+        "slot.note(Event.GIVEN_UP)\n            self._stay(slot)\n",
+        "slot.note(Event.GIVEN_UP)\n",
+    ),
+    Mutation(
+        "the first transition of a successor is taken twice",
+        "pool/recycling.py",
+        "if env_id not in reply.failures and slot.present is Present.MOVES:",
+        "if env_id not in reply.failures:",
     ),
 ]

@@ -10,6 +10,7 @@ import pytest
 from helpers import ROOT
 
 from marl_parallel.core import codec
+from marl_parallel.core.pool import replacement, slots
 from simulation.mutants import MUTATIONS
 from simulation.mutations import mutated
 from simulation.schedule import run
@@ -17,7 +18,7 @@ from simulation.shrinking import report
 
 pytestmark = pytest.mark.release_independent
 
-HISTORIES, AT_ONCE, FOR_KINDS = 2000, 100, 400
+HISTORIES, AT_ONCE, FOR_KINDS = 1400, 100, 400
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,41 @@ def test_first_histories_have_faults_of_all_kinds():
     for call in ("step", "step_some", "reset", "recv", "call", "restart"):
         closed = kinds[f"close in {call}"] + kinds[f"close by a thread in {call}"]
         assert closed, f"no close in the middle of {call}"
+
+
+REACH_ALL = (0, 2, 3, 5, 9, 17, 34, 53, 74, 136, 157, 473, 810)
+"""Histories that reach each entry of the tables in `replacement.py`, except `RESTARTS_ON_REQUEST`."""
+RESTARTS_ON_REQUEST = (replacement.Present.RESTARTS, replacement.Event.REPLACED)
+"""Seen by `test_while_it_is_constructed_again` of `test_requested_restarts.py`."""
+
+
+def test_each_entry_is_reached(monkeypatch):
+    reached, after = set[object](), replacement.after
+
+    def noted(present, successor, event):
+        reached.update([(present, event), (successor, event)])
+        return after(present, successor, event)
+
+    monkeypatch.setattr(slots, "after", noted)
+    for number in REACH_ALL:
+        run(number)
+    entries = {*replacement.PRESENT, *replacement.SUCCESSOR} - {RESTARTS_ON_REQUEST}
+    assert not entries - reached, "change REACH_ALL, or write a test, for these"
+
+
+@pytest.mark.parametrize(
+    ("present", "successor", "event"),
+    [
+        (replacement.Present.GOES_ON, replacement.Successor.NONE, replacement.Event.BEGAN),
+        (replacement.Present.MOVES, replacement.Successor.NONE, replacement.Event.DUE),
+        (replacement.Present.GOES_ON, replacement.Successor.READY, replacement.Event.TAKES_OVER),
+        (replacement.Present.WAITS, replacement.Successor.MISSING, replacement.Event.TAKES_OVER),
+        (replacement.Present.WAITS, replacement.Successor.NONE, replacement.Event.GIVEN_UP),
+    ],
+)
+def test_what_cannot_happen_raises(present, successor, event):
+    with pytest.raises(RuntimeError, match=f"{event} cannot happen in the states {present} and {successor}"):
+        replacement.after(present, successor, event)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.name)

@@ -10,16 +10,14 @@ if the step takes more than 20 ms, `patience`, `look` and `on_result` follow, fo
 
 The hooks at a fault that `Restarts` deals with, in this order::
 
-    before_end                     only at a timeout; `on_end_called_off` follows if the worker was just finishing
-    on_last_step, on_result        for replies that came before the fault
+    on_result                      for replies that came before the fault
     on_fault                       until one extension returns True
     on_result                      for neighbours whose results are complete in their records
-    what_is_interrupted
     on_rebuild
     on_replaced                    if the worker is gone
     before_post, on_outdated       for the request that constructs the environments again
 
-If no extension deals with the fault, `on_raise` follows `on_fault` for an `EnvError`, then the hooks of closing.
+If no extension deals with the fault, `on_error` follows `on_fault`, then the hooks of closing.
 """
 
 from __future__ import annotations
@@ -27,11 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from marl_parallel.core.messages import Construct, Failure, Message, Reply, Request
+from marl_parallel.core.messages import Failure, Message, Reply, Request
 from marl_parallel.core.pool.slots import Slot
-from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import Running
-from marl_parallel.types import EnvError, ParallelEnvError, WorkerStats
+from marl_parallel.types import ParallelEnvError, WorkerStats
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,14 +51,6 @@ class Fault(NamedTuple):
     failure: Failure | None = None  # the exception, if a worker has sent it
 
 
-class Interrupted(NamedTuple):
-    """The request that a fault has interrupted, and its result for the caller."""
-
-    message: Message | None  # STEP, or RESET (also a reset that was due); None for an idle environment
-    transition: Transition  # without the beginning of an episode in the fresh environment
-    keywords: bytes | None = None  # of the caller's reset, pickled
-
-
 class Extension:
     """A feature of the pool. Every hook has a default that does nothing.
 
@@ -81,7 +70,7 @@ class Extension:
     def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
         """The caller begins a step or reset of environments, whose slots are busy now; returns the env ids to send to.
 
-        This extension provides the results of the others.
+        The slots of the others are in a state of `replacement.py`: this extension brings their results.
         """
         return env_ids
 
@@ -92,10 +81,6 @@ class Extension:
         steps, or posts requests here, also overrides `before_send` or `on_result`.
         """
         return request
-
-    def holds(self, slot: Slot) -> bool:
-        """Whether the result of a busy slot comes from this extension. Then results of its worker are ignored."""
-        return False
 
     def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
         """A worker has carried out a step or reset; returns the caller's `result`, or `HELD` to hand it over later.
@@ -114,31 +99,18 @@ class Extension:
         """
         return result
 
-    def on_last_step(self, slot: Slot, leftovers: bytes | None) -> None:
-        """A worker has sent the leftovers of an episode's last step; the automatic reset failed or still runs."""
-
     def on_fault(self, fault: Fault) -> bool:
         """A fault has happened; returns whether this extension has dealt with it. If none has, the error is raised."""
         return False
 
-    def what_is_interrupted(self, slot: Slot) -> Interrupted | None:
-        """The request that a fault interrupts, if this extension holds the result of the environment; else None."""
-        return None
-
-    def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
-        """A worker may be ended while it runs these environments: note the present contents of their records."""
-
-    def on_end_called_off(self, slots: Sequence[Slot]) -> None:
-        """The worker of `before_end` is not ended after all."""
-
     def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
-        """Environments are constructed again; the caller will still receive `ends` ends of their episodes."""
+        """Environments are constructed again, or their successors take over.
+
+        The caller will still receive `ends` ends of episodes of the old ones.
+        """
 
     def on_outdated(self, env_ids: Sequence[int]) -> None:
         """The arguments of constructions have changed, such as the seeds of these environments."""
-
-    def on_taken_over(self, slot: Slot, new: Construct) -> None:
-        """An environment that this request constructed earlier replaces another one."""
 
     def on_replaced(self, worker: int) -> None:
         """A worker that was gone has been replaced by a new one with the same number."""
@@ -153,11 +125,8 @@ class Extension:
     def look(self, now: float) -> None:
         """Do work that depends on the time; called after each wait."""
 
-    def on_raise(self, error: EnvError) -> None:
-        """This error is about to be raised, and everything is about to be closed."""
-
-    def on_ctrl_c(self) -> None:
-        """The caller has pressed Ctrl-C, and everything is about to be closed."""
+    def on_error(self, error: BaseException) -> None:
+        """This error, or Ctrl-C, ends a call, and everything is about to be closed."""
 
     def before_close(self) -> None:
         """All environments are about to be closed."""

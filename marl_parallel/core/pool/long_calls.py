@@ -48,8 +48,8 @@ class LongCalls(Extension):
                 to_do = f". It times out after {limit:g} s"
             self._log(long, to_do)
 
-    def on_ctrl_c(self) -> None:
-        for long in self._found(self._pool.clock(), _LONG_AT_CTRL_C_S):
+    def on_error(self, error: BaseException) -> None:
+        for long in self._found(self._pool.clock(), _LONG_AT_CTRL_C_S) if isinstance(error, KeyboardInterrupt) else ():
             self._log(long)
 
     def _found(self, now: float, seconds: float | None = None) -> list[LongCall]:

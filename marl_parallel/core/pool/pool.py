@@ -24,9 +24,9 @@ from gymnasium.error import ClosedEnvironmentError
 
 from marl_parallel.core import reports
 from marl_parallel.core.backend import Backend
-from marl_parallel.core.messages import STEP_ALL, STEPPED, Construct, Failure, Lost, Message, Reply, Request, name_of
+from marl_parallel.core.messages import STEP_ALL, STEPPED, Failure, Lost, Message, Reply, Request, name_of
 from marl_parallel.core.pickling import dumps, loads
-from marl_parallel.core.pool.extensions import HELD, ORDER, Extension, Fault, Hooks, Interrupted
+from marl_parallel.core.pool.extensions import HELD, ORDER, Extension, Fault, Hooks
 from marl_parallel.core.pool.slots import (
     STEPS_AND_RESETS,
     OnReply,
@@ -65,6 +65,8 @@ class Pool(Source):
         around: Called with the name of a part of a call; returns a context for it, or None inside one.
         latest: By environment, the pickled leftovers of its latest record that had any.
         replaced: By environment, the pickled `Snapshot` that the caller has received in place of the record.
+        unfinished: By environment, the pickled leftovers of the last step of an episode, while its automatic reset runs
+            or after that has failed; only where there are some.
     """
 
     def __init__(self, backend: Backend, shares: Sequence[range]) -> None:
@@ -91,6 +93,7 @@ class Pool(Source):
         self._by_worker: Mapping[int, Request] = {}  # a step of which only `WorkerQueue.posted` is noted
         self.latest: dict[int, bytes] = {}
         self.replaced: dict[int, bytes] = {}
+        self.unfinished: dict[int, bytes] = {}
         self._results: dict[int, Any] = {}  # of `execute`, by environment
         self._errors: list[ParallelEnvError] | None = None  # of faults that the present `execute` dealt with
         self._message = Message.CALL  # of the requests of the present `execute`
@@ -484,10 +487,9 @@ class Pool(Source):
 
     def _apply_results(self, worker: int, request: Request, reply: Reply, failures: Mapping[int, Failure]) -> None:
         results = reply.results
-        for on_last_step in self._hooks.of(Extension.on_last_step):
-            for env_id, leftovers in results.items():
-                if env_id in reply.failures or reply.env_ids == ():  # the automatic reset failed or still runs
-                    on_last_step(self.slots[env_id], leftovers)
+        for env_id, leftovers in results.items():
+            if env_id in reply.failures or reply.env_ids == ():  # the automatic reset failed or still runs
+                self.unfinished[env_id] = leftovers
         env_ids = request.env_ids if reply.env_ids is None else reply.env_ids
         for env_id in self.queues[worker].share if env_ids is None else env_ids:
             slot = self.slots[env_id]
@@ -496,11 +498,13 @@ class Pool(Source):
 
     def expects_result(self, slot: Slot) -> bool:
         """Whether the pool waits for a result of this slot from its worker."""
-        return slot.state is State.BUSY and not any(holds(slot) for holds in self._hooks.of(Extension.holds))
+        return slot.state is State.BUSY and not slot.is_held
 
     def take_result(self, slot: Slot, leftovers: bytes | None, completed: float) -> None:
         """Take the result of a step or reset, with its pickled leftovers, unless an extension holds it back."""
         result = leftovers
+        if self.unfinished:
+            self.unfinished.pop(slot.env_id, None)
         if leftovers is not None:
             self.latest[slot.env_id] = leftovers
             try:
@@ -578,23 +582,8 @@ class Pool(Source):
             return ()
         return env_ids[: env_ids.index(last) + (running is None)]
 
-    def what_is_interrupted(self, slot: Slot) -> Interrupted | None:
-        """The request that a fault interrupts in an environment whose result an extension holds; else None."""
-        held = [one for ask in self._hooks.of(Extension.what_is_interrupted) if (one := ask(slot)) is not None]
-        return held[0] if held else None
-
-    def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
-        """Let extensions note the present records of environments, since their worker may be ended."""
-        for before_end in self._hooks.of(Extension.before_end):
-            before_end(slots, running)
-
-    def call_off_end(self, slots: Sequence[Slot]) -> None:
-        """The worker of `before_end` is not ended after all."""
-        for on_end_called_off in self._hooks.of(Extension.on_end_called_off):
-            on_end_called_off(slots)
-
     def note_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
-        """Note that environments will be constructed again; the caller still receives `ends` ends of episodes."""
+        """Note that environments are new, or will be; their caller still receives `ends` ends of older episodes."""
         for on_rebuild in self._hooks.of(Extension.on_rebuild):
             on_rebuild(slots, ends)
         self.seeds_stale = True
@@ -612,12 +601,6 @@ class Pool(Source):
         """Restore a result of `saved_by_extensions`."""
         for one in self._extensions:
             one.load(slot, saved.get(one.saved_as), self.latest.get(slot.env_id))
-        self.seeds_stale = True
-
-    def note_taken_over(self, slot: Slot, new: Construct) -> None:
-        """Note that the environment that this request constructed earlier replaces another one."""
-        for on_taken_over in self._hooks.of(Extension.on_taken_over):
-            on_taken_over(slot, new)
         self.seeds_stale = True
 
     # -- workers that come and go ----------------------------------------------------------------------------------
@@ -730,9 +713,9 @@ class Pool(Source):
             elif ask:
                 error = self._close_environments(deadline, self.queues if ask is True else ask)
                 patience = max(deadline - self.clock(), 0.0) if ask is True else 0.0
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if locked:
-                self._on_ctrl_c()
+                self._on_error(interrupt)
             raise
         finally:
             try:
@@ -765,6 +748,9 @@ class Pool(Source):
             self._final_stats = self.stats()
         self.latest.clear()
         self.replaced.clear()
+        self.unfinished.clear()
+        for slot in self.slots:
+            slot.owed = slot.noted = None
         with self._counting:
             if not self._memory_dropped:
                 self._memory_dropped = True
@@ -812,28 +798,23 @@ class Pool(Source):
         """Close everything after an error, unless another thread has done so."""
         if isinstance(error, ClosedEnvironmentError):
             return
-        if isinstance(error, EnvError):
-            for on_raise in self._hooks.of(Extension.on_raise):
-                on_raise(error)
-        self.note_cause(error)
-        in_line = self.backend.in_line  # only a close frees what simulators hold in this process
-        if isinstance(error, WorkerTimeout):
-            while_closing = self.close(ask=in_line, timeout=_CLOSE_IN_LINE_WITHIN_S if in_line else 0.0)
-        elif isinstance(error, ParallelEnvError):
-            while_closing = self.close()
-        else:
-            # Interrupted (Ctrl-C): it is unknown which replies will still come.
-            try:
-                if isinstance(error, KeyboardInterrupt):
-                    self._on_ctrl_c()
-            finally:  # also after a second Ctrl-C
+        while_closing, in_line = None, self.backend.in_line  # only a close frees what simulators hold in this process
+        try:
+            self.note_cause(error)
+            self._on_error(error)
+        finally:  # also after a second Ctrl-C
+            if isinstance(error, WorkerTimeout):
+                while_closing = self.close(ask=in_line, timeout=_CLOSE_IN_LINE_WITHIN_S if in_line else 0.0)
+            elif isinstance(error, ParallelEnvError):
+                while_closing = self.close()
+            else:  # interrupted (Ctrl-C): it is unknown which replies will still come
                 while_closing = self.close(ask=in_line if self.backend.capabilities.can_kill else True, timeout=1.0)
         if while_closing is not None:
             logger.warning("closing the environments after an error failed too: %s", while_closing)
 
-    def _on_ctrl_c(self) -> None:
-        for on_ctrl_c in self._hooks.of(Extension.on_ctrl_c):
-            on_ctrl_c()
+    def _on_error(self, error: BaseException) -> None:
+        for on_error in self._hooks.of(Extension.on_error):
+            on_error(error)
 
     def check(self) -> None:
         """Raise `AssertionError` if values of the pool or its extensions do not fit each other.

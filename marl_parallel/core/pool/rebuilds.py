@@ -25,6 +25,7 @@ from marl_parallel.core.messages import (
 from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.extensions import Extension
 from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.replacement import Event
 from marl_parallel.core.pool.settings import SettingsAtResets
 from marl_parallel.core.pool.slots import Slot
 from marl_parallel.types import WorkerStats
@@ -151,6 +152,7 @@ class Rebuilds(Extension):
         """Construct environments that are not in flight again, and count them as never reset."""
         payload = {}
         for env_id in env_ids:
+            self._pool.slots[env_id].note(Event.REPLACED)
             self.add(env_id, "request")
             payload[env_id] = self.request(env_id, self.count(env_id), Begins.WITH_RESET)
         self._pool.note_rebuild([self._pool.slots[env_id] for env_id in env_ids], [0] * len(payload))

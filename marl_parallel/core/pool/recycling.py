@@ -18,8 +18,7 @@ thread keep their environments.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from typing import Any
 
 from gymnasium.vector import AutoresetMode
@@ -29,12 +28,13 @@ from marl_parallel.core.block_transitions import BlockTransitions
 from marl_parallel.core.episode import joined, last_of, with_common
 from marl_parallel.core.messages import Begins, Failure, Message, Reply, Request
 from marl_parallel.core.pickling import loads
-from marl_parallel.core.pool.extensions import HELD, Extension, Fault, Interrupted
+from marl_parallel.core.pool.extensions import HELD, Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
-from marl_parallel.core.pool.slots import Mark, Slot, State
+from marl_parallel.core.pool.replacement import Action, Event, Present, Successor
+from marl_parallel.core.pool.slots import Mark, Owed, Slot, State
 from marl_parallel.core.reports import first_line, logger
-from marl_parallel.core.transition import NOTHING, Transition
+from marl_parallel.core.transition import NOTHING
 from marl_parallel.types import RecyclePolicy, WorkerStats
 
 _REPLACED_ALREADY = "This worker's environments had already been replaced"
@@ -45,25 +45,6 @@ _LEAVES_WITHIN_S = 5.0
 _MB = 1e6
 
 
-class Prepared(Enum):
-    """The state of an environment that is constructed beside the present one."""
-
-    BEGUN = 1  # the request is in flight
-    OUTDATED = 2  # the request is in flight, and must be repeated afterwards
-    READY = 3
-    FAILED = 4
-
-
-class Phase(Enum):
-    """Where an environment's move is; the caller waits for its result from WAITING to MOVING."""
-
-    STAYS = 1
-    WAITING = 2  # the next episode must begin in the new environment, which is not ready
-    MOVING = 3  # its first transition has been requested
-    MOVED = 4  # its first transition has come
-    GOES_ON = 5  # without a new environment: the result comes from the old one
-
-
 @dataclass(slots=True, eq=False)
 class _Record:
     """One environment."""
@@ -71,24 +52,26 @@ class _Record:
     built: float  # when the present environment was constructed, or took its place
     first_episode: int = 0  # the number of ended episodes at that time
     recycled: int = 0
-    phase: Phase = Phase.STAYS
-    ending: Transition | None = None  # with SAME_STEP, from WAITING on: the last step of the old environment
-    result: tuple[bytes | None, float] = None, 0.0  # as `ending`: its pickled leftovers, and when they came
-    request: Request | None = None  # else: the request that the old environment would have got, for it alone
 
 
 @dataclass(slots=True, eq=False)
 class _Standby:
-    """A worker with environments that will replace others."""
+    """A worker with the successors of the environments of another one."""
 
     worker: int
-    since: float  # when the latest request to construct one was posted
-    environments: dict[int, Prepared] = field(default_factory=dict)  # environments that have not moved
+    of: Sequence[Slot]  # all environments of that worker; those that have moved have no successor
+    since: float = 0.0  # when the latest request to construct one was posted
     is_due: bool = False  # whether they move at the next ends of episodes
 
     @property
+    def left(self) -> list[Slot]:
+        """The environments that have not moved."""
+        return [slot for slot in self.of if slot.successor is not Successor.NONE]
+
+    @property
     def is_ready(self) -> bool:
-        return all(one in (Prepared.READY, Prepared.FAILED) for one in self.environments.values())
+        """Whether nothing is being constructed."""
+        return not any(slot.successor in (Successor.BEING_BUILT, Successor.OUTDATED) for slot in self.of)
 
 
 class Recycling(Extension):
@@ -164,14 +147,15 @@ class Recycling(Extension):
             workers = {slot.worker for slot in slots}
             past = any(self._is_past_limit(worker, now) for worker in workers)
             if standby is None and self._has_standbys(position) and self._may_begin(position, now):
-                if past or self._waiting(share) or self._is_soon(slots, now):
-                    self._begin_standby(position, now)
+                if past or self._waiting(slots) or self._is_soon(slots, now):
+                    self._begin_standby(position)
                 standby = self._standbys.get(position)
             if standby is not None:
                 standby.is_due |= standby.is_ready and past
                 if standby.is_ready:
-                    failed = [env_id for env_id, one in standby.environments.items() if one is Prepared.FAILED]
-                    self._prepare(standby, failed if self._may_try(position, now) else self._waiting(failed))
+                    missing = [slot for slot in slots if slot.successor is Successor.MISSING]
+                    again = missing if self._may_try(position, now) else self._waiting(missing)
+                    self._construct(standby, again, Event.BEGINS)
         limit = self._policy.max_episodes
         self._may_move = any(
             (limit is not None and self._episodes(slot) + 1 >= limit) or self._is_past_age(slot, now)
@@ -181,9 +165,10 @@ class Recycling(Extension):
         is_ending = any(not self._pool.queues[worker].requests for worker in self._closing)
         self._next_look = now + (_LOOK_FOR_ENDS_EVERY_S if is_ending else _LOOK_EVERY_S)
 
-    def _waiting(self, env_ids: Iterable[int]) -> list[int]:
+    @staticmethod
+    def _waiting(slots: Iterable[Slot]) -> list[Slot]:
         """Which of some environments wait for a new one."""
-        return [env_id for env_id in env_ids if self._records[env_id].phase is Phase.WAITING]
+        return [slot for slot in slots if slot.present is Present.WAITS]
 
     def _episodes(self, slot: Slot) -> int:
         """How many episodes of the present environment have ended in results that the caller has received."""
@@ -223,13 +208,11 @@ class Recycling(Extension):
         standby = self._standbys.get(position)
         if standby is None and has_had_all and position not in self._split:
             if self._may_begin(position, now):
-                self._begin_standby(position, now)
+                self._begin_standby(position)
             elif self._may_try(position, now):
                 return True  # it waits for the end of the worker that all have left
             standby = self._standbys.get(position)
-        if standby is None or slot.env_id not in standby.environments:
-            return False
-        if standby.environments[slot.env_id] is Prepared.FAILED:
+        if standby is None or slot.successor in (Successor.NONE, Successor.MISSING):
             return False
         return has_had_all or (standby.is_due and standby.is_ready)
 
@@ -248,7 +231,7 @@ class Recycling(Extension):
         busy = [worker for worker, queue in self._pool.queues.items() if queue.position == position]
         return len(busy) == 1 and self._may_try(position, now)
 
-    def _begin_standby(self, position: int, now: float) -> None:
+    def _begin_standby(self, position: int) -> None:
         """Start a worker beside another worker, and construct the same environments there."""
         worker = next(one for one, queue in self._pool.queues.items() if queue.position == position)
         number, env_ids = 2 * position + len(self._pool.shares) - worker, tuple(self._pool.shares[position])
@@ -256,53 +239,46 @@ class Recycling(Extension):
             self._pool.add(number, env_ids, worker)
         except (OSError, RuntimeError) as error:
             self._warn(position, env_ids, str(error))
-            for env_id in self._waiting(env_ids):
-                self._go_on(env_id)
+            for slot in [self._pool.slots[env_id] for env_id in env_ids]:
+                self._stay(slot)
             return
-        self._standbys[position] = standby = _Standby(number, now)
-        self._prepare(standby, env_ids)
+        self._standbys[position] = standby = _Standby(number, [self._pool.slots[env_id] for env_id in env_ids])
+        self._construct(standby, standby.of, Event.BEGINS)
 
-    def _prepare(self, standby: _Standby, env_ids: Iterable[int]) -> None:
-        """Construct environments in a standby worker; again if they have been constructed there."""
+    def _construct(self, standby: _Standby, slots: Iterable[Slot], event: Event) -> None:
+        """Note an event of successors, and request those that must be constructed after it."""
         payload = {}
-        for env_id in env_ids:
-            if standby.environments.get(env_id) in (Prepared.BEGUN, Prepared.OUTDATED):
-                standby.environments[env_id] = Prepared.OUTDATED
-            else:
-                standby.environments[env_id] = Prepared.BEGUN
-                payload[env_id] = self._rebuilds.request(env_id, self._rebuilds.count(env_id) + 1, Begins.BESIDE)
+        for slot in slots:
+            if slot.note(event) is Action.CONSTRUCT:
+                count = self._rebuilds.count(slot.env_id) + 1
+                payload[slot.env_id] = self._rebuilds.request(slot.env_id, count, Begins.BESIDE)
         if payload:
             standby.since = self._pool.clock()
             request = Request(Message.CONSTRUCT, tuple(payload), payload, each=True)
-            self._pool.post({standby.worker: request}, self._on_prepared, is_awaited=False)
+            self._pool.post({standby.worker: request}, self._on_constructed, is_awaited=False)
 
     def on_outdated(self, env_ids: Sequence[int]) -> None:
         for standby in self._standbys.values():
-            self._prepare(standby, [env_id for env_id in env_ids if env_id in standby.environments])
+            self._construct(standby, [slot for slot in standby.left if slot.env_id in env_ids], Event.CHANGES)
 
-    def _on_prepared(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
+    def _on_constructed(self, worker: int, reply: Reply, failures: dict[int, Failure]) -> None:
         position, failed = self._pool.position(worker), refusals(reply)
         standby = self._standbys.get(position)
         if standby is None or standby.worker != worker:
             return
-        outdated = []
-        for env_id in reply.env_ids or ():
-            if standby.environments.get(env_id) is Prepared.OUTDATED:
-                standby.environments[env_id] = Prepared.FAILED
-                outdated.append(env_id)
-            elif env_id in failed:
-                self._note_failed(position, [env_id], str(reports.env_error(env_id, worker, failed[env_id])))
+        for slot in [self._pool.slots[env_id] for env_id in reply.env_ids or ()]:
+            was_outdated = slot.successor is Successor.OUTDATED
+            self._construct(standby, [slot], Event.REFUSED if slot.env_id in failed else Event.BUILT)
+            if slot.env_id in failed and not was_outdated:
+                self._note_missing(position, [slot], str(reports.env_error(slot.env_id, worker, failed[slot.env_id])))
                 if position not in self._standbys:
                     return
-            elif env_id in standby.environments:
-                standby.environments[env_id] = Prepared.READY
-        self._prepare(standby, outdated)
         if standby.is_ready:
             self._note_ready(position, standby)
 
     def _note_ready(self, position: int, standby: _Standby) -> None:
         self._build_s = self._pool.clock() - standby.since
-        if Prepared.FAILED not in standby.environments.values():
+        if not any(slot.successor is Successor.MISSING for slot in standby.of):
             self._retry.pop(position, None)
         self._next_look = 0.0
         limit = self._policy.max_memory_mb
@@ -314,35 +290,34 @@ class Recycling(Extension):
                 "environments have been constructed, so that they are replaced again and again",
                 limit, standby.worker, megabytes,
             )  # fmt: skip
-        for env_id in [*standby.environments]:
-            if self._records[env_id].phase is Phase.WAITING:
-                self._move(self._pool.slots[env_id], standby)
+        for slot in self._waiting(standby.left):
+            if slot.successor is Successor.READY:  # else the standby worker has died meanwhile, and it is built again
+                self._move(slot, standby)
 
-    def _note_failed(self, position: int, env_ids: Sequence[int], error: str) -> None:
+    def _note_missing(self, position: int, slots: Sequence[Slot], error: str) -> None:
         """Keep environments whose replacements could not be constructed; the next attempt has other seeds.
 
         If no environment has moved there, the whole standby is given up. While an environment has never been
         reset, it keeps the count of rebuilds, on which the seed of its first reset depends.
         """
-        self._warn(position, env_ids, error)
-        for env_id in env_ids:
-            if self._pool.slots[env_id].has_reset:
-                self._rebuilds.add(env_id)
-        standby = self._standbys[position]
-        if not self._pool.queues[standby.worker].share:
+        self._warn(position, [slot.env_id for slot in slots], error)
+        for slot in slots:
+            if slot.has_reset:
+                self._rebuilds.add(slot.env_id)
+        if not self._pool.queues[self._standbys[position].worker].share:
             self._give_up(position)
             return
-        for env_id in env_ids:
-            standby.environments[env_id] = Prepared.FAILED
-            self._go_on(env_id)
+        for slot in slots:
+            self._stay(slot)
 
     def _give_up(self, position: int) -> None:
         """Remove a standby to which no environment has moved; environments that wait for it go on."""
         standby = self._standbys.pop(position)
         self._pool.remove(standby.worker, kill=True)
         self._forget(standby.worker)
-        for env_id in standby.environments:
-            self._go_on(env_id)
+        for slot in standby.left:
+            slot.note(Event.GIVEN_UP)
+            self._stay(slot)
 
     def _warn(self, position: int, env_ids: Sequence[int], error: str) -> None:
         last = self._retry.get(position, (0.0, _RETRY_AFTER_S / 2))[1]
@@ -367,37 +342,34 @@ class Recycling(Extension):
                 going_on.append(env_id)
                 continue
             part = {env_id: payloads[env_id]} if payloads and env_id in payloads else None
-            self._records[env_id].request = Request(message, (env_id,), part, each=True)
-            self._begin_move(slot)
+            keywords = part[env_id] if part is not None and resets else None
+            held = Request(message, (env_id,), part, each=True)
+            self._begin_move(slot, Owed(Message.RESET, NOTHING, keywords, request=held))
         return going_on
 
-    def holds(self, slot: Slot) -> bool:
-        return self._records[slot.env_id].phase in (Phase.WAITING, Phase.MOVING)
-
     def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
-        record = self._records[slot.env_id]
-        if record.phase is Phase.STAYS:
-            if slot.request is not Message.STEP or not self._transitions.has_next_episode(slot.env_id):
-                return result
-            if not self._moves(slot, ends=1):
-                return result
-            last = last_of(self._transitions.transition(slot.env_id, result))
-            record.ending, record.result = last, (leftovers, completed)
-            self._begin_move(slot)
-            return HELD
-        phase, record.phase = record.phase, Phase.STAYS
-        ending, record.ending, record.request = record.ending, None, None
-        if phase is Phase.GOES_ON:
+        owed = slot.owed
+        if owed is not None and slot.present is Present.WAITS:  # it has no successor
+            slot.note(Event.STAYS)
             return result
-        first = self._transitions.snapshot(slot.env_id, result)
-        transition, over = first.transition, first.over
-        if ending is not None:
-            transition, over = joined(ending, transition), False
-        return first._replace(transition=with_common(transition, recycled=True), over=over, mark=Mark.RECYCLED)
+        if owed is not None and slot.present is Present.MOVES:
+            slot.note(Event.BEGAN)
+            first = self._transitions.snapshot(slot.env_id, result)
+            transition, over = first.transition, first.over
+            if owed.message is Message.STEP:
+                transition, over = joined(owed.transition, transition), False
+            return first._replace(transition=with_common(transition, recycled=True), over=over, mark=Mark.RECYCLED)
+        if slot.request is not Message.STEP or not self._transitions.has_next_episode(slot.env_id):
+            return result
+        if not self._moves(slot, ends=1):
+            return result
+        last = last_of(self._transitions.transition(slot.env_id, result))
+        self._begin_move(slot, Owed(Message.STEP, last, result=(leftovers, completed)))
+        return HELD
 
-    def _begin_move(self, slot: Slot) -> None:
+    def _begin_move(self, slot: Slot, owed: Owed) -> None:
         """Let the next episode of an environment begin in the new one, as soon as that is ready."""
-        self._records[slot.env_id].phase = Phase.WAITING
+        slot.note(Event.DUE, owed)
         standby = self._standbys.get(self._pool.position(slot.worker))
         if standby is not None and standby.is_ready:
             self._move(slot, standby)
@@ -405,11 +377,11 @@ class Recycling(Extension):
     def _move(self, slot: Slot, standby: _Standby) -> None:
         """Replace the present environment by the new one in a standby."""
         pool, old_worker = self._pool, slot.worker
-        del standby.environments[slot.env_id]
+        slot.note(Event.TAKES_OVER)
         slot.worker = standby.worker
         pool.set_share(old_worker, tuple([env_id for env_id in pool.queues[old_worker].share if env_id != slot.env_id]))
         pool.set_share(standby.worker, tuple(sorted([*pool.queues[standby.worker].share, slot.env_id])))
-        if not standby.environments:
+        if not standby.left:
             del self._standbys[pool.position(old_worker)]
             self._closing[old_worker] = pool.position(old_worker), pool.clock() + _LEAVES_WITHIN_S
             pool.post({old_worker: Request(Message.CLOSE)}, self._on_closed, is_awaited=False)
@@ -417,16 +389,11 @@ class Recycling(Extension):
 
     def _take_over(self, slot: Slot) -> None:
         """Begin the due episode in the new environment."""
-        record = self._records[slot.env_id]
-        record.phase = Phase.MOVING
-        record.recycled += 1
+        assert slot.owed is not None
+        self._records[slot.env_id].recycled += 1
         self._rebuilds.add(slot.env_id)
-        new = self._rebuilds.request(slot.env_id, self._rebuilds.count(slot.env_id), Begins.BESIDE)
-        self._pool.note_taken_over(slot, new)
-        self._note_built(slot, ends=record.ending is not None)
-        keywords = None
-        if record.request is not None and record.request.message is Message.RESET:
-            keywords = record.request.payload[slot.env_id]
+        self._pool.note_rebuild([slot], [int(slot.owed.message is Message.STEP)])
+        keywords = slot.owed.keywords
         if keywords is None or _is_empty(keywords):  # the first episode began without seed and options
             request = Request(Message.TAKE_OVER, (slot.env_id,), each=True)
         else:
@@ -437,32 +404,22 @@ class Recycling(Extension):
         """The first transition of a new environment has come."""
         failures.update(reply.failures)
         for env_id in reply.env_ids or ():
-            record = self._records[env_id]
-            if env_id not in reply.failures and record.phase is Phase.MOVING:
-                record.phase = Phase.MOVED
-                self._pool.take_result(self._pool.slots[env_id], reply.results.get(env_id), reply.completed)
+            slot = self._pool.slots[env_id]
+            if env_id not in reply.failures and slot.present is Present.MOVES:
+                self._pool.take_result(slot, reply.results.get(env_id), reply.completed)
 
-    def _go_on(self, env_id: int) -> None:
+    def _stay(self, slot: Slot) -> None:
         """Let the next episode begin in the old environment, if the caller waits for it in a new one."""
-        record, slot = self._records[env_id], self._pool.slots[env_id]
-        if record.phase is not Phase.WAITING:
+        owed = slot.owed
+        if owed is None or slot.present is not Present.WAITS:
             return
-        if record.ending is not None:
-            record.phase = Phase.GOES_ON
-            self._pool.take_result(slot, *record.result)
+        if owed.request is None:
+            self._pool.take_result(slot, *owed.result)
             return
-        assert record.request is not None
-        record.phase, request, record.request = Phase.STAYS, record.request, None
-        going_out = self._pool.pass_on(self, request.message, (env_id,), request.payload)
-        if going_out:
+        slot.note(Event.STAYS)
+        request = owed.request
+        if self._pool.pass_on(self, request.message, (slot.env_id,), request.payload):
             self._pool.post({slot.worker: request})
-
-    def _note_built(self, slot: Slot, *, ends: int) -> None:
-        """Note that an environment is new; the caller still receives `ends` ends of the old one's episodes."""
-        record = self._records[slot.env_id]
-        record.built = self._pool.clock()
-        record.first_episode = self._ended[slot.env_id] + ends
-        self._episodes_seen = -1
 
     # -- the old worker ------------------------------------------------------------------------------------------------
 
@@ -488,40 +445,38 @@ class Recycling(Extension):
         if queue.share:
             standby = self._standbys.get(queue.position)
             if standby is not None and standby.worker == fault.worker:
-                failed = [env_id for env_id in fault.error.env_ids if env_id in standby.environments]
+                failed = [slot for slot in standby.left if slot.env_id in fault.error.env_ids]
                 if failed:
-                    self._note_failed(queue.position, failed, first_line(fault.error))
+                    self._note_dead(queue.position, failed, first_line(fault.error))
             return False
         if fault.worker in self._closing:
             logger.warning("%s. %s", first_line(fault.error), _REPLACED_ALREADY)
             self._remove_closed(fault.worker, kill=True)
         else:
-            self._note_failed(queue.position, fault.error.env_ids, str(fault.error))
+            slots = [self._pool.slots[env_id] for env_id in fault.error.env_ids]
+            self._note_dead(queue.position, slots, str(fault.error))
         return True
 
-    def what_is_interrupted(self, slot: Slot) -> Interrupted | None:
-        record = self._records[slot.env_id]
-        if record.phase is Phase.STAYS:
-            return None
-        if record.ending is not None:
-            return Interrupted(Message.STEP, record.ending)
-        keywords = None
-        if record.request is not None and record.request.message is Message.RESET:
-            keywords = record.request.payload[slot.env_id]
-        return Interrupted(Message.RESET, NOTHING, keywords)
+    def _note_dead(self, position: int, slots: Sequence[Slot], error: str) -> None:
+        """Note that successors have died with their worker, or will."""
+        for slot in slots:
+            slot.note(Event.DIES)
+        self._note_missing(position, slots, error)
 
     def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
         for slot, more in zip(slots, ends, strict=True):
             record = self._records[slot.env_id]
-            record.phase, record.ending, record.request = Phase.STAYS, None, None
-            self._note_built(slot, ends=more)
+            record.built = self._pool.clock()
+            record.first_episode = self._ended[slot.env_id] + more
+        self._episodes_seen = -1
 
     def on_replaced(self, worker: int) -> None:
         self._forget(worker)
         position = self._pool.position(worker)
         standby = self._standbys.get(position)
         if standby is not None and standby.worker == worker:  # the environments that would move there are gone, too
-            standby.environments = dict.fromkeys(standby.environments, Prepared.FAILED)
+            for slot in standby.left:
+                slot.note(Event.DIES)
             self._episodes_seen = -1  # they are constructed again after the rebuilds
 
     def before_close(self) -> None:
@@ -539,7 +494,7 @@ class Recycling(Extension):
         if now < self._next_asked:
             return
         self._next_asked = now + _LOOK_EVERY_S
-        self._leaving = frozenset(self._backend.leaving())
+        self._leaving = frozenset(self._backend.leaving)
         if self._measures and now >= self._next_measurement:
             began = self._pool.clock()
             found = {worker: self._backend.memory(worker) for worker in self._pool.present_shares()}
@@ -609,36 +564,35 @@ class Recycling(Extension):
             if standby is not None:
                 self._check_standby(position, standby)
         for slot, record in zip(self._pool.slots, self._records, strict=True):
-            self._check_move(slot, record)
+            assert slot.successor is Successor.NONE or self._pool.position(slot.worker) in self._standbys, (
+                f"a successor without a standby: {slot}, {record}"
+            )
+            self._check_move(slot)
 
     def _check_standby(self, position: int, standby: _Standby) -> None:
         """The environments of a standby are its worker's, or have not moved; one that is constructed is requested."""
-        queue, left = self._pool.queues[standby.worker], standby.environments
+        queue, left = self._pool.queues[standby.worker], standby.left
         assert left, f"all have moved: {standby}"
-        both = sorted([*left, *queue.share])
+        both = sorted([*[slot.env_id for slot in left], *queue.share])
         assert both == [*self._pool.shares[position]], f"the environments of {standby}: {both}"
-        for env_id, prepared in left.items():
-            is_requested = queue.owes(env_id, self._on_prepared, {Message.CONSTRUCT})
-            is_there = prepared in (Prepared.READY, Prepared.FAILED)
-            assert is_there or is_requested, f"nobody constructs environment {env_id}: {standby}"
+        for slot in left:
+            is_requested = queue.owes(slot.env_id, self._on_constructed, {Message.CONSTRUCT})
+            is_there = slot.successor in (Successor.READY, Successor.MISSING)
+            assert is_there or is_requested, f"nobody constructs the successor: {slot}"
 
-    def _check_move(self, slot: Slot, record: _Record) -> None:
+    def _check_move(self, slot: Slot) -> None:
         """An environment whose move the caller waits for has a due result, and a worker that will bring it."""
-        env_id, position, queue = slot.env_id, self._pool.position(slot.worker), self._pool.queues[slot.worker]
-        if record.phase is Phase.STAYS:
-            assert (record.ending, record.request) == (None, None), f"a move that has ended: {slot}, {record}"
+        if slot.present not in (Present.WAITS, Present.MOVES):
             return
-        assert record.phase in (Phase.WAITING, Phase.MOVING), f"a result that nobody has taken: {slot}, {record}"
-        assert slot.state is State.BUSY, f"nobody waits for its move: {slot}, {record}"
-        assert not slot.skips, f"it is rebuilt, and moves: {slot}, {record}"
-        assert (record.ending is None) != (record.request is None), f"two results, or none: {slot}, {record}"
-        if record.phase is Phase.MOVING:
+        env_id, position, queue = slot.env_id, self._pool.position(slot.worker), self._pool.queues[slot.worker]
+        assert slot.state is State.BUSY, f"nobody waits for its move: {slot}"
+        if slot.present is Present.MOVES:
             is_owed = queue.owes(env_id, self._on_first, {Message.TAKE_OVER, Message.RESET})
         else:
             standby = self._standbys.get(position)  # the next one begins when the worker that all have left has ended
             is_leaving = any(of == position for of, _ in self._closing.values())
-            is_owed = is_leaving if standby is None else env_id in standby.environments
-        assert is_owed, f"nobody brings its first result: {slot}, {record}"
+            is_owed = is_leaving if standby is None else slot.successor is not Successor.NONE
+        assert is_owed, f"nobody brings its first result: {slot}"
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         return WorkerStats(recycled=sum(self._records[env_id].recycled for env_id in env_ids))

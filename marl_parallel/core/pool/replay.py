@@ -3,9 +3,10 @@
 Each request is noted before it is posted, when the action records in the block are complete::
 
     STEP               the bytes of the action record, and the pickled leftovers
-    RESET, REBUILD     a new episode: its seed and options; the steps before it are dropped
+    RESET              a new episode: its seed and options; the steps before it are dropped
+    CONSTRUCT          a new environment: its seed; one beside the present environment counts from its first request
+    TAKE_OVER          the first episode of that one
     OPTIONS            the options of later episodes
-    ADOPT              a new episode, in an environment that takes the place of another (`on_taken_over`)
     a fault            a file for each environment that failed; the report names it
 
 Episodes that begin without a seed from the caller get a derived seed (`episode.derived_seed`), so that each episode can
@@ -108,12 +109,17 @@ class Histories(Extension):
         self._view, self._code = memoryview(transitions.buffer).cast("B"), struct.Struct("=Q")
         nbytes = transitions.layout.transition_header  # the size of an action record, which comes first
         self._places = [(start, start + nbytes) for start in transitions.layout.starts]
+        self._beside: dict[int, tuple[int, Construct]] = {}  # by environment: the worker of its successor, its request
         self._next_step = construction.mode is AutoresetMode.NEXT_STEP
 
     # -- what is sent --------------------------------------------------------------------------------------------------
 
     def before_post(self, worker: int, request: Request) -> Request:
         message, env_ids, payload, *_ = request
+        if self._beside and (message is Message.RESET or message is Message.TAKE_OVER):
+            for env_id in env_ids or ():
+                if (beside := self._beside.get(env_id)) is not None and beside[0] == worker:
+                    self._note_new(env_id, self._beside.pop(env_id)[1])
         if message is Message.STEP:
             self._note_steps(self._pool.queues[worker].share if env_ids is None else env_ids, payload)
         elif message is Message.RESET:
@@ -123,8 +129,10 @@ class Histories(Extension):
                 self._begin(history, _keywords(pickled))
         elif message is Message.CONSTRUCT:
             for env_id, new in payload.items():
-                if new.begins is not Begins.BESIDE:  # else it takes over later
-                    self.on_taken_over(self._slots[env_id], new)
+                if new.begins is not Begins.BESIDE:
+                    self._note_new(env_id, new)
+                elif new.saved is None:  # it takes over with its first request
+                    self._beside[env_id] = worker, new
         elif message is Message.OPTIONS:
             for env_id, pickled in payload.items():
                 history = self._histories[env_id]
@@ -138,9 +146,10 @@ class Histories(Extension):
                 self._begin(history, {})
         return request
 
-    def on_taken_over(self, slot: Slot, new: Construct) -> None:
-        history = self._histories[slot.env_id]
-        history.constructor_seed = seed = self._seed(new.construction, slot.env_id)
+    def _note_new(self, env_id: int, new: Construct) -> None:
+        """Note that an environment is a new one."""
+        history = self._histories[env_id]
+        history.constructor_seed = seed = self._seed(new.construction, env_id)
         history.restarts = new.construction.rebuilds
         history.saved = history.begun = False
         history.postponed = keywords = {**_keywords(new.keywords), "seed": seed, SEEDS_GENERATORS: False}
@@ -228,8 +237,9 @@ class Histories(Extension):
             self._save(fault.error, fault.running)
         return False
 
-    def on_raise(self, error: EnvError) -> None:
-        self._save(error, None)  # also for a result that cannot be unpickled
+    def on_error(self, error: BaseException) -> None:
+        if isinstance(error, EnvError):
+            self._save(error, None)  # also for a result that cannot be unpickled
 
     def _save(self, error: ParallelEnvError, running: Running | None) -> None:
         """Write a file for each environment that failed, once, and name it in the text of the error.

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from gymnasium.vector import AutoresetMode
-from numpy.typing import NDArray
 
 from marl_parallel.adapters.protocol import AgentID
 from marl_parallel.core import reports
@@ -27,7 +26,8 @@ from marl_parallel.core.messages import Begins, Construct, Failure, Message, Rep
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds, refusals
-from marl_parallel.core.pool.slots import Mark, Slot, Snapshot, State
+from marl_parallel.core.pool.replacement import Event, Present
+from marl_parallel.core.pool.slots import Mark, Owed, Slot, Snapshot, State
 from marl_parallel.core.reports import first_line, logger
 from marl_parallel.core.transition import NOTHING, Transition
 from marl_parallel.core.worker_status import Activity, Running
@@ -46,43 +46,25 @@ from marl_parallel.types import (
 _EXCEPTIONS_ADVICE = ", or add its type to the exceptions of the RestartPolicy to go on with a fresh environment"
 
 
-class _Unreported(NamedTuple):
-    """A fault that has not been reported to the caller yet."""
-
-    interrupted: Message | None  # see `Interrupted`
-    transition: Transition  # for the caller, without the beginning of an episode in the fresh environment
-    report: str = ""  # the text of the error
-    state: NDArray[Any] | None = None  # the last known state, if the step did not end; None without states
-    next_result: Snapshot | None = None  # of an environment that was idle, once it has been rebuilt
-
-
 @dataclass(slots=True, eq=False)
 class _Record:
     """The restart state of one environment."""
 
-    fault: _Unreported | None = None
     counted: int = 0  # how many faults count against it
     recent: deque[float] = field(default_factory=deque)  # the times of the latest of these faults
     needs_reset: bool = False  # whether it was rebuilt and has returned nothing since: then no agent is alive
     reported: dict[AgentID, Any] | None = None  # until then, its last known observations: the record may be partial
     latest: bytes | None = None  # the pickled leftovers of the latest result: the unpickled ones belong to the caller
-    saved: bytes | None = None  # those of a step whose automatic reset or state has not ended yet
     keywords: bytes | None = None  # the pickled keywords of a reset in flight
     waiting_reset: bytes | None = (
         None  # the pickled keywords of a reset that begins when the environment has been rebuilt
     )
-    noted: _Unreported | None = None  # what is interrupted if the worker is ended now
-
-    @property
-    def is_rebuilding(self) -> bool:
-        """Whether the environment has failed, and its worker constructs it again."""
-        return self.fault is not None and self.fault.next_result is None
 
 
 class _SavedRecord(NamedTuple):
     """The part of a `_Record` that is saved, between two steps."""
 
-    fault: _Unreported | None = None
+    fault: Owed | None = None
     counted: int = 0
     ages: Sequence[float] = ()  # how long ago the latest counted faults were, in seconds
     needs_reset: bool = False
@@ -126,9 +108,8 @@ class Restarts(Extension):
 
     def _may_change(self) -> bool:
         """Whether a step in which nothing goes wrong changes a record."""
-        return any(
-            record.fault is not None or record.latest is not None or record.keywords is not None or record.needs_reset
-            for record in self._records
+        return any(slot.skips for slot in self._pool.slots) or any(
+            record.latest is not None or record.keywords is not None or record.needs_reset for record in self._records
         )
 
     def before_send(self, message: Message, env_ids: Sequence[int], payloads: Any) -> Sequence[int]:
@@ -137,70 +118,60 @@ class Restarts(Extension):
 
     def _goes_out(self, slot: Slot, message: Message, payloads: Any) -> bool:
         """Whether to send a request; else the result is the report of a restart, or a rebuild comes first."""
-        record = self._records[slot.env_id]
+        record, is_rebuilding = self._records[slot.env_id], slot.present is Present.RESTARTS
         if message is Message.RESET:
-            if record.is_rebuilding:
+            if is_rebuilding:
                 record.waiting_reset = payloads[slot.env_id]
             else:
                 record.keywords = payloads[slot.env_id]
-            return not record.is_rebuilding
-        if record.fault is None:
-            return True
-        if not record.is_rebuilding:
-            self._pool.finish(slot, self._pool.clock(), record.fault.next_result)
-            self._set_fault(slot, None)
-        return False
+            return not is_rebuilding
+        if slot.present is Present.REPORTS:
+            self._pool.finish(slot, self._pool.clock(), self._reported(slot).next_result)
+            return False
+        return not is_rebuilding
 
-    def holds(self, slot: Slot) -> bool:
-        record = self._records[slot.env_id]
-        return record.noted is not None or record.is_rebuilding
+    def _reported(self, slot: Slot) -> Owed:
+        """The report of an environment that has been constructed again while it was idle; the caller gets it now."""
+        owed = slot.owed
+        assert owed is not None
+        slot.note(Event.REPORTED)
+        return owed
 
     def on_result(self, slot: Slot, leftovers: bytes | None, result: Any, completed: float) -> Any:
         record = self._records[slot.env_id]
         self.sees_steps = True
         self._note_result(record, leftovers)
-        if slot.request is not Message.RESET or record.fault is None:
+        if slot.request is not Message.RESET or slot.present is not Present.REPORTS:
             return result
-        report = record.fault.report  # the environment was idle
-        self._set_fault(slot, None)
+        report = self._reported(slot).report
         snapshot = self._transitions.snapshot(slot.env_id, result)
         return snapshot._replace(transition=_with_report(snapshot.transition, report), mark=Mark.RESTARTED)
 
-    def on_last_step(self, slot: Slot, leftovers: bytes | None) -> None:
-        self._records[slot.env_id].saved = leftovers
-
     def _note_result(self, record: _Record, leftovers: bytes | None) -> None:
         """Store the pickled leftovers of an environment's result: a fault may need the result again."""
-        record.latest, record.saved = leftovers, None
-        record.keywords, record.needs_reset, record.reported = None, False, None
-
-    def _set_fault(self, slot: Slot, fault: _Unreported | None) -> None:
-        self._records[slot.env_id].fault = fault
-        slot.skips = fault is not None
-        self.sees_steps = True
+        record.latest, record.keywords, record.needs_reset, record.reported = leftovers, None, False, None
 
     def save(self, slot: Slot) -> Any:
         record, now = self._records[slot.env_id], self._pool.clock()
         ages = [now - moment for moment in record.recent]
-        return _SavedRecord(record.fault, record.counted, ages, record.needs_reset, record.reported)
+        return _SavedRecord(slot.owed, record.counted, ages, record.needs_reset, record.reported)
 
     def load(self, slot: Slot, saved: Any, leftovers: bytes | None) -> None:
         saved, now = saved or _SavedRecord(), self._pool.clock()
         recent = deque([now - age for age in saved.ages])
-        self._records[slot.env_id] = _Record(None, saved.counted, recent, saved.needs_reset, saved.reported, leftovers)
-        self._set_fault(slot, saved.fault)
+        self._records[slot.env_id] = _Record(saved.counted, recent, saved.needs_reset, saved.reported, leftovers)
+        if saved.fault is not None:
+            slot.note(Event.LOADED, saved.fault)
+        self.sees_steps = True
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def before_end(self, slots: Sequence[Slot], running: Running | None) -> None:
+        """A worker may be ended while it runs these environments: note what their records say now."""
         if not self._pool.backend.capabilities.shares_memory:
             running = None  # what the worker has written arrives when it is ended
         for slot in slots:
-            self._records[slot.env_id].noted = self._cut_off(slot, running)
-
-    def on_end_called_off(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            self._records[slot.env_id].noted = None
+            slot.noted = self._cut_off(slot, running)
 
     def on_fault(self, fault: Fault) -> bool:
         pool, worker = self._pool, fault.worker
@@ -223,15 +194,15 @@ class Restarts(Extension):
         if not slots:  # after these results, all environments have left the worker
             pool.fault(fault)
             return True
-        faults, ends = [], []
+        owed, ends = [], []
         for slot in slots:
             if slot.state is State.DONE:
                 self._save_result(slot)
-            faults.append(self._cut_off(slot, fault.running))
-            ends.append(self._ends_to_come(slot, faults[-1]))
+            owed.append(self._cut_off(slot, fault.running))
+            ends.append(self._ends_to_come(slot, owed[-1]))
         pool.note_rebuild(slots, ends)
-        for slot, unreported in zip(slots, faults, strict=True):
-            self._begin(slot, unreported, fault.error)
+        for slot, of_slot in zip(slots, owed, strict=True):
+            slot.note(Event.FAILS, _with_error(of_slot, fault.error))
         pool.note_dealt_with(fault.error)
         if replaces:
             pool.replace(worker)
@@ -244,8 +215,9 @@ class Restarts(Extension):
     def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
         for slot in slots:
             record = self._records[slot.env_id]
-            record.latest = record.saved = record.reported = record.noted = None
-            self._set_fault(slot, None)
+            record.latest = record.reported = slot.noted = None
+            self._pool.unfinished.pop(slot.env_id, None)
+        self.sees_steps = True
 
     def _is_restarted(self, kinds: Sequence[str]) -> bool:
         """Whether the policy restarts an environment after an exception of these types."""
@@ -274,21 +246,21 @@ class Restarts(Extension):
             record.counted += 1
             record.recent.append(now)
 
-    def _cut_off(self, slot: Slot, running: Running | None) -> _Unreported:
+    def _cut_off(self, slot: Slot, running: Running | None) -> Owed:
         """The request that a fault interrupts, and the dicts for the caller, without the report.
 
         `running` is the activity of the worker, now or when it died. The record is not overwritten yet. Observations
         are zeros if the worker died after the simulator had returned, or if the record is not complete.
         """
-        record, idle = self._records[slot.env_id], slot.state is not State.BUSY
-        if record.noted is not None:
-            return record.noted
-        if record.fault is not None and (record.is_rebuilding or idle):
-            return record.fault  # the first fault interrupted it, and is not reported yet
-        held = self._pool.what_is_interrupted(slot)
-        if held is not None:
-            record.keywords = held.keywords
-            return _Unreported(held.message, held.transition)
+        record, idle, owed = self._records[slot.env_id], slot.state is not State.BUSY, slot.owed
+        saved = self._pool.unfinished.get(slot.env_id)
+        if slot.noted is not None:
+            return slot.noted
+        if owed is not None and slot.present in (Present.WAITS, Present.MOVES):
+            record.keywords = owed.keywords
+            return Owed(owed.message, owed.transition)
+        if owed is not None and (slot.present is Present.RESTARTS or idle):
+            return owed  # the first fault interrupted it, and is not reported yet
         activity, partially_written = None, False
         if running is not None and running.env_id == slot.env_id:
             activity, partially_written = running.activity, not (running.inside or idle)
@@ -296,24 +268,24 @@ class Restarts(Extension):
         if (
             not idle and activity is Activity.STATE and slot.request is Message.STEP
             and self._transitions.has_next_episode(slot.env_id)
-            and (last := self._transitions.known(slot.env_id, record.saved)) is not None
+            and (last := self._transitions.known(slot.env_id, saved)) is not None
         ):  # the step and the automatic reset had ended  # fmt: skip
-            return _Unreported(Message.STEP, last_of(last), state=None if states is None else states[1])
+            return Owed(Message.STEP, last_of(last), state=None if states is None else states[1])
         auto_reset = not idle and activity is Activity.RESET and slot.request is Message.STEP
         if not idle and (slot.request is Message.RESET or (auto_reset and not self._same_step)):
-            return _Unreported(Message.RESET, NOTHING)
+            return Owed(Message.RESET, NOTHING)
         known = None
         if auto_reset:
-            known = self._transitions.known(slot.env_id, record.saved)
+            known = self._transitions.known(slot.env_id, saved)
             auto_reset = known is not None  # else the step is lost
         if not auto_reset and not partially_written:  # if its state has failed, the result came with the failure
-            came = activity is Activity.STATE and record.saved is not None
-            known = self._transitions.known(slot.env_id, record.saved if came else record.latest)
+            came = activity is Activity.STATE and saved is not None
+            known = self._transitions.known(slot.env_id, saved if came else record.latest)
         observations, alive, events = self._transitions.last_known(slot, None if partially_written else known)
         if auto_reset:  # the step had ended
             assert known is not None
             last = last_of(known)
-            return _Unreported(Message.STEP, last._replace(observations=observations) if partially_written else last)
+            return Owed(Message.STEP, last._replace(observations=observations) if partially_written else last)
         if record.reported is not None and not partially_written:
             observations = copy.deepcopy(record.reported)
         spaces = self._transitions.layout.schema.reward_spaces
@@ -322,26 +294,17 @@ class Restarts(Extension):
         transition = interrupted(observations, alive, spaces, events)
         if self._infos == "last" and alive and known is not None:
             transition = transition._replace(infos=self._transitions.last_infos(slot, known))
-        return _Unreported(None if idle else Message.STEP, transition, state=state)
+        return Owed(None if idle else Message.STEP, transition, state=state)
 
-    def _ends_to_come(self, slot: Slot, fault: _Unreported) -> int:
+    def _ends_to_come(self, slot: Slot, owed: Owed) -> int:
         """How many ends of episodes the caller still receives: in a result that has come, and in the report."""
-        if self._records[slot.env_id].waiting_reset is not None or fault.interrupted is Message.RESET:
+        if self._records[slot.env_id].waiting_reset is not None or owed.message is Message.RESET:
             return 0
         ends, over = 0, self._transitions.is_over(slot.env_id)
         if slot.state is State.DONE:
             ends = int(not over and is_over(slot.result.transition))
             over = slot.result.over
         return ends + (slot.has_reset and not over)
-
-    def _begin(self, slot: Slot, fault: _Unreported, error: ParallelEnvError) -> None:
-        """Mark an environment as failed; `fault` is what `_cut_off` has returned."""
-        if not fault.report:
-            report = str(error)
-            if fault.interrupted is not Message.RESET:
-                fault = fault._replace(transition=_with_report(fault.transition, report))
-            fault = fault._replace(report=report)
-        self._set_fault(slot, fault._replace(next_result=None))
 
     def _request(self, slot: Slot, error: ParallelEnvError) -> Construct:
         """The request to rebuild an environment after a fault; counts the restart."""
@@ -381,7 +344,7 @@ class Restarts(Extension):
         failures.update(failed)
         for env_id in reply.env_ids or ():
             slot, record, leftovers = self._pool.slots[env_id], self._records[env_id], reply.results.get(env_id)
-            if env_id in failed or record.fault is None:  # `env.restart` has constructed it once more
+            if env_id in failed or slot.present is not Present.RESTARTS:  # `env.restart` has constructed it once more
                 continue
             try:
                 unpickled = self._pool.read(env_id, leftovers, Message.RESET)
@@ -394,9 +357,7 @@ class Restarts(Extension):
                 request = Request(Message.RESET, (env_id,), {env_id: record.keywords}, each=True)
                 self._pool.post({slot.worker: request})
             elif result is None and slot.state is State.BUSY and slot.request is Message.STEP:  # sent meanwhile
-                assert record.fault is not None
-                result = record.fault.next_result
-                self._set_fault(slot, None)
+                result = self._reported(slot).next_result
             if result is not None and slot.request is not None:
                 self._pool.finish(slot, reply.completed, result)
 
@@ -405,63 +366,72 @@ class Restarts(Extension):
 
         `leftovers` come from the reset of the rebuilt environment.
         """
-        record = self._records[slot.env_id]
-        fault = record.fault
-        assert fault is not None
+        record, owed = self._records[slot.env_id], slot.owed
+        assert owed is not None
         if self._resets_at_once(slot):
             self._note_result(record, pickled)
             if pickled is not None:
                 self._pool.latest[slot.env_id] = pickled
             fresh = self._transitions.snapshot(slot.env_id, leftovers)
-            if fault.interrupted is Message.RESET:
-                transition = _with_report(fresh.transition, fault.report)
+            if owed.message is Message.RESET:
+                transition = _with_report(fresh.transition, owed.report)
                 result = fresh._replace(transition=transition, mark=Mark.RESTARTED)
             else:
                 states = self._transitions.states_in_block(slot.env_id)
-                if states is not None and fault.state is not None:
-                    states = states[0], fault.state
-                transition = joined(fault.transition, fresh.transition)
+                if states is not None and owed.state is not None:
+                    states = states[0], owed.state
+                transition = joined(owed.transition, fresh.transition)
                 result = Snapshot(transition, over=False, states=states, mark=Mark.RESTARTED)
         else:
-            states = None if fault.state is None else (fault.state, fault.state)
-            result = Snapshot(fault.transition, over=True, states=states, mark=Mark.RESTARTED)
-            observations = copy.deepcopy(fault.transition.observations)  # the dicts belong to the caller
+            states = None if owed.state is None else (owed.state, owed.state)
+            result = Snapshot(owed.transition, over=True, states=states, mark=Mark.RESTARTED)
+            observations = copy.deepcopy(owed.transition.observations)  # the dicts belong to the caller
             record.needs_reset, record.reported = True, observations
-        if fault.interrupted is None:
-            self._set_fault(slot, fault._replace(next_result=result))
+        self.sees_steps = True
+        if owed.message is None:
+            slot.note(Event.RESTARTED_IDLE, owed._replace(next_result=result))
             return None
-        self._set_fault(slot, None)
+        slot.note(Event.RESTARTED)
         return result
 
     def _resets_at_once(self, slot: Slot) -> bool:
         """Whether the fresh environment's first observation is part of the result."""
-        fault = self._records[slot.env_id].fault
-        assert fault is not None
-        if fault.interrupted is None and not slot.has_reset:
+        assert slot.owed is not None
+        if slot.owed.message is None and not slot.has_reset:
             return False
-        return fault.interrupted is Message.RESET or self._same_step
+        return slot.owed.message is Message.RESET or self._same_step
 
     def check(self) -> None:
         assert self.sees_steps or not self._may_change(), "it does not see the next results"
         for slot, record in zip(self._pool.slots, self._records, strict=True):
-            fault, busy = record.fault, slot.state is State.BUSY
-            assert slot.skips == (fault is not None), f"a report that no result brings: {slot}, {record}"
-            assert record.noted is None, f"it is neither ended nor called off: {slot}, {record}"
+            busy = slot.state is State.BUSY
+            assert slot.noted is None, f"it is neither ended nor called off: {slot}, {record}"
             assert record.reported is None or record.needs_reset, f"observations of before a reset: {slot}, {record}"
             assert record.keywords is None or (busy and slot.request is Message.RESET), f"no reset: {slot}, {record}"
-            if record.is_rebuilding:
+            if slot.present is Present.RESTARTS:
                 queue = self._pool.queues[slot.worker]
                 owed = queue.owes(slot.env_id, self._on_rebuilt, {Message.CONSTRUCT})
                 assert owed, f"nobody rebuilds it: {slot}, {record}"
-            elif fault is not None:
-                assert fault.interrupted is None, f"a report that is not for the next result: {slot}, {record}"
+            elif slot.present is Present.REPORTS:
+                reports_next = slot.owed is not None and slot.owed.message is None
+                assert reports_next, f"a report that is not for the next result: {slot}, {record}"
                 assert not busy or slot.request is Message.RESET, f"a step waits for its report: {slot}, {record}"
             if record.waiting_reset is not None:
-                is_waiting = busy and slot.request is Message.RESET and record.is_rebuilding
+                is_waiting = busy and slot.request is Message.RESET and slot.present is Present.RESTARTS
                 assert is_waiting, f"a reset that waits for nothing: {slot}, {record}"
 
     def stats(self, env_ids: Sequence[int]) -> WorkerStats:
         return WorkerStats(faults=sum(self._records[env_id].counted for env_id in env_ids))
+
+
+def _with_error(owed: Owed, error: ParallelEnvError) -> Owed:
+    """What a caller is owed, with the report of the fault, unless an earlier fault has one."""
+    if not owed.report:
+        report, transition = str(error), owed.transition
+        if owed.message is not Message.RESET:
+            transition = _with_report(transition, report)
+        owed = owed._replace(transition=transition, report=report)
+    return owed._replace(next_result=None)
 
 
 def _with_report(transition: Transition, report: str) -> Transition:

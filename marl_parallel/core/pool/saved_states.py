@@ -25,6 +25,7 @@ from marl_parallel.core.pickling import dumps, loads
 from marl_parallel.core.pool.pool import Pool
 from marl_parallel.core.pool.rebuilds import Rebuilds
 from marl_parallel.core.pool.recycling import Recycling
+from marl_parallel.core.pool.replacement import Event
 from marl_parallel.core.pool.replay import Histories
 from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.slots import Slot, Snapshot
@@ -263,7 +264,7 @@ class SavedStates:
             pool.latest[env_id] = dump_leftovers(leftovers)
         if state.is_replaced:
             pool.replaced[env_id] = dumps(state.result)
-        slot.skips = False
+        slot.note(Event.REPLACED)
         self._transitions.begin((env_id,))
         self._transitions.statistics.load(env_id, state.statistics)
         pool.load_extensions(slot, state.extensions)

@@ -5,7 +5,7 @@ A slot is in one of these states; `-` is None or False::
     state   request   result      skips
     IDLE    -         -           -       the caller has its latest result
     IDLE    -         -           True    it has failed since: the next step or reset reports that
-    BUSY    STEP      -           -       its worker, or recycling, owes the result
+    BUSY    STEP      -           -       its worker, or its successor, owes the result
     BUSY    RESET     -           -       likewise
     BUSY    STEP      -           True    it is being rebuilt: the result is the report
     BUSY    RESET     -           True    likewise; or it failed while it was idle, and the reset reports that
@@ -13,7 +13,8 @@ A slot is in one of these states; `-` is None or False::
     DONE    either    a copy      True    the result is here, and it has failed since
 
 `has_reset` becomes True with the first result of a reset, and False when `env.restart` has constructed the environment
-again. `check` compares a slot with this table.
+again. `check` compares a slot with this table. How an environment is replaced, and what `skips` follows from, is the
+table in `replacement.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 from numpy.typing import NDArray
 
 from marl_parallel.core.messages import Failure, Message, Reply, Request
+from marl_parallel.core.pool.replacement import CHANGES_OWED, Action, Event, Present, Successor, after
 from marl_parallel.core.transition import Transition
 from marl_parallel.core.worker_status import Running, WorkerStatus
 from marl_parallel.types import WorkerStats
@@ -49,6 +51,19 @@ class Snapshot(NamedTuple):
     over: bool  # whether the episode has ended and no reset has followed
     states: States | None = None  # set only if the states in the block may have been overwritten
     mark: Mark | None = None
+
+
+class Owed(NamedTuple):
+    """What a caller receives for a request that is held back, or that a fault has interrupted."""
+
+    message: Message | None  # STEP, or RESET (also a reset that was due); None for an idle environment
+    transition: Transition  # of the environment before, without the beginning of an episode in the new one
+    keywords: bytes | None = None  # of the caller's reset, pickled
+    state: NDArray[Any] | None = None  # the last known state, if the step did not end; None without states
+    report: str = ""  # the text of the error, after a fault
+    next_result: Snapshot | None = None  # of an environment that was idle, once it has been constructed again
+    request: Request | None = None  # which the present environment gets if it has no successor
+    result: tuple[bytes | None, float] = None, 0.0  # else the result then: its pickled leftovers, and when it came
 
 
 class Results(NamedTuple):
@@ -78,12 +93,33 @@ class Slot:
     result: Any = None  # the unpickled leftovers, or a `Snapshot`; None if everything is in the record
     completed: float = 0.0  # when the worker finished, in seconds of `Backend.clock`
     has_reset: bool = False  # whether the environment has been reset at least once
-    skips: bool = False  # whether the next result is not the result of its step, whose action is ignored
+    present: Present = Present.GOES_ON
+    successor: Successor = Successor.NONE
+    owed: Owed | None = None  # except with `GOES_ON`
+    noted: Owed | None = None  # what is owed if the worker, which is late, is ended
+
+    @property
+    def skips(self) -> bool:
+        """Whether the next result is not the result of its step, whose action is ignored."""
+        return self.present is Present.RESTARTS or self.present is Present.REPORTS
+
+    @property
+    def is_held(self) -> bool:
+        """Whether results of its worker do not count: the caller's result comes from somewhere else."""
+        return self.noted is not None or not (self.present is Present.GOES_ON or self.present is Present.REPORTS)
+
+    def note(self, event: Event, owed: Owed | None = None) -> Action:
+        """Note an event of the tables in `replacement.py`, and what is owed then; returns what is to be done."""
+        self.present, self.successor, action = after(self.present, self.successor, event)
+        if event in CHANGES_OWED:
+            self.owed = owed
+        return action
 
     def check(self) -> None:
         """Raise `AssertionError` unless this is one of the states in the table."""
         assert (self.request is None) == (self.state is State.IDLE), f"a state without its request: {self}"
         assert self.result is None or self.state is State.DONE, f"a result that has not come: {self}"
+        assert (self.owed is None) == (self.present is Present.GOES_ON), f"owed without a reason, or nothing: {self}"
         if self.state is State.DONE and self.skips:
             assert type(self.result) is Snapshot, f"a result whose record is overwritten: {self}"
 

@@ -17,6 +17,7 @@ from marl_parallel.core.loading import is_past
 from marl_parallel.core.messages import Message
 from marl_parallel.core.pool.extensions import Extension, Fault
 from marl_parallel.core.pool.pool import Pool
+from marl_parallel.core.pool.restarts import Restarts
 from marl_parallel.core.pool.slots import State, WorkerQueue
 from marl_parallel.core.worker_status import Activity, Running
 
@@ -30,14 +31,17 @@ LIMITED_BY = dict.fromkeys(Message, (Activity.STEP,)) | {
     Message.ACCESS: (Activity.START,),
     Message.ATTACH: (Activity.START,),
     Message.CONSTRUCT: (Activity.START, Activity.RESET),
-    Message.TAKE_OVER: (Activity.START, Activity.RESET, Activity.STEP),
+    Message.TAKE_OVER: (Activity.STEP, Activity.RESET, Activity.START),
     Message.CLOSE: (Activity.CLOSE,),
     Message.RESET: (Activity.RESET,),
     Message.STEP: (Activity.STEP, Activity.RESET),
     Message.STATE: (Activity.STEP, Activity.RESET),
     Message.RENDER: (Activity.STEP, Activity.RESET),
 }
-"""The activities of a request whose timeouts apply; before the request has begun, the first one applies."""
+"""The activities of a request whose timeouts apply; before the request has begun, the first one applies.
+
+Before `TAKE_OVER` has begun, a part of a step, a reset or `load_state`, the first one that has a limit applies.
+"""
 
 
 class Limits(NamedTuple):
@@ -160,16 +164,23 @@ class Deadlines:
         queue = self._all_queues[worker]
         running, request = queue.running(self._backend.statuses[worker]), self._limited(queue) or Message.STEP
         activity = LIMITED_BY[request][0] if running is None else running.activity
+        if running is None and request is Message.TAKE_OVER and self.limits[activity] is None:
+            activity = next(one for one in LIMITED_BY[request] if self.limits[one] is not None)
         return running, activity, self.limits[activity]
 
 
 class Timeouts(Extension):
-    """Ends workers that are late."""
+    """Ends workers that are late.
+
+    Attributes:
+        restarts: Deals with these workers; None to raise an error.
+    """
 
     def __init__(self, pool: Pool, limits: Limits) -> None:
         self._pool = pool
         self._deadlines = Deadlines(pool.backend, limits, pool.queues)
         self.limits = self._deadlines.limits
+        self.restarts: Restarts | None = None
 
     def patience(self, now: float) -> float | None:
         self._deadlines.looked = max(self._deadlines.looked, self._pool.called)  # the time of the caller counts
@@ -199,7 +210,7 @@ class Timeouts(Extension):
             )
             return Fault(worker, None, error, running_last)
 
-        if not pool.survives_faults or not queue.share:
+        if self.restarts is None or not pool.survives_faults or not queue.share:
             pool.fault(fault_here(running))
             return
         # Taking the stack continues a stopped worker, which may then finish its activity. It is late all the same, so
@@ -210,9 +221,10 @@ class Timeouts(Extension):
             finished = pool.finished_before(worker, running)
             late = [slot for slot in pool.slots_of(worker) if slot.request is not None and slot.env_id not in finished]
         late = [slot for slot in late if slot.state is not State.DONE]
-        pool.before_end(late, running)
+        self.restarts.before_end(late, running)
         if self._deadlines.changed(worker):
-            pool.call_off_end(late)
+            for slot in late:
+                slot.noted = None
             return
         fault = fault_here(None)
         ids, replies = {slot.env_id for slot in late}, []
