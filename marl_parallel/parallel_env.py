@@ -174,8 +174,8 @@ class ParallelEnv:
             output, and the output of processes that its simulators start. None leaves both in the output of this
             program. Errors of a worker that dies or hangs quote the last lines of its log. See `docs/faults.md`.
         recycle: When environments are replaced by new ones, such as `RecyclePolicy(max_memory_mb=4000)` for simulators
-            that leak memory. The first result of a new one has `infos[i]["__common__"]["recycled"]`. See
-            `docs/recycling.md`.
+            that leak memory. The first result of a new one has `infos[i]["__common__"]["recycled"]`. Needs other
+            processes, so not with `"serial"` and `"thread"`. See `docs/recycling.md`.
         replay: The most steps of each environment's episode that are kept, so that a failure can be repeated: its
             error then names a file for `marl-parallel replay`. Resets without a seed get derived seeds. None for no
             files. See `docs/faults.md`.

@@ -78,7 +78,9 @@ class Reply(NamedTuple):
 
     message: Message  # RESULT, or EXCEPTION if there are `failures`
     request: Message  # what was requested
-    env_ids: Sequence[int] | None  # its environments; None for all environments of the worker
+    # Its environments; None for all environments of the worker. Empty: the results are last steps of episodes whose
+    # automatic resets still run, and another reply follows.
+    env_ids: Sequence[int] | None
     results: Mapping[int, Any]  # by environment, for those with a result beyond what is in the block
     failures: Mapping[int, Failure]  # by environment, for those that failed
     completed: float  # when, in seconds of the worker's clock

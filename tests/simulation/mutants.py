@@ -50,14 +50,14 @@ MUTATIONS = [
     Mutation(
         "what was noted before the stack is taken is forgotten",
         "pool/restarts.py",
-        "        if slot.noted is not None:\n            return slot.noted\n",
+        "        if slot.owed_if_ended is not None:\n            return slot.owed_if_ended\n",
         "",
     ),
     Mutation(
         "results of an environment that is being ended count",
         "pool/slots.py",
-        "return self.noted is not None or not (",
-        "return not (",
+        "        if self.owed_if_ended is not None:\n            return True\n",
+        "",
     ),
     Mutation(
         "agents of an environment that needs a reset are alive",
@@ -241,7 +241,7 @@ MUTATIONS = [
     Mutation(
         "finishing just before its end is waited forever",
         "pool/timeouts.py",
-        "            for slot in late:\n                slot.noted = None\n            return\n",
+        "            for slot in late:\n                slot.owed_if_ended = None\n            return\n",
         "            return\n",
         blind=True,
     ),
@@ -658,7 +658,7 @@ MUTATIONS = [
     Mutation(
         "what was noted before a worker is ended stays",
         "pool/restarts.py",
-        "record.latest = record.reported = slot.noted = None",
+        "record.latest = record.reported = slot.owed_if_ended = None",
         "record.latest = record.reported = None",
     ),
     Mutation(

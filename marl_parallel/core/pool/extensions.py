@@ -5,8 +5,8 @@ none overrides costs nothing. The order matters: timeouts and warnings come firs
 replays, which change nothing, then recycling, which takes resets and ends of episodes before restarts see them.
 
 A step of all environments together is the most frequent call. While no extension that overrides `before_send` or
-`on_result` has `sees_steps`, the pool looks at no slot and calls neither of these hooks. If something goes wrong, or
-if the step takes more than 20 ms, `patience`, `look` and `on_result` follow, for each result.
+`on_result` has `sees_steps`, the pool looks at no slot and calls neither of these hooks. After 20 ms, it asks
+`patience`. If not all workers reply `STEPPED` within that, `on_result` follows for each result, and `look`.
 
 The hooks at a fault that `Restarts` deals with, in this order::
 

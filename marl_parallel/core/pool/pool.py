@@ -8,9 +8,10 @@ and resets::
                       |  an extension holds it back   ^
                       +-------------------------------+
 
-There is one loop, `wait_once`: it waits for replies, applies them to slots, and lets extensions look at the time. All
-other features are extensions (`extensions.py`): rebuilds and restarts, recycling, timeouts, warnings of long calls,
-replays, traces. If no extension deals with a fault, its error is raised, and everything is closed.
+`wait_once` waits for replies, applies them to slots, and lets extensions look at the time; all calls but the quickest
+step repeat it. All other features are extensions (`extensions.py`): rebuilds and restarts, recycling, timeouts,
+warnings of long calls, replays, traces. If no extension deals with a fault, its error is raised, and everything is
+closed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Pool(Source):
 
     Args:
         backend: Started by the caller before the first request; closed here.
-        shares: The environments of each worker.
+        shares: The environments that each worker has at first.
 
     Attributes:
         queues: The queue of requests of each worker.
@@ -750,7 +751,7 @@ class Pool(Source):
         self.replaced.clear()
         self.unfinished.clear()
         for slot in self.slots:
-            slot.owed = slot.noted = None
+            slot.owed = slot.owed_if_ended = None
         with self._counting:
             if not self._memory_dropped:
                 self._memory_dropped = True

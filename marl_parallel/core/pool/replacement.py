@@ -34,7 +34,7 @@ class Present(Enum):
     WAITS = 2  # its successor, which is not ready: the next episode must begin there
     MOVES = 3  # its successor, whose first transition has been requested
     RESTARTS = 4  # the pool: it has failed, or its worker, which constructs it again
-    REPORTS = 5  # the pool: it has been constructed again while nothing was requested, and nobody knows yet
+    REPORTS = 5  # the pool: it has failed while no result was due; it is there again, and its next result says so
 
     __hash__ = object.__hash__  # faster, as in `Message`
 
@@ -60,7 +60,7 @@ class Event(Enum):
     BEGAN = 4  # the first transition of its successor has come
     FAILS = 5  # it, or its worker, has failed
     RESTARTED = 6  # it has been constructed again, and its caller waits
-    RESTARTED_IDLE = 7  # it has been constructed again, and nothing had been requested
+    RESTARTED_IDLE = 7  # it has been constructed again, and no result was due when it failed
     REPORTED = 8  # the caller's next result is the report of that
     REPLACED = 9  # another one has been put in its place: `env.restart`, `load_state`
     BEGINS = 10  # its successor is to be constructed

@@ -171,7 +171,7 @@ class Restarts(Extension):
         if not self._pool.backend.capabilities.shares_memory:
             running = None  # what the worker has written arrives when it is ended
         for slot in slots:
-            slot.noted = self._cut_off(slot, running)
+            slot.owed_if_ended = self._cut_off(slot, running)
 
     def on_fault(self, fault: Fault) -> bool:
         pool, worker = self._pool, fault.worker
@@ -215,7 +215,7 @@ class Restarts(Extension):
     def on_rebuild(self, slots: Sequence[Slot], ends: Sequence[int]) -> None:
         for slot in slots:
             record = self._records[slot.env_id]
-            record.latest = record.reported = slot.noted = None
+            record.latest = record.reported = slot.owed_if_ended = None
             self._pool.unfinished.pop(slot.env_id, None)
         self.sees_steps = True
 
@@ -254,8 +254,8 @@ class Restarts(Extension):
         """
         record, idle, owed = self._records[slot.env_id], slot.state is not State.BUSY, slot.owed
         saved = self._pool.unfinished.get(slot.env_id)
-        if slot.noted is not None:
-            return slot.noted
+        if slot.owed_if_ended is not None:
+            return slot.owed_if_ended
         if owed is not None and slot.present in (Present.WAITS, Present.MOVES):
             record.keywords = owed.keywords
             return Owed(owed.message, owed.transition)
@@ -405,7 +405,7 @@ class Restarts(Extension):
         assert self.sees_steps or not self._may_change(), "it does not see the next results"
         for slot, record in zip(self._pool.slots, self._records, strict=True):
             busy = slot.state is State.BUSY
-            assert slot.noted is None, f"it is neither ended nor called off: {slot}, {record}"
+            assert slot.owed_if_ended is None, f"it is neither ended nor called off: {slot}, {record}"
             assert record.reported is None or record.needs_reset, f"observations of before a reset: {slot}, {record}"
             assert record.keywords is None or (busy and slot.request is Message.RESET), f"no reset: {slot}, {record}"
             if slot.present is Present.RESTARTS:

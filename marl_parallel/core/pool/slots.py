@@ -10,6 +10,7 @@ A slot is in one of these states; `-` is None or False::
     BUSY    STEP      -           True    it is being rebuilt: the result is the report
     BUSY    RESET     -           True    likewise; or it failed while it was idle, and the reset reports that
     DONE    either    leftovers   -       the result is here
+    DONE    either    a copy      -       the result is here: the report of a restart, or the end of a move
     DONE    either    a copy      True    the result is here, and it has failed since
 
 `has_reset` becomes True with the first result of a reset, and False when `env.restart` has constructed the environment
@@ -56,12 +57,12 @@ class Snapshot(NamedTuple):
 class Owed(NamedTuple):
     """What a caller receives for a request that is held back, or that a fault has interrupted."""
 
-    message: Message | None  # STEP, or RESET (also a reset that was due); None for an idle environment
+    message: Message | None  # STEP, or RESET (also a reset that was due); None if no result was due
     transition: Transition  # of the environment before, without the beginning of an episode in the new one
     keywords: bytes | None = None  # of the caller's reset, pickled
     state: NDArray[Any] | None = None  # the last known state, if the step did not end; None without states
     report: str = ""  # the text of the error, after a fault
-    next_result: Snapshot | None = None  # of an environment that was idle, once it has been constructed again
+    next_result: Snapshot | None = None  # if no result was due, once it has been constructed again
     request: Request | None = None  # which the present environment gets if it has no successor
     result: tuple[bytes | None, float] = None, 0.0  # else the result then: its pickled leftovers, and when it came
 
@@ -96,7 +97,7 @@ class Slot:
     present: Present = Present.GOES_ON
     successor: Successor = Successor.NONE
     owed: Owed | None = None  # except with `GOES_ON`
-    noted: Owed | None = None  # what is owed if the worker, which is late, is ended
+    owed_if_ended: Owed | None = None  # what is owed if the worker, which is late, is ended
 
     @property
     def skips(self) -> bool:
@@ -106,7 +107,9 @@ class Slot:
     @property
     def is_held(self) -> bool:
         """Whether results of its worker do not count: the caller's result comes from somewhere else."""
-        return self.noted is not None or not (self.present is Present.GOES_ON or self.present is Present.REPORTS)
+        if self.owed_if_ended is not None:
+            return True
+        return not (self.present is Present.GOES_ON or self.present is Present.REPORTS)
 
     def note(self, event: Event, owed: Owed | None = None) -> Action:
         """Note an event of the tables in `replacement.py`, and what is owed then; returns what is to be done."""

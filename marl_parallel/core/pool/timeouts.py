@@ -224,7 +224,7 @@ class Timeouts(Extension):
         self.restarts.before_end(late, running)
         if self._deadlines.changed(worker):
             for slot in late:
-                slot.noted = None
+                slot.owed_if_ended = None
             return
         fault = fault_here(None)
         ids, replies = {slot.env_id for slot in late}, []
