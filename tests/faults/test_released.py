@@ -234,7 +234,13 @@ USES: dict[str, tuple[Callable[[ParallelEnv], None], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:environments .* draw from:RuntimeWarning")
-@pytest.mark.parametrize(("backend", "use"), on_backends(USES, ["views", "in flight", "restart", "recycling", "trace"]))
+@pytest.mark.parametrize(
+    ("backend", "use"),
+    [
+        *on_backends([use for use in USES if use != "recycling"], ["views", "in flight", "restart", "trace"]),
+        *[("process", "recycling"), rest("portable", "recycling")],
+    ],
+)
 def test_dicts(backend, use, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     function, more = USES[use]
