@@ -56,11 +56,11 @@ OURS = ("marl_parallel.", "simulators.")
 @pytest.fixture(autouse=True)
 def without_collector() -> Iterator[None]:
     """Also without all that exists before the test: to look at it takes most of the time."""
+    gc.collect()
     gc.freeze()
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
 
 
 class Held(NamedTuple):

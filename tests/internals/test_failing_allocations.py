@@ -134,7 +134,6 @@ def only_new_garbage() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
 
 
 def with_failing(call: Callable[[], Any], first: int, last: int) -> Any:
