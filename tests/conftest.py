@@ -92,21 +92,32 @@ class MachineLock:
     def __init__(self) -> None:
         # Locks on two folders of the checkout: nothing has to be created or cleaned up.
         self._queue, self._machine = os.open(TESTS, os.O_RDONLY), os.open(ROOT, os.O_RDONLY)
+        self._is_kept = False  # whether this process has kept the machine for its next test
+
+    @staticmethod
+    def _is_alone(item: pytest.Item | None) -> bool:
+        return item is not None and item.get_closest_marker("whole_machine") is not None
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's timeout begins
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
         import fcntl  # not on Windows
 
-        alone = item.get_closest_marker("whole_machine") is not None
-        fcntl.flock(self._queue, fcntl.LOCK_EX)
-        fcntl.flock(self._machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        # A process that waits for the machine holds the queue; otherwise other tests could share the machine forever.
-        fcntl.flock(self._queue, fcntl.LOCK_UN)
+        alone = self._is_alone(item)
+        if self._is_kept and not alone:  # the next test is another one than expected
+            fcntl.flock(self._machine, fcntl.LOCK_UN)
+        if not (self._is_kept and alone):
+            fcntl.flock(self._queue, fcntl.LOCK_EX)
+            fcntl.flock(self._machine, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            # Who waits for the machine holds the queue; otherwise other tests could share the machine forever.
+            fcntl.flock(self._queue, fcntl.LOCK_UN)
         try:
             return (yield)
         finally:
-            # Unlock instead of closing: processes forked by a test may still have the folder open.
-            fcntl.flock(self._machine, fcntl.LOCK_UN)
+            # Each wait for the tests of other processes may be long, so tests in turn wait once.
+            self._is_kept = alone and self._is_alone(nextitem)
+            if not self._is_kept:
+                # Unlock instead of closing: processes forked by a test may still have the folder open.
+                fcntl.flock(self._machine, fcntl.LOCK_UN)
 
 
 class PoolChecks:
