@@ -11,7 +11,7 @@ import pytest
 
 from marl_parallel.backends.ray_actor import ActorResults, pack, unpack
 from marl_parallel.backends.ray_exchange import Actor
-from marl_parallel.backends.ray_placement import Place, moves_between
+from marl_parallel.backends.ray_placement import Place
 from marl_parallel.core.messages import Message, Request, answer
 from marl_parallel.core.records import RecordPlaces, RecordSlices
 from marl_parallel.core.worker_status import WorkerStatus
@@ -106,12 +106,3 @@ def test_what_an_actor_hands_over_to_others():
         assert {*new.pending} == {*workers, 7}
     assert not old.pending
     assert old.waiting == [({}, True)]
-
-
-def test_as_few_moves_as_possible():
-    assert moves_between({}, {"a": 3}) == {}
-    assert moves_between({0: "a", 1: "a", 2: "a"}, {}) == {}
-    assert moves_between({0: "a", 1: "b"}, {"a": 1, "c": 5}) == {}
-    assert moves_between({0: "a", 1: "a", 2: "a", 3: "a"}, {"a": 0, "b": 8}) == {0: "b", 1: "b"}
-    assert moves_between({0: "a", 1: "a", 2: "a", 3: "a"}, {"b": 1, "c": 0}) == {0: "b"}
-    assert moves_between(dict.fromkeys(range(6), "a"), {"b": 9, "c": 9}) == {0: "b", 1: "c", 2: "b", 3: "c"}

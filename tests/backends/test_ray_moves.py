@@ -80,6 +80,12 @@ def drain(node: str) -> None:
     assert accepted, why
 
 
+def remove(cluster: Any, node: str) -> None:
+    """Remove a node that takes nothing any more."""
+    (doomed,) = (one for one in cluster.worker_nodes if one.node_id == node)
+    cluster.remove_node(doomed)
+
+
 @pytest.mark.parametrize(("workers_per_node", "recycle"), [(None, 2), (1, None)])
 def test_announced_end_of_a_node(workers_per_node, recycle, three_nodes):
     """Its environments move where their episodes end; then the machine goes, and nobody notices.
@@ -118,8 +124,7 @@ def test_announced_end_if_no_node_has_room_for_all(three_nodes):
         assert sorted(Counter(after).values()) == [2, 2]
         assert [old == new for old, new in zip(before, after, strict=True)] == [node != fullest for node in before]
         assert (env.stats().recycled, env.stats().faults) == (2, 0)
-        (doomed,) = (one for one in three_nodes.worker_nodes if one.node_id == fullest)
-        three_nodes.remove_node(doomed)  # it takes nothing any more
+    remove(three_nodes, fullest)
 
 
 def test_node_that_joins_late(three_nodes, caplog):
@@ -170,19 +175,22 @@ def test_no_room_elsewhere(three_nodes, caplog):
         assert {record.levelname for record in caplog.records} == {"WARNING"}
         for _ in range(2 * LENGTH):
             watched.step()
+        backend._placement.timeout = 60.0
         ray.util.remove_placement_group(others)
         watched.step_until(lambda present: nodes[0] not in present)
         assert env.stats().faults == 0
+    remove(three_nodes, nodes[0])
 
 
 def test_worker_that_is_dropped_before_there_is_room(three_nodes):
     """Nobody waits for its machine, neither at once nor after `placement_timeout`, and its resources are free."""
     backend = RayBackend(num_cpus=CPUS_EACH)
     backend.start([range(1)], 1)
+    node = backend._workers.node_of(0)
     try:
         others = ray.util.placement_group([{"CPU": CPUS_EACH}] * (NODES - 1))
         assert others.wait(30)
-        drain(backend._workers.node_of(0))
+        drain(node)
         backend._placement.timeout = 1.0
         backend.start_worker(1, (0,), 0)
         backend.post({1: Request(Message.CLOSE)})
@@ -199,6 +207,7 @@ def test_worker_that_is_dropped_before_there_is_room(three_nodes):
         ray.util.remove_placement_group(others)
     finally:
         backend.stop(1.0)
+        remove(three_nodes, node)
 
 
 class Hanging(Counting):
