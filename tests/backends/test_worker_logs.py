@@ -144,7 +144,7 @@ def test_undecodable_output_is_quoted(tmp_path):
 
 def test_error_of_a_timeout_quotes_the_log(start_method, tmp_path):
     how = arguments(start_method)
-    with pytest.raises(WorkerTimeout) as caught, talking(log_dir=tmp_path, step_timeout=1.0, **how) as env:  # noqa: PT012
+    with pytest.raises(WorkerTimeout) as caught, talking(log_dir=tmp_path, step_timeout=5.0, **how) as env:  # noqa: PT012
         env.set_attr("fault", [hangs], env_ids=[2])
         env.step([ACTIONS] * 3)
     assert quoted(caught.value, tmp_path / "worker-1.log") == ["about to hang"]
