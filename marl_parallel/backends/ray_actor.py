@@ -131,9 +131,7 @@ class RayActor:
         self._starts: dict[int, int] = {}  # how often each worker was started
         self._owed: dict[int, int] = {}  # how many requests each worker has not replied to
         self._owners: dict[int, int] = {}  # the worker that has written an environment's record last
-        self._beside: dict[
-            int, set[int]
-        ] = {}  # by worker: environments that it has, and whose records it does not write
+        self._beside: dict[int, set[int]] = {}  # by worker: environments that it has beside the present ones
         self._slices: RecordSlices | None = None
         self._writes_states = False
         self._carried_out = 0  # the number of the last order that was carried out

@@ -33,7 +33,9 @@ class Message(Enum):
     CONSTRUCT = 11  # construct an environment that replaces another one, or make it from bytes of `SAVE`
     TRACE = 12  # store slices of time from now on, or return them
     OUTPUTS = 13  # from now on, write more than the records with each reset and step
-    TAKE_OVER = 14  # let an environment that was constructed beside the present one take its place
+    # Let an environment that was constructed beside the present one take its place. The payload is None; for one from
+    # saved bytes, it is True, or False to drop that one.
+    TAKE_OVER = 14
     OPTIONS = 15  # from now on, begin episodes with these options of `reset`
     SAVE = 16  # return the environments as bytes
     RESULT = 17  # the reply to a request that was carried out
