@@ -14,7 +14,14 @@ import pytest
 from gymnasium import spaces
 from helpers.episodes import ENVS, SEED, PlainLoop, ended
 from sb3_contrib import MaskablePPO
-from simulators.dying_agents import DyingAgents, TwoAgents, TwoMaskedAgents
+from simulators.dying_agents import (
+    DyingAgents,
+    Interrupted,
+    LastStepWithoutZ,
+    ReportsTheDead,
+    TwoAgents,
+    TwoMaskedAgents,
+)
 from simulators.returning_agents import ReturningAgents
 from simulators.scored import Scored
 from simulators.vector_rewards import Couriers
@@ -379,36 +386,6 @@ def test_info_keyword_that_an_agents_own_end_does_not_have():
         for _ in range(9):
             env.step(zeros(env))
     env.close()
-
-
-class Interrupted(DyingAgents):
-    """The first instance of each environment raises in its sixth step, after the deaths of some agents."""
-
-    def __init__(self, restarts: int = 0) -> None:
-        super().__init__()
-        self.fails = restarts == 0
-
-    def step(self, actions: dict) -> Any:
-        if self.fails and self.time == 5:
-            raise RuntimeError("an accident")
-        return super().step(actions)
-
-
-class ReportsTheDead(DyingAgents):
-    """In the last step, dead agents have the `episode` of a wrapper of the simulator in their infos."""
-
-    def step(self, actions: dict) -> Any:
-        *results, infos = super().step(actions)
-        if self.time == 9:
-            infos |= {agent: {"episode": {"r": 1.0, "l": 1}} for agent in self.agents if agent not in infos}
-        return *results, infos
-
-
-class LastStepWithoutZ(DyingAgents):
-    """Agent z is alive, but the last step returns nothing for it."""
-
-    def reported(self) -> list[str]:
-        return [agent for agent in super().reported() if self.time < 9 or agent != "z"]
 
 
 @pytest.mark.parametrize("make", [Interrupted, ReportsTheDead, LastStepWithoutZ])

@@ -12,6 +12,7 @@ import pytest
 from helpers.start_methods import START_METHODS
 
 BACKENDS = ("serial", "thread", "process", "hybrid", *(["ray"] if importlib.util.find_spec("ray") else []))
+_HERE = ("serial", "thread")  # in the process of the test
 REST_ONLY = "hybrid"  # what it does by itself has tests of its own
 
 
@@ -72,7 +73,8 @@ def left_out(items: Sequence[pytest.Item], choice: str) -> list[pytest.Item]:
         chosen = on_ray - _out_of_turn(items)
     else:
         one = _on_one_setup(_once_per_backend(items))
-        chosen = one if choice == "one" else {*items} - one - _out_of_turn(items)
+        without = one | _out_of_turn(items)
+        chosen = one if choice == "one" else _on_another_setup([item for item in items if item not in without], one)
     return [item for item in items if item not in chosen]
 
 
@@ -107,6 +109,28 @@ def _on_one_setup(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         setup = _setup_of(item)
         by_test.setdefault(item.nodeid if setup is None else item.nodeid.replace(str(setup), ""), []).append(item)
     return {same[zlib.crc32(test.encode()) % len(same)] for test, same in by_test.items()}
+
+
+def _on_another_setup(items: Iterable[pytest.Item], before: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Each test on one more setup than `before`: in processes, if it was in this process then, and the other way round.
+
+    Tests marked `every_setup` or `rest` keep all setups.
+    """
+    backends = {item.nodeid.replace(str(setup), ""): setup.backend for item in before if (setup := _setup_of(item))}
+    chosen: set[pytest.Item] = set()
+    others: dict[str, list[tuple[bool, pytest.Item]]] = {}
+    for item in items:
+        setup = _setup_of(item)
+        test = item.nodeid.replace(str(setup), "")
+        if setup is None or test not in backends or any(map(item.get_closest_marker, ("every_setup", "rest"))):
+            chosen.add(item)
+        else:
+            changes = (setup.backend in _HERE) != (backends[test] in _HERE)
+            others.setdefault(test, []).append((changes, item))
+    for test, options in others.items():
+        preferred = [item for changes, item in options if changes] or [item for _, item in options]
+        chosen.add(preferred[zlib.crc32(test.encode()) % len(preferred)])
+    return chosen
 
 
 def _once_per_backend(items: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -15,6 +15,8 @@ from helpers.scenarios import REAL, SYNTHETIC, Event, record, scenario
 from helpers.setups import in_turn, rest_in_turn
 from simulators.deterministic import Hunt, Recycler, Skirmish
 
+pytestmark = pytest.mark.every_setup
+
 SAME_STEP, NEXT_STEP, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
 
 

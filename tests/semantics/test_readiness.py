@@ -25,7 +25,7 @@ from marl_parallel import ParallelEnv, ParallelEnvError, StepBatch
 from marl_parallel.backends.local import SerialBackend
 from marl_parallel.core.messages import Lost, Reply
 
-pytestmark = pytest.mark.release_independent
+pytestmark = [pytest.mark.release_independent, pytest.mark.in_turn]
 
 PACKINGS = pytest.mark.parametrize("num_workers", [1, 2, 4])
 

@@ -129,3 +129,33 @@ class TwoMaskedAgents(TwoAgents):
         if self.in_dicts:
             return {agent: {"at": point, "action_mask": mask} for agent, point in seen.items()}, infos
         return seen, {agent: {"action_mask": mask} for agent in infos}
+
+
+class Interrupted(DyingAgents):
+    """The first instance of each environment raises in its sixth step, after the deaths of some agents."""
+
+    def __init__(self, restarts: int = 0) -> None:
+        super().__init__()
+        self.fails = restarts == 0
+
+    def step(self, actions: dict) -> Any:
+        if self.fails and self.time == 5:
+            raise RuntimeError("an accident")
+        return super().step(actions)
+
+
+class ReportsTheDead(DyingAgents):
+    """In the last step, dead agents have the `episode` of a wrapper of the simulator in their infos."""
+
+    def step(self, actions: dict) -> Any:
+        *results, infos = super().step(actions)
+        if self.time == 9:
+            infos |= {agent: {"episode": {"r": 1.0, "l": 1}} for agent in self.agents if agent not in infos}
+        return *results, infos
+
+
+class LastStepWithoutZ(DyingAgents):
+    """Agent z is alive, but the last step returns nothing for it."""
+
+    def reported(self) -> list[str]:
+        return [agent for agent in super().reported() if self.time < 9 or agent != "z"]
